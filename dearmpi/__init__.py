@@ -1,0 +1,53 @@
+"""DeAR: data-parallel PyTorch over MPI with reduce-scatter and all-gather pipelining.
+
+A script needs ``connect`` and ``DistributedOptimizer``::
+
+    world = dearmpi.connect()
+    optimizer = dearmpi.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dearmpi.comm.world import World, connect
+    from dearmpi.config import EngineConfig
+    from dearmpi.engine.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
+    from dearmpi.engine.optimizer import DistributedOptimizer
+    from dearmpi.engine.scaler import GradScaler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DistributedOptimizer",
+    "EngineConfig",
+    "GradScaler",
+    "SyncBatchNorm",
+    "World",
+    "broadcast_buffers",
+    "broadcast_parameters",
+    "connect",
+    "convert_sync_batchnorm",
+]
+
+_HOMES = {
+    "DistributedOptimizer": "dearmpi.engine.optimizer",
+    "EngineConfig": "dearmpi.config",
+    "GradScaler": "dearmpi.engine.scaler",
+    "SyncBatchNorm": "dearmpi.engine.batch_norm",
+    "World": "dearmpi.comm.world",
+    "broadcast_buffers": "dearmpi.engine.broadcast",
+    "broadcast_parameters": "dearmpi.engine.broadcast",
+    "connect": "dearmpi.comm.world",
+    "convert_sync_batchnorm": "dearmpi.engine.batch_norm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that ``import dearmpi`` needs neither torch nor MPI."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dearmpi' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

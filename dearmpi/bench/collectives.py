@@ -1,0 +1,179 @@
+"""Collectives by themselves: each algorithm's time, its share of the wire, and how far it runs
+beside computation.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import get_args
+
+import torch
+
+from dearmpi.bench.link import Start, run_all, start_gather, start_reduce
+from dearmpi.bench.table import align
+from dearmpi.bench.wire import measure_wire
+from dearmpi.comm.world import Channel, World
+from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.errors import ConfigError
+
+_BYTES_BACK_TO_BACK = 50e6
+_FEWEST, _MOST = 4, 40
+_HEADER = ("collective", "MB", "alone ms", "each ms", "Mbit/s", "of wire", "IMB", "OSU")
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """One operation, and computation of about the same length, alone and together; seconds."""
+
+    pure_s: float
+    compute_s: float
+    together_s: float
+
+    @property
+    def imb(self) -> float:
+        """The share of the shorter one that the longer one hides, as Intel's IMB-NBC defines."""
+        hidden_s = self.pure_s + self.compute_s - self.together_s
+        return max(0.0, min(1.0, hidden_s / min(self.pure_s, self.compute_s)))
+
+    @property
+    def osu(self) -> float:
+        """The share of communication that adds nothing to computation, as OSU's benchmarks do."""
+        return max(0.0, min(1.0, 1.0 - (self.together_s - self.compute_s) / self.pure_s))
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """One collective on ``nbytes`` per rank.
+
+    each_s: seconds of each of many, back to back in the engine's window.
+    wire_bits_s: bits per second that each rank sends meanwhile.
+    """
+
+    name: str
+    nbytes: int
+    overlap: Overlap
+    each_s: float
+    wire_bits_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesResult:
+    """All of them. wire_bits_s: the rate of a plain TCP stream."""
+
+    world_size: int
+    hosts: int
+    window: int
+    wire_bits_s: float
+    rows: tuple[CollectiveTimes, ...]
+
+
+def measure_collectives(
+    world: World, sizes_mb: Sequence[float], *, repeats: int, tell: Callable[[str], None]
+) -> CollectivesResult:
+    """Measure every reduce-scatter and the all-gather on every size (collective).
+
+    sizes_mb: of the whole buffer, in millions of bytes. Times are those of the slowest rank.
+    """
+    if world.size == 1:
+        raise ConfigError("one rank has no collectives; start several with mpirun")
+    wire = measure_wire(world)
+    tell(f"a TCP stream carries {wire / 1e6:.0f} Mbit/s")
+    window = EngineConfig().window
+    channel = world.open_channel("benchmark", window=window)
+    rows = []
+    for megabytes in sizes_mb:
+        count = max(1, int(megabytes * 1e6 / 4 / world.size)) * world.size
+        for name, start in _starts().items():
+            rows.append(_measure(world, channel, name, count, start, repeats=repeats))
+        tell(f"{megabytes:g} MB done")
+    channel.close()
+    return CollectivesResult(world.size, len(set(world.hosts)), window, wire, tuple(rows))
+
+
+def describe_collectives(result: CollectivesResult) -> list[str]:
+    """Lines: what was measured, and a table."""
+    rows = [
+        (
+            row.name,
+            f"{row.nbytes / 1e6:g}",
+            f"{row.overlap.pure_s * 1e3:.2f}",
+            f"{row.each_s * 1e3:.2f}",
+            f"{row.wire_bits_s / 1e6:.0f}",
+            f"{row.wire_bits_s / result.wire_bits_s:.1%}",
+            f"{row.overlap.imb:.0%}",
+            f"{row.overlap.osu:.0%}",
+        )
+        for row in result.rows
+    ]
+    return [
+        f"{result.world_size} ranks on {result.hosts} host(s); a TCP stream carries "
+        f"{result.wire_bits_s / 1e6:.0f} Mbit/s",
+        f"each: back to back, {result.window} in flight; IMB, OSU: overlap with computation that "
+        "needs no core, as those benchmarks define it",
+        "",
+        *align([_HEADER, *rows]),
+    ]
+
+
+def _starts() -> dict[str, Callable[[torch.Tensor], Start]]:
+    starts: dict[str, Callable[[torch.Tensor], Start]] = {}
+    for algorithm in get_args(ReduceScatter):
+        starts[f"reduce-scatter {algorithm}"] = partial(_reduce_with, algorithm)
+    starts["all-gather"] = lambda buffer: partial(start_gather, buffer)
+    return starts
+
+
+def _reduce_with(algorithm: ReduceScatter, buffer: torch.Tensor) -> Start:
+    return partial(start_reduce, buffer, algorithm)
+
+
+def _measure(
+    world: World,
+    channel: Channel,
+    name: str,
+    count: int,
+    start: Callable[[torch.Tensor], Start],
+    *,
+    repeats: int,
+) -> CollectiveTimes:
+    buffers = [torch.zeros(count) for _ in range(4)]
+    nbytes = count * buffers[0].element_size()
+    length = min(_MOST, max(_FEWEST, round(_BYTES_BACK_TO_BACK / nbytes)))
+    many = [start(buffers[i % len(buffers)]) for i in range(length)]
+    one = many[0]
+    run_all(world, channel, [one])
+    pure_s = _slowest(world, [run_all(world, channel, [one]) for _ in range(repeats)])
+    both = [_run_beside(world, channel, one, pure_s) for _ in range(repeats)]
+    overlap = Overlap(
+        pure_s,
+        _slowest(world, [compute_s for compute_s, _ in both]),
+        _slowest(world, [together_s for _, together_s in both]),
+    )
+    each_s = _slowest(world, [run_all(world, channel, many) / length for _ in range(repeats)])
+    sent_bits = 8 * nbytes * (world.size - 1) / world.size
+    return CollectiveTimes(name, nbytes, overlap, each_s, sent_bits / each_s)
+
+
+def _run_beside(
+    world: World, channel: Channel, start: Start, seconds: float
+) -> tuple[float, float]:
+    """Computation of ``seconds`` alone, and an operation with the same beside it."""
+    before = time.perf_counter()
+    time.sleep(seconds)
+    compute_s = time.perf_counter() - before
+    done: list[bool] = []
+    world.barrier()
+    before = time.perf_counter()
+    channel.submit("benchmark", start, lambda: done.append(True))
+    time.sleep(seconds)
+    world.progress.wait_until(lambda: bool(done), what="the benchmark's collective")
+    return compute_s, time.perf_counter() - before
+
+
+def _slowest(world: World, own: Sequence[float]) -> float:
+    """The median of the slowest rank's times (collective)."""
+    return statistics.median(world.all_reduce(own, "max"))

@@ -1,0 +1,239 @@
+"""Contest: the methods in turn, round by round, each with a fresh model on the same work.
+
+A method that fails on any rank is out on all of them, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.bench.group import PATIENCE_S, join_group, leave_group
+from dearmpi.bench.link import measure_link
+from dearmpi.bench.memory import peak_bytes, start_peak
+from dearmpi.bench.method import Entrant, Method, Setup, read_config
+from dearmpi.bench.peers import read_method
+from dearmpi.bench.result import Block, Iteration, Result, Row
+from dearmpi.bench.subject import Subject
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
+from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.errors import CommError, ConfigError
+from dearmpi.plan.layout import BucketLayout
+
+Tell = Callable[[str], None]
+
+_GLOO = "gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long to measure: ``num_rounds`` blocks of ``num_batches`` iterations for each method.
+
+    num_warmup: iterations before each block that do not count. patience_s: how long a rank waits
+        for others inside a peer before it gives the peer up.
+    """
+
+    num_warmup: int = 2
+    num_batches: int = 5
+    num_rounds: int = 3
+    patience_s: float = PATIENCE_S
+
+    def __post_init__(self) -> None:
+        if self.num_warmup < 1:
+            raise ConfigError(
+                f"{self.num_warmup} warm-up iterations; at least 1 is needed, since an iteration "
+                "begins with the gathers of the one before"
+            )
+        if self.num_batches < 1 or self.num_rounds < 1:
+            raise ConfigError(
+                f"{self.num_rounds} rounds of {self.num_batches} iterations; both must be 1 or more"
+            )
+
+
+def hold_contest(
+    world: World, subject: Subject, methods: Sequence[Method], *, length: Length, tell: Tell
+) -> Result:
+    """Measure every method, and computation and communication alone (collective).
+
+    tell: is given a line on each block as it ends.
+    """
+    config = read_config({})
+    layout = plan_of(world, subject.build())
+    alone = read_method("alone")
+    rows = {method.label: Row(method.label) for method in (alone, *methods)}
+    result = Result(
+        subject=subject.name,
+        unit=subject.unit,
+        batch_size=subject.batch_size,
+        units_per_sample=subject.units_per_sample,
+        world_size=world.size,
+        hosts=len(set(world.hosts)),
+        alone=rows[alone.label],
+        rows=[rows[method.label] for method in methods],
+        link=[],
+        num_buckets=len(layout),
+        payload_bytes=sum(bucket.nbytes for bucket in layout),
+    )
+    for number in range(length.num_rounds):
+        result.link += measure_link(world, layout, config, repeats=1)
+        order = [alone, *methods]
+        for method in order if number % 2 == 0 else reversed(order):  # so that no drift favours one
+            row = rows[method.label]
+            if not row.error:
+                _run_block(world, _Trial(world, subject, method, length), row)
+                tell(_describe(result, row, number))
+    return result
+
+
+def plan_of(world: World, model: nn.Module) -> BucketLayout:
+    """How the engine lays ``model`` out as it comes (collective)."""
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, world=world, config=EngineConfig()
+    )
+    layout = optimizer.layout
+    optimizer.close()
+    return layout
+
+
+def _describe(result: Result, row: Row, number: int) -> str:
+    if row.error:
+        return f"{row.label}: {row.error}"
+    rate = result.rate(row.blocks[-1].mean_s)
+    return f"{row.label:<12} Iter #{number}: {rate:.1f} {result.unit}/sec per CPU"
+
+
+def _run_block(world: World, trial: _Trial, row: Row) -> None:
+    """Add a block to ``row``, or the reason why there is none."""
+    start_bytes = start_peak()
+    # The phases of a trial; after each, the ranks agree on whether to go on.
+    for phase in (trial.join, trial.enter, trial.measure, trial.verify):
+        row.error = _agree(world, trial.attempt(phase))
+        if row.error:
+            break
+    peak = peak_bytes(start_bytes)
+    trial.leave()
+    peaks = world.all_reduce([float(-1 if peak is None else peak)], "max")
+    if not row.error:
+        cpu_s = world.all_reduce([trial.cpu_s])[0] / world.size
+        most = None if peaks[0] < 0 else int(peaks[0])
+        row.blocks.append(Block(_average(world, trial.iterations), cpu_s, most))
+
+
+class _Trial:
+    """One method on one fresh model, on this rank."""
+
+    def __init__(
+        self,
+        world: World,
+        subject: Subject,
+        method: Method,
+        length: Length,
+    ) -> None:
+        self._world, self._subject, self._method = world, subject, method
+        self._length = length
+        self._model: nn.Module | None = None
+        self._entrant: Entrant | None = None
+        self.iterations: list[Iteration] = []
+        self.cpu_s = 0.0
+
+    def attempt(self, phase: Callable[[], None]) -> str:
+        """Run a phase; what went wrong, in a line, or nothing."""
+        try:
+            phase()
+        except CommError:
+            raise  # our own communication is broken: nothing can go on
+        except (Exception, SystemExit) as error:
+            lines = str(error).strip().splitlines()
+            problem = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+            traceback.clear_frames(error.__traceback__)
+        else:
+            return ""
+        if self._method.uses_group:
+            leave_group(self._entrant, failed=True)
+        return problem
+
+    def join(self) -> None:
+        """Let the method find the other ranks by itself."""
+        if self._method.uses_group:
+            join_group(self._world, patience_s=self._length.patience_s)
+
+    def enter(self) -> None:
+        """Build the model and make it ready."""
+        self._model = self._subject.build()
+        setup = Setup(
+            world=self._world,
+            model=self._model,
+            make_optimizer=self._subject.make_optimizer,
+            options=self._method.options,
+        )
+        self._entrant = self._method.enter(setup)
+
+    def measure(self) -> None:
+        """Warm up, then take the time of each iteration."""
+        assert self._entrant is not None
+        loss = self._subject.losses()
+        for _ in range(self._length.num_warmup):
+            _iterate(self._entrant, loss)
+        gc.disable()
+        cpu_s = time.process_time()
+        try:
+            for _ in range(self._length.num_batches):
+                self.iterations.append(_iterate(self._entrant, loss))
+            self.cpu_s = (time.process_time() - cpu_s) / self._length.num_batches
+        finally:
+            gc.enable()
+
+    def verify(self) -> None:
+        """Raise RuntimeError if the method did not train as it should."""
+        assert self._entrant is not None and self._model is not None
+        self._entrant.finish()
+        if self._method.label == "alone":
+            return
+        steps = self._length.num_warmup + self._length.num_batches
+        problem = self._subject.problem(self._model, steps)
+        if problem:
+            raise RuntimeError(f"trained wrongly: {problem}")
+
+    def leave(self) -> None:
+        """Drop everything."""
+        entrant, self._entrant, self._model = self._entrant, None, None
+        if entrant is not None:
+            with contextlib.suppress(Exception):
+                entrant.close()
+        leave_group(failed=False)
+
+
+def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> Iteration:
+    start = time.perf_counter()
+    entrant.optimizer.zero_grad()
+    value = loss(entrant.model)
+    fed = time.perf_counter()
+    entrant.backward(value)
+    back = time.perf_counter()
+    entrant.optimizer.step()
+    return Iteration(fed - start, back - fed, time.perf_counter() - back)
+
+
+def _agree(world: World, problem: str) -> str:
+    """The problem that came first, as far as one can tell, with its rank (collective)."""
+    problems = {rank: text for rank, text in enumerate(world.all_gather_text(problem)) if text}
+    if not problems:
+        return ""
+    # A rank whose connections broke was left by another.
+    first = min(problems, key=lambda rank: (_GLOO in problems[rank].lower(), rank))
+    return problems[first] if world.size == 1 else f"rank {first}: {problems[first]}"
+
+
+def _average(world: World, iterations: Sequence[Iteration]) -> tuple[Iteration, ...]:
+    """The mean over ranks of each iteration's parts (collective)."""
+    parts = [part for i in iterations for part in (i.feed_forward_s, i.backprop_s, i.step_s)]
+    means = [total / world.size for total in world.all_reduce(parts)]
+    return tuple(Iteration(*means[i : i + 3]) for i in range(0, len(means), 3))

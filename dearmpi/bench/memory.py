@@ -1,0 +1,59 @@
+"""Memory of this process, as Linux counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+# Parameters of glibc's mallopt.
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
+_NEVER = 2**31 - 1
+
+
+def reuse_pages() -> None:
+    """Let freed memory stay with the process and be used again, where the C library can.
+
+    An accelerator's allocator does so. Otherwise every gradient of a replayed model costs a page
+    fault for each 4 KiB, which on a virtual machine may take longer than the communication.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, _NEVER)
+
+
+def start_peak() -> int:
+    """Give back what is free, forget the peak, and return the bytes in use now."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    try:
+        _CLEAR.write_text(_RESET_PEAK)
+    except OSError:
+        return 0
+    return _read("VmRSS")
+
+
+def peak_bytes(start: int) -> int | None:
+    """Most bytes in use at once since ``start_peak`` returned ``start``, beyond those.
+
+    None where the system does not tell.
+    """
+    return _read("VmHWM") - start if start else None
+
+
+def _read(field: str) -> int:
+    """A field of /proc/self/status in bytes; 0 if there is none."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    values = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return int(next(values, "0")) * 1024

@@ -1,0 +1,151 @@
+"""Method: one way to train a model on all ranks, and how it is found by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
+from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.errors import ConfigError
+
+ALONE = "alone"
+OURS = ("serial", "wfbp", "dear")
+
+
+class Steps(Protocol):
+    """What the benchmark needs of an optimizer."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self) -> Any: ...
+
+
+def backpropagate(loss: Tensor) -> None:
+    """Backprop in plain torch."""
+    loss.backward()
+
+
+def do_nothing() -> None:
+    """Where there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A model made ready to be trained by one method.
+
+    An iteration is ``zero_grad``, the loss of ``model``, ``backward`` of it, ``step``.
+    finish: make the parameters those of the last step. close: give back what was taken.
+    """
+
+    model: nn.Module
+    optimizer: Steps
+    backward: Callable[[Tensor], None] = backpropagate
+    finish: Callable[[], None] = do_nothing
+    close: Callable[[], None] = do_nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a method is given, the same on every rank but for the rank itself.
+
+    make_optimizer: the optimizer for given parameters. options: what follows the method's name.
+    """
+
+    world: World
+    model: nn.Module
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+Factory = Callable[[Setup], Entrant]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method by name. label: as the user wrote it, options included.
+
+    uses_group: ``torch.distributed`` is initialised over gloo before it enters, and taken down
+        after it.
+    """
+
+    label: str
+    factory: Factory
+    options: Mapping[str, str] = field(default_factory=dict)
+    uses_group: bool = True
+
+    def enter(self, setup: Setup) -> Entrant:
+        """Make the model ready (collective)."""
+        return self.factory(setup)
+
+
+def alone(setup: Setup) -> Entrant:
+    """Plain torch without any communication: each rank trains by itself."""
+    return Entrant(setup.model, setup.make_optimizer(setup.model.parameters()))
+
+
+def ours(name: str) -> Factory:
+    """This package's engine with the schedule ``name``."""
+
+    def enter(setup: Setup) -> Entrant:
+        config = read_config({"schedule": name, "eager": "true", **setup.options})
+        optimizer = DistributedOptimizer(
+            setup.make_optimizer(setup.model.parameters()),
+            setup.model,
+            world=setup.world,
+            config=config,
+        )
+        return Entrant(setup.model, optimizer, finish=optimizer.synchronize, close=optimizer.close)
+
+    return enter
+
+
+def read_config(options: Mapping[str, str]) -> EngineConfig:
+    """The engine's settings from text. A bare number, under the name ``cap``, is the bucket cap.
+
+    Raises ConfigError for a setting that does not exist, or a value that it cannot have.
+    """
+    defaults = {setting.name: setting.default for setting in fields(EngineConfig)}
+    values: dict[str, Any] = {}
+    for given, text in options.items():
+        name = "bucket_cap_mb" if given == "cap" else given
+        if name not in defaults:
+            raise ConfigError(
+                f"the engine has no setting {given!r}; it has {', '.join(sorted(defaults))}"
+            )
+        values[name] = _read_value(name, text, defaults[name])
+    return EngineConfig(**values)
+
+
+def _read_value(name: str, text: str, default: object) -> object:
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if isinstance(default, int):
+            return int(text)
+        if default is None or isinstance(default, float):
+            return float(text)
+    except (KeyError, ValueError):
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise ConfigError(f"{name} is {text!r}; it must be {kind}") from None
+    return text
+
+
+def read_options(parts: Iterable[str], *, label: str) -> dict[str, str]:
+    """``["8", "window=3"]`` as ``{"cap": "8", "window": "3"}``. Raises ConfigError otherwise."""
+    options: dict[str, str] = {}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals:
+            name, value = "cap", part
+        if not name or not value or name in options:
+            raise ConfigError(
+                f"method {label!r}: cannot read {part!r}; write NAME[:CAP_MB][:OPTION=VALUE]"
+            )
+        options[name] = value
+    return options

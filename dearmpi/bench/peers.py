@@ -1,0 +1,150 @@
+"""Peers: other packages' ways to train, over gloo, as their documentation says to use them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from dearmpi.bench.method import (
+    ALONE,
+    OURS,
+    Entrant,
+    Factory,
+    Method,
+    Setup,
+    alone,
+    ours,
+    read_config,
+    read_options,
+)
+from dearmpi.errors import ConfigError
+
+
+def ddp(setup: Setup) -> Entrant:
+    """torch's DistributedDataParallel; options: ``cap``, in MiB."""
+    _refuse_unknown(setup.options, {"cap"})
+    settings: dict[str, Any] = {}
+    if "cap" in setup.options:
+        settings["bucket_cap_mb"] = _number(setup.options["cap"])
+    model = nn.parallel.DistributedDataParallel(setup.model, **settings)
+    return Entrant(model, setup.make_optimizer(model.parameters()))
+
+
+def ddp_bf16(setup: Setup) -> Entrant:
+    """The same with gradients compressed to bfloat16 on the wire."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    entrant = ddp(setup)
+    assert isinstance(entrant.model, nn.parallel.DistributedDataParallel)
+    # torch refuses its own hook by name where there is no NCCL, although gloo adds bfloat16 too.
+    group = dist.group.WORLD
+    assert group is not None
+    entrant.model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(group, bucket))
+    return entrant
+
+
+def fsdp2(setup: Setup) -> Entrant:
+    """torch's fully_shard: one unit per block of layers, the rest of the model around them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _refuse_unknown(setup.options, set())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in blocks_of(setup.model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(setup.model, mesh=mesh)
+    return Entrant(setup.model, setup.make_optimizer(setup.model.parameters()))
+
+
+def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
+    """Leaf modules with parameters, by block, in their order.
+
+    A block is a numbered part of the model, such as ``layer1.0``, else a leaf's parent. Modules
+    that share a parameter with another stay out, as they must for ``fully_shard``.
+    """
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(param, []).append(module)
+    tied = {module for sharers in owners.values() if len(sharers) > 1 for module in sharers}
+    blocks: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if next(module.children(), None) is None and module._parameters and module not in tied:
+            blocks.setdefault(block_name(name), []).append(module)
+    return list(blocks.values())
+
+
+def block_name(leaf: str) -> str:
+    """``layer1.0.conv1`` is in block ``layer1.0``; without a number it is the leaf's parent."""
+    numbered = re.match(r"(.*?\.\d+)\.", leaf)
+    return numbered[1] if numbered else leaf.rpartition(".")[0] or leaf
+
+
+_PEERS: Mapping[str, Factory] = {"ddp": ddp, "ddp-bf16": ddp_bf16, "fsdp2": fsdp2}
+METHOD_NAMES = (ALONE, *OURS, *_PEERS)
+
+
+def read_method(text: str) -> Method:
+    """The method ``NAME[:CAP_MB][:OPTION=VALUE...]``, NAME one of METHOD_NAMES.
+
+    Raises ConfigError for any other name.
+    """
+    name, *parts = text.split(":")
+    if name == ALONE:
+        factory: Factory = alone
+    elif name in OURS:
+        factory = ours(name)
+    elif name in _PEERS:
+        factory = _PEERS[name]
+    else:
+        raise ConfigError(
+            f"there is no method {name!r}; choose from {', '.join(METHOD_NAMES)}, or give your own "
+            "with --method module:factory"
+        )
+    options = read_options(parts, label=text)
+    if name in OURS:
+        read_config(options)
+    return Method(text, factory, options, uses_group=name in _PEERS)
+
+
+def plug_in(text: str) -> Method:
+    """The method of ``module:factory``, which is imported when it enters, on every rank; the
+    working folder is searched first.
+
+    The factory takes a ``Setup`` and returns an ``Entrant``; ``torch.distributed`` is initialised.
+    """
+    module, colon, attribute = text.partition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(f"--method {text!r} is not of the form module:factory")
+
+    def enter(setup: Setup) -> Entrant:
+        entry = str(Path.cwd())
+        sys.path.insert(0, entry)
+        try:
+            factory: Factory = getattr(import_module(module), attribute)
+            return factory(setup)
+        finally:
+            sys.path.remove(entry)
+
+    return Method(text, enter)
+
+
+def _refuse_unknown(options: Mapping[str, str], known: set[str]) -> None:
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"the method has no option {', '.join(unknown)}")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"the bucket cap is {text!r}; it must be a number of MiB") from None

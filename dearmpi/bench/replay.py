@@ -1,0 +1,146 @@
+"""Replay: a model with true parameters whose computation is replaced by sleeping.
+
+To the host, a node with an accelerator looks like this: kernels run elsewhere while the process
+waits without a core. Parameters, gradients, hooks and the order of everything are real.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.bench.workload import LayerSpec, Workload
+
+_MOST_DEBT_S = 0.010  # what the operating system adds to a sleep; a longer delay is no such thing
+
+
+class Pace:
+    """Spends given times so that they add up, although every sleep lasts a little too long.
+
+    What one sleep took too long, the next ones are shorter. Delays beyond ``_MOST_DEBT_S`` are
+    not made up for: they are the doing of whoever held the process up.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._debt_s = 0.0
+
+    def now(self) -> float:
+        """Seconds on this pace's clock."""
+        return self._clock()
+
+    def spend(self, seconds: float, *, since: float) -> None:
+        """Return ``seconds`` after ``since``, or sooner by what was spent too much before."""
+        rest_s = since + seconds - self._debt_s - self._clock()
+        if rest_s > 0:
+            self._sleep(rest_s)
+        spent_s = self._clock() - since
+        self._debt_s = min(_MOST_DEBT_S, max(0.0, self._debt_s + spent_s - seconds))
+
+
+class ReplayLayer(nn.Module):
+    """A layer with the parameters of ``spec``; its gradients are all of the value ``gradient``."""
+
+    def __init__(
+        self, spec: LayerSpec, pace: Pace, *, feed_forward_s: float, backprop_s: float
+    ) -> None:
+        super().__init__()
+        for name, shape in spec.params:
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        self.used = tuple(name for name, _ in spec.params)
+        self.pace = pace
+        self.feed_forward_s = feed_forward_s
+        self.backprop_s = backprop_s
+        self.gradient = 1.0
+
+    def tie(self, other: ReplayLayer) -> None:
+        """Compute with the first parameter of ``other``."""
+        name = other.used[0]
+        self.register_parameter(name, getattr(other, name))
+        self.used = (name,)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Pass ``inputs`` on after the time of the feed-forward."""
+        # Looked up one by one, as a layer does, so that whoever watches the parameters notices.
+        params = [getattr(self, name) for name in self.used]
+        output: Tensor = _Spend.apply(inputs, self, *params)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Spend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, layer: ReplayLayer, *params: Tensor) -> Tensor:
+        start = layer.pace.now()
+        ctx.layer, ctx.like = layer, [(param.shape, param.dtype) for param in params]
+        outputs = inputs.clone()
+        layer.pace.spend(layer.feed_forward_s, since=start)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        layer: ReplayLayer = ctx.layer
+        start = layer.pace.now()
+        made = [
+            torch.full(shape, layer.gradient, dtype=dtype) if needed else None
+            for (shape, dtype), needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
+        ]
+        layer.pace.spend(layer.backprop_s, since=start)
+        return grads[0], None, *made
+
+
+class ReplayModel(nn.Module):
+    """The layers of ``workload``, one after the other, under their true names.
+
+    feed_forward_s, backprop_s: seconds of each for the whole model; a layer gets the share that
+        its FLOPs have.
+    gradient: the value of every element of every gradient.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        feed_forward_s: float,
+        backprop_s: float,
+        gradient: float = 1.0,
+        pace: Pace | None = None,
+    ) -> None:
+        super().__init__()
+        pace = pace or Pace()
+        layers: dict[str, ReplayLayer] = {}
+        for spec, share in zip(workload.layers, workload.shares(), strict=True):
+            layer = ReplayLayer(
+                spec, pace, feed_forward_s=feed_forward_s * share, backprop_s=backprop_s * share
+            )
+            layer.gradient = gradient
+            layers[spec.name] = layer
+            _place(self, spec.name.split("."), layer)
+        for spec in workload.layers:
+            if spec.tied_to is not None:
+                layers[spec.name].tie(layers[spec.tied_to])
+        self.order = list(layers.values())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Run all layers on ``inputs``, of any shape."""
+        for layer in self.order:
+            inputs = layer(inputs)
+        return inputs
+
+
+def _place(root: nn.Module, path: Sequence[str], layer: ReplayLayer) -> None:
+    """Make ``layer`` the module at ``path``, below modules that do nothing where there are none."""
+    parent = root
+    for name in path[:-1]:
+        if name not in parent._modules:
+            parent.add_module(name, nn.Module())
+        parent = parent.get_submodule(name)
+    parent.add_module(path[-1], layer)

@@ -1,0 +1,141 @@
+"""Session: a benchmark from what was asked for to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dearmpi.bench.contest import Length, Tell, hold_contest, plan_of
+from dearmpi.bench.link import measure_link
+from dearmpi.bench.memory import reuse_pages
+from dearmpi.bench.method import Method, read_config
+from dearmpi.bench.peers import plug_in, read_method
+from dearmpi.bench.replay import ReplayModel
+from dearmpi.bench.result import Result
+from dearmpi.bench.subject import ReplaySubject, Subject, task_subject
+from dearmpi.bench.workload import Workload, is_workload, read_workload, workload_names
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError, TaskError
+from dearmpi.train.agreement import together
+from dearmpi.train.seeding import seed_all
+from dearmpi.train.tasks import TASK_FORMS, build_task
+from dearmpi.train.threads import choose_threads
+
+_FEED_FORWARD_SHARE = 1 / 3  # backprop takes about twice as long
+_NUM_TRIALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to measure.
+
+    workload: a replayed model, or a task of ``dear-train run``.
+    methods, plug_ins: as ``read_method`` and ``plug_in`` take them.
+    ratio: communication alone over computation; or the two times of a replay. All None: 1.
+    batch_size: per rank; None: the workload's own.
+    """
+
+    workload: str
+    methods: Sequence[str]
+    plug_ins: Sequence[str] = ()
+    ratio: float | None = None
+    feed_forward_s: float | None = None
+    backprop_s: float | None = None
+    batch_size: int | None = None
+    length: Length = Length()
+
+    def __post_init__(self) -> None:
+        times = (self.feed_forward_s, self.backprop_s)
+        if self.ratio is not None and times != (None, None):
+            raise ConfigError("a ratio sets the compute time; give either it or the times")
+        if self.ratio is not None and not 0.01 <= self.ratio <= 100:
+            raise ConfigError(f"ratio is {self.ratio}; it must be from 0.01 to 100")
+        if (times[0] is None) != (times[1] is None):
+            raise ConfigError("feed-forward and backprop time must be given together")
+        for seconds in times:
+            if seconds is not None and not 0 < seconds <= 3600:
+                raise ConfigError(
+                    f"a compute time is {seconds} s; it must be above 0, at most 3600"
+                )
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(f"batch size is {self.batch_size}; it must be at least 1")
+
+    def read_methods(self) -> list[Method]:
+        """All methods, in order. Raises ConfigError for one that does not exist or comes twice."""
+        methods = [*map(read_method, self.methods), *map(plug_in, self.plug_ins)]
+        labels = [method.label for method in methods if method.label != "alone"]
+        if not labels:
+            raise ConfigError("no method to measure; give some, such as dear,ddp")
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ConfigError(f"method {label} is given {labels.count(label)} times")
+        return [method for method in methods if method.label != "alone"]
+
+
+def answer(world: World, question: Question, tell: Tell) -> Result:
+    """Measure (collective). ``tell`` is given lines as things happen.
+
+    Raises AgreedError on all ranks for what cannot be measured.
+    """
+    choose_threads(world, asked=None, progress_thread=world.size > 1)
+    with together(world):
+        methods = question.read_methods()
+        workload = read_workload(question.workload) if is_workload(question.workload) else None
+        if workload is None:
+            subject: Subject = _make_task_subject(world, question)
+    if workload is not None:
+        reuse_pages()
+        subject = _make_replay(world, question, workload, tell)
+    return hold_contest(world, subject, methods, length=question.length, tell=tell)
+
+
+def _make_task_subject(world: World, question: Question) -> Subject:
+    if question.ratio is not None or question.feed_forward_s is not None:
+        raise ConfigError(
+            f"the compute time of {question.workload} is real and cannot be set; leave out the "
+            f"ratio and the times, or replay one of {', '.join(workload_names())}"
+        )
+    seed_all(0)
+    try:
+        task = build_task(question.workload, {})
+    except TaskError as error:
+        raise TaskError(
+            f"{error}; a workload is one of {', '.join(workload_names())}, equal:MB[:LAYERS], or a "
+            f"task: {', '.join(TASK_FORMS)}"
+        ) from error
+    default = task.defaults.get("batch_size", 16)
+    assert isinstance(default, int)
+    batch_size = question.batch_size or default
+    return task_subject(task, batch_size=batch_size, rank=world.rank, world_size=world.size)
+
+
+def _make_replay(world: World, question: Question, workload: Workload, tell: Tell) -> ReplaySubject:
+    feed_forward_s, backprop_s = question.feed_forward_s, question.backprop_s
+    if feed_forward_s is None or backprop_s is None:
+        compute_s = _communication_s(world, workload, tell) / (question.ratio or 1.0)
+        feed_forward_s = compute_s * _FEED_FORWARD_SHARE
+        backprop_s = compute_s - feed_forward_s
+    tell(f"compute time: feed-forward {feed_forward_s:.3f} s, backprop {backprop_s:.3f} s")
+    return ReplaySubject(
+        workload,
+        feed_forward_s=feed_forward_s,
+        backprop_s=backprop_s,
+        batch_size=question.batch_size or workload.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def _communication_s(world: World, workload: Workload, tell: Tell) -> float:
+    """The median of a few trials of communication alone; a ratio needs it beforehand."""
+    if world.size == 1:
+        raise ConfigError(
+            "one rank has no communication to set the compute time by; give --feed-forward-s and "
+            "--backprop-s, or start several ranks with mpirun"
+        )
+    tell("measuring communication alone")
+    layout = plan_of(world, ReplayModel(workload, feed_forward_s=0, backprop_s=0))
+    trials = measure_link(world, layout, read_config({}), repeats=_NUM_TRIALS)
+    return float(torch.tensor([trial.total_s for trial in trials]).median())

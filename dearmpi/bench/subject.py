@@ -1,0 +1,169 @@
+"""Subject: the work that every method does, the very same for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from dearmpi.bench.replay import ReplayModel
+from dearmpi.bench.workload import Workload
+from dearmpi.train.task import Task, collate
+
+_LEARNING_RATE = 1e-3
+_TOLERANCE = 0.02  # gradients may travel as bfloat16
+_NUM_BATCHES = 4
+
+
+class Subject(Protocol):
+    """A model to be built anew for each method, and what to do with it.
+
+    batch_size: samples per rank and iteration. unit: what is counted, such as ``img``.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def units_per_sample(self) -> int: ...
+
+    def build(self) -> nn.Module:
+        """A fresh model."""
+        ...
+
+    def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
+        """The optimizer for ``params``."""
+        ...
+
+    def losses(self) -> Callable[[nn.Module], Tensor]:
+        """A function that gives the loss of a model on the next batch at every call."""
+        ...
+
+    def problem(self, model: nn.Module, num_steps: int) -> str:
+        """What is wrong with the parameters after ``num_steps`` steps; empty if nothing is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySubject:
+    """A replayed workload. Each rank has gradients of its own, whose mean is known."""
+
+    workload: Workload
+    feed_forward_s: float
+    backprop_s: float
+    batch_size: int
+    rank: int
+    world_size: int
+    units_per_sample: int = 1
+
+    @property
+    def name(self) -> str:
+        """Name of the workload."""
+        return f"{self.workload.name} (replay)"
+
+    @property
+    def unit(self) -> str:
+        """What a sample is."""
+        return self.workload.unit
+
+    def build(self) -> nn.Module:
+        """The model, with parameters of zero."""
+        return ReplayModel(
+            self.workload,
+            feed_forward_s=self.feed_forward_s,
+            backprop_s=self.backprop_s,
+            gradient=1.0 + self.rank,
+        )
+
+    def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
+        """Plain SGD: an accelerator would need next to no time for its update."""
+        return SGD(params, lr=_LEARNING_RATE)
+
+    def losses(self) -> Callable[[nn.Module], Tensor]:
+        """The loss; there is no data."""
+
+        def loss(model: nn.Module) -> Tensor:
+            outputs: Tensor = model(torch.zeros(1, requires_grad=True))
+            return outputs.sum()
+
+        return loss
+
+    def problem(self, model: nn.Module, num_steps: int) -> str:
+        """Compare both ends of every parameter with what averaged gradients make of them."""
+        mean = (1 + self.world_size) / 2
+        tied = self.workload.tied_parameters()
+        for name, param in model.named_parameters():
+            num_uses = 2 if name in tied else 1
+            expected = -_LEARNING_RATE * mean * num_steps * num_uses
+            local = param.detach()
+            local = local.to_local() if hasattr(local, "to_local") else local
+            for value in local.flatten()[[0, -1]].tolist() if local.numel() else ():
+                if abs(value - expected) > _TOLERANCE * abs(expected):
+                    return f"{name} is {value:.6g} after {num_steps} steps, not {expected:.6g}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSubject:
+    """A task of ``dear-train run``, on a few batches that each rank goes round.
+
+    model: never trained itself.
+    """
+
+    model: nn.Module
+    name: str
+    batch_size: int
+    unit: str
+    units_per_sample: int
+    batches: tuple[Any, ...]
+    loss: Callable[[nn.Module, Any], Tensor]
+
+    def build(self) -> nn.Module:
+        """A copy of the task's model."""
+        return deepcopy(self.model)
+
+    def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
+        """SGD with momentum."""
+        return SGD(params, lr=_LEARNING_RATE, momentum=0.9)
+
+    def losses(self) -> Callable[[nn.Module], Tensor]:
+        """The task's loss, on one batch after the other."""
+        batches = cycle(self.batches)
+        return lambda model: self.loss(model, next(batches))
+
+    def problem(self, model: nn.Module, num_steps: int) -> str:
+        """Look for what is not finite."""
+        for name, param in model.named_parameters():
+            if not bool(param.detach().isfinite().all()):
+                return f"{name} is not finite after {num_steps} steps"
+        return ""
+
+
+def task_subject(task: Task, *, batch_size: int, rank: int, world_size: int) -> TaskSubject:
+    """The subject of a task; each rank takes samples of its own."""
+    length, batches = len(task.train_data), []
+    for number in range(_NUM_BATCHES):
+        first = (number * world_size + rank) * batch_size
+        samples = [task.train_data[(first + i) % length] for i in range(batch_size)]
+        batches.append(collate(task, samples))
+    return TaskSubject(
+        model=task.model,
+        name=task.name,
+        batch_size=batch_size,
+        unit=task.unit.removesuffix("s"),
+        units_per_sample=task.units_per_sample,
+        batches=tuple(batches),
+        loss=task.loss,
+    )

@@ -1,0 +1,100 @@
+"""A benchmark's result as text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from dearmpi.bench.result import Bounds, Result, Row, quartiles
+
+_HEADER = (
+    "method", "median s", "quartiles", "per CPU", "x DeAR", "x bound", "exposed s", "CPU s",
+    "peak MB",
+)  # fmt: skip
+
+
+def describe_result(result: Result) -> list[str]:
+    """Lines: the rates in the usual form, the bounds, and a table."""
+    lines = [line for row in result.rows if row.blocks for line in _describe_rates(result, row)]
+    bounds = result.bounds
+    lines += ["", _describe_subject(result)]
+    if bounds is not None:
+        lines += _describe_bounds(bounds)
+    lines += ["", *align([_HEADER, *(_cells(result, row, bounds) for row in _rows(result))])]
+    errors = [f"{row.label}: {row.error}" for row in _rows(result) if row.error]
+    return [*lines, *([""] if errors else []), *errors]
+
+
+def _rows(result: Result) -> list[Row]:
+    return [result.alone, *result.rows]
+
+
+def _describe_rates(result: Result, row: Row) -> list[str]:
+    """As the synthetic benchmarks of the field do: the mean of the rounds +- 1.96 sigma."""
+    rates = [result.rate(block.mean_s) for block in row.blocks]
+    mean = statistics.fmean(rates)
+    spread = 1.96 * statistics.pstdev(rates)
+    unit, size = result.unit, result.world_size
+    return [
+        f"{row.label:<12} {unit.capitalize()}/sec per CPU: {mean:.1f} +-{spread:.1f}",
+        f"{row.label:<12} Total {unit}/sec on {size} CPU(s): {size * mean:.1f} "
+        f"+-{size * spread:.1f}",
+    ]
+
+
+def _describe_subject(result: Result) -> str:
+    return (
+        f"{result.subject}, batch size {result.batch_size} per rank, {result.world_size} ranks on "
+        f"{result.hosts} host(s), {result.payload_bytes / 1e6:.1f} MB in {result.num_buckets} "
+        "buckets"
+    )
+
+
+def _describe_bounds(bounds: Bounds) -> list[str]:
+    ratio = bounds.communication_s / bounds.compute_s
+    return [
+        f"compute alone {bounds.compute_s:.3f} s: feed-forward {bounds.feed_forward_s:.3f}, "
+        f"backprop {bounds.backprop_s:.3f} (and the optimizer {bounds.update_s:.3f})",
+        f"communication alone {bounds.communication_s:.3f} s: "
+        f"reduce-scatters {bounds.reduce_scatter_s:.3f}, all-gathers {bounds.all_gather_s:.3f}; "
+        f"{ratio:.2f} of compute",
+        f"bound of DeAR {bounds.dear_s:.3f} s = max(backprop, reduce-scatters) + "
+        "max(feed-forward, all-gathers)",
+        f"bound of any method {bounds.absolute_s:.3f} s = max(compute, communication)",
+    ]
+
+
+def _cells(result: Result, row: Row, bounds: Bounds | None) -> tuple[str, ...]:
+    if not row.blocks:
+        return (row.label, "failed", *["-"] * (len(_HEADER) - 2))
+    median_s = row.median_s
+    low, high = quartiles(row.totals())
+    relative = ["-", "-", "-"]
+    if bounds is not None and row is not result.alone:
+        relative = [
+            f"{median_s / bounds.dear_s:.3f}",
+            f"{median_s / bounds.absolute_s:.3f}",
+            f"{max(0.0, median_s - bounds.compute_s - bounds.update_s):.3f}",
+        ]
+    peak = row.peak_bytes
+    return (
+        row.label,
+        f"{median_s:.4f}",
+        f"{low:.4f}-{high:.4f}",
+        f"{result.rate(median_s):.1f}",
+        *relative,
+        f"{row.cpu_s:.3f}",
+        "-" if peak is None else f"{peak / 1e6:.0f}",
+    )
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width, the first aligned left and the others right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

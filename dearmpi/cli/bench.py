@@ -1,0 +1,225 @@
+"""dear-train bench: methods side by side."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
+from dearmpi.errors import ConfigError, DearError
+
+if TYPE_CHECKING:
+    from dearmpi.cli.console import Console
+    from dearmpi.comm.world import World
+
+_METHODS = "serial,wfbp,dear,ddp"
+_STALL_S = (300.0, 900.0)  # a bucket of a large model over a slow wire takes its time
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_FOR_COLLECTIVES = frozenset({"collectives", "sizes_mb", "num_iters", "json_path"})
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where to write, if anywhere."""
+
+    json: Path | None
+    picture: Path | None
+
+    def check(self) -> None:
+        """Raise ConfigError for a place that cannot be written to: a benchmark takes long."""
+        for path in (self.json, self.picture):
+            if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+                raise ConfigError(
+                    f"cannot write {path}: {path.absolute().parent} is no folder that can be "
+                    "written to; make it or name another"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What to write."""
+
+    json: str
+    picture: str = ""
+
+
+@click.command()
+@click.option(
+    "--workload",
+    default="resnet50",
+    show_default=True,
+    metavar="NAME",
+    help="resnet50, densenet201, inception_v4, bert_base, bert_large or equal:MB[:LAYERS], "
+    "replayed; or a task of `dear-train run`, computed: bytes-lm, synthetic:resnet50 ...",
+)
+@click.option(
+    "--methods",
+    default=_METHODS,
+    show_default=True,
+    metavar="LIST",
+    help="of serial, wfbp, dear, ddp, ddp-bf16, fsdp2; dear:2:window=3 and ddp:8 set the bucket "
+    "cap in MiB and other settings",
+)
+@click.option(
+    "--method",
+    "plug_ins",
+    multiple=True,
+    metavar="MODULE:FACTORY",
+    help="a method of your own; may be repeated",
+)
+@click.option(
+    "--ratio",
+    type=float,
+    metavar="R",
+    help="replay: communication over computation, by which the compute time is set  [default: 1]",
+)
+@click.option("--feed-forward-s", type=float, metavar="S", help="replay: time of the feed-forward")
+@click.option("--backprop-s", type=float, metavar="S", help="replay: time of the backprop")
+@click.option("--batch-size", type=int, metavar="N", help="samples per rank")
+@click.option("--num-warmup-batches", type=int, default=2, show_default=True, metavar="N")
+@click.option("--num-batches-per-iter", type=int, default=5, show_default=True, metavar="N")
+@click.option("--num-iters", type=int, default=3, show_default=True, metavar="N", help="rounds")
+@click.option("--json", "json_path", type=_FILE, metavar="FILE", help="write everything there")
+@click.option("--picture", "picture_path", type=_FILE, metavar="FILE.svg", help="draw it")
+@click.option(
+    "--collectives",
+    is_flag=True,
+    help="measure reduce-scatters and all-gathers by themselves instead",
+)
+@click.option(
+    "--sizes-mb",
+    default="0.25,1,4,25",
+    show_default=True,
+    metavar="LIST",
+    help="sizes for --collectives, in millions of bytes",
+)
+@click.pass_context
+def bench(
+    context: click.Context, /, json_path: Path | None, picture_path: Path | None, **given: Any
+) -> int:
+    """Measure methods of data-parallel training side by side:
+
+    \b
+      mpirun -n 4 dear-train bench --workload resnet50 --ratio 1 --methods dear,wfbp,ddp,ddp:8
+      mpirun -n 4 dear-train bench --collectives
+    """
+    _check_combination(context)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of nameless addresses
+    from dearmpi.cli.rank_log import rank_log
+    from dearmpi.comm.watchdog import StallLimits
+    from dearmpi.comm.world import connect
+
+    try:
+        world = connect(stall_limits=StallLimits(*_STALL_S))
+    except DearError as error:
+        if is_first_process():
+            complain(f"error: {error}")
+        return exit_code(error)
+    with rank_log(speaks=world.is_root) as log:
+        try:
+            return _measure(world, Files(json_path, picture_path), given)
+        except (Exception, KeyboardInterrupt) as error:
+            return end_run(world, error, log)
+
+
+def _check_combination(context: click.Context) -> None:
+    """Refuse flags that have no effect on what is to be measured."""
+    given = {
+        name
+        for name in context.params
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    }
+    if "collectives" in given:
+        useless = given - _FOR_COLLECTIVES
+        reason = "has no effect together with --collectives"
+    else:
+        useless = given & {"sizes_mb"}
+        reason = "has an effect together with --collectives only"
+    for option in context.command.params:
+        if option.name in useless:
+            raise click.UsageError(f"{option.opts[0]} {reason}", context)
+
+
+def _measure(world: World, files: Files, given: dict[str, Any]) -> int:
+    from dearmpi.cli.console import Console
+    from dearmpi.train.agreement import together
+
+    with together(world, root_only=True):
+        if world.is_root:
+            files.check()
+    console = Console(speaks=world.is_root)
+    compare = _measure_collectives if given["collectives"] else _measure_methods
+    lines, contents, code = compare(world, console, given)
+    console.say("", *lines)
+    for path, text in ((files.json, contents.json), (files.picture, contents.picture)):
+        if path is not None:
+            with together(world, root_only=True):
+                if world.is_root:
+                    path.write_text(text, encoding="utf-8")
+            console.say("", f"wrote {path}")
+    return code
+
+
+def _measure_methods(
+    world: World, console: Console, given: dict[str, Any]
+) -> tuple[list[str], Contents, int]:
+    from dearmpi.bench.contest import Length
+    from dearmpi.bench.picture import draw
+    from dearmpi.bench.record import result_json
+    from dearmpi.bench.session import Question, answer
+    from dearmpi.bench.table import describe_result
+    from dearmpi.train.agreement import together
+
+    with together(world):
+        question = Question(
+            workload=given["workload"],
+            methods=_split(given["methods"]),
+            plug_ins=given["plug_ins"],
+            ratio=given["ratio"],
+            feed_forward_s=given["feed_forward_s"],
+            backprop_s=given["backprop_s"],
+            batch_size=given["batch_size"],
+            length=Length(
+                num_warmup=given["num_warmup_batches"],
+                num_batches=given["num_batches_per_iter"],
+                num_rounds=given["num_iters"],
+            ),
+        )
+    result = answer(world, question, console.say)
+    contents = Contents(result_json(result), draw(result))
+    return describe_result(result), contents, 0 if any(row.blocks for row in result.rows) else 1
+
+
+def _measure_collectives(
+    world: World, console: Console, given: dict[str, Any]
+) -> tuple[list[str], Contents, int]:
+    from dearmpi.bench.collectives import describe_collectives, measure_collectives
+    from dearmpi.bench.record import collectives_json
+    from dearmpi.train.agreement import together
+
+    with together(world):
+        sizes_mb = _read_sizes(given["sizes_mb"])
+        if world.size == 1:
+            raise ConfigError("one rank has no collectives; start several with mpirun")
+    result = measure_collectives(
+        world, sizes_mb, repeats=max(1, given["num_iters"]), tell=console.say
+    )
+    return describe_collectives(result), Contents(collectives_json(result)), 0
+
+
+def _read_sizes(text: str) -> list[float]:
+    try:
+        sizes = [float(part) for part in _split(text)]
+    except ValueError:
+        raise ConfigError(f"--sizes-mb is {text!r}; write numbers, such as 1,4,25") from None
+    if not sizes or not all(0 < size <= 2000 for size in sizes):
+        raise ConfigError(f"--sizes-mb is {text!r}; sizes must be above 0 and at most 2000 MB")
+    return sizes
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

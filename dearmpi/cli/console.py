@@ -1,0 +1,89 @@
+"""Console: what a run tells the person who started it. Rank 0 speaks; the others are silent."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TextIO
+
+_REDRAW_S = 0.2
+
+
+@dataclass(slots=True)
+class Console:
+    """Lines on ``out``, and where that is a terminal a line below them that is drawn anew.
+
+    speaks: False makes it silent.
+    launched: under a launcher it cannot be known what is at the other end: Open MPI gives rank 0 a
+        terminal of its own even where the job's output goes to a file.
+    """
+
+    speaks: bool
+    launched: bool = False
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    _live: str = ""
+    _drawn_s: float = 0.0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a line that moves is seen by anybody."""
+        return self.speaks and not self.launched and self.out.isatty()
+
+    def say(self, *lines: str) -> None:
+        """Print lines."""
+        if not self.speaks:
+            return
+        self._erase()
+        for line in lines:
+            print(line, file=self.out)
+        self._draw(self._live)
+        self.out.flush()
+
+    def say_all(self, lines: Iterable[str]) -> None:
+        """Print each of ``lines``."""
+        self.say(*lines)
+
+    def show(self, text: str) -> None:
+        """Replace the live line, as often as an eye can follow."""
+        now_s = time.monotonic()
+        if self.is_live and now_s - self._drawn_s >= _REDRAW_S:
+            self._drawn_s = now_s
+            self._erase()
+            self._draw(text)
+            self.out.flush()
+
+    def finish(self) -> None:
+        """Remove the live line."""
+        if self.is_live:
+            self._erase()
+            self.out.flush()
+        self._live = ""
+
+    def _erase(self) -> None:
+        if self._live and self.is_live:
+            self.out.write("\r\x1b[K")
+
+    def _draw(self, text: str) -> None:
+        self._live = text
+        if text and self.is_live:
+            self.out.write(text[: max(1, shutil.get_terminal_size().columns - 1)])
+
+
+def bar(done: int, total: int, *, width: int = 24) -> str:
+    """A bar of ``width`` characters, filled as far as ``done`` of ``total``."""
+    filled = width if total <= 0 else min(width, width * done // total)
+    return "█" * filled + "·" * (width - filled)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: 45 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

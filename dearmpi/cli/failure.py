@@ -1,0 +1,84 @@
+"""Failure: how a run that cannot go on ends, so that its first cause is the one that is seen."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import dearmpi
+from dearmpi.cli.rank_log import RankLog
+from dearmpi.errors import CommError, DearError
+
+if TYPE_CHECKING:
+    from dearmpi.comm.world import World
+
+INTERRUPTED = 130
+# A rank whose communication broke was likely left by another, which will say why.
+_GRACE_OF_VICTIMS_S = 3.0
+# Where all ranks fail alike, rank 0 says it for them and ends the job meanwhile.
+_GRACE_OF_OTHERS_S = 1.0
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def exit_code(error: BaseException) -> int:
+    """What the process ends with."""
+    if isinstance(error, DearError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def end_run(world: World, error: BaseException, log: RankLog) -> int:
+    """Tell of ``error`` and return the exit code, or end the whole job where others may wait."""
+    from dearmpi.train.agreement import is_agreed
+
+    log.write_exception(error)
+    code = exit_code(error)
+    if is_agreed(error) or world.size == 1:
+        if world.is_root:
+            complain(describe(error, log.path))
+        return code
+    if isinstance(error, CommError):
+        time.sleep(_GRACE_OF_VICTIMS_S)
+    elif not world.is_root:
+        time.sleep(_GRACE_OF_OTHERS_S)
+    complain(describe(error, log.path), prefix=f"[rank {world.rank} on {world.host}] ")
+    world.abort(code)
+
+
+def complain(message: str, *, prefix: str = "dear-train: ") -> None:
+    """Print ``message`` on standard error, each line with ``prefix``, at once."""
+    sys.stdout.flush()
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in message.splitlines()))
+    sys.stderr.flush()
+
+
+def describe(error: BaseException, log: Path | None) -> str:
+    """The message of an error raised on purpose; of any other also where it came from."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, DearError):
+        return f"error: {error}"
+    if log is None:
+        return "error: " + "".join(traceback.format_exception(error)).rstrip()
+    message = "".join(traceback.format_exception_only(error)).rstrip()
+    return f"error: {message} ({_origin(error)}); the traceback is in {log}"
+
+
+def is_first_process() -> bool:
+    """Whether the launcher calls this process rank 0; so does a process without a launcher."""
+    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
+
+
+def _origin(error: BaseException) -> str:
+    """Where the user's own code is in it: the last place outside of libraries."""
+    package = str(Path(dearmpi.__file__).parent)
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [f for f in frames if "site-packages" not in f.filename]
+    own = [f for f in own if not f.filename.startswith(package)]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}"

@@ -1,0 +1,68 @@
+"""dear-train: the command group."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+import dearmpi
+from dearmpi.cli.bench import bench
+from dearmpi.cli.checkpoint import checkpoint
+from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
+from dearmpi.cli.run import run
+from dearmpi.cli.settings import CONTEXT
+from dearmpi.errors import ConfigError, DearError
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(dearmpi.__version__, prog_name="dear-train", message="%(prog)s %(version)s")
+def group() -> None:
+    """Train PyTorch models over MPI, with communication hidden behind computation."""
+
+
+group.add_command(run)
+group.add_command(bench)
+group.add_command(checkpoint)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        code = group.main(
+            None if arguments is None else list(arguments),
+            prog_name="dear-train",
+            standalone_mode=False,
+        )
+    except click.ClickException as error:
+        return _refuse(error)
+    except DearError as error:
+        complain(f"error: {error}")
+        return exit_code(error)
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the output has left; Python must not try to flush to it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return int(code or 0)
+
+
+def _refuse(error: click.ClickException) -> int:
+    """Tell of a command line that click refuses, once for all ranks."""
+    from dearmpi.comm.world import announced_size
+
+    if announced_size(os.environ) <= 1:
+        error.show()
+        return error.exit_code
+    from dearmpi.cli.run import run_together
+
+    context = getattr(error, "ctx", None)
+    hint = "" if context is None else f"\n{context.get_usage()}"
+    return run_together(ConfigError(f"{error.format_message()}{hint}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Rank log: warnings and exceptions of one rank, in a file of its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class RankLog:
+    """Where this rank's warnings and exceptions go.
+
+    path: the log's file; None until ``open``.
+    """
+
+    logger: logging.Logger
+    path: Path | None = None
+
+    def open(self, path: Path, first_line: str) -> None:
+        """Also write to the file at ``path``, from here on. Raises OSError where that fails."""
+        handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger().addHandler(handler)
+        self.path = path
+        self.logger.info(first_line)
+
+    def write_exception(self, error: BaseException) -> None:
+        """Write ``error`` with its traceback."""
+        if self.path is not None:
+            self.logger.error("%s", error, exc_info=error)
+
+
+@contextmanager
+def rank_log(*, speaks: bool) -> Iterator[RankLog]:
+    """Inside, warnings are logged; where ``speaks``, they are told on the console as well.
+
+    Logging is one for the whole process; it is put back as it was at the end.
+    """
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    handler: logging.Handler = (
+        logging.StreamHandler(sys.stderr) if speaks else logging.NullHandler()
+    )
+    handler.setLevel(logging.WARNING)
+    handler.addFilter(lambda record: record.exc_info is None)  # failures are told in another way
+    root.addHandler(handler)
+    logger = logging.getLogger("dearmpi")
+    logger.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield RankLog(logger)
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        for added in [other for other in root.handlers if other not in before]:
+            root.removeHandler(added)
+            added.close()

@@ -1,0 +1,124 @@
+"""Report: what a run looks like on the console, from its start to its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dearmpi.cli.console import Console, bar, duration
+from dearmpi.train.job import Job
+from dearmpi.train.metrics import MetricsLog, MetricsRow
+from dearmpi.train.threads import ThreadChoice
+from dearmpi.train.trainer import Outcome
+
+
+@dataclass(slots=True)
+class Report:
+    """Listens to the trainer: writes metrics on rank 0 and tells the console.
+
+    metrics: None on all ranks but 0.
+    """
+
+    job: Job
+    console: Console
+    metrics: MetricsLog | None
+    _line: str = ""
+
+    def stepped(self, step: int) -> None:
+        """Move the bar."""
+        if self.console.is_live:
+            total = self.job.total_steps
+            self.console.show(f"{bar(step, total)} {step}/{total}  {self._line}")
+
+    def measured(self, row: MetricsRow) -> None:
+        """Write a row; say it in a line."""
+        if self.metrics is not None:
+            self.metrics.append(row)
+        self._line = describe_row(self.job, row)
+        if not self.console.is_live or row.eval_loss is not None:
+            self.console.say(f"step {row.step}/{self.job.total_steps}  {self._line}")
+
+    def saved(self, checkpoint: Path | None) -> None:
+        """Say where a checkpoint was written."""
+        if checkpoint is not None:
+            self.console.say(f"saved {checkpoint}")
+
+
+def describe_row(job: Job, row: MetricsRow) -> str:
+    """One line: loss as the task shows it, learning rate, throughput, exposed communication."""
+    task, parts = job.task, []
+    if row.loss is not None:
+        parts.append(f"{task.loss_scale_name} {row.loss * task.loss_scale:.4f}")
+    if row.eval_loss is not None:
+        parts.append(f"held out {row.eval_loss * task.loss_scale:.4f}")
+        parts += _describe_metrics(row.extra)
+    if row.learning_rate is not None:
+        parts.append(f"lr {row.learning_rate:.3g}")
+    if row.samples_per_s is not None:
+        parts.append(f"{job.units(row.samples_per_s):,.0f} {task.unit}/s")
+    if job.world.size > 1 and row.exposed_s is not None and row.step_s:
+        parts.append(f"exposed {min(1.0, row.exposed_s / row.step_s):.0%}")
+    return "  ".join(parts)
+
+
+def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
+    """What runs, where and with what."""
+    settings, task, world = job.settings, job.task, job.world
+    num_hosts = len(set(world.hosts))
+    num_parameters = sum(p.numel() for p in task.model.parameters())
+    lines = [
+        f"{task.name} on {_count(world.size, 'rank')}, {_count(num_hosts, 'host')}; torch threads "
+        f"per rank: {threads.count} ({threads.reason})",
+        *task.notes,
+        f"model: {num_parameters:,} parameters; {settings.optimizer}, lr {settings.lr:g}, "
+        f"{settings.lr_schedule}; {settings.precision}",
+    ]
+    if world.size > 1:
+        num_buckets = len(job.optimizer.layout)
+        lines.append(
+            f"communication: schedule {settings.schedule}, gather {settings.gather}, reduce-"
+            f"scatter {settings.reduce_scatter}, {_count(num_buckets, 'bucket')}, progress by "
+            f"{world.progress.mode}; exposed: share of step time spent waiting for it"
+        )
+    epochs = job.total_steps / job.plan.steps_per_epoch
+    lines.append(
+        f"length: {job.total_steps} steps of {settings.batch_size} samples ({epochs:.2f} epochs)"
+    )
+    if job.start_step:
+        lines.append(f"resumed at step {job.start_step}")
+    return [*lines, f"run folder: {folder}"]
+
+
+def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
+    """The summary."""
+    task = job.task
+    taken = outcome.step - job.start_step
+    rate = f"{job.units(outcome.samples_per_s):,.0f} {task.unit}/s"
+    ending = "stopped as asked" if outcome.stopped else "done"
+    lines = [f"{ending} at step {outcome.step} of {job.total_steps}"]
+    if taken and outcome.samples_per_s:
+        lines[0] += f": {taken} steps in {duration(outcome.train_s)}, {rate}"
+    if outcome.first_loss is not None and outcome.last_loss is not None:
+        first, last = (loss * task.loss_scale for loss in (outcome.first_loss, outcome.last_loss))
+        lines.append(f"{task.loss_scale_name} in training: {first:.4f} -> {last:.4f}")
+    if outcome.evaluation is not None:
+        parts = [f"{outcome.evaluation.loss * task.loss_scale:.4f}"]
+        parts += _describe_metrics(outcome.evaluation.metrics)
+        lines.append(
+            f"{task.loss_scale_name} on {outcome.evaluation.num_samples} held-out samples: "
+            + ", ".join(parts)
+        )
+    if outcome.num_skipped:
+        lines.append(f"left out: {_count(outcome.num_skipped, 'step')} whose loss was not finite")
+    if outcome.hidden_share is not None:
+        lines.append(f"communication: {outcome.hidden_share:.0%} hidden behind computation")
+    return [*lines, f"run folder: {folder}"]
+
+
+def _describe_metrics(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{name} {value:.4f}" for name, value in metrics.items()]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,93 @@
+"""dear-train run: from the command line to the summary."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
+from dearmpi.cli.settings import RunCommand, setting_options
+from dearmpi.errors import ConfigError, LaunchError
+from dearmpi.train.layers import Layer, make_layer, merge, read_environment, read_file
+
+if TYPE_CHECKING:
+    from dearmpi.comm.world import World
+
+EPILOG = """\b
+Each flag may also be given in the environment (--batch-size as DEAR_TRAIN_BATCH_SIZE) or in
+the file (batch_size: 32). A flag wins over the environment, the environment over the file,
+the file over what the task recommends.
+
+\b
+Exit codes: 0 done, 1 failure, 2 usage, 3 launch, 4 ranks differ, 5 data, 6 checkpoint,
+7 loss not finite, 8 communication, 75 stopped by SIGUSR1 or SIGTERM after a checkpoint."""
+
+
+def _run(config: str | None, **given: object) -> int:
+    """Train a model, alone or on several ranks:
+
+    \b
+      dear-train run --task digits
+      mpirun -n 4 dear-train run --task digits --epochs 20
+    """
+    failure: ConfigError | None = None
+    layers: list[Layer] = []
+    try:
+        layers = read_layers(given, os.environ, config)
+    except ConfigError as error:
+        failure = error
+    return run_together(failure, layers)
+
+
+run = RunCommand(
+    "run",
+    callback=_run,
+    params=list(setting_options()),
+    help=_run.__doc__,
+    epilog=EPILOG,
+    short_help="Train a model.",
+)
+
+
+def read_layers(
+    given: Mapping[str, object], environment: Mapping[str, str], config: str | None
+) -> list[Layer]:
+    """What the user chose, by flags, environment and file, those that win first."""
+    flags = {name: value for name, value in given.items() if value not in (None, ())}
+    layers = [make_layer("flag", flags), read_environment(environment)]
+    if config:
+        layers.append(read_file(Path(config)))
+    return layers
+
+
+def run_together(failure: ConfigError | None, layers: Sequence[Layer] = ()) -> int:
+    """Connect the ranks, then train, or tell of a ``failure`` once. Returns the exit code."""
+    from dearmpi.cli.rank_log import rank_log
+    from dearmpi.comm.world import connect
+
+    try:
+        chosen = {} if failure else merge(layers)
+        world = connect(chosen.get("progress"))
+    except (ConfigError, LaunchError) as error:
+        if is_first_process():
+            complain(f"error: {failure or error}")
+        return exit_code(failure or error)
+    with rank_log(speaks=world.is_root) as log:
+        try:
+            return _train(world, failure, layers, log)
+        except (Exception, KeyboardInterrupt) as error:
+            return end_run(world, error, log)
+
+
+def _train(world: World, failure: ConfigError | None, layers: Sequence[Layer], log: Any) -> int:
+    from dearmpi.train.agreement import share_failure
+    from dearmpi.train.stop import StopRequest
+
+    share_failure(world, failure)
+    with StopRequest() as stop:
+        from dearmpi.cli.session import run_session
+
+        return run_session(world, layers, stop=stop, log=log, command=sys.argv)

@@ -1,0 +1,57 @@
+"""One run on all ranks, told on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dearmpi.cli.console import Console
+from dearmpi.cli.rank_log import RankLog
+from dearmpi.cli.report import Report, describe_outcome, describe_start
+from dearmpi.comm.world import World
+from dearmpi.train.agreement import together
+from dearmpi.train.job import Job
+from dearmpi.train.layers import Layer
+from dearmpi.train.run_folder import RunFolder
+from dearmpi.train.session import make_folder, open_metrics, open_session
+from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
+from dearmpi.train.trainer import Outcome, Trainer
+
+
+def run_session(
+    world: World,
+    layers: Sequence[Layer],
+    *,
+    stop: StopRequest,
+    log: RankLog,
+    command: Sequence[str],
+) -> int:
+    """Run to the end or to a stop (collective); returns the exit code."""
+    console = Console(speaks=world.is_root, launched=world.size > 1)
+    session = open_session(world, layers)
+    console.say_all(session.place.notes)
+    folder = make_folder(session, command)
+    with together(world):
+        log.open(folder.log(world.rank), session.describe_rank())
+    console.say_all(describe_start(session.job, session.threads, folder.path))
+    outcome = _train(session.job, folder, console, stop)
+    console.say_all(describe_outcome(session.job, outcome, folder.path))
+    if outcome.stopped:
+        return EXIT_PREEMPTED
+    task = session.job.task
+    if world.is_root and task.summarize is not None:
+        console.say_all(task.summarize(task.model))
+    return 0
+
+
+def _train(job: Job, folder: RunFolder, console: Console, stop: StopRequest) -> Outcome:
+    metrics = open_metrics(job, folder)
+    report = Report(job, console, metrics)
+    trainer = Trainer(
+        job, folder.path, listener=report, stop_asked=lambda: stop.received is not None
+    )
+    try:
+        return trainer.run()
+    finally:
+        console.finish()
+        if metrics is not None:
+            metrics.close()

@@ -1,0 +1,69 @@
+"""Flags of ``dear-train run``, made from the settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from dearmpi.train.layers import CONFIG_VARIABLE
+from dearmpi.train.setting import Setting
+from dearmpi.train.settings import SETTINGS, RunSettings
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_FLAG_WIDTH = 30
+
+
+class SettingOption(click.Option):
+    """The flag of one setting; its value stays text until all sources are known."""
+
+    def __init__(self, name: str, about: Setting) -> None:
+        self.section = about.section
+        details: dict[str, Any] = {"help": _help(name, about), "default": None}
+        if about.kind == "switch":
+            flags = f"--{about.flag}/--no-{about.flag}"
+        else:
+            flags = f"--{about.flag}"
+            details["metavar"] = "|".join(about.choices) or about.metavar
+            details["multiple"] = about.is_pairs
+        super().__init__([flags, name], **details)
+
+
+class RunCommand(click.Command):
+    """A command whose help lists its flags by section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one list of flags for each section, in the order of the settings."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(parameter, "section", "Other"), []).append(record)
+        for section, records in sections.items():
+            # One width for all sections: click would fit each list's own.
+            padded = [(flags.ljust(_FLAG_WIDTH), text) for flags, text in records]
+            with formatter.section(section):
+                formatter.write_dl(padded, col_max=_FLAG_WIDTH)
+
+
+def setting_options() -> Iterator[click.Parameter]:
+    """All flags, in order."""
+    for name, about in SETTINGS.items():
+        yield SettingOption(name, about)
+    yield click.Option(
+        ["--config", "config"],
+        metavar="FILE",
+        envvar=CONFIG_VARIABLE,
+        help="YAML file with settings, named as the flags are",
+    )
+
+
+def _help(name: str, about: Setting) -> str:
+    """The setting's help, with its default unless it says one itself."""
+    default = RunSettings.__dataclass_fields__[name].default
+    told = "default:" in about.help or default is None or about.is_pairs
+    if told or about.kind == "switch":
+        return about.help
+    shown = f"{default:g}" if isinstance(default, float) else str(default)
+    return f"{about.help}; default: {shown}"

@@ -1,0 +1,1 @@
+"""Communication: effects on buffers. Knows no bucket, no model and no schedule."""

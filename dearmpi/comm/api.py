@@ -1,0 +1,102 @@
+"""The seam between the engine and a message-passing library.
+
+``Collectives`` starts operations and returns ``Request``s; nothing here blocks. Buffers are dense
+1-D tensors (torch's, by duck typing: this package does not import torch). The caller keeps a
+buffer alive and untouched until its request is complete; the request holds it meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from dearmpi.config import ReduceScatter
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+class Buffer(Protocol):
+    """What comm needs of a 1-D tensor."""
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def data_ptr(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+    def element_size(self) -> int: ...
+
+    def new_empty(self, size: int, /) -> Any: ...
+
+
+class Request(Protocol):
+    """An operation under way."""
+
+    def test(self) -> bool:
+        """Make progress; True once the operation is complete. Safe to call again after that."""
+        ...
+
+
+class Collectives(Protocol):
+    """Non-blocking operations over one set of ranks.
+
+    Operations of one ``Collectives`` must be started in the same order on every rank.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def host(self) -> str: ...
+
+    def start_reduce_scatter(self, buffer: Buffer, algorithm: ReduceScatter) -> Request:
+        """Sum ``buffer`` over the ranks; this rank's shard of it then holds its shard of the sum.
+
+        The length must be a multiple of the world size. The other shards are left undefined.
+        """
+        ...
+
+    def start_all_gather(self, buffer: Buffer) -> Request:
+        """Fill ``buffer`` with every rank's shard of it, in place."""
+        ...
+
+    def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
+        """Reduce ``buffer`` over the ranks, in place."""
+        ...
+
+    def start_broadcast(self, buffer: Buffer, root: int) -> Request:
+        """Copy ``buffer`` of ``root`` to every rank, in place."""
+        ...
+
+    def start_duplicate(self) -> tuple[Collectives, Request]:
+        """A new set over the same ranks with an order of its own; usable once complete."""
+        ...
+
+    def free(self) -> None:
+        """Give a duplicated set back; nothing may be under way on it."""
+        ...
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        """Send a short message to one rank, outside of all collectives."""
+        ...
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        """The next such message that has arrived, with its sender; None if there is none."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End the whole job with exit status ``code``."""
+        ...
+
+
+class Completed:
+    """A request that is complete from the start."""
+
+    def test(self) -> bool:
+        """Always True."""
+        return True

@@ -1,0 +1,262 @@
+"""Collectives over MPI; the only file that knows mpi4py.
+
+mpi4py's reduction requests do not keep their buffers alive, so every request here does. Addresses
+are handed over raw: nothing synchronises a stream, and a buffer of any dtype moves as integers of
+its width, since MPI has no portable half precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mpi4py
+from mpi4py import MPI
+
+from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
+from dearmpi.comm.ring import RingReduceScatter
+from dearmpi.config import ReduceScatter
+from dearmpi.errors import CommError, ConfigError
+
+_ARITHMETIC = {
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+}
+_BY_WIDTH = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+_MESSAGE_TAG = 32767  # the largest that every MPI has
+_NUM_TAGS = 32767  # those below it
+
+
+class MpiRequest:
+    """An MPI request that holds what it works on until it is complete."""
+
+    def __init__(self, request: MPI.Request, *held: object) -> None:
+        self._request: MPI.Request | None = request
+        self._held = held
+
+    def test(self) -> bool:
+        """Poll MPI once; True when complete."""
+        if self._request is None:
+            return True
+        if not self._request.Test():
+            return False
+        self._request, self._held = None, ()
+        return True
+
+
+class MpiCollectives:
+    """``Collectives`` on one communicator."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._comm = comm
+        self._num_started = 0
+        self._scratch: dict[tuple[Any, ...], list[Any]] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process's index."""
+        return int(self._comm.rank)
+
+    @property
+    def size(self) -> int:
+        """World size."""
+        return int(self._comm.size)
+
+    @property
+    def host(self) -> str:
+        """The name of this rank's host."""
+        return MPI.Get_processor_name()
+
+    def start_reduce_scatter(self, buffer: Buffer, algorithm: ReduceScatter) -> Request:
+        """Sum ``buffer`` over the ranks into this rank's shard of it."""
+        if buffer.numel() % self.size:
+            raise CommError(
+                f"reduce-scatter of {buffer.numel()} elements over {self.size} ranks: "
+                "the length must be a multiple of the world size"
+            )
+        if self.size == 1:
+            return Completed()
+        if algorithm == "ring":
+            return self._start_ring(buffer)
+        if algorithm == "native":
+            return self._start_native(buffer)
+        return self._start_exchange(buffer)
+
+    def start_all_gather(self, buffer: Buffer) -> Request:
+        """Fill ``buffer`` with every rank's shard of it, in place."""
+        count = buffer.numel() // self.size
+        request = self._comm.Iallgather(MPI.IN_PLACE, _spec(buffer, count, moved=True))
+        return MpiRequest(request, buffer)
+
+    def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
+        """Reduce ``buffer`` over the ranks, in place."""
+        request = self._comm.Iallreduce(MPI.IN_PLACE, _spec(buffer), _OPS[op])
+        return MpiRequest(request, buffer)
+
+    def start_broadcast(self, buffer: Buffer, root: int) -> Request:
+        """Copy ``buffer`` of ``root`` to every rank."""
+        return MpiRequest(self._comm.Ibcast(_spec(buffer, moved=True), root), buffer)
+
+    def start_duplicate(self) -> tuple[MpiCollectives, Request]:
+        """A duplicated communicator, usable once the request is complete."""
+        comm, request = self._comm.Idup()
+        # The error handler is inherited; setting it again must wait for the request.
+        twin = MpiCollectives.__new__(MpiCollectives)
+        twin._comm, twin._num_started, twin._scratch = comm, 0, {}
+        return twin, MpiRequest(request, comm)
+
+    def free(self) -> None:
+        """Give a duplicated communicator back; nothing may be under way on it."""
+        self._comm.Free()
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        """Send a short message to one rank, outside of all collectives."""
+        request = self._comm.Isend([data, len(data), MPI.BYTE], destination, _MESSAGE_TAG)
+        return MpiRequest(request, data)
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        """The next such message that has arrived, with its sender."""
+        status = MPI.Status()
+        message = self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)
+        if message is None:
+            return None
+        data = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([data, len(data), MPI.BYTE])
+        return status.source, bytes(data)
+
+    def abort(self, code: int) -> None:
+        """End the whole job."""
+        self._comm.Abort(code)
+
+    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
+        """Send ``buffer`` to one rank."""
+        return MpiRequest(self._comm.Isend(_spec(buffer, moved=True), destination, tag), buffer)
+
+    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request:
+        """Receive into ``buffer`` from one rank."""
+        return MpiRequest(self._comm.Irecv(_spec(buffer, moved=True), source, tag), buffer)
+
+    def _start_ring(self, buffer: Buffer) -> Request:
+        self._num_started += 1
+        scratch = self._take_scratch(buffer, 2 * buffer.numel() // self.size)
+        ring = RingReduceScatter(
+            self,
+            buffer,
+            rank=self.rank,
+            size=self.size,
+            tag=self._num_started % _NUM_TAGS,
+            scratch=scratch,
+        )
+        return _Reduction(self, ring, scratch, buffer)
+
+    def _start_native(self, buffer: Buffer) -> Request:
+        dtype = _name(buffer)
+        if dtype not in _ARITHMETIC:
+            raise ConfigError(
+                f"reduce_scatter is 'native', but MPI cannot add {dtype}; use 'exchange' (fp32 "
+                "sums) or 'ring'"
+            )
+        count = buffer.numel() // self.size
+        scratch = self._take_scratch(buffer, count)
+        request = self._comm.Ireduce_scatter_block(
+            _spec(buffer, count), _spec(scratch, count), MPI.SUM
+        )
+        return _NativeReduction(self, MpiRequest(request, buffer, scratch), scratch, buffer)
+
+    def _start_exchange(self, buffer: Buffer) -> Request:
+        count = buffer.numel() // self.size
+        scratch = self._take_scratch(buffer, buffer.numel())
+        request = self._comm.Ialltoall(
+            _spec(buffer, count, moved=True), _spec(scratch, count, moved=True)
+        )
+        return _ExchangeReduction(self, MpiRequest(request, buffer, scratch), scratch, buffer)
+
+    def own_shard(self, buffer: Buffer) -> Any:
+        """The slice of ``buffer`` that belongs to this rank."""
+        count = buffer.numel() // self.size
+        return buffer[self.rank * count : (self.rank + 1) * count]
+
+    def _take_scratch(self, like: Buffer, numel: int) -> Any:
+        """A buffer from the free list: fresh pages cost more than the copy they serve."""
+        free = self._scratch.get((like.dtype, getattr(like, "device", None), numel))
+        return free.pop() if free else like.new_empty(numel)
+
+    def give_back(self, scratch: Any) -> None:
+        """Return a scratch buffer to the free list."""
+        key = (scratch.dtype, getattr(scratch, "device", None), scratch.numel())
+        self._scratch.setdefault(key, []).append(scratch)
+
+
+class _Reduction:
+    """A reduce-scatter with scratch memory, which goes back to the free list at its end."""
+
+    def __init__(
+        self, owner: MpiCollectives, request: Request, scratch: Any, buffer: Buffer
+    ) -> None:
+        self._owner, self._request = owner, request
+        self._scratch, self._buffer = scratch, buffer
+        self._done = False
+
+    def test(self) -> bool:
+        """True once the sum stands in this rank's shard."""
+        if not self._done and self._request.test():
+            self.reduce(self._owner.own_shard(self._buffer))
+            self._owner.give_back(self._scratch)
+            self._done = True
+        return self._done
+
+    def reduce(self, shard: Any) -> None:
+        """Put the sum into ``shard``; nothing to do where it was formed in place."""
+
+
+class _NativeReduction(_Reduction):
+    def reduce(self, shard: Any) -> None:
+        shard.copy_(self._scratch)
+
+
+class _ExchangeReduction(_Reduction):
+    def reduce(self, shard: Any) -> None:
+        """Add in rank order, half precision in fp32, so that every rank rounds alike and once."""
+        count = shard.numel()
+        parts = [self._scratch[i * count : (i + 1) * count] for i in range(self._owner.size)]
+        if shard.element_size() >= 4:
+            shard.copy_(parts[0])
+            total = shard
+        else:
+            total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        if total is not shard:
+            shard.copy_(total)
+
+
+def connect() -> MpiCollectives:
+    """Initialise MPI, asking for MPI_THREAD_MULTIPLE, and duplicate its world communicator."""
+    return MpiCollectives(MPI.COMM_WORLD.Dup())
+
+
+def supports_threads() -> bool:
+    """Whether a thread beside the main one may call MPI."""
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def describe() -> str:
+    """The MPI library and mpi4py, in one line."""
+    library = MPI.Get_library_version().split("\n")[0].strip()
+    return f"{' '.join(library.split())}, mpi4py {mpi4py.__version__}"
+
+
+def _name(buffer: Buffer) -> str:
+    return str(buffer.dtype).removeprefix("torch.")
+
+
+def _spec(buffer: Buffer, count: int | None = None, *, moved: bool = False) -> list[Any]:
+    """What mpi4py takes for ``buffer``: memory, count and datatype."""
+    width = buffer.element_size()
+    memory = MPI.memory.fromaddress(buffer.data_ptr(), buffer.numel() * width)
+    datatype = _BY_WIDTH[width] if moved else _ARITHMETIC[_name(buffer)]
+    return [memory, buffer.numel() if count is None else count, datatype]

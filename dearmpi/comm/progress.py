@@ -1,0 +1,253 @@
+"""Progress: who drives the operations under way, and when they are posted.
+
+MPI does not progress by itself, so somebody must poll. In ``thread`` mode one thread owns all
+calls into the library: other threads submit work and wait. In ``poll`` mode the submitting thread
+does it, whenever it calls ``poll`` or waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dearmpi.comm.api import Request
+from dearmpi.comm.watchdog import Watchdog
+from dearmpi.config import ProgressMode
+from dearmpi.errors import CommError, DearError
+
+# An idle poller yields a few times, then sleeps for a twentieth of the time it has already waited:
+# what the last sleep adds to a wait stays in proportion to it.
+_NUM_YIELDS = 3
+_SLEEP_SHARE = 0.05
+_LEAST_SLEEP_S = 20e-6
+_MOST_SLEEP_S = 1e-3
+_WAKE_S = 0.5  # a waiting main thread looks up this often, for signals and failures
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One operation: ``start`` posts it, ``finish`` runs once it is complete.
+
+    Both run on the thread that drives progress.
+    """
+
+    label: str
+    start: Callable[[], Request]
+    finish: Callable[[], None]
+    request: Request | None = None
+
+
+class Lane:
+    """Works posted in order of submission, at most ``window`` of them in flight."""
+
+    def __init__(self, name: str, window: int) -> None:
+        self.name = name
+        self.window = window
+        self.queue: deque[Work] = deque()
+        self.in_flight: list[Work] = []
+        self.current: Work | None = None  # being started, tested or finished
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is posted, waits to be, or is being finished."""
+        return bool(self.queue or self.in_flight or self.current)
+
+    def advance(self) -> bool:
+        """Post what the window admits and finish what is complete; True if anything happened."""
+        moved = False
+        while self.queue and len(self.in_flight) < self.window:
+            work = self.current = self.queue[0]  # before it leaves the queue: always busy
+            self.queue.popleft()
+            self.in_flight.append(work)
+            work.request = work.start()
+            moved = True
+        for work in list(self.in_flight):
+            assert work.request is not None
+            self.current = work
+            if work.request.test():
+                self.in_flight.remove(work)
+                work.finish()
+                moved = True
+        self.current = None
+        return moved
+
+
+class Backoff:
+    """How long to sleep between polls that found nothing."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Something happened: poll eagerly again."""
+        self._num_idle = 0
+        self._since = time.perf_counter()
+
+    def next_sleep_s(self) -> float:
+        """Seconds to sleep before the next poll; 0 means to yield only."""
+        self._num_idle += 1
+        if self._num_idle <= _NUM_YIELDS:
+            return 0.0
+        waited = time.perf_counter() - self._since
+        return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, waited * _SLEEP_SHARE))
+
+
+class Progress:
+    """Drives lanes, in a thread of its own or in the threads that poll and wait."""
+
+    def __init__(self, mode: ProgressMode, *, origin: str) -> None:
+        """``origin`` names this process in errors, such as ``rank 3 on n7``."""
+        self.mode = mode
+        self._origin = origin
+        self._lanes: list[Lane] = []
+        self._lock = threading.Lock()
+        self._submitted = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
+        self._driving = threading.RLock()
+        self._failure: CommError | None = None
+        self._closing = False
+        self._watchdog: Watchdog | None = None
+        self._thread: threading.Thread | None = None
+        if mode == "thread":
+            self._thread = threading.Thread(target=self._run, name="dearmpi-progress", daemon=True)
+            self._thread.start()
+
+    def watch(self, watchdog: Watchdog) -> None:
+        """Have ``watchdog`` look at every wait from now on."""
+        self._watchdog = watchdog
+        self.notify()
+        with self._lock:
+            self._submitted.notify()
+
+    def open_lane(self, name: str, window: int) -> Lane:
+        """A new lane, driven until it is closed."""
+        lane = Lane(name, window)
+        with self._lock:
+            self._lanes = [*self._lanes, lane]
+        return lane
+
+    def close_lane(self, lane: Lane) -> None:
+        """Stop driving ``lane``, which must be empty."""
+        self.wait_until(lambda: not lane.busy, what=f"the {lane.name} lane to empty")
+        with self._lock:
+            self._lanes = [other for other in self._lanes if other is not lane]
+
+    def submit(self, lane: Lane, work: Work) -> None:
+        """Queue ``work`` behind what ``lane`` already has."""
+        self.raise_failure()
+        with self._lock:
+            lane.queue.append(work)
+            self._submitted.notify()
+
+    def poll(self) -> None:
+        """In ``poll`` mode, drive all lanes once; in ``thread`` mode there is nothing to do."""
+        if self.mode == "poll":
+            self._advance()
+            self.raise_failure()
+
+    def wait_until(self, ready: Callable[[], bool], *, what: str) -> None:
+        """Block until ``ready()``.
+
+        Raises CommError, naming ``what``, if progress has failed, and StallError if the watchdog
+        gives the wait up.
+        """
+        if ready():
+            return
+        watchdog = self._watchdog
+        if watchdog is not None:
+            watchdog.begin_wait(what)
+        try:
+            wait = self._poll_once if self.mode == "poll" else self._sleep_until_changed
+            backoff = Backoff()
+            while not ready():
+                self.raise_failure()
+                if self._closing:
+                    raise CommError(f"{self._origin} waited for {what} after its world was closed")
+                wait(ready, backoff)
+                if watchdog is not None:
+                    watchdog.check_wait()
+        finally:
+            if watchdog is not None:
+                watchdog.end_wait()
+
+    def notify(self) -> None:
+        """Wake waiters: what they wait for may have changed."""
+        with self._lock:
+            self._changed.notify_all()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong on the driving thread, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Stop the thread. Works still queued are dropped."""
+        with self._lock:
+            self._closing = True
+            self._submitted.notify()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+
+    def _sleep_until_changed(self, ready: Callable[[], bool], _: Backoff) -> None:
+        with self._lock:
+            if not ready() and self._failure is None and not self._closing:
+                self._changed.wait(_WAKE_S)
+
+    def _poll_once(self, _: Callable[[], bool], backoff: Backoff) -> None:
+        if self._advance():
+            backoff.reset()
+        else:
+            time.sleep(backoff.next_sleep_s())
+
+    def _advance(self) -> bool:
+        """Drive every lane once; a failure is kept for the threads that wait."""
+        moved = False
+        with self._driving:
+            if self._failure is not None:
+                return False
+            for lane in self._lanes:
+                if not (lane.queue or lane.in_flight):
+                    continue
+                try:
+                    moved = lane.advance() or moved
+                except Exception as error:
+                    self._fail(lane, error)
+                    return False
+            if self._watchdog is not None:
+                self._watchdog.tend()
+        return moved
+
+    def _fail(self, lane: Lane, error: Exception) -> None:
+        label = lane.current.label if lane.current else "an operation"
+        reason = str(error) if isinstance(error, DearError) else repr(error)
+        kind = type(error) if isinstance(error, CommError) else CommError
+        failure = kind(f"{self._origin}: {label} ({lane.name} lane) failed: {reason}")
+        failure.__cause__ = error
+        with self._lock:
+            self._failure = failure
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            moved = self._advance()
+            with self._lock:
+                if self._closing or self._failure is not None:
+                    return
+                if moved:
+                    self._changed.notify_all()
+                    backoff.reset()
+                    continue
+                if not any(lane.busy for lane in self._lanes):
+                    self._submitted.wait(_WAKE_S if self._watchdog else None)
+                    backoff.reset()
+                    continue
+                if (sleep_s := backoff.next_sleep_s()) > 0:
+                    if self._submitted.wait(sleep_s):
+                        backoff.reset()
+                    continue
+            time.sleep(0)

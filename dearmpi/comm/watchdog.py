@@ -1,0 +1,248 @@
+"""Watchdog: when a wait lasts too long, find out from the other ranks what they are doing.
+
+A rank whose wait exceeds the warning limit asks all others, whose driving threads answer even
+while their main threads compute, load data, or wait for something else. The report names, for
+every rank, its host, its iteration, what it waits for, and its Python stack. If the wait can never
+end, because another rank has left or waits for this one in turn, it ends with a StallError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Protocol
+
+from dearmpi.comm.api import Request
+from dearmpi.errors import ConfigError, StallError
+
+_TEND_S = 0.2  # how often messages are looked for
+_ANSWER_S = 2.0  # how long answers may take
+_NUM_FRAMES = 6
+
+
+class Messenger(Protocol):
+    """Short messages between any two ranks, outside of all collectives."""
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        """Send ``data``."""
+        ...
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        """The next message that has arrived, with its sender; None if there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StallLimits:
+    """Seconds that a wait for other ranks may last before a report, and before it is given up."""
+
+    warning_s: float = 30.0
+    abort_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.warning_s <= self.abort_s:
+            raise ConfigError(
+                f"stall limits are {self.warning_s} s to warn and {self.abort_s} s to abort; the "
+                "first must be above 0 and not above the second"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a rank says of itself.
+
+    iterations, exchanges: how many backprops with communication, and how many collective calls
+        on the world, its main thread has begun.
+    waiting: for what, or empty. in_exchange: it waits inside a collective call on the world.
+    left: its program has come to its end.
+    """
+
+    iterations: int
+    exchanges: int
+    waiting: str
+    waited_s: float
+    in_exchange: bool
+    left: bool
+    stack: tuple[str, ...]
+
+    def describe(self) -> str:
+        """One line, without the stack."""
+        if self.left:
+            return f"has ended after {self.iterations} iterations"
+        if not self.waiting:
+            return f"in iteration {self.iterations}, does not wait for communication"
+        return f"in iteration {self.iterations}, waits {self.waited_s:.0f} s for {self.waiting}"
+
+    def waits_for(self, other: Status) -> bool:
+        """Whether this wait certainly cannot end before ``other`` does something more."""
+        if not self.waiting:
+            return False
+        if self.in_exchange:
+            return other.exchanges < self.exchanges
+        return other.iterations < self.iterations
+
+
+class Watchdog:
+    """One rank's watchdog. ``tend`` runs on the driving thread, the rest on the main thread.
+
+    hosts: every rank's host, as soon as it is known.
+    """
+
+    def __init__(self, messenger: Messenger, *, rank: int, size: int, limits: StallLimits) -> None:
+        self.hosts: Sequence[str] = ("an unknown host",) * size
+        self._messenger = messenger
+        self._rank, self._size, self._limits = rank, size, limits
+        self._main = threading.current_thread().ident
+        self._iterations = self._exchanges = 0
+        self._in_exchange = self._left = False
+        self._waiting = ""
+        self._since = 0.0
+        self._asked_at: float | None = None
+        self._answers: dict[int, Status] = {}
+        self._reported = False
+        self._spared = False  # another rank has asked, and so will report
+        self._sends: list[Request] = []
+        self._tended_at = 0.0
+
+    def begin_iteration(self) -> None:
+        """The main thread has begun a backprop with communication."""
+        self._iterations += 1
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """The main thread is in a collective call on the world."""
+        self._exchanges += 1
+        self._in_exchange = True
+        try:
+            yield
+        finally:
+            self._in_exchange = False
+
+    def leave(self) -> None:
+        """The program has come to its end: whoever waits for more from it waits in vain."""
+        self._left = True
+
+    def begin_wait(self, what: str) -> None:
+        """The main thread begins to wait for ``what``."""
+        self._since = time.monotonic()
+        self._waiting = what
+        self._asked_at, self._answers, self._reported, self._spared = None, {}, False, False
+
+    def end_wait(self) -> None:
+        """The wait is over."""
+        self._waiting = ""
+
+    def check_wait(self) -> None:
+        """Print the report once it is complete. Raises StallError if the wait is to be given up."""
+        waited_s = time.monotonic() - self._since
+        if self._is_answered():
+            self._raise_if_hopeless()
+            if not self._reported:
+                self._reported = True
+                print(self.report(), file=sys.stderr, flush=True)
+        if waited_s > self._limits.abort_s:
+            raise StallError(
+                f"rank {self._rank} on {self.hosts[self._rank]} gave up after waiting "
+                f"{waited_s:.0f} s for {self._waiting}\n{self.report()}"
+            )
+
+    def tend(self) -> None:
+        """Answer questions, collect answers, ask if it is time to."""
+        now = time.monotonic()
+        if now - self._tended_at < _TEND_S:
+            return
+        self._tended_at = now
+        self._sends = [send for send in self._sends if not send.test()]
+        while (message := self._messenger.receive_message()) is not None:
+            self._handle(*message)
+        curious = self._waiting and not self._left and not self._spared
+        if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
+            self._ask(now)
+
+    def report(self) -> str:
+        """What every rank is doing, one line each, with the stacks of those that answered."""
+        lines = [
+            f"waited {time.monotonic() - self._since:.0f} s for {self._waiting}; the ranks say:"
+        ]
+        silence = "does not answer (stopped, or its host is)"
+        if self._spared:
+            silence = "was asked by another rank, which reports"
+        statuses: Mapping[int, Status] = {**self._answers, self._rank: self.status()}
+        for rank, host in enumerate(self.hosts):
+            status = statuses.get(rank)
+            says = status.describe() if status else silence
+            lines.append(f"  rank {rank} on {host}: {says}")
+            lines += [f"      {line}" for line in (status.stack if status else ())]
+        return "\n".join(lines)
+
+    def status(self) -> Status:
+        """This rank's own."""
+        waited_s = time.monotonic() - self._since if self._waiting else 0.0
+        return Status(
+            iterations=self._iterations,
+            exchanges=self._exchanges,
+            waiting=self._waiting,
+            waited_s=waited_s,
+            in_exchange=self._in_exchange,
+            left=self._left,
+            stack=self._stack(),
+        )
+
+    def _ask(self, now: float) -> None:
+        self._asked_at = now
+        for other in range(self._size):
+            if other != self._rank:
+                self._send({"ask": True}, other)
+
+    def _handle(self, sender: int, data: bytes) -> None:
+        message = json.loads(data)
+        if "ask" in message:
+            self._spared = self._spared or sender < self._rank  # one report is enough
+            self._send({"status": asdict(self.status())}, sender)
+        else:
+            status = message["status"]
+            self._answers[sender] = Status(**{**status, "stack": tuple(status["stack"])})
+
+    def _send(self, message: object, destination: int) -> None:
+        data = json.dumps(message).encode()
+        self._sends.append(self._messenger.start_message(data, destination))
+
+    def _is_answered(self) -> bool:
+        if self._asked_at is None or self._spared:
+            return False
+        complete = len(self._answers) == self._size - 1
+        return complete or time.monotonic() - self._asked_at > _ANSWER_S
+
+    def _raise_if_hopeless(self) -> None:
+        own = self.status()
+        for rank, other in sorted(self._answers.items()):
+            mutual = other.left or other.waits_for(own)
+            if own.waits_for(other) and mutual:
+                raise StallError(
+                    f"rank {self._rank} {own.describe()}, but rank {rank} {other.describe()}: "
+                    "the ranks have unequal numbers of batches, or call collective operations in "
+                    "different order. Give every rank as many batches, or train inside "
+                    f"optimizer.join()\n{self.report()}"
+                )
+
+    def _stack(self) -> tuple[str, ...]:
+        """The main thread's innermost frames, without those of this package and of torch."""
+        frame: FrameType | None = sys._current_frames().get(self._main or 0)
+        entries = traceback.extract_stack(frame) if frame else []
+        package = os.path.dirname(os.path.dirname(__file__))
+        hidden = (package, threading.__file__)
+        own = [e for e in entries if not e.filename.startswith(hidden) and not _in_torch(e)]
+        shown = (own or entries)[-_NUM_FRAMES:]
+        return tuple(f"{e.filename}:{e.lineno} {e.name}" for e in shown)
+
+
+def _in_torch(entry: traceback.FrameSummary) -> bool:
+    return f"site-packages{os.sep}torch{os.sep}" in entry.filename

@@ -1,0 +1,272 @@
+"""World: the ranks of this job, seen from one of them, and the channels between them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import ClassVar, NoReturn
+
+import numpy as np
+
+from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
+from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.progress import Lane, Progress, Work
+from dearmpi.comm.watchdog import StallLimits, Watchdog
+from dearmpi.config import ProgressMode
+from dearmpi.errors import CommError, ConfigError, LaunchError
+
+# What launchers say about the number of ranks; under hydra SLURM counts nodes, so it comes last.
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+class Channel:
+    """A communicator of its own, with the lane that posts its operations in order."""
+
+    def __init__(self, collectives: Collectives, lane: Lane, progress: Progress) -> None:
+        self._collectives = collectives
+        self._lane = lane
+        self._progress = progress
+
+    def submit(
+        self,
+        label: str,
+        start: Callable[[Collectives], Request],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Queue an operation; ``finish`` runs on the driving thread once it is complete."""
+        self._progress.submit(self._lane, Work(label, lambda: start(self._collectives), finish))
+
+    def run(self, label: str, start: Callable[[Collectives], Request]) -> None:
+        """Queue an operation and wait for it."""
+        done: list[bool] = []
+        self.submit(label, start, lambda: done.append(True))
+        self._progress.wait_until(lambda: bool(done), what=label)
+
+    def close(self) -> None:
+        """Wait for what is queued, then stop and give the communicator back (collective)."""
+        lane = self._lane
+        self._progress.wait_until(lambda: not lane.busy, what=f"the {lane.name} lane to empty")
+        self.run(f"release of {lane.name}", _free)
+        self._progress.close_lane(lane)
+
+
+def _free(collectives: Collectives) -> Request:
+    collectives.free()
+    return Completed()
+
+
+class World:
+    """All ranks of the job. Its collective methods must be called by every rank, in one order.
+
+    rank, size: this process's index and the number of processes.
+    host, hosts: the name of this rank's host, and of every rank's.
+    local_rank: this rank's index among those of its host.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        *,
+        progress: ProgressMode = "thread",
+        stall_limits: StallLimits | None = None,
+    ) -> None:
+        self.rank = collectives.rank
+        self.size = collectives.size
+        self.host = collectives.host
+        self.progress = Progress(progress, origin=f"rank {self.rank} on {self.host}")
+        self._collectives = collectives
+        self._channel = Channel(
+            collectives, self.progress.open_lane("control", window=1), self.progress
+        )
+        self._watchdog = Watchdog(
+            collectives, rank=self.rank, size=self.size, limits=stall_limits or StallLimits()
+        )
+        self.progress.watch(self._watchdog)
+        self._closed = False
+        self.hosts = tuple(self.all_gather_text(self.host))
+        self._watchdog.hosts = self.hosts
+        self.local_rank = self.hosts[: self.rank].count(self.host)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is rank 0, the one that speaks."""
+        return self.rank == 0
+
+    def open_channel(self, name: str, *, window: int) -> Channel:
+        """A channel with an order of its own (collective)."""
+        twins: list[Collectives] = []
+
+        def start(collectives: Collectives) -> Request:
+            twin, request = collectives.start_duplicate()
+            twins.append(twin)
+            return request
+
+        self._exchange(f"duplicate of the communicator for {name}", start)
+        return Channel(twins[0], self.progress.open_lane(name, window), self.progress)
+
+    def all_reduce(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
+        """Reduce each value over the ranks."""
+        buffer = HostBuffer(np.array(values, dtype=np.float64))
+        if buffer.numel():
+            self._exchange("all-reduce of values", lambda c: c.start_all_reduce(buffer, op))
+        return [float(value) for value in buffer.array]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, by rank."""
+        data = text.encode(errors="surrogatepass")  # file names may hold lone surrogates
+        width = int(self.all_reduce([len(data) + 1], "max")[0])
+        rows = np.zeros((self.size, width), dtype=np.uint8)
+        rows[self.rank, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+        rows[self.rank, len(data)] = 1  # marks the end, so that any text survives
+        buffer = HostBuffer(rows.reshape(-1))
+        self._exchange("all-gather of texts", lambda c: c.start_all_gather(buffer))
+        rows = buffer.array.reshape(self.size, width)
+        return [bytes(row).rstrip(b"\0")[:-1].decode(errors="surrogatepass") for row in rows]
+
+    def broadcast_text(self, text: str | None) -> str:
+        """Rank 0's text on every rank; the others' is ignored."""
+        return self.all_gather_text(text or "" if self.is_root else "")[0]
+
+    def broadcast(self, buffer: Buffer, root: int = 0) -> None:
+        """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root is rank {root}, but the world has {self.size} ranks")
+        self._exchange("broadcast", lambda c: c.start_broadcast(buffer, root))
+
+    def all_gather(self, buffer: Buffer) -> None:
+        """Fill ``buffer`` (1-D, contiguous, a multiple of the size) with every rank's shard."""
+        self._exchange("all-gather", lambda c: c.start_all_gather(buffer))
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.all_reduce([0.0], "max")
+
+    def abort(self, code: int) -> NoReturn:
+        """End the whole job with exit status ``code``."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._collectives.abort(code)
+        os._exit(code)
+
+    def begin_iteration(self) -> None:
+        """A backprop with communication begins; ranks that wait in vain tell each other which."""
+        self._watchdog.begin_iteration()
+
+    def _exchange(self, label: str, start: Callable[[Collectives], Request]) -> None:
+        with self._watchdog.exchange():
+            self._channel.run(label, start)
+
+    def leave(self) -> None:
+        """Wait until every rank has nothing more to do, then close (collective).
+
+        Raises StallError if others still wait for this rank, or it for them.
+        """
+        if not self._closed:
+            self._watchdog.leave()
+            self.barrier()
+            self.close()
+
+    def close(self) -> None:
+        """Stop driving progress; no operation may be pending. Safe to call twice."""
+        self._closed = True
+        self.progress.close()
+
+
+class _Process:
+    """The world of this process: MPI is initialised once in a process, and so is this."""
+
+    world: ClassVar[World | None] = None
+    progress: ClassVar[ProgressMode] = "thread"  # as asked for; the world's own may be "poll"
+
+
+def connect(
+    progress: ProgressMode | None = None, *, stall_limits: StallLimits | None = None
+) -> World:
+    """The world that this process was launched into; the same object at every call.
+
+    progress: ``thread`` (default) or ``poll``; below MPI_THREAD_MULTIPLE always ``poll``.
+    stall_limits: how long a wait for other ranks may last; counts at the first call only.
+    An exception that nobody catches then ends the whole job, so that no rank waits forever.
+    Raises LaunchError if the launcher announced more ranks than MPI sees.
+    """
+    world = _Process.world
+    if world is None:
+        asked = progress or "thread"
+        world = _connect(asked, stall_limits)
+        _Process.world, _Process.progress = world, asked
+        atexit.register(_leave, world)
+        if world.size > 1:
+            _abort_on_exception(world)
+    elif progress is not None and progress != _Process.progress:
+        raise ConfigError(
+            f"progress is {progress!r}, but this process was connected with "
+            f"{_Process.progress!r}; choose it at the first connect()"
+        )
+    return world
+
+
+def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
+    try:
+        from dearmpi.comm import mpi
+
+        collectives: Collectives = mpi.connect()
+    except (ImportError, RuntimeError) as error:
+        announced = announced_size(os.environ)
+        if announced > 1:
+            raise LaunchError(
+                f"{announced} ranks were launched, but MPI cannot be loaded: {error}; install one "
+                "with pip install 'dearmpi[mpich]', or load your site's MPI module"
+            ) from error
+        from dearmpi.comm.alone import AloneCollectives
+
+        return World(AloneCollectives(), progress="poll")
+    check_launch(collectives.size, os.environ)
+    if not mpi.supports_threads():
+        progress = "poll"
+    return World(collectives, progress=progress, stall_limits=stall_limits)
+
+
+def announced_size(environment: Mapping[str, str]) -> int:
+    """The number of ranks that the launcher announced; 1 if none did."""
+    for name in _SIZE_VARIABLES:
+        value = environment.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 1
+
+
+def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if processes that should form one world are worlds of their own."""
+    announced = announced_size(environment)
+    if world_size == 1 and announced > 1:
+        raise LaunchError(
+            f"{announced} processes were launched, but MPI sees each as a world of its own: the "
+            "launcher and the MPI library do not match. With srun, use --mpi=pmi2 (MPICH) or "
+            "--mpi=pmix (Open MPI); else use the mpirun that belongs to the library."
+        )
+
+
+def _leave(world: World) -> None:
+    """At the end of the program: a rank that is still waited for must not vanish quietly."""
+    try:
+        world.leave()
+    except CommError as error:
+        print(f"[rank {world.rank} on {world.host}] {error}", file=sys.stderr)
+        world.abort(error.exit_code)
+
+
+def _abort_on_exception(world: World) -> None:
+    """Print an uncaught exception with its rank, then end the job."""
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        lines = traceback.format_exception(kind, error, trace)
+        sys.stderr.write("".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines))
+        world.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = report

@@ -1,0 +1,78 @@
+"""Settings of the engine: one frozen dataclass, validated where it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dearmpi.errors import ConfigError
+
+ScheduleName = Literal["serial", "wfbp", "dear"]
+Gather = Literal["parameters", "gradients"]
+ReduceScatter = Literal["native", "ring", "exchange"]
+Buffers = Literal["keep", "broadcast", "average"]
+ProgressMode = Literal["thread", "poll"]
+
+MIB = 1024 * 1024
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How gradients are reduced and parameters gathered.
+
+    schedule: ``serial`` (all-reduce after backprop), ``wfbp`` (all-reduce of a bucket during
+        backprop) or ``dear`` (reduce-scatter during backprop, all-gather during the next
+        feed-forward).
+    gather: ``parameters`` (sharded update, optimizer state 1/P) or ``gradients`` (as in the
+        paper: every rank updates everything).
+    bucket_cap_mb: most MiB that parameters fused into one bucket may hold; None: an eighth of the
+        model, but at least 1 and at most 4, and at most half of the model.
+    reduce_scatter: the algorithm, or ``auto`` to measure them at start.
+    window: most operations of one kind in flight at once.
+    eager: the caller promises that a step follows each synchronizing backward and that options
+        (such as the learning rate) are set before it, so that a bucket may be updated while
+        backprop still runs.
+    master_weights: the optimizer works on fp32 copies of bf16 and fp16 parameters.
+    buffers: what each step does to the model's buffers, such as batch normalisation's statistics:
+        ``keep`` (every rank its own, at no cost), ``broadcast`` (rank 0's, as DDP does) or
+        ``average``.
+    check_every: steps between comparisons of all replicas; 0: none; None: what the environment
+        variable DEAR_CHECK says. Checks also catch parameters that are read too early.
+    """
+
+    schedule: ScheduleName = "dear"
+    gather: Gather = "parameters"
+    bucket_cap_mb: float | None = None
+    reduce_scatter: ReduceScatter | Literal["auto"] = "ring"
+    window: int = 2
+    eager: bool = False
+    master_weights: bool = False
+    buffers: Buffers = "keep"
+    check_every: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, get_args(ScheduleName))
+        check_choice("buffers", self.buffers, get_args(Buffers))
+        check_choice("gather", self.gather, get_args(Gather))
+        check_choice("reduce_scatter", self.reduce_scatter, (*get_args(ReduceScatter), "auto"))
+        if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb <= 65536:
+            raise ConfigError(
+                f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0 and at most 65536"
+            )
+        if self.check_every is not None and self.check_every < 0:
+            raise ConfigError(f"check_every is {self.check_every}; it must be 0 or more")
+        if self.window < 1:
+            raise ConfigError(f"window is {self.window}; at least 1 operation must be in flight")
+
+    def cap_bytes(self, model_bytes: int) -> int:
+        """Bucket cap in bytes, at least one, for a model whose parameters take ``model_bytes``."""
+        if self.bucket_cap_mb is not None:
+            return max(1, int(self.bucket_cap_mb * MIB))
+        eighth, half = -(-model_bytes // 8), -(-model_bytes // 2)
+        return max(1, min(4 * MIB, max(MIB, eighth), half))

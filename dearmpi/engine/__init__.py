@@ -1,0 +1,1 @@
+"""Where plan, communication and torch meet."""

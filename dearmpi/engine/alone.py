@@ -1,0 +1,76 @@
+"""The engine of a world of one: the user's optimizer, undisturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.engine.clock import IterationTimes
+
+
+class AloneEngine:
+    """What ``DistributedOptimizer`` asks of an engine, with nobody to talk to."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.times = IterationTimes()
+
+    def step(self, *, joined: bool = False) -> None:
+        """Update."""
+        self._optimizer.step()
+
+    def synchronize(self) -> None:
+        """Parameters are always current."""
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Nothing is under way."""
+
+    def drop_gradients(self) -> None:
+        """Nothing is under way."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are always local."""
+        yield
+
+    @contextmanager
+    def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
+        """There is nobody to wait for."""
+        yield
+
+    def refuse_in_join(self, what: str) -> None:
+        """Nobody would have to follow."""
+
+    def wait_reduced(self) -> None:
+        """Gradients are always reduced."""
+
+    def shards(self) -> list[Tensor]:
+        """All gradients."""
+        return [param.grad.detach() for param in self._params() if param.grad is not None]
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for grad in self.shards():
+            grad.mul_(factor)
+
+    def take_posted(self) -> str:
+        """Nothing is posted."""
+        return ""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+
+def shard_norm(shards: list[Tensor], norm_type: float) -> float:
+    """The sum of ``|x|**norm_type`` over all elements, or for ``inf`` the largest ``|x|``."""
+    norms = [float(torch.linalg.vector_norm(shard, norm_type)) for shard in shards]
+    if norm_type == float("inf"):
+        return max(norms, default=0.0)
+    return float(sum(norm**norm_type for norm in norms))

@@ -1,0 +1,183 @@
+"""Assembly: an engine built for one optimizer and one model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.choose import fastest_reduce_scatter
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.engine.alone import AloneEngine
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.check import Checks, steps_between_checks
+from dearmpi.engine.engine import Engine
+from dearmpi.engine.hooks import ModelHooks
+from dearmpi.engine.master import is_half
+from dearmpi.engine.probe import require_elementwise, require_separable
+from dearmpi.engine.shard_update import ShardUpdate
+from dearmpi.engine.update import read_options
+from dearmpi.engine.whole_update import WholeUpdate
+from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.plan.fusion import fuse_by_cap
+from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
+from dearmpi.plan.schedule import Schedule, build_schedule
+
+Updates = Sequence[ShardUpdate | WholeUpdate]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What belongs together for as long as the set of parameters stays the same.
+
+    names: the parameters under the optimizer, in the model's order.
+    updates, hooks: none in a world of one, where the optimizer works undisturbed.
+    """
+
+    names: Mapping[nn.Parameter, str]
+    layout: BucketLayout
+    schedule: Schedule
+    engine: Engine | AloneEngine
+    updates: Updates = ()
+    hooks: ModelHooks | None = None
+    checks: Checks | None = None
+
+    def close(self) -> None:
+        """Finish what is under way and detach from the model."""
+        self.engine.close()
+        if self.hooks is not None:
+            self.hooks.remove()
+        if self.checks is not None:
+            self.checks.remove()
+
+
+def assemble(
+    optimizer: Optimizer, model: nn.Module, *, world: World, config: EngineConfig
+) -> Assembly:
+    """Lay out, check against the other ranks, and build (collective).
+
+    Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
+    ranks' models, optimizers or settings differ.
+    """
+    names = _optimized_parameters(optimizer, model)
+    specs = _specs(names)
+    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
+    layout = build_layout(fuse_by_cap(specs, cap_bytes), world.size)
+    schedule = build_schedule(config.schedule, len(layout))
+    _check_agreement(world, optimizer, names, layout, config)
+    if config.master_weights and not any(is_half(param) for param in names):
+        raise ConfigError(
+            "master_weights has no effect: no parameter of the optimizer is bf16 or fp16; convert "
+            "the model first, or leave master_weights out"
+        )
+    if world.size == 1 and not config.master_weights:
+        require_separable(optimizer)  # what cannot run on several ranks is refused on one already
+        return Assembly(names, layout, schedule, AloneEngine(optimizer))
+    shards = config.gather == "parameters"
+    require = require_elementwise if shards else require_separable
+    require(optimizer)
+    params = {name: param for param, name in names.items()}
+    buckets = [
+        BucketRuntime(
+            plan, [params[name] for name in plan.names], rank=world.rank, flat_parameters=shards
+        )
+        for plan in layout
+    ]
+    updates = _build_updates(optimizer, buckets, rank=world.rank, config=config)
+    engine = Engine(
+        world,
+        buckets,
+        updates,
+        schedule=schedule,
+        config=config,
+        reduce_scatter=_choose_reduce_scatter(world, buckets, config),
+        read_options=lambda: read_options(optimizer),
+    )
+    places = {
+        param: (bucket, slot) for bucket in buckets for slot, param in enumerate(bucket.params)
+    }
+    hooks = ModelHooks(model, places, pre_forward=engine.pre_forward, grad_ready=engine.grad_ready)
+    every = steps_between_checks(config.check_every)
+    checks = Checks(world, model, buckets, every=every) if every else None
+    return Assembly(names, layout, schedule, engine, updates, hooks, checks)
+
+
+def _optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
+    """The optimizer's parameters with their names, in the model's order."""
+    wanted = {param for group in optimizer.param_groups for param in group["params"]}
+    names = {param: name for name, param in model.named_parameters() if param in wanted}
+    strangers = [tuple(param.shape) for param in wanted if param not in names]
+    if strangers:
+        raise ConfigError(
+            f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
+            f"{strangers[:3]}; pass the model that the optimizer was made for"
+        )
+    if not any(param.requires_grad for param in names):
+        raise ConfigError("the optimizer has no parameter that requires grad: nothing to train")
+    return names
+
+
+def _specs(names: Mapping[nn.Parameter, str]) -> list[ParamSpec]:
+    return [
+        ParamSpec(
+            name,
+            tuple(param.shape),
+            itemsize=param.element_size(),
+            dtype=str(param.dtype).removeprefix("torch."),
+            device=str(param.device),
+            trained=param.requires_grad,
+        )
+        for param, name in names.items()
+    ]
+
+
+def _check_agreement(
+    world: World,
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    layout: BucketLayout,
+    config: EngineConfig,
+) -> None:
+    """Raise MismatchError unless all ranks have the same model, optimizer and settings."""
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    facts = {
+        "settings": repr(config),
+        "optimizer": f"{type(optimizer).__name__} {groups}",
+        "model": repr([bucket.slots for bucket in layout]),
+    }
+    for what, fact in facts.items():
+        digest = hashlib.sha256(fact.encode()).hexdigest()[:12]
+        seen = world.all_gather_text(f"{fact[:160]} ... (hash {digest})")
+        for rank, other in enumerate(seen):
+            if other != seen[0]:
+                raise MismatchError(
+                    f"rank {rank} has another {what} than rank 0: {other} against {seen[0]}; "
+                    "every rank must build the same one"
+                )
+
+
+def _build_updates(
+    optimizer: Optimizer, buckets: Sequence[BucketRuntime], *, rank: int, config: EngineConfig
+) -> Updates:
+    masters = config.master_weights
+    groups = {
+        param: index
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    if config.gather == "gradients":
+        return [WholeUpdate(optimizer, b, groups, master_weights=masters) for b in buckets]
+    return [ShardUpdate(optimizer, b, groups, rank=rank, master_weights=masters) for b in buckets]
+
+
+def _choose_reduce_scatter(
+    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig
+) -> ReduceScatter:
+    if config.reduce_scatter != "auto":
+        return config.reduce_scatter
+    largest = max(buckets, key=lambda bucket: bucket.plan.nbytes)
+    return fastest_reduce_scatter(world, largest.gradients.data)

@@ -1,0 +1,211 @@
+"""Batch normalisation over the samples of all ranks."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dearmpi.comm.world import Channel, World, connect
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose mean and variance in training are those of all ranks' samples.
+
+    For inputs (N, C, ...); N may differ between ranks, and be zero on some. In evaluation, and in a
+    world of one, it is an ordinary one. Every rank must call its layers in the same order, as each
+    call waits for the others: for 2C+1 numbers of every rank forward, and a sum of 2C backward.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        world: World | None = None,
+        channel: Channel | None = None,
+    ) -> None:
+        """As ``torch.nn.BatchNorm2d`` (collective).
+
+        world: by default the one that this process was launched into.
+        channel: shared with other layers; by default one of its own.
+        """
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self._world = world if world is not None else connect()
+        self._channel = channel if channel is not None else _open_channel(self._world)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input``, (N, C, ...). Raises ValueError for another number of channels."""
+        if input.dim() < 2 or input.size(1) != self.num_features:
+            raise ValueError(
+                f"the input has shape {tuple(input.shape)}, but SyncBatchNorm expects (N, C, ...) "
+                f"with C = {self.num_features}"
+            )
+        is_training = self.training or self.running_mean is None
+        if not is_training or self._world.size == 1:
+            plain: Tensor = super().forward(input)
+            return plain
+        output: Tensor
+        output, mean, variance, count = _normalize(
+            input, self.weight, self.bias, self.eps, self._world, self._channel
+        )
+        if self.training and self.running_mean is not None:
+            self._track(mean, variance, float(count))
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy with parameters and buffers of its own; it shares the channel."""
+        twin: SyncBatchNorm = object.__new__(type(self))
+        memo[id(self)] = twin
+        memo[id(self._world)], memo[id(self._channel)] = self._world, self._channel
+        twin.__dict__.update(deepcopy(self.__dict__, memo))
+        return twin
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        """Move the running statistics as torch's do: with the unbiased variance."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = self.momentum
+        if share is None:
+            share = 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        unbiased = variance * (count / (count - 1))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """``forward`` has checked."""
+
+
+def convert_sync_batchnorm(model: nn.Module, world: World | None = None) -> nn.Module:
+    """Replace every batch normalisation in ``model`` by ``SyncBatchNorm`` (collective).
+
+    Parameters and buffers are kept. Call it before the optimizer is made. Returns the model, which
+    is another one only where ``model`` itself is such a layer.
+    """
+    world = world if world is not None else connect()
+    return _convert(model, world, _open_channel(world))
+
+
+def _convert(module: nn.Module, world: World, channel: Channel | None) -> nn.Module:
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        twin = SyncBatchNorm(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            device="meta",  # its values come from the module
+            world=world,
+            channel=channel,
+        )
+        twin._parameters, twin._buffers = module._parameters, module._buffers
+        return twin.train(module.training)
+    for name, child in module.named_children():
+        converted = _convert(child, world, channel)
+        if converted is not child:
+            setattr(module, name, converted)
+    return module
+
+
+def _open_channel(world: World) -> Channel | None:
+    """None in a world of one."""
+    return world.open_channel("batch norm", window=1) if world.size > 1 else None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _normalize(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    world: World,
+    channel: Channel | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, and mean, biased variance and number of samples per channel, over all ranks."""
+    precise = torch.promote_types(input.dtype, torch.float32)
+    with torch.no_grad():
+        mean, variance, count = _gather_moments(input.detach().to(precise), world, channel)
+    if float(count) < 2:
+        raise ValueError(
+            f"{int(count)} value(s) per channel over all ranks; training needs at least 2"
+        )
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    centred = _Standardize.apply(  # type: ignore[no-untyped-call]
+        input.to(precise), mean.view(shape), (variance + eps).rsqrt().view(shape), count, channel
+    )
+    output: Tensor = centred
+    if weight is not None:
+        output = output * weight.view(shape)
+    if bias is not None:
+        output = output + bias.view(shape)
+    return output.to(input.dtype), mean, variance, count
+
+
+def _gather_moments(
+    values: Tensor, world: World, channel: Channel | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count per channel, from every rank's own (Chan et al., 1983).
+
+    Sums of squares would cancel where the mean is large.
+    """
+    others = [dim for dim in range(values.dim()) if dim != 1]
+    num_channels = values.size(1)
+    count = values.numel() // num_channels
+    rows = values.new_zeros(world.size, 2 * num_channels + 1)
+    if count:
+        mean = values.mean(others)
+        deviation = values - mean.view([1, -1] + [1] * (values.dim() - 2))
+        own = [mean, deviation.square().sum(others), values.new_full((1,), count)]
+        rows[world.rank] = torch.cat(own)
+    _run(channel, "all-gather", rows.view(-1))
+    means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    variance = (squares + counts * (means - mean).square()).sum(0) / total
+    return mean, variance, total
+
+
+class _Standardize(torch.autograd.Function):
+    """``(input - mean) / deviation``, where mean and deviation depend on all ranks' inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, mean: Tensor, scale: Tensor, count: Tensor, channel: Channel | None
+    ) -> Tensor:
+        output = (input - mean) * scale
+        ctx.save_for_backward(output, scale, count)
+        ctx.channel = channel
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        output, scale, count = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        others = [dim for dim in range(grad.dim()) if dim != 1]
+        sums = torch.cat([grad.sum(others), (grad * output).sum(others)])
+        _run(ctx.channel, "all-reduce", sums)
+        shape = [1, -1] + [1] * (grad.dim() - 2)
+        mean, slope = (part.view(shape) / count for part in sums.chunk(2))
+        return (grad - mean - output * slope) * scale, None, None, None, None
+
+
+def _run(channel: Channel | None, kind: str, buffer: Tensor) -> None:
+    assert channel is not None
+    label = f"{kind} of batch statistics"
+    if kind == "all-gather":
+        channel.run(label, lambda collectives: collectives.start_all_gather(buffer))
+    else:
+        channel.run(label, lambda collectives: collectives.start_all_reduce(buffer, "sum"))

@@ -1,0 +1,246 @@
+"""Bucket at run time: its buffers, which gradients have arrived, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.engine.buffers import FlatBuffer
+from dearmpi.engine.gradient import GradientUnderWay
+from dearmpi.errors import UsageError
+from dearmpi.plan.layout import Bucket
+
+
+class BucketState(Enum):
+    """Where a bucket is in its iteration.
+
+    With ``gather="parameters"`` a bucket goes IDLE, READY, REDUCING, REDUCED, UPDATING, UPDATED,
+    GATHERING, GATHERED, IDLE; with ``gather="gradients"`` the update follows the gather.
+    """
+
+    IDLE = auto()  # parameters are current; gradients may be arriving
+    READY = auto()  # every gradient is in the buffer
+    REDUCING = auto()
+    REDUCED = auto()  # the own shard holds averaged gradients
+    UPDATING = auto()
+    UPDATED = auto()
+    GATHERING = auto()
+    GATHERED = auto()
+
+
+_LEGAL = {
+    BucketState.IDLE: {BucketState.READY},
+    BucketState.READY: {BucketState.REDUCING},
+    BucketState.REDUCING: {BucketState.REDUCED},
+    BucketState.REDUCED: {BucketState.UPDATING, BucketState.GATHERING, BucketState.IDLE},
+    BucketState.UPDATING: {BucketState.UPDATED},
+    BucketState.UPDATED: {BucketState.GATHERING, BucketState.IDLE},
+    BucketState.GATHERING: {BucketState.GATHERED},
+    BucketState.GATHERED: {BucketState.UPDATING, BucketState.IDLE},
+}
+
+
+class BucketRuntime:
+    """One bucket while training.
+
+    pending: an optimizer step was taken whose result the parameters do not show yet. This is the
+        only field that both threads read and write: the main thread sets it, the driving thread
+        clears it.
+    missing: slots that had no gradient on this rank in any backprop before the launch.
+    compiled: a compiled graph may read the parameters, and waits for nobody.
+    """
+
+    def __init__(
+        self,
+        plan: Bucket,
+        params: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        flat_parameters: bool,
+    ) -> None:
+        self.plan = plan
+        self.params = tuple(params)
+        self._rank = rank
+        self._gradients: FlatBuffer | None = None
+        self.parameters: FlatBuffer | None = None
+        if flat_parameters:
+            self.parameters = FlatBuffer(plan, [p.detach() for p in params], rank=rank)
+            for param, view in zip(self.params, self.parameters.views, strict=True):
+                view.copy_(param.detach())
+                param.data = view
+        self.state = BucketState.IDLE
+        self.pending = False
+        self.missing: frozenset[int] = frozenset()
+        self.compiled = False
+        self._expected: frozenset[int] = frozenset()
+        self._arrived: set[int] = set()
+        self._touched: set[int] = set()
+        self._ever: set[int] = set()
+        self._zeroed: frozenset[int] = frozenset()
+        self._stood_in: set[int] = set()
+        self._carried: Tensor | None = None
+        self._addresses = [param.data_ptr() for param in self.params]
+        self._stand_ins = [
+            GradientUnderWay.of(param, name)
+            for param, name in zip(self.params, plan.names, strict=True)
+        ]
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """The gradients' flat buffer, made when the first gradient is expected."""
+        if self._gradients is None:
+            self._gradients = FlatBuffer(
+                self.plan, [param.detach() for param in self.params], rank=self._rank
+            )
+        return self._gradients
+
+    @property
+    def index(self) -> int:
+        """Number of the bucket, in feed-forward order."""
+        return self.plan.index
+
+    def is_current(self) -> bool:
+        """Whether the parameters show the last step."""
+        return not self.pending
+
+    def move_to(self, state: BucketState) -> None:
+        """Change state; only along the transitions above."""
+        assert state in _LEGAL[self.state], f"bucket {self.index}: {self.state} to {state}"
+        self.state = state
+
+    def has_gradient(self, slot: int) -> bool:
+        """Whether a gradient of ``slot`` arrived since the bucket was last launched."""
+        return slot in self._arrived
+
+    def expect_gradients(self) -> bool:
+        """Start an iteration: who requires grad now is expected; True if anyone is."""
+        expected = frozenset(s for s, param in enumerate(self.params) if param.requires_grad)
+        if expected != self._expected:
+            self._expected = expected
+            for slot in frozenset(range(len(self.params))) - expected if expected else ():
+                self.gradients.views[slot].zero_()
+        return bool(expected)
+
+    def keep_gradient(self, slot: int) -> None:
+        """Accumulate locally: ``param.grad`` becomes a view, into which autograd then adds."""
+        param, view = self.params[slot], self.gradients.views[slot]
+        grad = self._dense_gradient(slot)
+        if not _is_same(grad, view):
+            view.copy_(grad.detach())
+            param.grad = view
+
+    def clear_stand_in(self, slot: int) -> None:
+        """Autograd is about to accumulate: it must not add to a stand-in."""
+        if self.params[slot].grad is self._stand_ins[slot]:
+            self.params[slot].grad = None
+
+    def take_gradient(self, slot: int) -> bool:
+        """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
+        param, view = self.params[slot], self.gradients.views[slot]
+        grad = self._dense_gradient(slot)
+        if slot in self._arrived:
+            view.add_(grad.detach())
+        elif not _is_same(grad, view):
+            view.copy_(grad.detach())
+        param.grad = self._stand_ins[slot]
+        self._arrived.add(slot)
+        self._touched.add(slot)
+        self._ever.add(slot)
+        self._stood_in.add(slot)
+        if not self._arrived >= self._expected:
+            return False
+        self.missing = frozenset(range(len(self.params))) - self._touched
+        return True
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Note what a parameter without gradient has from now on: none at all, or zero.
+
+        torch leaves out the first in its step, but not the second.
+        """
+        self._zeroed = frozenset() if set_to_none else frozenset(self._ever)
+
+    def close_gradients(self) -> None:
+        """No more gradients will come: those accumulated earlier count, the rest are zero."""
+        for slot, (param, view) in enumerate(zip(self.params, self.gradients.views, strict=True)):
+            if slot in self._arrived:
+                continue
+            if param.grad is None or param.grad is self._stand_ins[slot]:
+                view.zero_()
+            else:
+                self.take_gradient(slot)
+        self._touched |= self._zeroed
+        self.missing = frozenset(range(len(self.params))) - self._touched
+
+    def release_gradients(self) -> None:
+        """Take the stand-ins away."""
+        for slot in self._stood_in:
+            self.clear_stand_in(slot)
+        self._stood_in.clear()
+
+    def check_gradients(self) -> None:
+        """Raise UsageError if somebody else took a stand-in away.
+
+        ``model.zero_grad()`` does so, and means to drop gradients that are on their way already.
+        """
+        for slot in self._stood_in:
+            if self.params[slot].grad is not self._stand_ins[slot]:
+                raise UsageError(
+                    f"the gradient of {self.plan.names[slot]} was cleared or replaced between "
+                    "backward and step(), but it is already being reduced; use "
+                    "optimizer.zero_grad() to drop gradients"
+                )
+
+    def average(self, world_size: int) -> None:
+        """Turn the own shard's sum into the mean, plus what an earlier backprop left."""
+        self.gradients.shard.div_(world_size)
+        if self._carried is not None:
+            self.gradients.shard.add_(self._carried)
+            self._carried = None
+
+    def poison(self) -> None:
+        """Fill what other ranks own of the parameters with NaN, until the gather brings it."""
+        assert self.parameters is not None
+        start, stop = self.plan.shard_range(self._rank)
+        for part in (self.parameters.data[:start], self.parameters.data[stop:]):
+            if part.is_floating_point():
+                part.fill_(float("nan"))
+
+    def reopen(self) -> None:
+        """Accept gradients of a further backprop on top of those already reduced."""
+        self._carried = self.gradients.shard.clone()
+        self._arrived.clear()
+        self.move_to(BucketState.IDLE)
+
+    def forget(self) -> None:
+        """Back to the start of an iteration."""
+        self._arrived.clear()
+        self._touched.clear()
+        self.missing = frozenset()
+        self.move_to(BucketState.IDLE)
+
+    def check_storage(self) -> None:
+        """Raise UsageError if a parameter was moved out of the storage it had at the start."""
+        for param, address, name in zip(self.params, self._addresses, self.plan.names, strict=True):
+            if param.data_ptr() != address:
+                raise UsageError(
+                    f"parameter {name} has moved since DistributedOptimizer was made (model.to(), "
+                    ".data = ... or a new Parameter does that); move or convert the model first, "
+                    "then make the optimizer"
+                )
+
+    def _dense_gradient(self, slot: int) -> Tensor:
+        grad = self.params[slot].grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {self.plan.names[slot]} is sparse, and buckets hold dense ones "
+                "only; build its layer with sparse=False"
+            )
+        return grad
+
+
+def _is_same(grad: Tensor | None, view: Tensor) -> bool:
+    return grad is not None and grad.data_ptr() == view.data_ptr()

@@ -1,0 +1,59 @@
+"""How long communication took, and how much of it the main thread waited for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class IterationTimes:
+    """One iteration, from step to step, in seconds.
+
+    exposed_s: the main thread waited for communication.
+    communication_s: at least one collective was in flight.
+    """
+
+    exposed_s: float = 0.0
+    communication_s: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of communication that computation covered, 0 to 1; 1 if there was none."""
+        if self.communication_s <= 0:
+            return 1.0
+        return max(0.0, 1.0 - self.exposed_s / self.communication_s)
+
+
+class CommunicationClock:
+    """Adds up both; the main thread waits, the driving thread posts and finishes."""
+
+    def __init__(self) -> None:
+        self._exposed_s = 0.0
+        self._busy_s = 0.0
+        self._num_in_flight = 0
+        self._busy_since = 0.0
+        self._last = (0.0, 0.0)
+
+    def posted(self) -> None:
+        """A collective was posted."""
+        if self._num_in_flight == 0:
+            self._busy_since = time.perf_counter()
+        self._num_in_flight += 1
+
+    def completed(self) -> None:
+        """A collective is complete."""
+        self._num_in_flight -= 1
+        if self._num_in_flight == 0:
+            self._busy_s += time.perf_counter() - self._busy_since
+
+    def waited(self, seconds: float) -> None:
+        """The main thread waited."""
+        self._exposed_s += seconds
+
+    def lap(self) -> IterationTimes:
+        """The times since the last lap."""
+        now = (self._exposed_s, self._busy_s)
+        exposed_s, communication_s = now[0] - self._last[0], now[1] - self._last[1]
+        self._last = now
+        return IterationTimes(exposed_s, communication_s)

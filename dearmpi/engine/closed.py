@@ -1,0 +1,47 @@
+"""What is left of an engine once it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dearmpi.engine.alone import AloneEngine
+from dearmpi.engine.clock import IterationTimes
+from dearmpi.errors import UsageError
+
+
+class ClosedEngine(AloneEngine):
+    """Parameters are current and stay so; training on would go without the other ranks."""
+
+    def __init__(self, optimizer: Optimizer, times: IterationTimes) -> None:
+        super().__init__(optimizer)
+        self.times = times
+
+    def step(self, *, joined: bool = False) -> NoReturn:
+        """Refused."""
+        _refuse("step()")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Refused."""
+        _refuse("no_sync()")
+        yield
+
+    def wait_reduced(self) -> NoReturn:
+        """Refused."""
+        _refuse("reducing gradients")
+
+    def shards(self) -> list[Tensor]:
+        """Refused."""
+        _refuse("reading gradients")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UsageError(
+        f"{what} after close(): this DistributedOptimizer is detached from its model; "
+        "make a new one"
+    )

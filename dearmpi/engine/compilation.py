@@ -1,0 +1,65 @@
+"""Getting along with ``torch.compile``.
+
+A compiled graph runs without hooks and reads parameters without looking them up, so nothing can
+make it wait. And while torch compiles it says so of the whole process: an optimizer that steps
+meanwhile on another thread would compute like a traced one, with its scalars in fp32.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._dynamo import convert_frame
+from torch._dynamo.callback import callback_handler
+
+from dearmpi.engine.bucket import BucketRuntime
+
+
+class CompilationWatch:
+    """Marks ``buckets`` as compiled once anything in this process is.
+
+    Which graph reads which parameters is not asked: torch may reuse the graph of one model for
+    another of the same class, without a word to anybody.
+    """
+
+    def __init__(self, buckets: Iterable[BucketRuntime], synchronize: Callable[[], None]) -> None:
+        """``synchronize`` (a bound method) is called before torch begins to compile."""
+        self._buckets = tuple(buckets)
+        self._synchronize = synchronize
+        self._callback = _call_weakly(self._compiling)
+        callback_handler.register_start_callback(self._callback)
+        if convert_frame.FRAME_COUNTER > 0:
+            self._mark()
+
+    def remove(self) -> None:
+        """Stop watching."""
+        if self._callback in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._callback)
+
+    def _compiling(self) -> None:
+        self._mark()
+        compiling = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = False  # tracing itself begins after this call
+        try:
+            self._synchronize()
+        finally:
+            torch.compiler._is_compiling_flag = compiling
+
+    def _mark(self) -> None:
+        for bucket in self._buckets:
+            bucket.compiled = True
+
+
+def _call_weakly(method: Callable[[], None]) -> Callable[[Any], None]:
+    """A callback that keeps nobody alive."""
+    reference = weakref.WeakMethod(method)
+
+    def callback(_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return callback

@@ -1,0 +1,36 @@
+"""Cycle: what is true of one iteration's communication only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dearmpi.engine.update import Options
+
+
+@dataclass(slots=True)
+class Cycle:
+    """From the first gradient of a backprop to the last all-gather of its step.
+
+    active: buckets with a parameter that requires grad; the others take no part.
+    options: hyperparameters for the update; None until they are known.
+    stepped: whether the user has called ``step()``.
+    used: once the ranks have told each other, which parameters had a gradient on any of them.
+    launched, reduced: buckets whose reduce-scatter is posted, and complete.
+    num_gathers: how many all-gathers are posted.
+    num_finished: buckets whose parameters are current again.
+    """
+
+    active: frozenset[int] = frozenset()
+    options: Options | None = None
+    stepped: bool = False
+    used: bytes | None = None
+    launched: set[int] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
+    num_gathers: int = 0
+    num_finished: int = 0
+
+    def rewind(self) -> None:
+        """Begin the lanes anew for a further backprop of the same iteration."""
+        self.launched.clear()
+        self.reduced.clear()
+        self.num_gathers = 0

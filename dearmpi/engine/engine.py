@@ -1,0 +1,297 @@
+"""Engine: the moments of an iteration, as the main thread sees them.
+
+What happens to a bucket after its launch is the pipeline's part, on the driving thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.engine.bucket import BucketRuntime, BucketState
+from dearmpi.engine.clock import IterationTimes
+from dearmpi.engine.cycle import Cycle
+from dearmpi.engine.join import pack, unpack
+from dearmpi.engine.pipeline import Pipeline
+from dearmpi.engine.update import Options, Update
+from dearmpi.errors import UsageError
+from dearmpi.plan.schedule import Launch, Schedule, Wait
+
+
+class Engine:
+    """Reduces gradients, updates and gathers, bucket by bucket, as ``schedule`` says."""
+
+    def __init__(
+        self,
+        world: World,
+        buckets: Sequence[BucketRuntime],
+        updates: Sequence[Update],
+        *,
+        schedule: Schedule,
+        config: EngineConfig,
+        reduce_scatter: ReduceScatter,
+        read_options: Callable[[], Options],
+    ) -> None:
+        """``reduce_scatter`` is the algorithm chosen; ``config`` may still say ``auto``."""
+        self._world = world
+        self._progress = world.progress
+        self._buckets = tuple(buckets)
+        self._schedule = schedule
+        self._eager = config.eager
+        self._read_options = read_options
+        self._pipeline = Pipeline(
+            world,
+            buckets,
+            updates,
+            schedule=schedule,
+            config=config,
+            reduce_scatter=reduce_scatter,
+        )
+        self._synchronizing = True
+        self._joining = False
+        self.times = IterationTimes()
+
+    @property
+    def _cycle(self) -> Cycle:
+        return self._pipeline.cycle
+
+    def pre_forward(self, buckets: Iterable[BucketRuntime]) -> None:
+        """A module is about to read parameters of ``buckets``: wait until they are current."""
+        self._progress.poll()
+        for bucket in buckets:
+            if bucket.pending:
+                self._refuse_endless_wait()
+                self._wait(bucket.is_current, f"the parameters of bucket {bucket.index}")
+
+    def grad_ready(self, bucket: BucketRuntime, slot: int) -> None:
+        """Autograd has finished the gradient of one parameter."""
+        if not self._synchronizing:
+            self._keep_gradient(bucket, slot)
+            return
+        if self._cycle.stepped:
+            self._begin_cycle()
+        if bucket.index in self._cycle.launched or (
+            bucket.has_gradient(slot) and self._schedule.launch is Launch.GRADIENTS_READY
+        ):
+            self._reopen()
+        if bucket.take_gradient(slot) and bucket.state is BucketState.IDLE:
+            bucket.move_to(BucketState.READY)
+            if self._schedule.launch is Launch.GRADIENTS_READY:
+                self._launch_ready()
+        self._progress.poll()
+
+    def finish_backprop(self) -> None:
+        """No more gradients come before the step: launch what has not been launched."""
+        if self._cycle.stepped:
+            self._begin_cycle()
+        for index in self._cycle.active - self._cycle.launched:
+            bucket = self._buckets[index]
+            if bucket.state is BucketState.IDLE:
+                bucket.close_gradients()
+                bucket.move_to(BucketState.READY)
+        self._launch_ready()
+
+    def step(self, *, joined: bool = False) -> None:
+        """Have every bucket updated with the options of this moment, and gathered.
+
+        ``joined``: this rank has no batches left and only takes part.
+        """
+        for bucket in self._buckets:
+            bucket.check_gradients()
+        self.finish_backprop()
+        for bucket in self._buckets:
+            bucket.release_gradients()
+        cycle = self._cycle
+        cycle.stepped = True
+        if not self._eager:  # else each became pending at its launch, and may be finished by now
+            for index in cycle.active:
+                self._buckets[index].pending = True
+        if self._joining:
+            self._agree_on_options(joined)
+        if cycle.options is None:
+            cycle.options = self._read_options()
+        self._pipeline.submit_step()
+        self._pipeline.call_roll()
+        if self._schedule.wait is Wait.STEP:
+            self.synchronize()
+        self.pre_forward(bucket for bucket in self._buckets if bucket.compiled)
+        self.times = self._pipeline.clock.lap()
+
+    def synchronize(self) -> None:
+        """Wait until every parameter shows the last step."""
+        if self._cycle.stepped:
+            self._wait(self._pipeline.is_finished, "the last step's gathers")
+        elif self._eager:
+            raise UsageError(
+                "some parameters are updated and some not between a backward and its step "
+                "(eager=True); call step() first"
+            )
+
+    def wait_reduced(self) -> None:
+        """Finish backprop and wait until every own shard holds averaged gradients."""
+        if self._eager:
+            raise UsageError(
+                "the gradients are updated as soon as they are reduced (eager=True), so they "
+                "cannot be looked at or scaled before the step; make the optimizer with eager=False"
+            )
+        self.finish_backprop()
+        self._wait(self._pipeline.is_settled, "the reduce-scatters")
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a backprop that no step followed."""
+        if self._cycle.stepped:
+            return
+        self.refuse_in_join("dropping gradients after a backward")
+        self.wait_reduced()
+        for index in self._cycle.active:
+            self._buckets[index].release_gradients()
+            self._buckets[index].forget()
+        self._pipeline.begin(Cycle(stepped=True))
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Drop gradients; those of parameters that have had one become zero, or none."""
+        self.drop_gradients()
+        for bucket in self._buckets:
+            bucket.zero_gradients(set_to_none=set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backprops inside stay local and add up."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    @contextmanager
+    def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
+        """Inside, ranks may take unequal numbers of steps.
+
+        A rank that reaches the end calls ``shadow_step`` for every step that others still take.
+        """
+        self._joining = True
+        try:
+            yield
+            while self._count_active() > 0:
+                shadow_step()
+        finally:
+            self._joining = False
+
+    def refuse_in_join(self, what: str) -> None:
+        """Raise UsageError inside ``join``."""
+        if self._joining:
+            raise UsageError(
+                f"{what} is not supported inside join(): a rank without batches takes part in one "
+                "reduction for each step"
+            )
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply reduced gradients, between ``wait_reduced`` and ``step``."""
+        for index in self._cycle.active:
+            bucket = self._buckets[index]
+            gathered = bucket.state is BucketState.GATHERED
+            (bucket.gradients.data if gathered else bucket.gradients.shard).mul_(factor)
+
+    def shards(self) -> list[Tensor]:
+        """The own shards of reduced gradients, as far as there are any."""
+        shards = [self._buckets[index].gradients.shard for index in sorted(self._cycle.active)]
+        return [shard for shard in shards if shard.numel()]
+
+    def take_posted(self) -> str:
+        """What was posted since the last call, for comparison with other ranks."""
+        self.synchronize()
+        return self._pipeline.take_posted()
+
+    def close(self) -> None:
+        """Finish what is under way and give the channels back."""
+        if self._cycle.stepped:
+            self.synchronize()
+        self._pipeline.close()
+
+    def _count_active(self) -> float:
+        """How many ranks still train, asked by one that does not."""
+        self._wait(self._pipeline.is_finished, "the last step's gathers")
+        count = self._pipeline.attend(False)
+        self._pipeline.wait_for_control()
+        if count.item() > 0:
+            self._begin_cycle(joined=True)
+        return count.item()
+
+    def _agree_on_options(self, joined: bool) -> None:
+        own = self._cycle.options or self._read_options()
+        packed = pack(own, joined=joined)
+        self._pipeline.agree_on_options(packed)
+        if joined:
+            self._pipeline.wait_for_control()
+            self._cycle.options = unpack(own, packed)
+
+    def _refuse_endless_wait(self) -> None:
+        """Buckets that wait for ``step()`` hold up the gathers of those that do not."""
+        cycle = self._cycle
+        if not cycle.stepped and len(cycle.launched) < len(cycle.active):
+            raise UsageError(
+                "parameters are read between backward and step(), but with eager=True some of them "
+                "are updated already, and others, which got no gradient, only after step(); read "
+                "them after step(), or make the optimizer with eager=False"
+            )
+
+    def _keep_gradient(self, bucket: BucketRuntime, slot: int) -> None:
+        if not self._cycle.stepped:
+            raise UsageError(
+                "a backprop inside no_sync() follows a synchronizing one before step(); put "
+                "no_sync() around all but the last"
+            )
+        if bucket.pending:
+            self._wait(bucket.is_current, f"the parameters of bucket {bucket.index}")
+        bucket.keep_gradient(slot)
+
+    def _begin_cycle(self, *, joined: bool = False) -> None:
+        self._wait(self._pipeline.is_finished, "the last step's gathers")
+        if self._joining and not joined:
+            self._pipeline.attend(True)
+        self._world.begin_iteration()
+        active = set()
+        for bucket in self._buckets:
+            bucket.check_storage()
+            if bucket.expect_gradients():
+                active.add(bucket.index)
+        options = self._read_options() if self._eager and not joined else None
+        self._pipeline.begin(Cycle(active=frozenset(active), options=options))
+
+    def _reopen(self) -> None:
+        """A further backprop before the step: its gradients add to those already reduced."""
+        self.refuse_in_join("a second backprop before step()")
+        if self._eager:
+            raise UsageError(
+                "a second backprop began before step(), but eager=True promises a step after each; "
+                "use no_sync() for all but the last, or eager=False"
+            )
+        self.wait_reduced()
+        self._world.begin_iteration()
+        for index in self._cycle.active:
+            self._buckets[index].reopen()
+        self._cycle.rewind()
+
+    def _launch_ready(self) -> None:
+        """Launch buckets in the schedule's order, as far as their gradients are there."""
+        cycle = self._cycle
+        for index in self._schedule.reduce_scatters:
+            if index in cycle.launched or index not in cycle.active:
+                continue
+            bucket = self._buckets[index]
+            if bucket.state is not BucketState.READY:
+                return
+            bucket.pending = self._eager
+            self._pipeline.launch(bucket)
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        if ready():
+            return
+        start = time.perf_counter()
+        self._progress.wait_until(ready, what=what)
+        self._pipeline.clock.waited(time.perf_counter() - start)

@@ -1,0 +1,180 @@
+"""Hooks: torch's events, translated into the engine's moments. No logic of their own.
+
+A module's pre-forward hook makes it wait for the parameters it owns. Parameters are also used
+without their module being called: by a parent (``nn.MultiheadAttention`` reads
+``out_proj.weight``), through a tied weight, by ``state_dict()``. All of these look the parameter up
+in its module's table, so the table waits too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.compilation import CompilationWatch
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_values
+
+Place = tuple[BucketRuntime, int]
+PreForward = Callable[[Iterable[BucketRuntime]], None]
+
+
+class ParameterTable(dict[str, "nn.Parameter | None"]):
+    """A module's ``_parameters``: looking a parameter up waits until it is current.
+
+    Several engines may watch different parameters of one module.
+    """
+
+    def __init__(self, table: Mapping[str, nn.Parameter | None]) -> None:
+        super().__init__(table)
+        self._watched: dict[str, tuple[BucketRuntime, PreForward]] = {}
+
+    def watch(self, name: str, bucket: BucketRuntime, pre_forward: PreForward) -> None:
+        """Wait for ``bucket`` before ``name`` is handed out."""
+        self._watched[name] = (bucket, pre_forward)
+
+    def unwatch(self, name: str) -> bool:
+        """Hand ``name`` out at once again; True if nothing is left to watch."""
+        self._watched.pop(name, None)
+        return not self._watched
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self._wait(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As ``dict.get``."""
+        self._wait(name)
+        return super().get(name, default)
+
+    def items(self) -> dict_items[str, nn.Parameter | None]:
+        """As ``dict.items``; waits for all."""
+        self._wait_all()
+        return super().items()
+
+    def values(self) -> dict_values[str, nn.Parameter | None]:
+        """As ``dict.values``; waits for all."""
+        self._wait_all()
+        return super().values()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        return deepcopy(dict(self.items()), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
+
+    def _wait(self, name: str) -> None:
+        if torch.compiler.is_compiling():
+            return  # not to be traced: see CompilationWatch
+        watched = self._watched.get(name)
+        if watched is not None and watched[0].pending:
+            watched[1]((watched[0],))
+
+    def _wait_all(self) -> None:
+        for name in self._watched:
+            self._wait(name)
+
+
+class ModelHooks:
+    """Everything that is attached to a model, and how to take it off again."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Mapping[nn.Parameter, Place],
+        *,
+        pre_forward: PreForward,
+        grad_ready: Callable[[BucketRuntime, int], None],
+    ) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
+        self._watched: list[tuple[nn.Module, str]] = []
+        self._buckets = tuple(dict.fromkeys(bucket for bucket, _ in places.values()))
+        self._pre_forward = pre_forward
+        self._compilation = CompilationWatch(self._buckets, self._wait_for_all)
+        for param, place in places.items():
+            self._watch_gradient(param, place, grad_ready)
+        for module in model.modules():
+            self._watch(module, places, pre_forward)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self._compilation.remove()
+        for handle in self._handles:
+            handle.remove()
+        for module, name in self._watched:
+            table = module._parameters
+            if isinstance(table, ParameterTable) and table.unwatch(name):
+                module._parameters = dict(table)
+        self._handles.clear()
+        self._accumulators.clear()
+        self._watched.clear()
+
+    def _wait_for_all(self) -> None:
+        self._pre_forward(self._buckets)
+
+    def _watch_gradient(
+        self, param: nn.Parameter, place: Place, grad_ready: Callable[[BucketRuntime, int], None]
+    ) -> None:
+        required, param.requires_grad = param.requires_grad, True  # torch hooks nothing frozen
+        before, after = _translate_gradient(place, grad_ready)
+        # On the node that accumulates: a hook on the parameter also runs in torch.autograd.grad().
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        self._accumulators.append(node)
+        self._handles.append(node.register_prehook(before))
+        self._handles.append(param.register_post_accumulate_grad_hook(after))
+        param.requires_grad = required
+
+    def _watch(
+        self, module: nn.Module, places: Mapping[nn.Parameter, Place], pre_forward: PreForward
+    ) -> None:
+        table = module._parameters
+        buckets = {
+            name: places[param][0]
+            for name, param in table.items()
+            if param is not None and param in places
+        }
+        if not buckets:
+            return
+        if not isinstance(table, ParameterTable):
+            module._parameters = table = ParameterTable(table)
+        for name, bucket in buckets.items():
+            table.watch(name, bucket, pre_forward)
+            self._watched.append((module, name))
+        owned = tuple(dict.fromkeys(buckets.values()))
+        self._handles.append(
+            module.register_forward_pre_hook(_translate_forward(owned, pre_forward), prepend=True)
+        )
+
+
+def _translate_gradient(
+    place: Place, grad_ready: Callable[[BucketRuntime, int], None]
+) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+    """The hooks before and after autograd accumulates one parameter's gradient."""
+    bucket, slot = place
+
+    def before(_: Any) -> None:
+        bucket.clear_stand_in(slot)
+
+    def after(_: Any) -> None:
+        grad_ready(bucket, slot)
+
+    return before, after
+
+
+def _translate_forward(
+    owned: tuple[BucketRuntime, ...], pre_forward: PreForward
+) -> Callable[[nn.Module, Any], None]:
+    def hook(_: nn.Module, __: Any) -> None:
+        if not torch.compiler.is_compiling():
+            pre_forward(owned)
+
+    return hook

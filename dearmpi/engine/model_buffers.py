@@ -1,0 +1,65 @@
+"""A model's buffers, such as batch normalisation's statistics, made equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.comm.world import Channel, World
+from dearmpi.config import Buffers
+
+
+class BufferExchange:
+    """Makes all buffers of ``model`` those of rank 0, or the average over the ranks.
+
+    Integers, such as counters, are always rank 0's. One message per data type and exchange.
+    """
+
+    def __init__(self, model: nn.Module, world: World, how: Buffers) -> None:
+        """``how`` is ``broadcast`` or ``average`` (collective)."""
+        self._model = model
+        self._size = world.size
+        self._averages = how == "average"
+        self._channel = world.open_channel("buffers", window=1)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Wait for the other ranks' buffers (collective)."""
+        for tensors in _by_kind(self._model.buffers()):
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            if self._averages and flat.is_floating_point():
+                precise = flat.to(torch.promote_types(flat.dtype, torch.float32))
+                _sum(self._channel, precise)
+                flat = precise / self._size
+            else:
+                _broadcast(self._channel, flat)
+            for tensor, part in zip(tensors, _split(flat, tensors), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def close(self) -> None:
+        """Give the channel back (collective)."""
+        self._channel.close()
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that fit into one message, in an order that is the same on every rank."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())
+
+
+def _split(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    parts: Sequence[Tensor] = flat.split([tensor.numel() for tensor in tensors])
+    return parts
+
+
+def _sum(channel: Channel, flat: Tensor) -> None:
+    channel.run("sum of buffers", lambda c: c.start_all_reduce(flat, "sum"))
+
+
+def _broadcast(channel: Channel, flat: Tensor) -> None:
+    channel.run("broadcast of buffers", lambda c: c.start_broadcast(flat, 0))

@@ -1,0 +1,252 @@
+"""DistributedOptimizer: what a training script sees of dearmpi."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.world import World, connect
+from dearmpi.config import EngineConfig
+from dearmpi.engine.alone import shard_norm
+from dearmpi.engine.assembly import assemble
+from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
+from dearmpi.engine.clock import IterationTimes
+from dearmpi.engine.closed import ClosedEngine
+from dearmpi.engine.gathered_state import GatheredState
+from dearmpi.engine.model_buffers import BufferExchange
+from dearmpi.engine.probe import elementwise_keys
+from dearmpi.engine.state import gather_state, load_state
+from dearmpi.engine.update import read_options
+from dearmpi.errors import ConfigError
+from dearmpi.plan.layout import BucketLayout
+from dearmpi.plan.schedule import Schedule
+
+
+class DistributedOptimizer(Optimizer):
+    """An optimizer whose gradients are averaged over all ranks while the model computes.
+
+    Use it as the ``optimizer`` it wraps: ``zero_grad``, backward, ``step``, schedulers. Rank 0's
+    parameters and buffers are copied to all ranks at the start. After ``step`` parameters may be
+    under way; whoever reads them through the model waits for them. References to parameters kept
+    elsewhere need ``synchronize()`` first.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        world: World | None = None,
+        config: EngineConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        """Settings are the fields of ``EngineConfig``, given as ``config`` or by name.
+
+        Raises ConfigError for a setting, parameter or optimizer that cannot be served, and
+        MismatchError if the ranks' models or settings differ.
+        """
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._optimizer = optimizer
+        self._model = model
+        self._clips: list[tuple[float, float]] = []
+        self._last_clips: list[tuple[float, float]] = []
+        self.world = world if world is not None else connect()
+        self.config = _merge(config, settings)
+        self._assembly = assemble(optimizer, model, world=self.world, config=self.config)
+        self._adopt_state()
+        broadcast_parameters(model, self.world)
+        broadcast_buffers(model, self.world)
+        self._buffers: BufferExchange | None = None
+        if self.config.buffers != "keep" and self.world.size > 1:
+            self._buffers = BufferExchange(model, self.world, self.config.buffers)
+
+    @property
+    def layout(self) -> BucketLayout:
+        """Which parameter lies in which bucket."""
+        return self._assembly.layout
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the collectives."""
+        return self._assembly.schedule
+
+    @property
+    def times(self) -> IterationTimes:
+        """Exposed and total communication time of the iteration that the last step ended."""
+        return self._assembly.engine.times
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take an optimizer step; returns before it is finished. Options are read now."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._assembly.engine.step()
+        if self._buffers is not None:
+            self._buffers.exchange()
+        if isinstance(self.state, GatheredState):
+            self.state.forget()
+        self._last_clips, self._clips = self._clips, []
+        checks = self._assembly.checks
+        if checks is not None and checks.is_due():
+            options = repr(read_options(self._optimizer))
+            checks.compare_replicas(self._assembly.engine.take_posted(), options)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of this rank that no step has used."""
+        self._assembly.engine.zero_gradients(set_to_none=set_to_none)
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: nothing is reduced for backprops inside."""
+        with self._assembly.engine.no_sync():
+            yield
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Inside, ranks may have unequal numbers of batches, as with DDP's ``join`` (collective).
+
+        A rank that reaches the end early takes part in the others' steps with zero gradients,
+        which count in the average. It clips as it did in its own last step.
+        """
+        with self._assembly.engine.join(self._shadow_step):
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm`` (collective).
+
+        Call it between backward and ``step``. Waits for the reduce-scatters. Returns the norm
+        before clipping, of the averaged gradients, the same on every rank.
+        """
+        if not max_norm > 0:
+            raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
+        self._clips.append((max_norm, norm_type))
+        engine = self._assembly.engine
+        engine.wait_reduced()
+        part = shard_norm(engine.shards(), norm_type)
+        if norm_type == math.inf:
+            norm = self.world.all_reduce([part], "max")[0]
+        else:
+            norm = self.world.all_reduce([part], "sum")[0] ** (1.0 / norm_type)
+        if not norm <= max_norm:
+            engine.scale_gradients(max_norm / (norm + 1e-6))
+        return torch.tensor(norm, dtype=torch.float64)
+
+    @torch.no_grad()
+    def scale_gradients_(self, factor: float) -> bool:
+        """Multiply all gradients by ``factor``; False if any was inf or NaN (collective).
+
+        Call it between backward and ``step``. Waits for the reduce-scatters.
+        """
+        engine = self._assembly.engine
+        engine.refuse_in_join("scaling gradients, which may skip a step,")
+        engine.wait_reduced()
+        is_finite = all(bool(shard.isfinite().all()) for shard in engine.shards())
+        engine.scale_gradients(factor)
+        return self.world.all_reduce([float(is_finite)], "min")[0] > 0
+
+    def synchronize(self) -> None:
+        """Wait until every parameter shows the last step."""
+        self._assembly.engine.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain torch form, whole on every rank (collective)."""
+        self.synchronize()
+        packed: dict[str, Any] = self._optimizer.state_dict()
+        if self._assembly.updates:
+            whole = gather_state(self.world, self._assembly.updates)
+            params = [param for group in self.param_groups for param in group["params"]]
+            names = self._assembly.names
+            packed["state"] = {
+                index: whole[names[param]]
+                for index, param in enumerate(params)
+                if whole.get(names[param])
+            }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state in plain torch form, whole and the same on every rank."""
+        self.synchronize()
+        self._optimizer.load_state_dict(state_dict)
+        if self.config.master_weights:  # torch has rounded the state to the parameters' dtype
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+            for index, entries in state_dict["state"].items():
+                self._optimizer.state[params[index]] = dict(entries)
+        self._adopt_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model; the buckets are laid out anew (collective).
+
+        Gradients that no step has used are dropped.
+        """
+        if not hasattr(self, "_assembly"):  # torch's constructor adds the groups it is given
+            super().add_param_group(param_group)
+            return
+        self._assembly.engine.drop_gradients()
+        state_dict = self.state_dict()
+        self._assembly.close()
+        self._optimizer.add_param_group(param_group)
+        self._assembly = assemble(
+            self._optimizer, self._model, world=self.world, config=self.config
+        )
+        self.load_state_dict(
+            {**state_dict, "param_groups": self._optimizer.state_dict()["param_groups"]}
+        )
+        broadcast_parameters(self._model, self.world)
+
+    def close(self) -> None:
+        """Finish the last step and detach from the model, which is then an ordinary one.
+
+        Safe to call twice; the state can still be saved.
+        """
+        self._assembly.close()
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+        closed = ClosedEngine(self._optimizer, self.times)
+        self._assembly = replace(self._assembly, engine=closed, hooks=None, checks=None)
+
+    def _shadow_step(self) -> None:
+        for max_norm, norm_type in self._last_clips:
+            self.clip_grad_norm_(max_norm, norm_type)
+        self._assembly.engine.step(joined=True)
+        if self._buffers is not None:
+            self._buffers.exchange()
+
+    def _adopt_state(self) -> None:
+        """Share the groups with the wrapped optimizer; each rank takes the state it needs."""
+        self.param_groups = self._optimizer.param_groups
+        state = self._optimizer.state
+        self.state = state
+        if self._assembly.updates:
+            names = self._assembly.names
+            states = {n: dict(state[p]) for p, n in names.items() if p in state}
+            shards = self.config.gather == "parameters"
+            elementwise = elementwise_keys(self._optimizer) if shards else frozenset[str]()
+            load_state(self._assembly.updates, states, elementwise=elementwise)
+            state.clear()
+            self.state = GatheredState(self._read_state)  # type: ignore[assignment]
+
+    def _read_state(self) -> dict[Tensor, Any]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {params[index]: entries for index, entries in self.state_dict()["state"].items()}
+
+
+def _merge(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
+    unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
+    if unknown:
+        raise ConfigError(
+            f"unknown setting {', '.join(sorted(unknown))}; settings are "
+            f"{', '.join(EngineConfig.__dataclass_fields__)}"
+        )
+    return replace(config or EngineConfig(), **settings)

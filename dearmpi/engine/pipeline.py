@@ -1,0 +1,232 @@
+"""Pipeline: what happens to buckets on the thread that drives progress.
+
+A bucket comes in READY. From the moment its reduce-scatter is submitted, only this side changes
+its state: reduced, updated and gathered (or gathered and updated), and then current again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.api import Collectives, Completed, Request
+from dearmpi.comm.progress import Work
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.engine.bucket import BucketRuntime, BucketState
+from dearmpi.engine.check import steps_between_checks
+from dearmpi.engine.clock import CommunicationClock
+from dearmpi.engine.cycle import Cycle
+from dearmpi.engine.update import Update
+from dearmpi.plan.schedule import Schedule, Wait
+
+
+class Pipeline:
+    """Carries launched buckets through the rest of ``cycle``, in the schedule's order.
+
+    cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        buckets: Sequence[BucketRuntime],
+        updates: Sequence[Update],
+        *,
+        schedule: Schedule,
+        config: EngineConfig,
+        reduce_scatter: ReduceScatter,
+    ) -> None:
+        """``reduce_scatter`` is the algorithm chosen; ``config`` may still say ``auto``."""
+        self._world = world
+        self._progress = world.progress
+        self._buckets = tuple(buckets)
+        self._updates = tuple(updates)
+        self._schedule = schedule
+        self._reduce_scatter: ReduceScatter = reduce_scatter
+        self._gathers_gradients = config.gather == "gradients"
+        self._reduce_channel = world.open_channel("reduce-scatter", window=config.window)
+        self._gather_channel = world.open_channel("all-gather", window=config.window)
+        self._control_channel = world.open_channel("roll call", window=1)
+        self._update_lane = self._progress.open_lane("update", window=1)
+        self.clock = CommunicationClock()
+        self._checked = steps_between_checks(config.check_every) > 0
+        self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
+        self.cycle = Cycle(stepped=True)
+
+    # Called on the main thread.
+
+    def begin(self, cycle: Cycle) -> None:
+        """Start an iteration; the last one must be finished."""
+        self.cycle = cycle
+
+    def launch(self, bucket: BucketRuntime) -> None:
+        """Submit the reduce-scatter of a READY bucket."""
+        self.cycle.launched.add(bucket.index)
+        bucket.move_to(BucketState.REDUCING)
+        self._reduce_channel.submit(
+            f"RS{bucket.index}", partial(self._start_reduce, bucket), partial(self._reduced, bucket)
+        )
+
+    def submit_step(self) -> None:
+        """The options are known: update and gather whatever waits for them."""
+        self._progress.submit(self._update_lane, Work("step", Completed, self._step_seen))
+
+    def call_roll(self) -> None:
+        """Let all ranks know which parameters had a gradient on any of them."""
+        flags = [
+            slot not in bucket.missing
+            for bucket in self._buckets
+            for slot in range(len(bucket.params))
+        ]
+        roll = torch.tensor(flags, dtype=torch.uint8)
+        # The answer may come when the next cycle has begun, since not every bucket waits for it.
+        called = partial(self._roll_called, self.cycle, roll)
+        self._control_channel.submit("roll call", lambda c: c.start_all_reduce(roll, "max"), called)
+
+    def attend(self, active: bool) -> Tensor:
+        """Say whether this rank still trains; the tensor later holds how many do (collective)."""
+        count = torch.tensor([float(active)], dtype=torch.float64)
+        self._control_channel.submit("attendance", lambda c: c.start_all_reduce(count, "sum"))
+        return count
+
+    def agree_on_options(self, packed: Tensor) -> None:
+        """Turn ``packed`` into the maximum over the ranks, some time later (collective)."""
+        self._control_channel.submit("options", lambda c: c.start_all_reduce(packed, "max"))
+
+    def wait_for_control(self) -> None:
+        """Wait until what was said to other ranks has arrived."""
+        self._control_channel.run("joined rank's wait for the others", lambda _: Completed())
+
+    def is_finished(self) -> bool:
+        """Whether every bucket of the cycle has gone all the way."""
+        return self.cycle.num_finished == len(self.cycle.active)
+
+    def is_settled(self) -> bool:
+        """Whether all that may happen before the options are known has happened."""
+        last = BucketState.REDUCED
+        if self._gathers_gradients and self._schedule.wait is Wait.STEP:
+            last = BucketState.GATHERED
+        return all(self._buckets[index].state is last for index in self.cycle.active)
+
+    def take_posted(self) -> str:
+        """Reduce-scatters and all-gathers posted since the last call, in order; lanes idle."""
+        reduces, gathers = self._posted
+        text = " ".join([*(f"RS{i}" for i in reduces), "|", *(f"AG{i}" for i in gathers)])
+        reduces.clear()
+        gathers.clear()
+        return text
+
+    def close(self) -> None:
+        """Give the channels back once they are empty."""
+        for channel in (self._reduce_channel, self._gather_channel, self._control_channel):
+            channel.close()
+        self._progress.close_lane(self._update_lane)
+
+    # Called on the driving thread.
+
+    def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
+        if self._checked:
+            self._posted[0].append(bucket.index)
+        self.clock.posted()
+        return collectives.start_reduce_scatter(bucket.gradients.data, self._reduce_scatter)
+
+    def _reduced(self, bucket: BucketRuntime) -> None:
+        self.clock.completed()
+        bucket.average(self._world.size)
+        bucket.move_to(BucketState.REDUCED)
+        self.cycle.reduced.add(bucket.index)
+        self._try_update(bucket)
+        self._post_gathers()
+
+    def _step_seen(self) -> None:
+        for gather in self._schedule.all_gathers:
+            self._try_update(self._buckets[gather.bucket])
+        self._post_gathers()
+
+    def _roll_called(self, cycle: Cycle, roll: Tensor) -> None:
+        cycle.used = bytes(roll.tolist())
+        for bucket in self._buckets:
+            self._try_update(bucket)
+
+    def _try_update(self, bucket: BucketRuntime) -> None:
+        """Update as soon as the gradients, the options and the roll call allow it."""
+        before = BucketState.GATHERED if self._gathers_gradients else BucketState.REDUCED
+        if bucket.state is not before or self.cycle.options is None:
+            return
+        if bucket.missing and self.cycle.used is None:
+            return
+        bucket.move_to(BucketState.UPDATING)
+        work = Work(f"update of bucket {bucket.index}", Completed, partial(self._update, bucket))
+        self._progress.submit(self._update_lane, work)
+
+    def _update(self, bucket: BucketRuntime) -> None:
+        assert self.cycle.options is not None
+        self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
+        bucket.move_to(BucketState.UPDATED)
+        if self._gathers_gradients:
+            self._finished(bucket)
+        else:
+            if self._checked:
+                bucket.poison()
+            self._post_gathers()
+
+    def _unused(self, bucket: BucketRuntime) -> frozenset[int]:
+        """Slots that had no gradient on any rank."""
+        if not bucket.missing:
+            return frozenset()
+        assert self.cycle.used is not None
+        first = sum(len(other.params) for other in self._buckets[: bucket.index])
+        return frozenset(slot for slot in bucket.missing if not self.cycle.used[first + slot])
+
+    def _post_gathers(self) -> None:
+        """Post all-gathers in the schedule's order, as far as their buckets allow."""
+        cycle = self.cycle
+        before = BucketState.REDUCED if self._gathers_gradients else BucketState.UPDATED
+        if cycle.options is None and self._schedule.wait is not Wait.STEP:
+            return  # a further backprop may still add to what has been reduced
+        gathers = self._schedule.all_gathers
+        while cycle.num_gathers < len(gathers):
+            gather = gathers[cycle.num_gathers]
+            if gather.bucket in cycle.active:
+                bucket = self._buckets[gather.bucket]
+                waits = gather.after in cycle.active and gather.after not in cycle.reduced
+                if bucket.state is not before or waits:
+                    return
+                self._submit_gather(bucket)
+            cycle.num_gathers += 1
+
+    def _submit_gather(self, bucket: BucketRuntime) -> None:
+        bucket.move_to(BucketState.GATHERING)
+        self._gather_channel.submit(
+            f"AG{bucket.index}",
+            partial(self._start_gather, bucket),
+            partial(self._gathered, bucket),
+        )
+
+    def _start_gather(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
+        if self._checked:
+            self._posted[1].append(bucket.index)
+        self.clock.posted()
+        if self._gathers_gradients:
+            return collectives.start_all_gather(bucket.gradients.data)
+        assert bucket.parameters is not None
+        return collectives.start_all_gather(bucket.parameters.data)
+
+    def _gathered(self, bucket: BucketRuntime) -> None:
+        self.clock.completed()
+        bucket.move_to(BucketState.GATHERED)
+        if self._gathers_gradients:
+            self._try_update(bucket)
+        else:
+            self._finished(bucket)
+
+    def _finished(self, bucket: BucketRuntime) -> None:
+        """The parameters of ``bucket`` are current."""
+        bucket.forget()
+        bucket.pending = False
+        self.cycle.num_finished += 1
+        self._progress.notify()

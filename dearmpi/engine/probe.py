@@ -1,0 +1,114 @@
+"""What an optimizer can be asked to do, found out by trial steps on made-up values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.engine.update import clone, is_elementwise_tensor
+from dearmpi.errors import ConfigError
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless the optimizer treats every element by itself.
+
+    Found out by trial: three steps on a small matrix must give the same numbers as three steps on
+    two pieces of it, which is what sharding makes of a parameter. Options may change what an
+    optimizer does, so every kind of parameter group is tried.
+    """
+    for options in _kinds_of_options(optimizer):
+        try:
+            whole = _try_steps(optimizer, options, [24])
+            pieces = _try_steps(optimizer, options, [9, 15])
+        except Exception as error:
+            require_separable(optimizer)
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot be sharded (a trial step failed: {error}); use "
+                "gather='gradients'"
+            ) from error
+        matrix = _try_steps(optimizer, options, [24], shape=(6, 4))
+        if not (torch.allclose(whole, pieces) and torch.allclose(whole, matrix)):
+            raise ConfigError(
+                f"{type(optimizer).__name__} does not treat every element by itself, so it needs "
+                "whole tensors: use gather='gradients'"
+            )
+
+
+def require_separable(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless updating parameters in several calls gives the same numbers."""
+    name = type(optimizer).__name__
+    for options in _kinds_of_options(optimizer):
+        try:
+            together = _try_steps(optimizer, options, [16, 16], shape=(4, 4))
+            apart = _try_steps(optimizer, options, [16, 16], shape=(4, 4), apart=True)
+        except Exception as error:
+            raise ConfigError(
+                f"{name} cannot run bucket by bucket (a trial step failed: {error}); it needs an "
+                "optimizer whose step() takes no closure"
+            ) from error
+        if not torch.allclose(together, apart):
+            raise ConfigError(
+                f"{name} couples all parameters in one step, so it cannot run bucket by bucket"
+            )
+
+
+def elementwise_keys(optimizer: Optimizer) -> frozenset[str]:
+    """Names of the state entries that have one value per element of a parameter.
+
+    Of a parameter that is a scalar, shapes alone do not tell them from counters such as ``step``.
+    """
+    keys: set[str] = set()
+    for group in optimizer.param_groups:
+        param = nn.Parameter(torch.zeros(3))
+        param.grad = torch.ones(3)
+        twin = clone(optimizer, [{**group, "params": [param]}], defaultdict(dict))
+        twin.step()
+        entries = twin.state[param].items()
+        keys.update(key for key, value in entries if is_elementwise_tensor(value, param))
+    return frozenset(keys)
+
+
+def _kinds_of_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of parameter groups, without those that differ in rates alone."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        kind = {
+            key: bool(value) if isinstance(value, float) else value
+            for key, value in options.items()
+            if not isinstance(value, Tensor)
+        }
+        kinds.setdefault(repr(kind), options)
+    return list(kinds.values())
+
+
+def _try_steps(
+    optimizer: Optimizer,
+    options: Mapping[str, Any],
+    lengths: Sequence[int],
+    *,
+    shape: tuple[int, ...] | None = None,
+    apart: bool = False,
+) -> Tensor:
+    """Three steps of a clone on made-up values; returns the values, 1-D, in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    values = torch.randn(total, generator=generator)
+    pieces = torch.split(values, list(lengths))
+    params = [nn.Parameter(piece.clone().view(shape or piece.shape)) for piece in pieces]
+    groups = [[param] for param in params] if apart else [params]
+    clones = [
+        clone(optimizer, [{**options, "params": group}], defaultdict(dict)) for group in groups
+    ]
+    for _ in range(3):
+        gradients = torch.split(torch.randn(total, generator=generator), list(lengths))
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone().view_as(param)
+        for twin in clones:
+            twin.step()
+    return torch.cat([param.detach().reshape(-1) for param in params])

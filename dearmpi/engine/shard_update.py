@@ -1,0 +1,181 @@
+"""The update of the shard that a rank owns: optimizer work and state are 1/P."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.master import MASTER, MasterCopy, is_half
+from dearmpi.engine.update import Options, clone, cut, is_elementwise_tensor, step_on
+
+
+class Run:
+    """Neighbouring elements of a shard that one optimizer treats as a single 1-D tensor.
+
+    pieces: (slot, start, stop): elements of the flat buffer that belong to that slot.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketRuntime,
+        group: int,
+        pieces: Sequence[tuple[int, int, int]],
+        *,
+        master_weights: bool,
+    ) -> None:
+        self.group = group
+        self.pieces = tuple(pieces)
+        self._bucket = bucket
+        self._range = slice(pieces[0][1], pieces[-1][2])
+        assert bucket.parameters is not None
+        self.values = bucket.parameters.data[self._range]
+        self.master: MasterCopy | None = None
+        if master_weights and is_half(self.values):
+            self.master = MasterCopy(self.values)
+            self.values = self.master.values
+
+    @property
+    def gradients(self) -> Tensor:
+        """Averaged gradients of the elements, in the dtype of the values."""
+        return self._bucket.gradients.data[self._range].to(self.values.dtype)
+
+    @property
+    def slots(self) -> frozenset[int]:
+        """The slots that have elements here."""
+        return frozenset(slot for slot, _, _ in self.pieces)
+
+
+class ShardUpdate:
+    """The optimizer on the elements of a bucket that this rank owns; state is 1/P.
+
+    Neighbouring parameters of one group are one tensor to the optimizer, until one of them goes
+    without gradient: from then on each is its own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        bucket: BucketRuntime,
+        group_of: Mapping[nn.Parameter, int],
+        *,
+        rank: int,
+        master_weights: bool = False,
+    ) -> None:
+        self.bucket = bucket
+        self._master_weights = master_weights
+        self.runs: list[Run] = []
+        self._optimizer = clone(optimizer, [], defaultdict(dict))
+        first, last = bucket.plan.shard_range(rank)
+        pieces: list[tuple[int, int, int]] = []
+        for slot, place in enumerate(bucket.plan.slots):
+            start, stop = max(first, place.start), min(last, place.stop)
+            if start >= stop:
+                continue
+            group = group_of[bucket.params[slot]]
+            if pieces and group_of[bucket.params[pieces[-1][0]]] != group:
+                self._add_run(pieces, group_of)
+                pieces = []
+            pieces.append((slot, start, stop))
+        if pieces:
+            self._add_run(pieces, group_of)
+
+    @torch.no_grad()
+    def step(self, options: Options, unused: frozenset[int]) -> None:
+        """Update the own shard, except for ``unused`` slots."""
+        if unused:
+            self.split()
+        members: dict[int, list[Tensor]] = {}
+        for run in self.runs:
+            if unused.intersection(run.slots):
+                continue
+            if run.master is not None:
+                run.master.refresh()
+            run.values.grad = run.gradients
+            members.setdefault(run.group, []).append(run.values)
+        step_on(self._optimizer, options, members)
+        for run in self.runs:
+            if run.master is not None and not unused.intersection(run.slots):
+                run.master.publish()
+
+    def split(self) -> None:
+        """Make every slot a run of its own; the optimizer's state is cut accordingly."""
+        if all(len(run.pieces) == 1 for run in self.runs):
+            return
+        runs = []
+        for run in self.runs:
+            state = self.state_of(run)
+            self.set_state(run, {})
+            origin = run.pieces[0][1]
+            for piece in run.pieces:
+                part = self._make_run(run.group, [piece])
+                runs.append(part)
+                self.set_state(part, cut(state, run.values, piece[1] - origin, piece[2] - origin))
+        self.runs = runs
+
+    def merge(self) -> None:
+        """Join neighbouring runs of one group whose state has the same entries and scalars."""
+        runs: list[Run] = []
+        for run in self.runs:
+            if not runs or not self._can_join(runs[-1], run):
+                runs.append(run)
+                continue
+            before = runs.pop()
+            first, second = self.state_of(before), self.state_of(run)
+            state = {
+                key: torch.cat([value, second[key]])
+                if is_elementwise_tensor(value, before.values)
+                else value
+                for key, value in first.items()
+            }
+            for old in (before, run):
+                self.set_state(old, {})
+            joined = self._make_run(run.group, [*before.pieces, *run.pieces])
+            self.set_state(joined, state)
+            runs.append(joined)
+        self.runs = runs
+
+    def state_of(self, run: Run) -> dict[str, Any]:
+        """The optimizer's state of ``run``: 1-D tensors of its length, and scalars.
+
+        A master copy stands among them under its own name.
+        """
+        state: dict[str, Any] = self._optimizer.state.get(run.values, {})
+        if state and run.master is not None:
+            return {**state, MASTER: run.values}
+        return state
+
+    def set_state(self, run: Run, state: dict[str, Any]) -> None:
+        """Replace the optimizer's state of ``run``."""
+        state = dict(state)
+        if MASTER in state:
+            run.values.copy_(state.pop(MASTER))
+        if state:
+            self._optimizer.state[run.values] = state
+        else:
+            self._optimizer.state.pop(run.values, None)
+
+    def _make_run(self, group: int, pieces: Sequence[tuple[int, int, int]]) -> Run:
+        return Run(self.bucket, group, pieces, master_weights=self._master_weights)
+
+    def _can_join(self, first: Run, second: Run) -> bool:
+        if first.group != second.group:
+            return False
+        left, right = self.state_of(first), self.state_of(second)
+        return left.keys() == right.keys() and all(
+            is_elementwise_tensor(value, first.values)
+            or (not isinstance(value, Tensor) and value == right[key])
+            or (isinstance(value, Tensor) and torch.equal(value, right[key]))
+            for key, value in left.items()
+        )
+
+    def _add_run(
+        self, pieces: list[tuple[int, int, int]], group_of: Mapping[nn.Parameter, int]
+    ) -> None:
+        group = group_of[self.bucket.params[pieces[0][0]]]
+        self.runs.append(self._make_run(group, pieces))

@@ -1,0 +1,182 @@
+"""Sharded optimizer state, and the plain torch form that it is saved and loaded in.
+
+Gathering is collective: every rank ends with the whole state of every parameter. Loading is local:
+every rank takes its own pieces out of a whole state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.world import World
+from dearmpi.engine.buffers import flattened, shaped_like
+from dearmpi.engine.shard_update import ShardUpdate
+from dearmpi.engine.update import is_elementwise_tensor
+from dearmpi.engine.whole_update import WholeUpdate
+from dearmpi.errors import CheckpointError
+
+State = dict[str, Any]
+
+
+def gather_state(world: World, updates: Sequence[ShardUpdate | WholeUpdate]) -> dict[str, State]:
+    """The whole optimizer state by parameter name, on every rank (collective)."""
+    shards = [update for update in updates if isinstance(update, ShardUpdate)]
+    whole: dict[str, State] = {}
+    for update in updates:
+        if isinstance(update, WholeUpdate):
+            whole.update(_copied(update.states()))
+    if shards:
+        whole.update(_gather_shards(world, shards))
+    return whole
+
+
+def _copied(states: Mapping[str, State]) -> dict[str, State]:
+    """Tensors of their own, which no step changes."""
+    return {
+        name: {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        for name, state in states.items()
+    }
+
+
+def _gather_shards(world: World, updates: Sequence[ShardUpdate]) -> dict[str, State]:
+    described = [_describe(update) for update in updates]
+    merged: list[dict[str, dict[str, Any]]] = [{} for _ in updates]
+    for text in world.all_gather_text(json.dumps(described)):
+        for bucket, names in zip(merged, json.loads(text), strict=True):
+            for name, entries in names.items():
+                bucket.setdefault(name, {}).update(entries)
+    whole: dict[str, State] = {}
+    for update, names in zip(updates, merged, strict=True):
+        whole.update(_gather_bucket(world, update, names))
+    return whole
+
+
+def load_state(
+    updates: Sequence[ShardUpdate | WholeUpdate],
+    states: Mapping[str, State],
+    *,
+    elementwise: frozenset[str] = frozenset(),
+) -> None:
+    """Set every bucket's optimizer state from whole states by parameter name.
+
+    ``elementwise``: names of entries with one value per element, which a scalar parameter's shape
+    does not tell. Raises CheckpointError if a tensor's size fits neither parameter nor scalar.
+    """
+    for update in updates:
+        if isinstance(update, WholeUpdate):
+            update.set_states(_copied(states))
+            continue
+        names = update.bucket.plan.names
+        _check_shapes(update, states, elementwise)
+        update.split()
+        for run in update.runs:
+            ((slot, start, stop),) = run.pieces
+            origin = update.bucket.plan.slots[slot].start
+            state = states.get(names[slot], {})
+            param = update.bucket.params[slot]
+            entries = _spread_scalars(state, elementwise) if param.dim() == 0 else state
+            like = param.detach().reshape(1) if param.dim() == 0 else param
+            update.set_state(run, _cut_whole(entries, like, start - origin, stop - origin))
+        update.merge()
+
+
+def _describe(update: ShardUpdate) -> dict[str, dict[str, Any]]:
+    """Per parameter name and state key: the dtype of a tensor, or a scalar's value."""
+    described: dict[str, dict[str, Any]] = {}
+    for run in update.runs:
+        entries = {
+            key: _describe_entry(value, run.values) for key, value in update.state_of(run).items()
+        }
+        for slot, _, _ in run.pieces:
+            described[update.bucket.plan.names[slot]] = entries
+    return described
+
+
+def _describe_entry(value: Any, values: Tensor) -> dict[str, Any]:
+    if is_elementwise_tensor(value, values):
+        return {"tensor": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Tensor):
+        return {"scalar": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    return {"value": value}
+
+
+def _gather_bucket(
+    world: World, update: ShardUpdate, names: Mapping[str, Mapping[str, Any]]
+) -> dict[str, State]:
+    bucket = update.bucket
+    whole: dict[str, State] = {name: {} for name in names}
+    kinds = {
+        (key, entry["tensor"])
+        for entries in names.values()
+        for key, entry in entries.items()
+        if "tensor" in entry
+    }
+    flat = {
+        (key, dtype): _gather_flat(world, update, key, getattr(torch, dtype))
+        for key, dtype in sorted(kinds)
+    }
+    for slot, place in enumerate(bucket.plan.slots):
+        for key, entry in names.get(place.spec.name, {}).items():
+            if "tensor" in entry:
+                view = shaped_like(bucket.params[slot], flat[key, entry["tensor"]], place.start)
+                value: Any = view.clone()
+            elif "dtype" in entry:
+                value = torch.tensor(entry["scalar"], dtype=getattr(torch, entry["dtype"]))
+            else:
+                value = entry["value"]
+            whole[place.spec.name][key] = value
+    return whole
+
+
+def _gather_flat(world: World, update: ShardUpdate, key: str, dtype: torch.dtype) -> Tensor:
+    """The state tensor ``key`` of the whole bucket, laid out like its flat buffer."""
+    like = update.bucket.gradients.data
+    flat = torch.zeros(like.numel(), dtype=dtype, device=like.device)
+    for run in update.runs:
+        value = update.state_of(run).get(key)
+        if isinstance(value, Tensor):
+            flat[run.pieces[0][1] : run.pieces[-1][2]] = value
+    world.all_gather(flat)
+    return flat
+
+
+def _spread_scalars(state: Mapping[str, Any], elementwise: frozenset[str]) -> State:
+    """A scalar parameter's state with shape (1,) for what belongs to its one element."""
+    return {
+        key: value.reshape(1) if isinstance(value, Tensor) and key in elementwise else value
+        for key, value in state.items()
+    }
+
+
+def _check_shapes(
+    update: ShardUpdate, states: Mapping[str, State], elementwise: frozenset[str]
+) -> None:
+    """Raise CheckpointError on every rank, whichever of them own the elements."""
+    for name, param in zip(update.bucket.plan.names, update.bucket.params, strict=True):
+        for key, value in states.get(name, {}).items():
+            if not isinstance(value, Tensor) or (value.dim() == 0 and key not in elementwise):
+                continue
+            if value.shape != param.shape:
+                raise CheckpointError(
+                    f"optimizer state {key} of parameter {name} has shape {tuple(value.shape)}, "
+                    f"but the parameter has shape {tuple(param.shape)}; load the state of this "
+                    "model and this optimizer"
+                )
+
+
+def _cut_whole(state: Mapping[str, Any], param: Tensor, start: int, stop: int) -> State:
+    """This rank's part of one parameter's whole state."""
+    part: State = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            part[key] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        like = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype)
+        like.copy_(value)
+        part[key] = flattened(like)[start:stop].to(param.device, copy=True)
+    return part

@@ -1,0 +1,83 @@
+"""Updates: the user's optimizer, applied to one bucket at a time.
+
+Both kinds run a clone of the optimizer that shares its class and hyperparameters but has parameter
+groups of its own: over this rank's shard (``ShardUpdate``), or over the bucket's whole parameters
+(``WholeUpdate``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+Options = Sequence[Mapping[str, Any]]
+
+
+class Update(Protocol):
+    """An optimizer step on one bucket; runs on the thread that drives progress."""
+
+    def step(self, options: Options, unused: frozenset[int]) -> None:
+        """Update with the hyperparameters ``options`` (per parameter group).
+
+        ``unused``: slots without gradient on any rank; torch skips such parameters, and so here.
+        """
+        ...
+
+
+def read_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A copy of each parameter group's hyperparameters as they are now."""
+    return [
+        {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def clone(optimizer: Optimizer, param_groups: list[dict[str, Any]], state: Any) -> Optimizer:
+    """An optimizer like ``optimizer`` over other groups; hooks and wrapped steps stay behind."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, OrderedDict) and "hooks" in name:
+            twin.__dict__[name] = OrderedDict()
+    twin.param_groups = param_groups
+    twin.state = state
+    return twin
+
+
+def step_on(
+    optimizer: Optimizer, options: Options, members: Mapping[int, Sequence[Tensor]]
+) -> None:
+    """Step ``optimizer`` on tensors whose ``grad`` is set, given by group, and clear it."""
+    optimizer.param_groups = [
+        {**options[group], "params": list(tensors)} for group, tensors in members.items()
+    ]
+    if members:
+        optimizer.step()
+    for tensors in members.values():
+        for tensor in tensors:
+            tensor.grad = None
+
+
+def is_elementwise_tensor(value: object, values: Tensor) -> bool:
+    """Whether a state entry has one element per parameter element."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == values.numel()
+
+
+def cut(state: Mapping[str, Any], values: Tensor, start: int, stop: int) -> dict[str, Any]:
+    """The state of elements ``start`` to ``stop`` out of the state of ``values``."""
+    part: dict[str, Any] = {}
+    for key, value in state.items():
+        if is_elementwise_tensor(value, values):
+            part[key] = value[start:stop].clone()
+        else:
+            part[key] = value.clone() if isinstance(value, Tensor) else value
+    return part

@@ -1,0 +1,78 @@
+"""The update of a bucket's whole parameters, as every rank does it in the paper."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.master import MASTER, MasterCopy, is_half
+from dearmpi.engine.update import Options, clone, step_on
+
+
+class WholeUpdate:
+    """The optimizer on a bucket's whole parameters, from averaged gradients.
+
+    It works on aliases that share the parameters' memory: the main thread may clear ``param.grad``
+    at any time.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        bucket: BucketRuntime,
+        group_of: Mapping[nn.Parameter, int],
+        *,
+        master_weights: bool = False,
+    ) -> None:
+        self.bucket = bucket
+        self._aliases = [param.detach() for param in bucket.params]
+        self._masters: dict[int, MasterCopy] = {}
+        for slot, param in enumerate(bucket.params):
+            if master_weights and is_half(param):
+                self._masters[slot] = MasterCopy(param.detach())
+                self._aliases[slot] = self._masters[slot].values
+        self._groups = [group_of[param] for param in bucket.params]
+        self._optimizer = clone(optimizer, [], defaultdict(dict))
+
+    @torch.no_grad()
+    def step(self, options: Options, unused: frozenset[int]) -> None:
+        """Update the parameters that have a gradient somewhere."""
+        members: dict[int, list[Tensor]] = {}
+        for slot, (alias, group) in enumerate(zip(self._aliases, self._groups, strict=True)):
+            if slot not in unused:
+                if slot in self._masters:
+                    self._masters[slot].refresh()
+                alias.grad = self.bucket.gradients.views[slot].to(alias.dtype)
+                members.setdefault(group, []).append(alias)
+        step_on(self._optimizer, options, members)
+        for slot in self._masters.keys() - unused:
+            self._masters[slot].publish()
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by parameter name."""
+        states: dict[str, dict[str, Any]] = {}
+        for slot, (name, alias) in enumerate(
+            zip(self.bucket.plan.names, self._aliases, strict=True)
+        ):
+            state = dict(self._optimizer.state.get(alias, {}))
+            if slot in self._masters and state:
+                state[MASTER] = alias
+            if state:
+                states[name] = state
+        return states
+
+    def set_states(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Replace the optimizer's state."""
+        self._optimizer.state.clear()
+        for name, alias in zip(self.bucket.plan.names, self._aliases, strict=True):
+            state = dict(states.get(name, {}))
+            if MASTER in state:
+                alias.copy_(state.pop(MASTER))
+            if state:
+                self._optimizer.state[alias] = state

@@ -1,0 +1,78 @@
+"""Every error that dearmpi raises on purpose.
+
+DearError
+├── ConfigError          a setting, flag or argument is wrong (also a ValueError)
+│   └── TaskError        the task, its model or its optimizer cannot be built
+├── LaunchError          the job was started in a way that cannot work
+├── MismatchError        ranks differ in code, arguments, model or plan
+├── DataError            training data is missing, empty or unreadable
+├── CheckpointError      a checkpoint is damaged, or belongs to another model
+├── NonFiniteLossError   the loss is NaN or infinite
+├── UsageError           the engine was called in an order that has no meaning
+└── CommError            a collective failed, with rank, host and operation
+    └── StallError       an operation made no progress within its limit
+
+``exit_code`` is what ``dear-train`` ends with; the README lists them.
+"""
+
+from __future__ import annotations
+
+
+class DearError(Exception):
+    """Base of all errors raised by dearmpi; the message says what happened and what to do."""
+
+    exit_code = 1
+
+
+class ConfigError(DearError, ValueError):
+    """A setting is out of range, unknown, or contradicts another one."""
+
+    exit_code = 2
+
+
+class TaskError(ConfigError):
+    """The task, its model or its optimizer cannot be built from what was asked for."""
+
+
+class LaunchError(DearError):
+    """The processes were started in a way that cannot work, such as N jobs of size 1."""
+
+    exit_code = 3
+
+
+class MismatchError(DearError):
+    """Ranks that must agree do not."""
+
+    exit_code = 4
+
+
+class DataError(DearError):
+    """Training data is missing, empty or unreadable."""
+
+    exit_code = 5
+
+
+class CheckpointError(DearError):
+    """A checkpoint cannot be read, or does not fit this run."""
+
+    exit_code = 6
+
+
+class NonFiniteLossError(DearError):
+    """The loss became NaN or infinite."""
+
+    exit_code = 7
+
+
+class UsageError(DearError, RuntimeError):
+    """The engine was called in an order that has no meaning."""
+
+
+class CommError(DearError, RuntimeError):
+    """A collective operation failed."""
+
+    exit_code = 8
+
+
+class StallError(CommError):
+    """An operation made no progress within its time limit."""

@@ -1,0 +1,1 @@
+"""The trainer behind ``dear-train run``: tasks, data, checkpoints, metrics."""

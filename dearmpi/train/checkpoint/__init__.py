@@ -1,0 +1,28 @@
+"""Checkpoints: snapshots of a run on disk, complete or not there."""
+
+from __future__ import annotations
+
+from dearmpi.train.checkpoint.optimizer_state import (
+    optimizer_by_name,
+    optimizer_state_dict,
+    parameter_names,
+)
+from dearmpi.train.checkpoint.snapshot import Snapshot, check_model
+from dearmpi.train.checkpoint.store import load, save, verify
+from dearmpi.train.checkpoint.survey import Survey, find_latest, prune, resolve, survey
+
+__all__ = [
+    "Snapshot",
+    "Survey",
+    "check_model",
+    "find_latest",
+    "load",
+    "optimizer_by_name",
+    "optimizer_state_dict",
+    "parameter_names",
+    "prune",
+    "resolve",
+    "save",
+    "survey",
+    "verify",
+]

@@ -1,0 +1,107 @@
+"""Inspection: a checkpoint told to a person, and its model written out for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.train import durable
+from dearmpi.train.checkpoint import tensor_file
+from dearmpi.train.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, short
+from dearmpi.train.checkpoint.store import load, verify
+from dearmpi.train.checkpoint.survey import resolve
+
+SAFETENSORS_SUFFIX = ".safetensors"
+TORCH_SUFFIXES = (".pt", ".pth")
+
+
+def describe(path: Path) -> list[str]:
+    """Return lines about the checkpoint at ``path`` (or the latest of that run folder).
+
+    Every checksum is verified. Raises CheckpointError when the checkpoint is damaged.
+    """
+    folder = resolve(path)
+    record = verify(folder)
+    lines = [
+        f"checkpoint {folder}",
+        f"step {record.step}, written {record.written} by dearmpi {record.dearmpi}",
+        *_describe_meta(record.meta),
+        f"model: {_describe_tensors(folder / MODEL_FILE)}",
+    ]
+    tied = record.aliases[MODEL_FILE]
+    lines += [f"  {name} is tied to {owner}" for name, owner in tied.items()]
+    lines.append(f"optimizer: {_describe_tensors(folder / OPTIMIZER_FILE)}")
+    for number, group in enumerate(record.groups):
+        lines.append(f"  group {number}: {len(group['params'])} parameters, lr {group.get('lr')}")
+    for name, file in record.files.items():
+        lines.append(f"{name}: {file.bytes} bytes, SHA-256 {short(file.sha256)} verified")
+    return lines
+
+
+def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
+    """Write the model of the checkpoint at ``path`` (or the latest of that run folder) to
+    ``destination``: a plain state dict, one tensor per name, also where weights are tied.
+
+    destination: ends in ``.safetensors``, or in ``.pt`` or ``.pth`` for ``torch.load``.
+    Raises ConfigError for another ending or a file that exists, CheckpointError when the
+    checkpoint is damaged or the file cannot be written.
+    """
+    if destination.suffix not in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):
+        raise ConfigError(
+            f"cannot tell the format of {destination}; "
+            f"end its name in {SAFETENSORS_SUFFIX} or {TORCH_SUFFIXES[0]}"
+        )
+    if destination.exists() and not overwrite:
+        raise ConfigError(f"{destination} exists; name another file, or allow overwriting it")
+    model = load(resolve(path)).model
+    temporary = destination.with_name(f".{destination.name}.writing")
+    try:
+        _write_model(temporary, model, suffix=destination.suffix)
+        durable.sync_file(temporary)
+        temporary.replace(destination)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {destination}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_model(path: Path, model: Mapping[str, Tensor], *, suffix: str) -> None:
+    if suffix in TORCH_SUFFIXES:
+        torch.save(dict(model), path)
+        return
+    tied = tensor_file.find_aliases(model)
+    tensor_file.write_tensors(
+        path, {name: t.clone() if name in tied else t for name, t in model.items()}
+    )
+
+
+def _describe_meta(meta: Mapping[str, Any]) -> list[str]:
+    """One line per plain value; settings are listed, states of any size only counted."""
+    lines = []
+    for key, value in meta.items():
+        if isinstance(value, dict) and key in ("config", "configuration"):
+            lines.append(f"{key}:")
+            lines += [f"  {name}: {setting}" for name, setting in value.items()]
+        elif isinstance(value, (dict, list)):
+            lines.append(f"{key}: {len(value)} entries")
+        else:
+            lines.append(f"{key}: {value}")
+    return lines
+
+
+def _describe_tensors(path: Path) -> str:
+    num_tensors = num_elements = 0
+    dtypes: dict[str, None] = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            num_tensors += 1
+            num_elements += torch.Size(part.get_shape()).numel()
+            dtypes[part.get_dtype()] = None
+    return f"{num_tensors} tensors, {num_elements} elements, {' '.join(dtypes) or 'no data'}"

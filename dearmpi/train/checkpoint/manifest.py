@@ -1,0 +1,150 @@
+"""Manifest: the JSON file that makes a folder of tensor files a checkpoint.
+
+It holds the format and its version, the size and SHA-256 of each file, everything of the snapshot
+that is no tensor, and a SHA-256 of its own content. docs/checkpoints.md describes the fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dearmpi.errors import CheckpointError
+
+FILE_NAME = "manifest.json"
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+FORMAT = "dearmpi checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size in bytes and SHA-256 (hexadecimal) of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    serial: counts the checkpoints of a run in the order in which they were written.
+    written: time of writing, UTC, ISO 8601.
+    dearmpi: version that wrote it.
+    files: by name within the folder.
+    model: names of the model's tensors, in the order of its state dict.
+    aliases: by file, the names of tied tensors with the name under which each is stored.
+    optimizer, groups, meta: as in the snapshot, encoded.
+    """
+
+    step: int
+    serial: int
+    written: str
+    dearmpi: str
+    files: dict[str, FileRecord]
+    model: list[str]
+    aliases: dict[str, dict[str, str]]
+    optimizer: dict[str, Any]
+    groups: list[Any]
+    meta: dict[str, Any]
+
+
+def record_file(path: Path) -> FileRecord:
+    """Measure the file at ``path``, reading all of it."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(bytes=file.tell(), sha256=digest)
+
+
+def to_text(manifest: Manifest) -> str:
+    """Return the JSON text of ``manifest``."""
+    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    return json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of the checkpoint at ``folder``.
+
+    Raises CheckpointError when it is missing, damaged, or of another format version.
+    """
+    path = folder / FILE_NAME
+    body = _read_body(path)
+    stored = body.pop("sha256", None)
+    actual = _digest(body)
+    if stored != actual:
+        raise CheckpointError(
+            f"{path} is corrupted: SHA-256 {short(actual)}, expected {short(str(stored))}"
+        )
+    if body.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path} is not the manifest of a {FORMAT}")
+    version = body.pop("version", None)
+    if version != VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, this dearmpi reads version {VERSION}; "
+            f"use the dearmpi that wrote it ({body.get('dearmpi', 'unknown')})"
+        )
+    try:
+        files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
+        return Manifest(files=files, **body)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} lacks a field or has one too many: {error}") from error
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless every file of ``manifest`` is in ``folder`` with its size."""
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing ({record.bytes} bytes expected)")
+        actual = path.stat().st_size
+        if actual != record.bytes:
+            change = "truncated" if actual < record.bytes else "too long"
+            raise CheckpointError(f"{path} is {change}: {actual} of {record.bytes} bytes")
+
+
+def check_contents(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless every file has the size and the checksum of ``manifest``."""
+    check_sizes(folder, manifest)
+    for name, record in manifest.files.items():
+        actual = record_file(folder / name)
+        if actual != record:
+            raise CheckpointError(
+                f"{folder / name} is corrupted: SHA-256 {short(actual.sha256)}, "
+                f"expected {short(record.sha256)}"
+            )
+
+
+def short(digest: str) -> str:
+    """Return the first digits of a checksum, enough to tell two apart."""
+    return digest[:12]
+
+
+def _read_body(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: not a complete checkpoint") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path.parent} is not a folder, so not a checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: not JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path} is damaged: not a JSON object")
+    return body
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _digest(body: dict[str, Any]) -> str:
+    """Checksum of the content, whatever its white space."""
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,166 @@
+"""Survey: which checkpoints a run folder holds, which of them to resume from, which to remove."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from dearmpi.errors import CheckpointError
+from dearmpi.train.checkpoint import manifest
+from dearmpi.train.checkpoint.manifest import Manifest
+
+# A checkpoint that is being replaced by one of the same step is complete until that one is.
+FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+REPLACED = ".replaced"
+WRITING = ".writing-"
+REMOVING = ".removing-"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a run folder holds.
+
+    latest: the checkpoint to resume from, None where there is none.
+    passed_over: for each damaged checkpoint that is not older than that, what is wrong with it.
+    """
+
+    latest: Path | None
+    passed_over: tuple[str, ...]
+
+
+def survey(run_folder: Path) -> Survey:
+    """Find the checkpoint to resume from: the one that ``latest`` names if it is complete, else
+    the complete one that was written last.
+
+    Complete means that the manifest is whole and all files have their sizes; contents are verified
+    when the checkpoint is loaded. Folders that a killed writer left behind are not considered.
+    """
+    complete, damaged = list_checkpoints(run_folder / "checkpoints")
+    named = _read_latest(run_folder)
+    if named in complete:
+        latest: Path | None = named
+    else:
+        latest = max(complete, key=lambda path: _order(complete[path]), default=None)
+        if named is not None and named not in damaged:
+            damaged[named] = f"{run_folder / 'latest'} names {named.name}, which does not exist"
+    floor = -1 if latest is None else _step_of(latest)
+    reasons = (damaged[path] for path in sorted(damaged) if _step_of(path) >= floor)
+    return Survey(latest=latest, passed_over=tuple(reasons))
+
+
+def find_latest(run_folder: Path) -> Path | None:
+    """Return the checkpoint to resume from, or None; ``survey`` tells what was passed over."""
+    return survey(run_folder).latest
+
+
+def resolve(path: Path) -> Path:
+    """Return the checkpoint that ``path`` means: itself, or the latest of a run folder.
+
+    Raises CheckpointError when there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; give a checkpoint or a run folder")
+    if (path / manifest.FILE_NAME).exists() or FOLDER_NAME.fullmatch(path.name):
+        return path
+    found = survey(path)
+    if found.latest is None:
+        reasons = "; ".join(found.passed_over) or "there are none in it"
+        raise CheckpointError(f"{path} holds no complete checkpoint: {reasons}")
+    return found.latest
+
+
+def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
+    """Remove complete checkpoints except the ``keep`` written last and the one to resume from.
+
+    Damaged checkpoints stay, for the user to judge. Returns the folders that were removed; raises
+    OSError when one cannot be.
+    """
+    complete, _ = list_checkpoints(run_folder / "checkpoints")
+    latest = find_latest(run_folder)
+    by_age = sorted(complete, key=lambda path: _order(complete[path]))
+    removed = tuple(path for path in by_age[: max(0, len(by_age) - keep)] if path != latest)
+    for path in removed:
+        remove(path)
+    return removed
+
+
+def list_checkpoints(checkpoints: Path) -> tuple[dict[Path, Manifest], dict[Path, str]]:
+    """Return (manifests of the complete checkpoints, what is wrong with the others)."""
+    complete: dict[Path, Manifest] = {}
+    damaged: dict[Path, str] = {}
+    try:
+        folders = sorted(p for p in checkpoints.iterdir() if FOLDER_NAME.fullmatch(p.name))
+    except FileNotFoundError:
+        return complete, damaged
+    except OSError as error:
+        raise CheckpointError(f"cannot list {checkpoints}: {error.strerror}") from error
+    for folder in folders:
+        try:
+            record = manifest.read_manifest(folder)
+            manifest.check_sizes(folder, record)
+        except CheckpointError as error:
+            damaged[folder] = str(error)
+        else:
+            complete[folder] = record
+    return complete, damaged
+
+
+def next_serial(checkpoints: Path) -> int:
+    """Return the serial number for a checkpoint that is about to be written."""
+    complete, _ = list_checkpoints(checkpoints)
+    return 1 + max((record.serial for record in complete.values()), default=0)
+
+
+def advise(path: Path) -> str:
+    """Say what to do about a checkpoint at ``path`` that cannot be loaded."""
+    try:
+        complete, _ = list_checkpoints(path.parent)
+    except CheckpointError:
+        complete = {}
+    others = [other for other in complete if other != path]
+    if not others:
+        return "restore it from a copy, or start a new run"
+    best = max(others, key=lambda other: _order(complete[other]))
+    return f"restore it from a copy, or resume from {best}"
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove what a killed writer left behind, and what has been replaced."""
+    for folder in list(checkpoints.iterdir()):
+        if folder.name.startswith((WRITING, REMOVING)):
+            shutil.rmtree(folder)
+        elif folder.name.endswith(REPLACED) and folder.with_suffix("").exists():
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint: it ceases to be one at once, however long the removal takes."""
+    hidden = folder.with_name(REMOVING + folder.name)
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _order(record: Manifest) -> tuple[int, int]:
+    """Key that grows in the order of writing: a run resumed from an earlier step goes back."""
+    return record.serial, record.step
+
+
+def _step_of(folder: Path) -> int:
+    match = FOLDER_NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _read_latest(run_folder: Path) -> Path | None:
+    try:
+        name = (run_folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {run_folder / 'latest'}: {error.strerror}") from error
+    folder = run_folder / "checkpoints" / name.removeprefix("checkpoints/")
+    return folder if FOLDER_NAME.fullmatch(folder.name) else None

@@ -1,0 +1,102 @@
+"""Evaluation: loss and metrics over held-out samples, each of them used once by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from dearmpi.comm.world import World
+from dearmpi.errors import TaskError
+from dearmpi.train.data import evaluation_shares, load_batch
+from dearmpi.train.precision import computing, convert_batch
+from dearmpi.train.settings import Precision
+from dearmpi.train.task import Samples, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Means over ``num_samples`` samples."""
+
+    loss: float
+    num_samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates a task's model on its held-out samples.
+
+    batch_size: samples of one feed-forward.
+    names: of the task's metrics, the same on every rank.
+    """
+
+    task: Task
+    data: Samples
+    precision: Precision
+    batch_size: int
+    names: tuple[str, ...] = ()
+
+    def run(self, world: World) -> Evaluation:
+        """Evaluate (collective). The model's parameters and buffers must be the same on all."""
+        sums = [0.0] * (2 + len(self.names))
+        shares = evaluation_shares(
+            len(self.data), self.batch_size, world_size=world.size, rank=world.rank
+        )
+        with evaluating(self.task.model):
+            for indices in shares:
+                for place, value in enumerate(self._measure(indices)):
+                    sums[place] += value
+        count, loss, *rest = world.all_reduce(sums, "sum")
+        means = {name: value / count for name, value in zip(self.names, rest, strict=True)}
+        return Evaluation(loss / count, int(count), means)
+
+    def _measure(self, indices: tuple[int, ...]) -> list[float]:
+        """Sums over the samples: their number, loss, and the metrics in order."""
+        loss, metrics = measure_batch(self.task, self.data, indices, self.precision)
+        if sorted(metrics) != sorted(self.names):
+            raise TaskError(
+                f"task {self.task.name} gave the metrics {sorted(metrics)} for one batch and "
+                f"{sorted(self.names)} for another; give the same names for each"
+            )
+        return [len(indices), loss * len(indices), *(metrics[name] for name in self.names)]
+
+
+def measure_batch(
+    task: Task, data: Samples, indices: tuple[int, ...], precision: Precision
+) -> tuple[float, dict[str, float]]:
+    """Mean loss and the task's metrics (sums) of one batch, in the model's present mode."""
+    batch = convert_batch(load_batch(task, data, indices), precision)
+    with computing(task.model, precision):
+        loss = float(task.loss(task.model, batch))
+        metrics = {} if task.metrics is None else dict(task.metrics(task.model, batch))
+    return loss, {name: float(value) for name, value in metrics.items()}
+
+
+def probe_metrics(task: Task, precision: Precision) -> tuple[str, ...]:
+    """Names of the task's metrics, from one held-out sample: what is wrong there shows early.
+
+    Leaves torch's random state as it is. No names where there is nothing to evaluate on.
+    """
+    if task.eval_data is None or len(task.eval_data) == 0:
+        return ()
+    with torch.random.fork_rng(devices=[]), evaluating(task.model):
+        _, metrics = measure_batch(task, task.eval_data, (0,), precision)
+    return tuple(metrics)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` is in evaluation mode and nothing is recorded for gradients."""
+    # Each module by itself: some models keep a part of them in evaluation mode for good.
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

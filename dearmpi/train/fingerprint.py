@@ -1,0 +1,120 @@
+"""Fingerprints: short hashes of what all ranks must have in common, compared at start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import dearmpi
+from dearmpi.errors import MismatchError
+
+NUM_DIGITS = 12
+LONGEST_VALUE = 60
+MOST_ITEMS = 5
+
+CURES = {
+    "code": "install the same dearmpi on every host",
+    "argument": "start every rank with the same command line, environment and config file",
+    "model": "give every rank the same task, data and seed",
+}
+
+
+class TextWorld(Protocol):
+    """What a comparison needs of the world."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def host(self) -> str: ...
+
+    def all_gather_text(self, text: str, /) -> list[str]: ...
+
+
+def code_fingerprint(folder: Path = Path(dearmpi.__file__).parent) -> str:
+    """Return dearmpi's version and a hash of all Python sources in ``folder``."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        source = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)}\0{len(source)}\0".encode())
+        digest.update(source)
+    return f"{dearmpi.__version__}+{digest.hexdigest()[:NUM_DIGITS]}"
+
+
+def argument_fingerprints(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return one item for each argument: its value, hashed where it is long.
+
+    The items are called ``argument NAME``, so that a difference names the argument.
+    """
+    return {f"argument {name}": _show(value) for name, value in arguments.items()}
+
+
+def model_fingerprints(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the items ``model shapes`` (names, shapes, dtypes) and ``model values``."""
+    shapes, values = hashlib.sha256(), hashlib.sha256()
+    for name, tensor in state.items():
+        shapes.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        values.update(flat.view(torch.uint8).numpy().data)
+    return {
+        "model shapes": shapes.hexdigest()[:NUM_DIGITS],
+        "model values": values.hexdigest()[:NUM_DIGITS],
+    }
+
+
+def compare(world: TextWorld, fingerprints: Mapping[str, str]) -> None:
+    """Raise MismatchError on every rank, with every value and its ranks, unless all ranks have
+    equal ``fingerprints``. Collective: every rank must call it."""
+    own = json.dumps({"host": world.host, "items": dict(fingerprints)})
+    gathered = [json.loads(text) for text in world.all_gather_text(own)]
+    hosts = [entry["host"] for entry in gathered]
+    names = dict.fromkeys(name for entry in gathered for name in entry["items"])
+    differing: dict[str, dict[str, list[int]]] = {}
+    for name in names:
+        ranks_by_value: dict[str, list[int]] = defaultdict(list)
+        for rank, entry in enumerate(gathered):
+            ranks_by_value[entry["items"].get(name, "absent")].append(rank)
+        if len(ranks_by_value) > 1:
+            differing[name] = ranks_by_value
+    if differing:
+        raise MismatchError(_explain(differing, hosts))
+
+
+def _explain(differing: Mapping[str, Mapping[str, list[int]]], hosts: Sequence[str]) -> str:
+    lines = [
+        f"{name} differs: "
+        + "; ".join(f"{value} on {_place(ranks, hosts)}" for value, ranks in by_value.items())
+        for name, by_value in list(differing.items())[:MOST_ITEMS]
+    ]
+    if len(differing) > MOST_ITEMS:
+        lines.append(f"and {len(differing) - MOST_ITEMS} more items")
+    cures = dict.fromkeys(CURES.get(name.split()[0], "make them equal") for name in differing)
+    return "\n".join([*lines, *(f"To cure it, {cure}." for cure in cures)])
+
+
+def _place(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Ranks as ranges, with their hosts where these are few: ``ranks 0, 2-5 (node1)``."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    names = sorted({hosts[rank] for rank in ranks})
+    where = f" ({', '.join(names)})" if len(names) <= 3 else f" ({len(names)} hosts)"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{where}"
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    if len(text) <= LONGEST_VALUE:
+        return text
+    return f"{text[:20]}... (hash {hashlib.sha256(text.encode()).hexdigest()[:NUM_DIGITS]})"

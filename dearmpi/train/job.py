@@ -1,0 +1,163 @@
+"""Job: everything that training needs, built and agreed upon by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dearmpi.comm.world import World
+from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.train.agreement import AgreedError, together
+from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
+from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.data import BatchPlan
+from dearmpi.train.evaluation import Evaluator, probe_metrics
+from dearmpi.train.lr_schedule import LrCurve, lr_curve
+from dearmpi.train.optimizers import OptimizerChoice
+from dearmpi.train.precision import convert_model
+from dearmpi.train.random_state import restore_random_state
+from dearmpi.train.seeding import seed_all
+from dearmpi.train.settings import RunSettings
+from dearmpi.train.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that is ready to go.
+
+    base_lrs: learning rate of each param group, which the curve's factor multiplies.
+    start_step, total_steps: optimizer steps taken before, and at the end of the run.
+    evaluator: None where the task has nothing to evaluate on.
+    """
+
+    world: World
+    settings: RunSettings
+    task: Task
+    optimizer: DistributedOptimizer
+    base_lrs: tuple[float, ...]
+    curve: LrCurve
+    plan: BatchPlan
+    start_step: int
+    total_steps: int
+    evaluator: Evaluator | None
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Epoch and step within it of step number ``step``, from 0."""
+        return divmod(step, self.plan.steps_per_epoch)
+
+    def units(self, num_samples: float) -> float:
+        """What throughput counts, for that many samples."""
+        return num_samples * self.task.units_per_sample
+
+
+def make_plan(settings: RunSettings, task: Task, world: World) -> BatchPlan:
+    """How this rank shares the samples. Raises ConfigError or DataError where they do not do."""
+    return BatchPlan(
+        len(task.train_data),
+        settings.batch_size,
+        world.size,
+        world.rank,
+        micro_batches=settings.gradient_accumulation_steps,
+        seed=settings.seed,
+    )
+
+
+def prepare(
+    world: World,
+    settings: RunSettings,
+    task: Task,
+    *,
+    choice: OptimizerChoice,
+    snapshot: Snapshot | None = None,
+) -> Job:
+    """Put ``snapshot``, if any, into the model, and distribute its optimizer (collective).
+
+    Raises AgreedError where that fails, on any rank, and MismatchError where ranks differ.
+    """
+    with together(world):
+        plan = make_plan(settings, task, world)
+        convert_model(task.model, settings.precision)
+        if snapshot is not None:
+            check_model(snapshot, task.model.state_dict())
+            task.model.load_state_dict(snapshot.model)
+        names = probe_metrics(task, settings.precision)
+        inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
+        base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
+        state = None if snapshot is None else _optimizer_state(snapshot, task, inner)
+    optimizer = _distribute(inner, task, world, settings)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
+    start_step = 0 if snapshot is None else snapshot.step
+    with together(world):
+        _set_random_state(world, settings, start_step, snapshot)
+    return Job(
+        world=world,
+        settings=settings,
+        task=task,
+        optimizer=optimizer,
+        base_lrs=base_lrs,
+        curve=lr_curve(settings, total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),
+        plan=plan,
+        start_step=start_step,
+        total_steps=total_steps,
+        evaluator=_evaluator(settings, task, plan, names),
+    )
+
+
+def check_position(snapshot: Snapshot, task: Task) -> None:
+    """Raise CheckpointError unless there are as many samples as the snapshot's run had."""
+    stored = snapshot.meta.get("num_samples")
+    if stored != len(task.train_data):
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} was written with {stored} training samples, "
+            f"this run has {len(task.train_data)}; give the same data, or start a new run"
+        )
+
+
+def _distribute(
+    inner: torch.optim.Optimizer, task: Task, world: World, settings: RunSettings
+) -> DistributedOptimizer:
+    try:
+        return DistributedOptimizer(inner, task.model, world=world, config=settings.engine())
+    except ConfigError as error:
+        # It follows from settings and model alone, which are the same on all ranks.
+        raise AgreedError(str(error), exit_code=error.exit_code) from error
+
+
+def _optimizer_state(
+    snapshot: Snapshot, task: Task, inner: torch.optim.Optimizer
+) -> dict[str, Any]:
+    return optimizer_state_dict(snapshot, parameter_names(task.model, inner.param_groups))
+
+
+def _set_random_state(
+    world: World, settings: RunSettings, start_step: int, snapshot: Snapshot | None
+) -> None:
+    """Continue each rank's random numbers where they stopped; where the number of ranks has
+    changed, or at the start, draw from seed, step and rank.
+    """
+    states: list[Mapping[str, Any]] = [] if snapshot is None else snapshot.meta.get("random", [])
+    if len(states) == world.size:
+        restore_random_state(states[world.rank])
+    else:
+        seed_all(settings.seed, start_step, world.rank)
+
+
+def _evaluator(
+    settings: RunSettings, task: Task, plan: BatchPlan, names: tuple[str, ...]
+) -> Evaluator | None:
+    if task.eval_data is None or len(task.eval_data) == 0:
+        return None
+    share = plan.world_size * plan.micro_batches
+    return Evaluator(
+        task,
+        task.eval_data,
+        settings.precision,
+        batch_size=-(-settings.batch_size // share),
+        names=names,
+    )

@@ -1,0 +1,178 @@
+"""Layers: where settings come from, and which source wins.
+
+Flag, environment, file, the checkpoint that is resumed, the task's recommendation, default: in
+this order, setting by setting. Options given as NAME=VALUE are merged, name by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from dearmpi.errors import ConfigError
+from dearmpi.train.setting import Setting
+from dearmpi.train.settings import EXCLUSIVE, SETTINGS, RunSettings
+
+PREFIX = "DEAR_TRAIN_"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+
+# What suits one optimizer says nothing about another.
+OF_THE_OPTIMIZER = ("optimizer_options", "lr", "momentum", "weight_decay")
+
+Source = Literal["flag", "environment", "file", "checkpoint", "task"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Settings that one source gives, converted to their types.
+
+    origin: the file or folder they were read from, if any.
+    """
+
+    source: Source
+    values: Mapping[str, Any]
+    origin: str = ""
+
+    def label(self, name: str) -> str:
+        """What to call the setting ``name`` in a message about this source."""
+        match self.source:
+            case "flag":
+                return f"--{SETTINGS[name].flag}"
+            case "environment":
+                return variable(name)
+            case _:
+                return f"{name} in {self.origin}"
+
+
+def variable(name: str) -> str:
+    """The environment variable of the setting ``name``."""
+    return PREFIX + SETTINGS[name].flag.replace("-", "_").upper()
+
+
+def make_layer(source: Source, given: Mapping[str, object], *, origin: str = "") -> Layer:
+    """Convert what ``given`` holds; None means not given. Raises ConfigError for wrong values and
+    for two settings that exclude each other.
+    """
+    bare = Layer(source, {}, origin)
+    values = {
+        name: SETTINGS[name].convert(value, label=bare.label(name))
+        for name, value in given.items()
+        if value is not None
+    }
+    for first, second in EXCLUSIVE:
+        if first in values and second in values:
+            raise ConfigError(
+                f"{bare.label(first)} {values[first]} and {bare.label(second)} {values[second]} "
+                "exclude each other; give one of them"
+            )
+    return Layer(source, values, origin)
+
+
+def read_environment(environment: Mapping[str, str]) -> Layer:
+    """Settings in variables called DEAR_TRAIN_FLAG; an empty one counts as not given.
+
+    Raises ConfigError for a variable of that prefix that is no setting.
+    """
+    names = {variable(name): name for name in SETTINGS}
+    given: dict[str, object] = {}
+    for key, text in environment.items():
+        if not key.startswith(PREFIX) or key == CONFIG_VARIABLE or not text:
+            continue
+        if key not in names:
+            raise ConfigError(
+                f"environment variable {key} is no setting: correct or unset it"
+                f"{_nearest(key, names)}"
+            )
+        given[names[key]] = text
+    return make_layer("environment", given)
+
+
+def read_file(path: Path) -> Layer:
+    """Settings in the YAML file at ``path``: a mapping of setting names to values.
+
+    Names may be written with dashes, as flags are. Raises ConfigError for a file that cannot be
+    read and for keys that are no settings.
+    """
+    import yaml  # here, so that --help need not wait for it
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot read the config file {path}: {reason}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the config file {path} is no YAML: {error}") from error
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"the config file {path} holds a {type(content).__name__}; it must hold settings, "
+            "one `name: value` to a line"
+        )
+    return make_layer("file", _settings_of(content, path), origin=str(path))
+
+
+def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]:
+    names = {about.flag.replace("-", "_"): name for name, about in SETTINGS.items()}
+    names |= {name: name for name in SETTINGS}
+    given: dict[str, object] = {}
+    for key, value in content.items():
+        name = names.get(str(key).replace("-", "_"))
+        if name is None:
+            raise ConfigError(f"unknown setting {key!r} in {path}{_nearest(str(key), SETTINGS)}")
+        if name in given:
+            raise ConfigError(f"{name} is given twice in {path}; give it once")
+        given[name] = value
+    return given
+
+
+def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Layer:
+    """The settings of the run that wrote a checkpoint; those unknown by now are passed over."""
+    known = {name: value for name, value in stored.items() if name in SETTINGS}
+    return make_layer("checkpoint", known, origin=origin)
+
+
+def from_task(defaults: Mapping[str, object], *, task: str) -> Layer:
+    """What the task recommends. Raises ConfigError for a recommendation that is no setting."""
+    origin = f"the defaults of task {task}"
+    for name in defaults:
+        if name not in SETTINGS:
+            raise ConfigError(f"unknown setting {name!r} in {origin}{_nearest(name, SETTINGS)}")
+    return make_layer("task", defaults, origin=origin)
+
+
+def merge(layers: Sequence[Layer]) -> dict[str, Any]:
+    """The winning values; ``layers`` in order, those that win first.
+
+    A setting excludes its alternatives in the layers below (epochs and max_steps). A layer that
+    names another optimizer than the one chosen above has nothing to say about its options.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        above = set(merged)
+        ignored = {b for a, b in EXCLUSIVE if a in above} | {a for a, b in EXCLUSIVE if b in above}
+        chosen = merged.get("optimizer")
+        own = layer.values.get("optimizer", chosen)
+        if chosen is not None and own.lower() != chosen.lower():
+            ignored.update(OF_THE_OPTIMIZER)
+        for name, value in layer.values.items():
+            if name in ignored:
+                continue
+            if SETTINGS[name].is_pairs:
+                merged[name] = {**value, **merged.get(name, {})}
+            else:
+                merged.setdefault(name, value)
+    return merged
+
+
+def resolve(layers: Sequence[Layer]) -> RunSettings:
+    """The settings of the run, from ``layers`` in order and the defaults below them."""
+    return RunSettings(**merge(layers))
+
+
+def _nearest(name: str, known: Mapping[str, str] | Mapping[str, Setting]) -> str:
+    matches = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; known: {', '.join(sorted(known))}"

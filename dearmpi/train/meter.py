@@ -1,0 +1,62 @@
+"""Meter: time, samples and communication, since the last row of metrics and over the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dearmpi.engine.clock import IterationTimes
+
+
+@dataclass(slots=True)
+class Sums:
+    """What some steps took together; seconds are this rank's."""
+
+    num_steps: int = 0
+    num_samples: int = 0
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+    communication_s: float = 0.0
+
+    def add(self, seconds: float, num_samples: int, times: IterationTimes) -> None:
+        """Count one step."""
+        self.num_steps += 1
+        self.num_samples += num_samples
+        self.seconds += seconds
+        self.exposed_s += times.exposed_s
+        self.communication_s += times.communication_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks per second; 0 before the first step."""
+        return self.num_samples / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Meter:
+    """Adds up steps.
+
+    interval: since the last ``lap``. steady: since the start, without the first step, which pays
+    for allocations and for connections made on first use.
+    """
+
+    interval: Sums = field(default_factory=Sums)
+    steady: Sums = field(default_factory=Sums)
+    _started: bool = False
+
+    def add(self, seconds: float, num_samples: int, times: IterationTimes) -> None:
+        """Count one step."""
+        self.interval.add(seconds, num_samples, times)
+        if self._started:
+            self.steady.add(seconds, num_samples, times)
+        self._started = True
+
+    def wait(self, seconds: float) -> None:
+        """Count time spent waiting for the last step's communication outside of steps."""
+        self.interval.seconds += seconds
+        if self.steady.num_steps:
+            self.steady.seconds += seconds
+
+    def lap(self) -> Sums:
+        """The sums since the last lap, which begin anew."""
+        sums, self.interval = self.interval, Sums()
+        return sums

@@ -1,0 +1,97 @@
+"""Place: in which folder a run lives, and which checkpoint it goes on from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+from dearmpi.train.agreement import together
+from dearmpi.train.checkpoint.survey import resolve, survey
+from dearmpi.train.run_folder import RunFolder, free_name
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The same on all ranks.
+
+    root, name: the run's folder is ``root/name``.
+    checkpoint: what to go on from; None at a run's beginning.
+    continued: whether the folder may hold the earlier part of this run.
+    notes: what people should know about the choice.
+    """
+
+    root: Path
+    name: str
+    checkpoint: Path | None = None
+    continued: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str) -> Place:
+    """Rank 0 looks, and tells the others (collective).
+
+    chosen: the settings given by the user; only ``resume``, ``name`` and ``run_folder`` count.
+    """
+    text = ""
+    with together(world, root_only=True):
+        if world.is_root:
+            place = find_place(chosen, default_root=default_root)
+            text = json.dumps(
+                [
+                    str(place.root),
+                    place.name,
+                    None if place.checkpoint is None else str(place.checkpoint),
+                    place.continued,
+                    place.notes,
+                ]
+            )
+    root, name, checkpoint, continued, notes = json.loads(world.broadcast_text(text))
+    found = None if checkpoint is None else Path(checkpoint)
+    return Place(Path(root), name, found, continued, tuple(notes))
+
+
+def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
+    """Find the place of a run. Raises ConfigError where the choice is not clear, CheckpointError
+    where there is no checkpoint to go on from.
+    """
+    root = Path(chosen.get("run_folder", default_root))
+    resume, name = chosen.get("resume"), chosen.get("name")
+    if resume is None:
+        if name is None:
+            name = free_name(root, datetime.datetime.now())
+        return _new(Place(root, name))
+    if resume == "auto":
+        return _find_latest(root, name)
+    checkpoint = resolve(Path(resume))
+    if name is not None:
+        return _new(Place(root, name, checkpoint))
+    folder = checkpoint.absolute().parent.parent
+    if "run_folder" in chosen and folder.parent != root.absolute():
+        raise ConfigError(
+            f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; "
+            "leave out --run-folder to continue there, or start another run with --name"
+        )
+    return Place(folder.parent, folder.name, checkpoint, continued=True)
+
+
+def _new(place: Place) -> Place:
+    """A place for a new run; where there is one already, better say so now than after set-up."""
+    RunFolder(place.root / place.name).check_free(resume=False)
+    return place
+
+
+def _find_latest(root: Path, name: str | None) -> Place:
+    if name is None:
+        raise ConfigError(
+            "--resume auto needs --name NAME: it goes on with the run of that name where there is "
+            "one, and starts it where there is none"
+        )
+    found = survey(root / name)
+    notes = tuple(f"passed over: {reason}" for reason in found.passed_over)
+    return Place(root, name, found.latest, continued=True, notes=notes)

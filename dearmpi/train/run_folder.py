@@ -1,0 +1,148 @@
+"""Run folder: the place of one run's settings, logs, metrics and checkpoints.
+
+::
+
+    runs/NAME/config.yaml         the settings in effect
+              env.json            where and with what it ran
+              metrics.csv .jsonl  one row per logged step
+              logs/rank-00003.log
+              trace/
+              checkpoints/step-00001000/
+              latest              names the checkpoint to resume from
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dearmpi.errors import ConfigError
+from dearmpi.train import durable
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run. Rank 0 creates it; the others open it afterwards."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str, *, resume: bool = False) -> RunFolder:
+        """Create the run folder ``root/name``.
+
+        resume: an existing run there is continued. Raises ConfigError for a name that is no
+        folder name, for a folder that is in use (or, resuming, that holds something else than a
+        run), and when it cannot be created.
+        """
+        if not name or name in (".", "..") or "/" in name or "\0" in name:
+            raise ConfigError(f"run name {name!r} is no folder name; use letters, digits, - and _")
+        folder = cls(root / name)
+        folder.check_free(resume=resume)
+        try:
+            folder.logs.mkdir(parents=True, exist_ok=True)
+            folder.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create the run folder {folder.path}: {error.strerror}; "
+                "choose a place that can be written"
+            ) from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Return the existing run folder at ``path``; raises ConfigError when it is none."""
+        folder = cls(path)
+        if not folder.holds_run:
+            raise ConfigError(f"{path} is no run folder: it has no {folder.checkpoints.name}/")
+        return folder
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was started here."""
+        return self.checkpoints.is_dir()
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def metrics_csv(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        return self.path / "latest"
+
+    def log(self, rank: int) -> Path:
+        """Return the path of the log of ``rank``."""
+        return self.logs / f"rank-{rank:05d}.log"
+
+    def write_config(self, text: str) -> None:
+        """Replace config.yaml."""
+        durable.write_text(self.config, text)
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """Replace env.json."""
+        durable.write_text(self.environment, json.dumps(environment, indent=1) + "\n")
+
+    def check_free(self, *, resume: bool) -> None:
+        try:
+            used = any(self.path.iterdir())
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be used as a run folder: {error.strerror}; name another run"
+            ) from error
+        if not used or (resume and self.holds_run):
+            return
+        if resume:
+            raise ConfigError(f"{self.path} holds files but no run to resume; name another run")
+        raise ConfigError(
+            f"{self.path} {self._describe_content()}; name another run, "
+            "or continue this one with --resume auto"
+        )
+
+    def _describe_content(self) -> str:
+        if not self.holds_run:
+            return "holds other files"
+        if self.latest.is_file():
+            return f"holds a run that reached {Path(self.latest.read_text().strip()).name}"
+        return "holds a run without a checkpoint"
+
+
+def free_name(root: Path, now: datetime.datetime) -> str:
+    """Return a run name made of the time ``now`` that is not taken in ``root``.
+
+    Only one rank may choose; the others must be told.
+    """
+    base = now.strftime("%Y%m%d-%H%M%S")
+    name, number = base, 1
+    while (root / name).exists():
+        number += 1
+        name = f"{base}-{number}"
+    return name

@@ -1,0 +1,16 @@
+"""Seeding: random numbers that follow from the run's seed, in all libraries that draw them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def seed_all(*parts: int) -> None:
+    """Seed torch, numpy and ``random`` from ``parts``: the same parts, the same numbers."""
+    words = np.random.SeedSequence(parts).generate_state(3, np.uint32)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    random.seed(int(words[2]))

@@ -1,0 +1,162 @@
+"""Session: what comes before training, on all ranks together.
+
+Its phases: find the run's place and its checkpoint; build the task and settle the settings;
+compare the ranks; distribute the optimizer; make the run folder. Nothing is written before the
+last of them, so what is refused leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+from dearmpi.train import checkpoint
+from dearmpi.train.agreement import together
+from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.environment import describe_environment
+from dearmpi.train.fingerprint import (
+    argument_fingerprints,
+    code_fingerprint,
+    compare,
+    model_fingerprints,
+)
+from dearmpi.train.job import Job, check_position, make_plan, prepare
+from dearmpi.train.layers import Layer, from_checkpoint, from_task, merge, resolve
+from dearmpi.train.metrics import MetricsLog
+from dearmpi.train.optimizers import OptimizerChoice, choose_optimizer
+from dearmpi.train.place import Place, agree_on_place
+from dearmpi.train.run_folder import RunFolder
+from dearmpi.train.seeding import seed_all
+from dearmpi.train.settings import RunSettings, check_resumable
+from dearmpi.train.task import Task
+from dearmpi.train.tasks import build_task
+from dearmpi.train.threads import ThreadChoice, choose_threads
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A run that all ranks agree on, and of which nothing is written yet."""
+
+    place: Place
+    job: Job
+    threads: ThreadChoice
+
+    def describe_rank(self) -> str:
+        """One line about this rank."""
+        world = self.job.world
+        return (
+            f"rank {world.rank} of {world.size} on {world.host}, "
+            f"Python {platform.python_version()}, torch {torch.__version__}, "
+            f"torch threads: {self.threads.count} ({self.threads.reason})"
+        )
+
+
+def open_session(world: World, layers: Sequence[Layer]) -> Session:
+    """Build and compare everything that a run needs (collective).
+
+    layers: what the user chose. Raises AgreedError or MismatchError on all ranks alike.
+    """
+    compare(world, {"code": code_fingerprint(), **argument_fingerprints(merge(layers))})
+    place = agree_on_place(world, merge(layers), default_root=RunSettings().run_folder)
+    with together(world):
+        snapshot = None if place.checkpoint is None else checkpoint.load(place.checkpoint)
+        if snapshot is not None:
+            stored = snapshot.meta.get("config", {})
+            layers = [*layers, from_checkpoint(stored, origin=str(place.checkpoint))]
+        basis = resolve(layers)
+    threads = choose_threads(
+        world, asked=basis.threads, progress_thread=world.size > 1 and basis.progress == "thread"
+    )
+    with together(world):
+        torch.use_deterministic_algorithms(basis.deterministic)
+        seed_all(basis.seed)
+        task = build_task(basis.task, basis.all_task_options)
+        settings, choice = settle(layers, task, snapshot)
+        settings = replace(settings, run_folder=str(place.root), name=place.name)
+        make_plan(settings, task, world)
+    fingerprints = argument_fingerprints(settings.as_plain())
+    compare(world, fingerprints | model_fingerprints(task.model.state_dict()))
+    job = prepare(world, settings, task, choice=choice, snapshot=snapshot)
+    return Session(place, job, threads)
+
+
+def settle(
+    layers: Sequence[Layer], task: Task, snapshot: Snapshot | None
+) -> tuple[RunSettings, OptimizerChoice]:
+    """The run's settings, with the task's recommendations in the place of what is not chosen.
+
+    Raises ConfigError for what has no effect or cannot be had, and where the run to resume has
+    other settings; CheckpointError where it had other data.
+    """
+    settings = resolve([*layers, from_task(task.defaults, task=task.name)])
+    choice = choose_optimizer(settings)
+    settings = replace(settings, lr=choice.lr, optimizer=choice.kind.__name__)
+    if settings.epochs is None and settings.max_steps is None:
+        settings = replace(settings, epochs=1)
+    if settings.eval_interval and not task.eval_data:
+        raise ConfigError(
+            f"eval_interval {settings.eval_interval} has no effect: task {task.name} has no "
+            "held-out data; leave it out"
+        )
+    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "TensorBoard is not installed; run: pip install 'dearmpi[tensorboard]', or leave out "
+            "--tensorboard"
+        )
+    if snapshot is not None:
+        check_resumable(snapshot.meta.get("config", {}), settings)
+        check_position(snapshot, task)
+    return settings, choice
+
+
+def make_folder(session: Session, command: Sequence[str]) -> RunFolder:
+    """Make the run folder, and put into it what describes the run (collective)."""
+    world, place = session.job.world, session.place
+    with together(world, root_only=True):
+        if world.is_root:
+            folder = RunFolder.create(place.root, place.name, resume=place.continued)
+            settings = session.job.settings.as_plain()
+            folder.write_config(yaml.safe_dump(settings, sort_keys=False))
+            folder.write_environment(
+                describe_environment(
+                    world_size=world.size,
+                    hosts=world.hosts,
+                    mpi_library=mpi_library(),
+                    command=command,
+                    folder=Path.cwd(),
+                )
+            )
+    with together(world):
+        return RunFolder.open(place.root / place.name)
+
+
+def open_metrics(job: Job, folder: RunFolder) -> MetricsLog | None:
+    """The metrics of the run, on rank 0; rows of an earlier part after its checkpoint go
+    (collective).
+    """
+    with together(job.world, root_only=True):
+        if not job.world.is_root:
+            return None
+        return MetricsLog(
+            folder.path,
+            extra=() if job.evaluator is None else job.evaluator.names,
+            resume_step=job.start_step if folder.metrics_csv.exists() else None,
+            tensorboard=job.settings.tensorboard,
+        )
+
+
+def mpi_library() -> str:
+    """Which MPI library is in use."""
+    try:
+        from dearmpi.comm import mpi
+    except (ImportError, RuntimeError):
+        return "none"
+    return mpi.describe()

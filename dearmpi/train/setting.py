@@ -1,0 +1,197 @@
+"""Setting: what the command line, the environment and the file must know of one run setting."""
+
+from __future__ import annotations
+
+import ast
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from dearmpi.errors import ConfigError
+
+Kind = Literal["integer", "number", "text", "choice", "switch", "texts", "literals", "numbers"]
+Section = Literal["Task", "Length", "Optimizer", "Communication", "Numerics", "Run"]
+
+_SWITCH = {"true": True, "yes": True, "on": True, "1": True} | {
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting.
+
+    kind: ``texts`` are pairs of a name and text, ``literals`` pairs of a name and a plain Python
+        value, ``numbers`` several numbers.
+    flag: without the dashes; the environment variable and the file's key follow from the name.
+    metavar: how the value is shown in help.
+    least, above, most: bounds of a number.
+    fixed: a run that is resumed must keep it.
+    """
+
+    section: Section
+    kind: Kind
+    help: str
+    flag: str = ""
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    fixed: bool = False
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether the setting may be given several times, as NAME=VALUE."""
+        return self.kind in ("texts", "literals")
+
+    def convert(self, value: object, *, label: str) -> Any:
+        """Turn ``value`` (text, or what YAML made of it) into this setting's type.
+
+        label: what to call the setting in the ConfigError that is raised for a wrong value.
+        """
+        match self.kind:
+            case "integer":
+                return self._check_bounds(_to_integer(value, label), label)
+            case "number":
+                return self._check_bounds(_to_number(value, label), label)
+            case "switch":
+                return _to_switch(value, label)
+            case "choice":
+                return self._check_choice(_to_text(value, label), label)
+            case "text":
+                return _to_text(value, label)
+            case "numbers":
+                return _to_numbers(value, label)
+            case "texts":
+                pairs = _to_pairs(value, label)
+                return {name: _to_text(text, f"{label}: {name}") for name, text in pairs.items()}
+            case "literals":
+                return {name: _to_literal(text) for name, text in _to_pairs(value, label).items()}
+
+    def _check_bounds(self, value: Any, label: str) -> Any:
+        if self.least is not None and value < self.least:
+            raise ConfigError(f"{label} is {value}; it must be at least {self.least:g}")
+        if self.above is not None and value <= self.above:
+            raise ConfigError(f"{label} is {value}; it must be above {self.above:g}")
+        if self.most is not None and value > self.most:
+            raise ConfigError(f"{label} is {value}; it must be at most {self.most:g}")
+        return value
+
+    def _check_choice(self, value: str, label: str) -> str:
+        if value not in self.choices:
+            raise ConfigError(f"{label} is {value!r}; choose one of {', '.join(self.choices)}")
+        return value
+
+
+def setting(default: Any, section: Section, kind: Kind, text: str, **details: Any) -> Any:
+    """A dataclass field that is a setting; ``details`` are those of ``Setting``."""
+    about = Setting(section, kind, text, **details)
+    metadata = {"setting": about}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def named(about: Setting, name: str) -> Setting:
+    """``about`` with its flag, which follows from ``name`` unless it has one of its own."""
+    return replace(
+        about,
+        flag=about.flag or name.replace("_", "-"),
+        metavar=about.metavar or _METAVARS.get(about.kind, ""),
+    )
+
+
+_METAVARS = {
+    "integer": "N",
+    "number": "X",
+    "text": "TEXT",
+    "texts": "NAME=VALUE",
+    "literals": "NAME=VALUE",
+    "numbers": "X,X,...",
+}
+
+
+def _to_integer(value: object, label: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    raise ConfigError(f"{label} is {value!r}; it must be a whole number")
+
+
+def _to_number(value: object, label: str) -> float:
+    # YAML 1.1 reads 1e-3 as text, since it wants a point in a number.
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except ValueError:
+            pass
+        else:
+            if math.isfinite(number):
+                return number
+    raise ConfigError(f"{label} is {value!r}; it must be a number")
+
+
+def _to_switch(value: object, label: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _SWITCH:
+        return _SWITCH[value.lower()]
+    raise ConfigError(f"{label} is {value!r}; it must be true or false")
+
+
+def _to_text(value: object, label: str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    raise ConfigError(f"{label} is {value!r}; it must be text")
+
+
+def _to_numbers(value: object, label: str) -> tuple[float, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, Sequence) or not parts:
+        raise ConfigError(f"{label} is {value!r}; it must be numbers, separated by commas")
+    return tuple(_to_number(part, label) for part in parts)
+
+
+def _to_pairs(value: object, label: str) -> dict[str, object]:
+    """A mapping as it is; ``a=1`` and ``b=2`` from words, or from text that holds such words."""
+    if isinstance(value, Mapping):
+        return {str(name): part for name, part in value.items()}
+    words = shlex.split(value) if isinstance(value, str) else value
+    if not isinstance(words, Sequence):
+        raise ConfigError(f"{label} is {value!r}; it must be NAME=VALUE pairs")
+    pairs: dict[str, object] = {}
+    for word in words:
+        name, equals, text = str(word).partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"{label} {word!r} must be NAME=VALUE")
+        if name.strip() in pairs:
+            raise ConfigError(f"{label} gives {name.strip()} twice; give it once")
+        pairs[name.strip()] = text
+    return pairs
+
+
+def _to_literal(value: object) -> object:
+    """Text as the plain Python value that it spells, if it spells one."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_to_literal(part) for part in value)
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        literal = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
+    return tuple(literal) if isinstance(literal, list) else literal

@@ -1,0 +1,114 @@
+"""Stepping: one optimizer step, from this rank's samples to the update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dearmpi.errors import NonFiniteLossError, TaskError
+from dearmpi.train.data import MicroBatch, load_batch
+from dearmpi.train.job import Job
+from dearmpi.train.precision import computing, convert_batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave on this rank.
+
+    loss: this rank's weighted sum; the mean of it over ranks is the mean over the step's samples.
+    grad_norm: of the whole averaged gradient before clipping; None where nothing clips.
+    skipped: all ranks left the parameters as they were, because a loss was not finite.
+    """
+
+    loss: float
+    lr: float
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+def take_step(job: Job, step: int) -> StepResult:
+    """Take step number ``step``, from 0 (collective).
+
+    The learning rate is set first, since buckets may be updated while backprop still runs. Each
+    micro-batch goes forward and back; the gradients of all but the last stay on this rank.
+    """
+    lr = set_lr(job, step)
+    job.optimizer.zero_grad()
+    *early, last = job.plan.step(*job.position(step))
+    loss = 0.0
+    with job.optimizer.no_sync():
+        for share in early:
+            loss += _go_back(_go_forward(job, share), share)
+    final = _go_forward(job, last)
+    if job.settings.on_nan == "skip" and not _all_finite(job, loss, final):
+        job.optimizer.zero_grad()
+        return StepResult(math.nan, lr, skipped=True)
+    loss += _go_back(final, last)
+    return _update(job, step, loss, lr)
+
+
+def set_lr(job: Job, step: int) -> float:
+    """Set the learning rate of step number ``step`` in all param groups; returns the first's."""
+    factor = job.curve.factor(step)
+    for group, base in zip(job.optimizer.param_groups, job.base_lrs, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(base * factor)
+        else:
+            group["lr"] = base * factor
+    return job.base_lrs[0] * factor
+
+
+def _go_forward(job: Job, share: MicroBatch) -> Tensor | None:
+    """The mean loss of a micro-batch; None for an empty one."""
+    if not share.indices:
+        return None
+    precision = job.settings.precision
+    batch = convert_batch(load_batch(job.task, job.task.train_data, share.indices), precision)
+    with computing(job.task.model, precision):
+        loss = job.task.loss(job.task.model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shown = type(loss).__name__
+        if isinstance(loss, Tensor):
+            shown = f"a tensor of shape {tuple(loss.shape)}"
+            shown += "" if loss.requires_grad else " that does not depend on the parameters"
+        raise TaskError(
+            f"task {job.task.name}: its loss must be a tensor of one number that depends on the "
+            f"parameters; it gave {shown}"
+        )
+    return loss
+
+
+def _go_back(loss: Tensor | None, share: MicroBatch) -> float:
+    """Backprop of a micro-batch; returns its weighted loss."""
+    if loss is None:
+        return 0.0
+    torch.autograd.backward(loss * share.weight if share.weight != 1.0 else loss)
+    return float(loss.detach()) * share.weight
+
+
+def _all_finite(job: Job, early: float, final: Tensor | None) -> bool:
+    """Whether the losses of all ranks are finite. Nothing has been sent of this step yet, so it
+    can still be left out; the price is that each rank waits for the slowest one's feed-forward.
+    """
+    last = 0.0 if final is None else float(final.detach())
+    bad = not math.isfinite(early + last)
+    return job.world.all_reduce([float(bad)], "max")[0] == 0
+
+
+def _update(job: Job, step: int, loss: float, lr: float) -> StepResult:
+    norm: float | None = None
+    if job.settings.max_grad_norm > 0:
+        norm = float(job.optimizer.clip_grad_norm_(job.settings.max_grad_norm))
+        if not math.isfinite(norm):
+            job.optimizer.zero_grad()
+            if job.settings.on_nan == "skip":
+                return StepResult(math.nan, lr, norm, skipped=True)
+            raise NonFiniteLossError(
+                f"the gradient of step {step + 1} is not finite (its norm is {norm}); the model is "
+                "as it was before the step: lower --lr, or leave out such steps with --on-nan skip"
+            )
+    job.optimizer.step()
+    return StepResult(loss, lr, norm)

@@ -1,0 +1,84 @@
+"""Tally: sums over ranks about each step that arrive while the next one computes.
+
+Loss, failures and signals must be known to all ranks at the same step, and nobody should wait for
+that: each step posts one small all-reduce, and reads the one posted a step earlier.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.world import Channel, World
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotal:
+    """One step, seen by all ranks alike.
+
+    step: number of the step, from 1.
+    loss: mean over the step's samples; NaN if it was not finite on some rank.
+    num_bad: ranks whose loss was not finite.
+    num_stops: ranks that were asked to stop.
+    """
+
+    step: int
+    loss: float
+    num_bad: int
+    num_stops: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    step: int
+    buffer: HostBuffer
+    arrived: bool = False
+
+
+@dataclass(slots=True)
+class Tally:
+    """Posts what each step gave on this rank, and reads what it gave on all (collective)."""
+
+    world: World
+    _channel: Channel = field(init=False, repr=False)
+    _entries: list[_Entry] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._channel = self.world.open_channel("tally", window=1)
+
+    def post(self, step: int, *, loss: float, stop: bool) -> None:
+        """Send this rank's loss of ``step`` (its weighted sum) and whether it shall stop."""
+        finite = math.isfinite(loss)
+        values = [loss if finite else 0.0, float(not finite), float(stop)]
+        entry = _Entry(step, HostBuffer(np.array(values, dtype=np.float64)))
+        self._entries.append(entry)
+
+        def finish() -> None:
+            entry.arrived = True
+
+        self._channel.submit(
+            f"totals of step {step}", lambda c: c.start_all_reduce(entry.buffer, "sum"), finish
+        )
+
+    def read(self, *, pending: int = 0) -> list[StepTotal]:
+        """The totals of all steps but the last ``pending``, each of them once, in order."""
+        count = max(0, len(self._entries) - pending)
+        ready, self._entries = self._entries[:count], self._entries[count:]
+        if ready:
+            self.world.progress.wait_until(
+                lambda: all(entry.arrived for entry in ready),
+                what=f"the totals of step {ready[-1].step}",
+            )
+        return [self._total(entry) for entry in ready]
+
+    def close(self) -> None:
+        """Give the channel back."""
+        self._channel.close()
+
+    def _total(self, entry: _Entry) -> StepTotal:
+        loss, num_bad, num_stops = (float(value) for value in entry.buffer.array)
+        mean = math.nan if num_bad else loss / self.world.size
+        return StepTotal(entry.step, mean, int(num_bad), int(num_stops))

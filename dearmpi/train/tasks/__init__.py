@@ -1,0 +1,5 @@
+"""The tasks that come with dearmpi, and those named by the user."""
+
+from dearmpi.train.tasks.registry import TASK_FORMS, build_task
+
+__all__ = ["TASK_FORMS", "build_task"]

@@ -1,0 +1,69 @@
+"""Tasks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from dearmpi.errors import DataError, TaskError
+from dearmpi.train.task import Task
+from dearmpi.train.tasks.bytes_lm import build_bytes_lm
+from dearmpi.train.tasks.custom import build_custom
+from dearmpi.train.tasks.digits import build_digits
+from dearmpi.train.tasks.images import build_images
+from dearmpi.train.tasks.options import nearest
+from dearmpi.train.tasks.synthetic import PREFIX, build_synthetic
+
+_BUILDERS: Mapping[str, Callable[[Mapping[str, str]], Task]] = {
+    "bytes-lm": build_bytes_lm,
+    "digits": build_digits,
+    "images": build_images,
+}
+TASK_FORMS = (*_BUILDERS, f"{PREFIX}:NAME", "package.module:function", "path/to/file.py:function")
+
+
+def build_task(name: str, options: Mapping[str, str]) -> Task:
+    """Build the task ``name`` (one of TASK_FORMS) with ``options``.
+
+    Raises TaskError for an unknown task or option, or a task that cannot be trained, and
+    DataError for data that is missing, empty or unreadable.
+    """
+    kind, colon, rest = name.partition(":")
+    if name in _BUILDERS:
+        task = _BUILDERS[name](options)
+    elif kind == PREFIX:
+        task = build_synthetic(rest, options)
+    elif colon or name.endswith(".py"):
+        task = build_custom(name, options)
+    else:
+        raise TaskError(f"there is no task {name!r}{nearest(name, list(TASK_FORMS))}")
+    _check(task, name)
+    return task
+
+
+def _check(task: Task, name: str) -> None:
+    """Refuse a task whose parts cannot be trained, before anything is started."""
+    if not isinstance(task.model, nn.Module):
+        raise TaskError(
+            f"task {name}: its model is {type(task.model).__name__}, not a torch.nn.Module"
+        )
+    if not any(parameter.requires_grad for parameter in task.model.parameters()):
+        raise TaskError(f"task {name}: its model has no parameter that requires a gradient")
+    if task.units_per_sample < 1:
+        raise TaskError(
+            f"task {name}: units_per_sample is {task.units_per_sample}; it must be at least 1"
+        )
+    _check_length(task.train_data, f"task {name}: its training data")
+    if task.eval_data is not None:
+        _check_length(task.eval_data, f"task {name}: its evaluation data")
+
+
+def _check_length(data: object, what: str) -> None:
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise TaskError(
+            f"{what} ({type(data).__name__}) has no length and index; give a "
+            "sequence or a map-style torch.utils.data.Dataset"
+        )
+    if len(data) == 0:
+        raise DataError(f"{what} is empty: 0 samples")

@@ -1,0 +1,72 @@
+"""Threads: how many cores torch may use in each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+ROOM_FROM = 4  # with fewer cores a rank computes on all of them; the progress thread mostly sleeps
+
+
+class TextWorld(Protocol):
+    """What the choice needs of the world."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def host(self) -> str: ...
+
+    def all_gather_text(self, text: str, /) -> list[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """How many threads, and why, for people to read."""
+
+    count: int
+    reason: str
+
+
+def share_of_cores(own: Iterable[int], others: Sequence[Iterable[int]], *, helper: bool) -> int:
+    """Cores for this rank's computation, at least 1.
+
+    own: the cores that this rank may run on. others: those of each other rank on its host; a rank
+    that may run on none of ``own`` takes nothing away. helper: a thread beside the computation
+    needs one where there is room.
+    """
+    mine = set(own)
+    sharers = 1 + sum(1 for other in others if mine & set(other))
+    share = max(1, len(mine) // sharers)
+    return share - 1 if helper and share >= ROOM_FROM else share
+
+
+def choose_threads(
+    world: TextWorld,
+    *,
+    asked: int | None,
+    progress_thread: bool,
+    environment: Mapping[str, str] = os.environ,
+) -> ThreadChoice:
+    """Decide and set torch's threads in this rank (collective)."""
+    cores = sorted(os.sched_getaffinity(0))
+    masks = [json.loads(text) for text in world.all_gather_text(json.dumps([world.host, cores]))]
+    neighbours = [
+        mask for rank, (host, mask) in enumerate(masks) if host == world.host and rank != world.rank
+    ]
+    preset = environment.get("OMP_NUM_THREADS", "")
+    if asked is not None:
+        choice = ThreadChoice(asked, "as asked for")
+    elif preset.isdigit() and int(preset) > 0:
+        choice = ThreadChoice(int(preset), "from OMP_NUM_THREADS")
+    else:
+        count = share_of_cores(cores, neighbours, helper=progress_thread)
+        reason = f"cores: {len(cores)}, ranks on this host: {len(neighbours) + 1}"
+        choice = ThreadChoice(count, reason)
+    torch.set_num_threads(choice.count)
+    return choice

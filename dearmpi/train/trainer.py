@@ -1,0 +1,263 @@
+"""Trainer: runs a job step by step, and when due measures, evaluates and saves.
+
+One turn of the loop is one optimizer step, and these phases:
+
+1. ``take_step``: feed-forward, backprop, update.
+2. read what the step before gave on all ranks: its loss, whether it was finite, whether to stop.
+3. when due: evaluate, and write a row of metrics.
+4. when due: save a checkpoint.
+
+At the end of the run, 3 and 4 are due; after a request to stop, 4 and a row.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dearmpi.errors import NonFiniteLossError
+from dearmpi.train.agreement import is_agreed
+from dearmpi.train.evaluation import Evaluation
+from dearmpi.train.job import Job
+from dearmpi.train.meter import Meter
+from dearmpi.train.metrics import MetricsRow
+from dearmpi.train.saving import save, synchronize
+from dearmpi.train.stepping import StepResult, take_step
+from dearmpi.train.tally import StepTotal, Tally
+
+MOST_SKIPS = 100  # in a row: then nothing is learned any more, and somebody should look
+
+
+class Listener(Protocol):
+    """Told what happens; called on every rank."""
+
+    def stepped(self, step: int) -> None: ...
+
+    def measured(self, row: MetricsRow) -> None: ...
+
+    def saved(self, checkpoint: Path | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run went.
+
+    step: optimizer steps taken in all, earlier runs included.
+    stopped: a request to stop ended it before its length was reached.
+    first_loss, last_loss: mean of the first and the last row; None where no step was taken.
+    samples_per_s: over all ranks, evaluations and checkpoints aside.
+    hidden_share: share of communication time, over all ranks, that computation covered; None
+        where there was none.
+    num_skipped: steps left out because a loss was not finite.
+    """
+
+    step: int
+    stopped: bool
+    first_loss: float | None
+    last_loss: float | None
+    evaluation: Evaluation | None
+    train_s: float
+    samples_per_s: float
+    hidden_share: float | None
+    num_skipped: int
+
+
+class Trainer:
+    """Runs ``job``. ``stop_asked`` says whether this rank was asked to stop."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        *,
+        listener: Listener,
+        stop_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._job = job
+        self._folder = folder
+        self._listener = listener
+        self._stop_asked = stop_asked
+        self._tally = Tally(job.world)
+        self._meter = Meter()
+        self._began_s = time.perf_counter()
+        self._step = self._saved_step = self._row_step = job.start_step
+        self._last: StepResult | None = None
+        self._losses: list[float] = []
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        self._evaluation: Evaluation | None = None
+        self._stopping = False
+        self._num_skipped = self._skips_in_a_row = 0
+
+    def run(self) -> Outcome:
+        """Train to the end of the run, or until any rank is asked to stop (collective).
+
+        Raises what a task's code raises; NonFiniteLossError and AgreedError on all ranks alike.
+        """
+        try:
+            while self._step < self._job.total_steps and not self._stopping:
+                self._take_step()
+                if self._row_due():
+                    self._measure(evaluate=self._evaluation_due())
+                if self._save_due():
+                    self._save()
+            self._finish()
+        except Exception as error:
+            if is_agreed(error):
+                self._close()
+            raise
+        outcome = self._outcome()
+        self._close()
+        return outcome
+
+    def _take_step(self) -> None:
+        """Phases 1 and 2."""
+        begin_s = time.perf_counter()
+        self._job.task.model.train()
+        self._last = take_step(self._job, self._step)
+        self._step += 1
+        self._count_skip(self._last)
+        self._tally.post(self._step, loss=self._last.loss, stop=self._stop_asked())
+        self._read_totals(pending=1)
+        seconds = time.perf_counter() - begin_s
+        self._meter.add(seconds, self._samples_of_step(), self._job.optimizer.times)
+        self._listener.stepped(self._step)
+
+    def _samples_of_step(self) -> int:
+        """Samples of the step just taken, over all ranks."""
+        plan = self._job.plan
+        _, index = self._job.position(self._step - 1)
+        return min(plan.batch_size, plan.num_samples - index * plan.batch_size)
+
+    def _count_skip(self, result: StepResult) -> None:
+        self._skips_in_a_row = self._skips_in_a_row + 1 if result.skipped else 0
+        self._num_skipped += result.skipped
+        if self._skips_in_a_row >= MOST_SKIPS:
+            raise NonFiniteLossError(
+                f"{MOST_SKIPS} steps in a row had to be left out, up to step {self._step}, since "
+                "loss or gradient was not finite; resume from a checkpoint with a lower --lr"
+            )
+
+    def _read_totals(self, *, pending: int) -> None:
+        """Phase 2, for all steps but the last ``pending``."""
+        for total in self._tally.read(pending=pending):
+            self._stopping = self._stopping or total.num_stops > 0
+            if not total.num_bad:
+                self._losses.append(total.loss)
+            elif self._job.settings.on_nan == "stop":
+                raise NonFiniteLossError(self._explain_loss(total))
+
+    def _explain_loss(self, total: StepTotal) -> str:
+        kept = "no checkpoint was written"
+        if self._saved_step:
+            kept = f"the last checkpoint is that of step {self._saved_step}"
+        return (
+            f"the loss of step {total.step} is not finite on {total.num_bad} of "
+            f"{self._job.world.size} ranks; {kept}: lower --lr, clip with --max-grad-norm, or "
+            "leave out such steps with --on-nan skip"
+        )
+
+    def _at_end(self) -> bool:
+        return self._step >= self._job.total_steps
+
+    def _row_due(self) -> bool:
+        due = self._step % self._job.settings.log_interval == 0
+        return due or self._evaluation_due() or self._at_end()
+
+    def _evaluation_due(self) -> bool:
+        if self._job.evaluator is None:
+            return False
+        interval = self._job.settings.eval_interval
+        if interval is None:
+            interval = self._job.plan.steps_per_epoch
+        return self._at_end() or (interval > 0 and self._step % interval == 0)
+
+    def _save_due(self) -> bool:
+        interval = self._job.settings.checkpoint_interval
+        return interval > 0 and self._step % interval == 0
+
+    def _measure(self, *, evaluate: bool) -> None:
+        """Phase 3."""
+        self._read_totals(pending=0)
+        if evaluate:
+            self._evaluate()
+        row = self._make_row(self._evaluation if evaluate else None)
+        if row.loss is not None:
+            self._first_loss = row.loss if self._first_loss is None else self._first_loss
+            self._last_loss = row.loss
+        self._row_step = self._step
+        self._listener.measured(row)
+
+    def _evaluate(self) -> None:
+        if self._job.evaluator is not None:
+            self._catch_up()
+            self._evaluation = self._job.evaluator.run(self._job.world)
+
+    def _catch_up(self) -> None:
+        begin_s = time.perf_counter()
+        synchronize(self._job)
+        self._meter.wait(time.perf_counter() - begin_s)
+
+    def _make_row(self, evaluation: Evaluation | None) -> MetricsRow:
+        assert self._last is not None
+        sums = self._meter.lap()
+        losses, self._losses = self._losses, []
+        num_steps = max(1, sums.num_steps)
+        return MetricsRow(
+            step=self._step,
+            epoch=self._job.position(self._step - 1)[0],
+            elapsed_s=time.perf_counter() - self._began_s,
+            loss=math.fsum(losses) / len(losses) if losses else None,
+            learning_rate=self._last.lr,
+            grad_norm=self._last.grad_norm,
+            samples_per_s=sums.samples_per_s,
+            step_s=sums.seconds / num_steps,
+            exposed_s=sums.exposed_s / num_steps,
+            communication_s=sums.communication_s / num_steps,
+            eval_loss=None if evaluation is None else evaluation.loss,
+            extra={} if evaluation is None else evaluation.metrics,
+        )
+
+    def _save(self) -> None:
+        """Phase 4."""
+        self._read_totals(pending=0)
+        self._catch_up()
+        path = save(self._job, self._folder, self._step)
+        self._saved_step = self._step
+        self._listener.saved(path)
+
+    def _finish(self) -> None:
+        """What is due at the end, or when asked to stop."""
+        self._read_totals(pending=0)
+        if self._step > self._row_step:
+            self._measure(evaluate=False)
+        if self._step > self._saved_step:
+            self._save()
+        if self._evaluation is None and not self._stopping:
+            self._evaluate()  # the run had reached its end before
+
+    def _outcome(self) -> Outcome:
+        """How it went, over all ranks (collective)."""
+        steady = self._meter.steady
+        exposed_s, busy_s = self._job.world.all_reduce([steady.exposed_s, steady.communication_s])
+        return Outcome(
+            step=self._step,
+            stopped=not self._at_end(),
+            first_loss=self._first_loss,
+            last_loss=self._last_loss,
+            evaluation=self._evaluation,
+            train_s=steady.seconds,
+            samples_per_s=steady.samples_per_s,
+            hidden_share=None if busy_s <= 0 else max(0.0, 1.0 - exposed_s / busy_s),
+            num_skipped=self._num_skipped,
+        )
+
+    def _close(self) -> None:
+        """Give the channels back; every rank is here."""
+        self._job.optimizer.synchronize()
+        self._tally.close()
+        self._job.optimizer.close()

@@ -1,0 +1,202 @@
+"""pytest on one process or on several: `python -m pytest` and `mpiexec -n 4 python -m pytest`.
+
+Tests in tests/mpi run on all ranks together, in one order; all others run on rank 0 alone, after
+them, as if there were no launcher. Rank 0 reports; another rank speaks only of its failures. All
+ranks wait for each other at the end of each test: if some rank failed, the test has failed on all;
+and if a rank failed while another still waits for it inside the test, the whole job is aborted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import NoReturn
+
+import hypothesis
+import pytest
+
+from tests.job import clean_environment
+from tests.roster import (
+    Roster,
+    collect_stacks,
+    is_launched,
+    launched_rank,
+    launched_size,
+    roster_folder,
+)
+
+_MPI_TESTS = Path(__file__).parent / "mpi"
+_PATIENCE_VARIABLE = "DEARMPI_TEST_PATIENCE_S"
+_CUT_SHORT = (
+    pytest.ExitCode.INTERRUPTED,
+    pytest.ExitCode.INTERNAL_ERROR,
+    pytest.ExitCode.USAGE_ERROR,
+)
+_ROSTER = pytest.StashKey[Roster]()
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Join the other ranks; every test run is the same as the one before."""
+    hypothesis.settings.register_profile(
+        "dearmpi", derandomize=True, database=None, deadline=None, max_examples=50
+    )
+    hypothesis.settings.load_profile("dearmpi")
+    if config.getoption("collectonly") or not is_launched():
+        return
+    rank, size = launched_rank(), launched_size()
+    if size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config.stash[_ROSTER] = Roster(roster_folder(), rank=rank, size=size)
+    if rank:
+        _silence(config)
+
+
+def _silence(config: pytest.Config) -> None:
+    """Report to nowhere; ``_speak`` says what must be said."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    config.pluginmanager.unregister(reporter)
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    config.pluginmanager.register(pytest.TerminalReporter(config, nowhere), "terminalreporter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests of all ranks first; leave the others to rank 0."""
+    together = [item for item in items if _runs_on_all(item)]
+    alone = [item for item in items if not _runs_on_all(item)]
+    if launched_size() > 1:
+        items[:] = together if launched_rank() else together + alone
+    if launched_rank() and alone:
+        config.hook.pytest_deselected(items=alone)
+    if _ROSTER in config.stash:
+        config.stash[_ROSTER].collected([item.nodeid for item in together])
+
+
+def _runs_on_all(item: pytest.Item) -> bool:
+    return _MPI_TESTS in item.path.parents
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that is not for this world size."""
+    marker = item.get_closest_marker("ranks")
+    if marker is None:
+        return
+    unknown = set(marker.kwargs) - {"at_least"}
+    if unknown:
+        raise pytest.UsageError(f"ranks() takes counts and at_least, not {sorted(unknown)}")
+    size = launched_size()
+    if marker.args and size not in marker.args:
+        pytest.skip(f"for {' or '.join(map(str, marker.args))} ranks, not {size}")
+    if size < marker.kwargs.get("at_least", 1):
+        pytest.skip(f"for at least {marker.kwargs['at_least']} ranks, not {size}")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that run on rank 0 alone do not see that there are others."""
+    if not _runs_on_all(request.node):
+        for name in os.environ.keys() - clean_environment().keys():
+            monkeypatch.delenv(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Note which test is under way, for whoever watches from outside."""
+    roster = item.config.stash.get(_ROSTER, None)
+    if roster is None:
+        return (yield)
+    roster.started(item.nodeid, slow=item.get_closest_marker("slow") is not None)
+    try:
+        return (yield)
+    finally:
+        roster.ended()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """At the end of a test of all ranks, agree on how it went."""
+    report = yield
+    failed = item.stash.get(_FAILED, False) or report.failed
+    item.stash[_FAILED] = failed
+    if report.failed and launched_size() > 1:
+        _speak(report)
+    if call.when == "teardown" and launched_size() > 1 and _runs_on_all(item):
+        _agree(item, report, failed=failed)
+    return report
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Say what this rank could not collect."""
+    if report.failed and launched_size() > 1:
+        _speak(report)
+
+
+def _speak(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Say it at once: the job may end before there is a summary."""
+    text = f"{report.nodeid} failed in {report.when}\n{report.longreprtext}"
+    text += "".join(f"\n--- {title} ---\n{content}" for title, content in report.sections)
+    prefix = f"[rank {launched_rank()}] "
+    _write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
+
+
+def _write(text: str) -> None:
+    # One write, so that the lines of two ranks do not mix.
+    sys.stdout.flush()
+    os.write(2, text.encode())
+
+
+def _agree(item: pytest.Item, report: pytest.TestReport, *, failed: bool) -> None:
+    roster = item.config.stash[_ROSTER]
+    patience_s = float(os.environ.get(_PATIENCE_VARIABLE, "15")) if failed else None
+    agreement = roster.agree(failed=failed, patience_s=patience_s)
+    if agreement.missing:
+        _abort(roster, f"{item.nodeid} failed on rank {launched_rank()}", agreement.missing)
+    if agreement.differing:
+        ranks = ", ".join(map(str, agreement.differing))
+        _abort(roster, f"rank {launched_rank()} collected other tests than ranks {ranks}", [])
+    if agreement.failed and not failed:
+        report.outcome = "failed"
+        report.longrepr = f"failed on rank {', '.join(map(str, agreement.failed))}, passed here"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leave together: whoever finalizes MPI first would spin until the others do."""
+    if launched_size() == 1 or _ROSTER not in session.config.stash:
+        return
+    roster = session.config.stash[_ROSTER]
+    session.config.option.tbstyle = "no"  # each failure was told when it happened
+    if session.exitstatus in _CUT_SHORT:
+        status = pytest.ExitCode(session.exitstatus).name
+        _abort(roster, f"rank {launched_rank()} ends before the others: {status}", [])
+    if launched_rank():
+        if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK  # rank 0 runs them
+        roster.wait_for_root()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave the roster."""
+    if _ROSTER in config.stash:
+        config.stash[_ROSTER].leave()
+
+
+def _abort(roster: Roster, reason: str, missing: list[int]) -> NoReturn:
+    """End the job: the other ranks may never return from what they wait for."""
+    text = f"\n===== ABORTED: {reason}"
+    if missing:
+        text += f"; still inside the test: rank {', '.join(map(str, missing))}"
+        text += f"\n{collect_stacks(roster.folder, missing)}"
+    _write(text + "\n")
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        mpi.COMM_WORLD.Abort(1)
+    roster.kill_others()
+    os._exit(1)

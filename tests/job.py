@@ -1,0 +1,267 @@
+"""Job: a command on several ranks, with a time limit, that leaves no process and no file behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from tests.roster import FOLDER_VARIABLE, is_launched, launched_rank
+
+_MARK_VARIABLE = "DEARMPI_TEST_JOB"
+_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDI_", "MPI_LOCAL", "HYDRA_")
+_SEGMENTS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
+_POLL_S = 0.05
+
+
+def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """``environment`` without what an MPI launcher or an outer test run put there."""
+    launched = is_launched(environment)
+    return {
+        name: value
+        for name, value in environment.items()
+        if not (launched and name.startswith(_LAUNCHER_PREFIXES)) and name != FOLDER_VARIABLE
+    }
+
+
+def find_mpiexec(python: Path) -> Path:
+    """The mpiexec of ``python``'s environment, else that of the PATH."""
+    own = python.parent / "mpiexec"
+    found = own if own.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise FileNotFoundError(f"no mpiexec beside {python} or on the PATH; run bin/setup test")
+    return Path(found)
+
+
+def launch_command(mpiexec: Path, ranks: int, command: Sequence[str]) -> list[str]:
+    """``command`` on ``ranks`` ranks of this machine, be they more than its cores."""
+    version = subprocess.run(
+        [mpiexec, "--version"], capture_output=True, text=True, check=False, timeout=60
+    ).stdout
+    crowded = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
+    return [str(mpiexec), *crowded, "-n", str(ranks), *command]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended.
+
+    returncode: the launcher's; 124 if the limit ended the job.
+    output: standard output and error of all ranks, in the order of arrival; empty if it was shown.
+    left_over: processes that were still there when the launcher had gone, and were killed.
+    """
+
+    returncode: int
+    output: str
+    duration_s: float
+    timed_out: bool
+    left_over: int
+
+
+class Job:
+    """``command`` under mpiexec; a context manager, at whose end nothing of it is left.
+
+    command: without mpiexec; ``[sys.executable, "script.py"]``, or a console script's path.
+    limit_s: counted from the start; then the job is killed.
+    python: the environment whose mpiexec starts it: ``.venv-openmpi/bin/python`` for Open MPI.
+    shown: whether output goes to this process's, rather than into ``output``.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        *,
+        ranks: int,
+        limit_s: float,
+        python: Path = Path(sys.executable),
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        shown: bool = False,
+    ) -> None:
+        self._limit_s = limit_s
+        self._scratch = Path(tempfile.mkdtemp(prefix="dear-"))
+        self._mark = uuid.uuid4().hex
+        self._began_s = time.time()
+        self._started_s = time.monotonic()
+        self._output = self._scratch / "output"
+        mpiexec = find_mpiexec(python)
+        with self._output.open("wb") as output:
+            stream = None if shown else output
+            self._process = subprocess.Popen(
+                launch_command(mpiexec, ranks, [str(part) for part in command]),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                cwd=folder,
+                env=self._environment(mpiexec, environment or {}),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._clean()
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_s
+
+    def output(self) -> str:
+        """What the ranks have printed so far."""
+        return self._output.read_text(errors="replace")
+
+    def is_running(self) -> bool:
+        """Whether the launcher is."""
+        return self._process.poll() is None
+
+    def rank_pids(self) -> dict[int, int]:
+        """Process numbers of the ranks that have started, by rank (Linux)."""
+        ranks: dict[int, int] = {}
+        for pid, variables in sorted(_marked_processes(self._mark)):
+            if is_launched(variables):
+                # A rank's children inherit its variables; the rank itself came first.
+                ranks.setdefault(launched_rank(variables), pid)
+        return ranks
+
+    def wait_for(self, text: str, *, timeout_s: float) -> bool:
+        """Whether ``text`` was printed within ``timeout_s`` and before the job ended."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output():
+            if time.monotonic() > deadline or not self.is_running():
+                return text in self.output()
+            time.sleep(_POLL_S)
+        return True
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank."""
+        os.kill(self.rank_pids()[rank], number)
+
+    def wait(self) -> Ended:
+        """Wait for the end, or bring it about at the limit."""
+        timed_out = False
+        while self.is_running():
+            if self.duration_s > self._limit_s:
+                timed_out = True
+                break
+            time.sleep(_POLL_S)
+        return self.end(timed_out=timed_out)
+
+    def end(self, *, timed_out: bool = False) -> Ended:
+        """Kill what still runs, and say how it ended."""
+        duration_s = self.duration_s
+        was_running = self.is_running()
+        left_over = self._kill()
+        output = self.output()
+        self._clean()
+        return Ended(
+            returncode=124 if timed_out else self._process.wait(),
+            output=output,
+            duration_s=duration_s,
+            timed_out=timed_out,
+            left_over=0 if was_running else left_over,
+        )
+
+    def _environment(self, mpiexec: Path, extra: Mapping[str, str]) -> dict[str, str]:
+        variables = clean_environment()
+        outer = variables.get(_MARK_VARIABLE)
+        return variables | {
+            "PATH": f"{mpiexec.parent}{os.pathsep}{variables.get('PATH', os.defpath)}",
+            # Session folders, and whatever a killed rank leaves, go where they can be removed.
+            "TMPDIR": str(self._scratch),
+            _MARK_VARIABLE: f"{outer},{self._mark}" if outer else self._mark,
+            "OMP_NUM_THREADS": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            **extra,
+        }
+
+    def _clean(self) -> None:
+        self._kill()
+        _remove_segments(since_s=self._began_s)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _kill(self) -> int:
+        """Kill all that is left of the job; the number of processes that were."""
+        killed: set[int] = set()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            left = [pid for pid, _ in _marked_processes(self._mark)]
+            if self._process.poll() is None and self._process.pid not in left:
+                left.append(self._process.pid)
+            if not left:
+                break
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            killed.update(left)
+            time.sleep(_POLL_S)
+        return len(killed)
+
+
+def run_job(
+    command: Sequence[str | Path],
+    *,
+    ranks: int,
+    limit_s: float,
+    python: Path = Path(sys.executable),
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run ``command`` on ``ranks`` ranks to its end; the arguments are those of ``Job``."""
+    with Job(
+        command,
+        ranks=ranks,
+        limit_s=limit_s,
+        python=python,
+        folder=folder,
+        environment=environment,
+    ) as job:
+        return job.wait()
+
+
+def _marked_processes(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Living processes that carry ``mark``, with their environment variables."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            data = path.read_bytes()
+            if mark.encode() in data:
+                pairs = (item.partition("=") for item in data.decode(errors="replace").split("\0"))
+                yield int(path.parent.name), {name: value for name, _, value in pairs}
+
+
+def _remove_segments(*, since_s: float) -> None:
+    """Remove shared memory files made since then that no process has open or mapped any more."""
+    shared = Path("/dev/shm")
+    for path in [path for pattern in _SEGMENTS for path in shared.glob(pattern)]:
+        with contextlib.suppress(OSError):
+            state = path.stat()
+            if state.st_uid == os.getuid() and state.st_mtime >= since_s and not _is_used(path):
+                path.unlink()
+
+
+def _is_used(path: Path) -> bool:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(path) in (process / "maps").read_text():
+                return True
+            if any(os.readlink(handle) == str(path) for handle in (process / "fd").iterdir()):
+                return True
+    return False

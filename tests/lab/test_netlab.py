@@ -1,0 +1,174 @@
+"""bin/netlab: emulated hosts come, work at their rate, and leave nothing behind.
+
+The tests have network and mount namespaces of their own, so that they neither see nor touch
+emulated hosts that are up already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.job import clean_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+NETLAB = ROOT / "bin" / "netlab"
+TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
+RATE_MBIT = 50
+LIMIT_S = 120
+
+HOLD = """
+mkdir -p /run/netns /etc/netns
+mount -t tmpfs none /run/netns && mount -t tmpfs none /etc/netns && ip netns add probe &&
+    ip netns del probe && echo ready
+exec cat
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """Namespaces in which process ``holder`` lives."""
+
+    holder: int
+
+    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run a command inside; this environment's mpirun is found first."""
+        environment = clean_environment()
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        environment["PYTHONPATH"] = str(ROOT)
+        return subprocess.run(
+            ["nsenter", f"--target={self.holder}", "--mount", "--net", *map(str, command)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=environment,
+            cwd=ROOT,
+        )
+
+    def netlab(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return self.run(sys.executable, NETLAB, *arguments)
+
+    def leavings(self) -> str:
+        """Names of namespaces and of their files in /etc."""
+        return self.run("sh", "-c", "ip netns list; ls /etc/netns").stdout
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: iproute2 and util-linux")
+    with subprocess.Popen(
+        ["unshare", "--mount", "--net", "sh", "-c", HOLD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        try:
+            if holder.stdout.readline() != "ready\n":
+                holder.stdin.close()
+                assert holder.stderr is not None
+                pytest.skip(f"no network namespaces here: {holder.stderr.read().strip()}")
+            lab = Lab(holder.pid)
+            yield lab
+            lab.netlab("down")
+        finally:
+            holder.stdin.close()
+
+
+def test_hosts_come_work_at_their_rate_and_leave_nothing(lab: Lab, tmp_path: Path) -> None:
+    up = lab.netlab("up", "2", f"{RATE_MBIT}mbit")
+    assert up.returncode == 0, up.stderr
+    assert f"2 hosts, links of {RATE_MBIT} Mbit/s" in up.stdout
+    report = tmp_path / "collectives.json"
+    bench = ("bench", "--collectives", "--sizes-mb", "0.5", "--num-iters", "1", "--json", report)
+    run = lab.netlab("run", "2", sys.executable, "-m", "dearmpi.cli.main", *bench)
+    assert run.returncode == 0, run.stderr
+    measured = json.loads(report.read_text())
+    assert (measured["world_size"], measured["hosts"]) == (2, 2)
+    # No load can make it faster than the wire, which memory shared between the hosts would be.
+    rates = [measured["wire_bits_s"], *(row["wire_bits_s"] for row in measured["rows"])]
+    assert max(rates) < 1.5e6 * RATE_MBIT
+    assert lab.netlab("down").returncode == 0
+    assert lab.leavings() == ""
+
+
+def test_the_commands_exit_status_is_passed_on(lab: Lab) -> None:
+    assert lab.netlab("up", "2", f"{RATE_MBIT}mbit").returncode == 0
+    assert lab.netlab("run", "2", sys.executable, "-c", "raise SystemExit(3)").returncode == 3
+
+
+def test_fewer_hosts_than_asked_for_are_refused(lab: Lab) -> None:
+    assert lab.netlab("up", "2", f"{RATE_MBIT}mbit").returncode == 0
+    run = lab.netlab("run", "3", "true")
+    assert run.returncode == 1 and "3 hosts asked for, but there are 2" in run.stderr
+
+
+@pytest.mark.parametrize("left", ["switch", "n0", "n7"])
+def test_a_namespace_left_over_is_told_of_and_taken_away(lab: Lab, left: str) -> None:
+    assert lab.run("ip", "netns", "add", f"dearlab-{left}").returncode == 0
+    up = lab.netlab("up", "2", f"{RATE_MBIT}mbit")
+    assert up.returncode == 1 and "netlab down" in up.stderr
+    assert lab.netlab("down").returncode == 0
+    assert lab.leavings() == ""
+
+
+@pytest.mark.parametrize("rate", ["fast", "1gbit/s", "0mbit", "1kbit", "900000gbit", ""])
+def test_a_rate_that_tc_cannot_give_is_refused_before_anything_is_made(lab: Lab, rate: str) -> None:
+    up = lab.netlab("up", "2", rate)
+    assert up.returncode == 1 and repr(rate) in up.stderr and "200mbit" in up.stderr
+    assert lab.leavings() == ""
+
+
+def test_without_hosts_there_is_nothing_to_run_on_or_to_check(lab: Lab) -> None:
+    run = lab.netlab("run", "2", "true")
+    assert run.returncode == 1 and "2 hosts asked for, but there are 0" in run.stderr
+    check = lab.netlab("check")
+    assert check.returncode == 1 and "netlab up" in check.stderr
+    assert lab.netlab("down").returncode == 0
+
+
+def load() -> ModuleType:
+    loader = SourceFileLoader("netlab", str(NETLAB))
+    spec = spec_from_loader("netlab", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_without_root_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    netlab = load()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert netlab.main(["up", "2", "1gbit"]) == 1
+    assert "needs root" in capsys.readouterr().err
+
+
+def test_a_missing_tool_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    netlab = load()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
+    assert netlab.main(["up", "2", "1gbit"]) == 1
+    assert "needs tc" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Runs pytest on several ranks; a deadlock ends with the Python stacks of all of them.
+
+    python tests/launch.py --ranks 4 [--python .venv-openmpi/bin/python] [pytest's arguments]
+
+Exit status: the launcher's, 124 when a limit ended the run, 125 when processes were left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+if __package__ is None or not __package__:  # run as a file
+    sys.path.insert(0, str(ROOT))
+
+from tests.job import Job  # noqa: E402
+from tests.roster import FOLDER_VARIABLE, Entry, collect_stacks, read_entry  # noqa: E402
+
+_SLOW_FACTOR = 5
+
+
+def main() -> int:
+    """Run, watch, report."""
+    options, arguments = _parse()
+    signal.signal(signal.SIGTERM, _terminate)
+    command = [options.python, "-m", "pytest", "-o", "faulthandler_timeout=0"]
+    command += ["-p", "no:cacheprovider", *(arguments or ["tests/mpi"])]
+    with (
+        tempfile.TemporaryDirectory(prefix="dear-roster-") as folder,
+        Job(
+            command,
+            ranks=options.ranks,
+            limit_s=options.limit,
+            python=options.python,
+            folder=ROOT,
+            environment={FOLDER_VARIABLE: folder},
+            shown=True,
+        ) as job,
+    ):
+        return _watch(job, Path(folder), options)
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--limit", type=float, default=300, help="seconds for the whole run")
+    parser.add_argument("--test-limit", type=float, default=120, help="seconds for one test")
+    return parser.parse_known_args()
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    """Leave through the context managers, which end the job."""
+    raise SystemExit(128 + number)
+
+
+def _watch(job: Job, folder: Path, options: argparse.Namespace) -> int:
+    while job.is_running():
+        time.sleep(0.1)
+        problem = _find_problem(job, _read_entries(folder, options.ranks), options)
+        if problem is not None:
+            stacks = collect_stacks(folder, list(range(options.ranks)))
+            _say(f"TIMEOUT on {options.ranks} ranks: {problem}\n{stacks}")
+            job.end(timed_out=True)
+            return 124
+    ended = job.end()
+    if ended.returncode:
+        lines = [f"FAILED on {options.ranks} ranks, exit status {ended.returncode}"]
+        for entry in _read_entries(folder, options.ranks):
+            if entry.running:
+                lines.append(f"rank {entry.rank} ended in {entry.running}")
+        _say("\n".join(lines))
+    elif ended.left_over:
+        _say(f"FAILED on {options.ranks} ranks: {ended.left_over} processes had to be killed")
+        return 125
+    return ended.returncode
+
+
+def _read_entries(folder: Path, ranks: int) -> list[Entry]:
+    entries = [read_entry(folder, rank) for rank in range(ranks)]
+    return [entry for entry in entries if entry is not None]
+
+
+def _find_problem(job: Job, entries: list[Entry], options: argparse.Namespace) -> str | None:
+    if job.duration_s > options.limit:
+        return f"the whole run has taken more than {options.limit:g} s"
+    for entry in entries:
+        limit_s = options.test_limit * (_SLOW_FACTOR if entry.slow else 1)
+        if entry.running and time.monotonic() - entry.since_s > limit_s:
+            return f"rank {entry.rank} has been in {entry.running} for more than {limit_s:g} s"
+    return None
+
+
+def _say(text: str) -> None:
+    print(f"\n===== {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""What the tests that run on all ranks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import dearmpi
+from dearmpi.comm.world import World
+from tests.roster import launched_size
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    """The world of this job: all ranks that the launcher started, or this process alone."""
+    world = dearmpi.connect()
+    assert world.size == launched_size(), (
+        f"{launched_size()} ranks were launched, but the world has {world.size}: "
+        "mpiexec and mpi4py's library do not belong together"
+    )
+    return world
+
+
+@pytest.fixture
+def shared_tmp_path(world: World, tmp_path: Path) -> Path:
+    """A folder of this test's own, the same on all ranks, made before any of them sees it."""
+    return Path(world.broadcast_text(str(tmp_path)))

@@ -1,0 +1,194 @@
+"""The benchmark works on any number of ranks; what it measures is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dearmpi.bench.collectives import describe_collectives, measure_collectives
+from dearmpi.bench.contest import Length, hold_contest
+from dearmpi.bench.method import Method
+from dearmpi.bench.peers import plug_in, read_method
+from dearmpi.bench.record import collectives_json, result_json
+from dearmpi.bench.result import Result
+from dearmpi.bench.session import Question, answer
+from dearmpi.bench.subject import ReplaySubject
+from dearmpi.bench.table import describe_result
+from dearmpi.bench.workload import LayerSpec, Workload, read_workload
+from dearmpi.comm.world import World
+from dearmpi.errors import DearError
+from tests.mpi.entrants import (
+    fails_in_backprop,
+    fails_to_close,
+    fails_to_enter,
+    forgets_others,
+)
+
+pytestmark = pytest.mark.ranks(1, 2)
+
+SHORT = Length(num_warmup=1, num_batches=2, num_rounds=1, patience_s=6.0)
+TIED = Workload(
+    "tied",
+    "",
+    (
+        LayerSpec("embedding", (("weight", (50, 4)),), 0),
+        LayerSpec("layer.0.dense", (("weight", (40, 4)), ("bias", (3,))), 1),
+        LayerSpec("layer.1.dense", (("weight", (40, 4)), ("bias", (1,))), 1),
+        LayerSpec("head", (("bias", (50,)),), 0),
+        LayerSpec("head.decoder", (), 3, tied_to="embedding"),
+    ),
+    batch_size=8,
+    unit="seq",
+)
+
+
+def contest(
+    world: World, *methods: Method, workload: Workload | None = None, num_rounds: int = 1
+) -> tuple[Result, list[str]]:
+    lines: list[str] = []
+    subject = ReplaySubject(
+        workload or read_workload("equal:0.1:4"),
+        feed_forward_s=0.002,
+        backprop_s=0.004,
+        batch_size=8,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    length = replace(SHORT, num_rounds=num_rounds)
+    return hold_contest(world, subject, methods, length=length, tell=lines.append), lines
+
+
+@pytest.mark.parametrize("workload", [None, TIED], ids=["equal", "tied"])
+def test_every_method_trains_the_same_model(world: World, workload: Workload | None) -> None:
+    names = ["serial", "wfbp", "dear", "dear:0.01:window=1", "ddp", "ddp:1", "ddp-bf16", "fsdp2"]
+    result, lines = contest(world, *map(read_method, names), workload=workload)
+    assert {row.label: row.error for row in result.rows} == dict.fromkeys(names, "")
+    assert all(len(row.iterations()) == 2 for row in (result.alone, *result.rows))
+    assert len(lines) == 1 + len(names)
+    assert result.bounds is not None
+    assert result.bounds.absolute_s <= result.bounds.dear_s
+    text = "\n".join(describe_result(result))
+    assert all(f"\n{name} " in text for name in names)
+    plain = json.loads(result_json(result))
+    assert [row["label"] for row in plain["rows"]] == names
+    assert not dist.is_initialized()
+
+
+def check_only_one_failed(result: Result, label: str, *words: str) -> None:
+    for row in result.rows:
+        if row.label == label:
+            assert not row.blocks and all(word in row.error for word in words), row.error
+        else:
+            assert not row.error and row.blocks
+    table = "\n".join(describe_result(result))
+    assert f"\n{label}: " in table and "failed" in table
+
+
+@pytest.mark.slow  # the ranks that did not fail wait for gloo's time limit
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda last: fails_to_enter(last), ("OSError: no such accelerator",)),
+        (lambda last: fails_in_backprop(last, at=1), ("FloatingPointError: broken in two",)),
+        (lambda last: fails_in_backprop(last, at=3), ("FloatingPointError: broken in two",)),
+    ],
+    ids=["enter", "first backprop", "third backprop"],
+)
+def test_a_peer_that_fails_on_one_rank_is_out_and_the_rest_goes_on(
+    world: World, make: Any, words: tuple[str, ...]
+) -> None:
+    bad = Method("bad", make(world.size - 1))
+    result, _ = contest(world, read_method("ddp"), bad, read_method("dear"), num_rounds=2)
+    check_only_one_failed(result, "bad", *words)
+    assert "details" not in next(row.error for row in result.rows if row.label == "bad")
+
+
+@pytest.mark.ranks(2)
+def test_a_method_that_averages_nothing_is_found_out(world: World) -> None:
+    result, _ = contest(world, Method("bad", forgets_others), read_method("wfbp"))
+    check_only_one_failed(result, "bad", "trained wrongly", "layer0.weight")
+
+
+def test_a_peer_that_is_not_installed_is_out_and_the_rest_goes_on(world: World) -> None:
+    result, _ = contest(world, plug_in("not_installed_anywhere:make"), read_method("dear"))
+    check_only_one_failed(result, "not_installed_anywhere:make", "ModuleNotFoundError")
+
+
+def test_a_plug_in_takes_part(world: World) -> None:
+    result, _ = contest(world, plug_in("tests.mpi.entrants:plug_in"))
+    assert not result.rows[0].error and len(result.rows[0].blocks) == 1
+
+
+def test_a_peer_that_fails_to_close_has_been_measured_all_the_same(world: World) -> None:
+    def close() -> None:
+        raise RuntimeError("cannot close")
+
+    result, _ = contest(world, Method("bad", fails_to_close(close)), read_method("ddp"))
+    assert all(len(row.blocks) == 1 for row in result.rows)
+
+
+@pytest.mark.ranks(2)
+def test_the_ratio_sets_the_compute_time(world: World) -> None:
+    lines: list[str] = []
+    question = Question("equal:1:4", ["dear"], ratio=0.5, length=SHORT, batch_size=7)
+    result = answer(world, question, lines.append)
+    (said,) = [line for line in lines if line.startswith("compute time")]
+    feed_forward_s, backprop_s = (float(word) for word in said.split() if word[0].isdigit())
+    assert backprop_s == pytest.approx(2 * feed_forward_s, abs=0.0011)  # told in milliseconds
+    assert result.batch_size == 7
+
+
+def test_a_real_task_is_measured(world: World, tmp_path: Any) -> None:
+    (tmp_path / "tiny.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from dearmpi.train.task import Task\n"
+        "def make(options):\n"
+        "    data = [torch.full((3,), i / 7) for i in range(7)]\n"
+        "    loss = lambda model, batch: model(batch).square().mean()\n"
+        "    return Task('tiny', nn.Linear(3, 2), data, loss, unit='images')\n"
+    )
+    question = Question(f"{tmp_path}/tiny.py:make", ["dear", "ddp"], length=SHORT, batch_size=3)
+    result = answer(world, question, lambda line: None)
+    assert (result.subject, result.unit) == ("tiny", "image")
+    assert not [row.error for row in result.rows if row.error]
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        (Question("resnet51", ["dear"]), ("resnet51", "bert_base")),
+        (Question("equal:1", ["deer"]), ("deer", "wfbp")),
+        (Question("equal:1", ["dear:window=x"]), ("window", "x")),
+        (Question("digits", ["dear"], ratio=1.0), ("digits", "ratio")),
+    ],
+    ids=["workload", "method", "option", "ratio"],
+)
+def test_a_question_without_answer_is_refused_on_all_ranks(
+    world: World, question: Question, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(DearError) as caught:
+        answer(world, question, lambda line: None)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_has_no_communication_to_set_the_time_by(world: World) -> None:
+    with pytest.raises(DearError, match="--feed-forward-s"):
+        answer(world, Question("equal:1", ["dear"], ratio=1.0), lambda line: None)
+
+
+@pytest.mark.ranks(2)
+def test_collectives_are_measured_on_every_size(world: World) -> None:
+    result = measure_collectives(world, [0.01, 0.1], repeats=2, tell=lambda line: None)
+    names = [f"reduce-scatter {algorithm}" for algorithm in ("native", "ring", "exchange")] + [
+        "all-gather"
+    ]
+    assert [row.name for row in result.rows] == 2 * names
+    assert all(row.each_s > 0 and 0 <= row.overlap.imb <= 1 for row in result.rows)
+    assert len(describe_collectives(result)) == 4 + len(result.rows)
+    assert len(json.loads(collectives_json(result))["rows"]) == 8

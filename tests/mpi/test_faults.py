@@ -1,0 +1,170 @@
+"""Nothing that is in flight may be freed, moved or forgotten; and failures end all ranks."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import dearmpi
+from dearmpi.comm.world import World
+from tests.job import Ended, Job
+from tests.mpi.oracle import Case, Outcome, Training, assert_same, train
+
+ROOT = Path(dearmpi.__file__).parents[1]
+CASE = Case(model="dense", optimizer="adam", cap_mb=1e-6)
+
+
+class Churn:
+    """Takes and frees memory of the sizes in use, and so overwrites what is freed too early."""
+
+    def __init__(self) -> None:
+        self._sizes = sorted({p.numel() for p in Training(CASE).model.parameters()})
+
+    def __call__(self) -> None:
+        gc.collect()
+        junk: list[Tensor] = []
+        for _ in range(20):
+            for size in self._sizes:
+                for numel in (size, 2 * size, -(-size // 3) * 3, size + 1):
+                    junk.append(torch.full((numel,), float("nan"), dtype=torch.float64))
+        del junk
+
+
+@pytest.mark.parametrize("reduce_scatter", ["ring", "native", "exchange"])
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_buffers_in_flight_outlive_garbage_collection(
+    gather: str, reduce_scatter: str, world: World
+) -> None:
+    case = Case(
+        optimizer="adam", cap_mb=1e-6, gather=gather, reduce_scatter=reduce_scatter, window=8
+    )
+    churn = Churn()
+    with Training(case, world) as training:
+        for step in range(3):
+            training.optimizer.zero_grad()
+            training.backward(step)
+            churn()
+            training.optimizer.step()
+            churn()
+        outcome = training.outcome()
+    with_plain_torch = Training(case)
+    for step in range(3):
+        with_plain_torch.step(step)
+    assert_same(outcome, with_plain_torch.outcome())
+
+
+@pytest.mark.parametrize("reduce_scatter", ["ring", "native", "exchange"])
+def test_a_script_may_drop_everything_in_the_middle_of_a_step(
+    reduce_scatter: str, world: World
+) -> None:
+    """Model and optimizer go while their buffers are under way; the next training is unharmed."""
+    case = Case(optimizer="adam", cap_mb=1e-6, reduce_scatter=reduce_scatter, window=8)
+    churn = Churn()
+
+    def begin_and_drop() -> None:
+        training = Training(case, world)
+        training.step(0)
+        training.step(1)
+
+    expected = train(case)
+    for _ in range(2):
+        begin_and_drop()
+        churn()
+        found: Outcome = train(case, world)
+        assert_same(found, expected)
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import dearmpi
+
+world = dearmpi.connect()
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+optimizer = dearmpi.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_cap_mb=1e-6
+)
+how = sys.argv[1]
+for step in range(1_000_000):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 8)).square().mean()
+    if step == 5 and world.rank == world.size - 1:
+        print("now", flush=True)
+        if how == "exit":
+            os._exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raise":
+            raise ValueError("a mistake of one rank's own")
+        if how == "raise in backward":
+            loss.register_hook(lambda _: 1 / 0)
+    loss.backward()
+    optimizer.step()
+"""
+END_S = 10.0
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    yield path
+
+
+def run(script: Path, how: str, ranks: int = 3) -> tuple[Ended, float]:
+    """How the job ended, and how many seconds after the failure."""
+    with Job(
+        [sys.executable, script, how],
+        ranks=ranks,
+        limit_s=120.0,
+        environment={"PYTHONPATH": str(ROOT)},
+    ) as job:
+        assert job.wait_for("now", timeout_s=100.0), job.output()
+        before_s = job.duration_s
+        ended = job.wait()
+        return ended, ended.duration_s - before_s
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "raise",
+        "raise in backward",
+        pytest.param("kill", marks=pytest.mark.slow),
+        pytest.param("exit", marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_that_fails_ends_the_job_in_time(how: str, script: Path) -> None:
+    ended, seconds = run(script, how)
+    assert ended.returncode not in (0, 124), ended.output
+    assert seconds < END_S
+    assert ended.left_over == 0
+    if how == "raise":
+        assert "[rank 2 on " in ended.output
+        assert "ValueError: a mistake of one rank's own" in ended.output
+    if how == "raise in backward":
+        assert "[rank 2 on " in ended.output and "ZeroDivisionError" in ended.output
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_killed_from_outside_ends_the_job_in_time(script: Path) -> None:
+    with Job(
+        [sys.executable, script, "none"],
+        ranks=3,
+        limit_s=120.0,
+        environment={"PYTHONPATH": str(ROOT)},
+    ) as job:
+        assert job.wait_for("now", timeout_s=100.0), job.output()
+        before_s = job.duration_s
+        job.signal_rank(1, signal.SIGKILL)
+        ended = job.wait()
+    assert ended.returncode not in (0, 124), ended.output
+    assert ended.duration_s - before_s < END_S and ended.left_over == 0

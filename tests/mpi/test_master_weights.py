@@ -1,0 +1,100 @@
+"""fp32 master copies behind half-precision parameters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dearmpi
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+
+
+def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).to(dtype)
+
+
+def distribute(
+    model: nn.Module, world: World, gather: str, lr: float = 1e-4
+) -> dearmpi.DistributedOptimizer:
+    return dearmpi.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=lr),
+        model,
+        world=world,
+        gather=gather,
+        reduce_scatter="exchange",
+        bucket_cap_mb=1e-4,
+        master_weights=True,
+    )
+
+
+def train(
+    model: nn.Module, optimizer: dearmpi.DistributedOptimizer, steps: range, world: World
+) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + world.rank)
+        data = torch.randn(8, 6, generator=generator).to(torch.bfloat16)
+        optimizer.zero_grad()
+        model(data).float().square().mean().backward()
+        optimizer.step()
+
+
+def masters(optimizer: dearmpi.DistributedOptimizer) -> list[Tensor]:
+    return [entries["master"] for _, entries in sorted(optimizer.state_dict()["state"].items())]
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_updates_too_small_for_half_precision_add_up(world: World, gather: str) -> None:
+    model = make_model()
+    start = copy.deepcopy(model.state_dict())
+    optimizer = distribute(model, world, gather)
+    train(model, optimizer, range(40), world)
+    for master, (name, value) in zip(masters(optimizer), model.state_dict().items(), strict=True):
+        assert master.dtype is torch.float32
+        assert torch.equal(master.to(torch.bfloat16), value), name
+        moved = (master - start[name].float()).abs().max().item()
+        assert moved > 1e-3, "40 steps of 1e-4 each must not vanish in rounding"
+    optimizer.close()
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_master_copies_survive_saving_and_loading(world: World, gather: str) -> None:
+    model = make_model()
+    optimizer = distribute(model, world, gather)
+    train(model, optimizer, range(5), world)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(5, 9), world)
+    expected = masters(optimizer)
+    optimizer.close()
+
+    again = make_model()
+    resumed = distribute(again, world, gather)
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(again, resumed, range(5, 9), world)
+    for one, other in zip(masters(resumed), expected, strict=True):
+        assert torch.equal(one, other)
+    resumed.close()
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_parameters_loaded_after_wrapping_are_taken_over(world: World, gather: str) -> None:
+    model = make_model()
+    optimizer = distribute(model, world, gather)
+    train(model, optimizer, range(2), world)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(3.0)
+    train(model, optimizer, range(2, 3), world)
+    for master in masters(optimizer):
+        assert (master - 3.0).abs().max() < 0.01
+    optimizer.close()
+
+
+def test_an_fp32_model_has_no_use_for_master_copies(world: World) -> None:
+    with pytest.raises(ConfigError, match="master_weights has no effect"):
+        distribute(make_model(torch.float32), world, "parameters")

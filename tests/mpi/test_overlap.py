@@ -1,0 +1,146 @@
+"""Over MPI: communication behind layers that sleep costs nothing until there is more of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm import mpi
+from dearmpi.comm.api import Buffer, Collectives, Request
+from dearmpi.comm.world import World
+from dearmpi.config import ReduceScatter
+from tests.unit.engine.chain import Chain
+
+LAYER_S = 0.02
+NUM_LAYERS = 4
+COMPUTE_S = 2 * NUM_LAYERS * LAYER_S
+PASSING_S = 0.6 * LAYER_S
+
+pytestmark = pytest.mark.ranks(at_least=2)
+
+
+@dataclass(slots=True)
+class Wire:
+    """This rank's link, which carries one operation at a time, each for ``seconds``."""
+
+    seconds: float = 0.0
+    free_s: float = 0.0
+    num_carried: int = 0
+
+    def book(self) -> float:
+        """When an operation that starts now will have passed."""
+        self.num_carried += 1
+        self.free_s = max(self.free_s, time.perf_counter()) + self.seconds
+        return self.free_s
+
+
+@dataclass(slots=True)
+class LateRequest:
+    """A request that is complete once MPI says so and it has passed the wire."""
+
+    request: Request
+    due_s: float
+
+    def test(self) -> bool:
+        """Drive MPI in any case."""
+        return self.request.test() and time.perf_counter() >= self.due_s
+
+
+@dataclass(slots=True)
+class SlowCollectives:
+    """Collectives over MPI whose reduce-scatters and all-gathers on channels take longer."""
+
+    real: Collectives
+    wire: Wire
+    is_channel: bool = False
+    held: list[object] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def start_reduce_scatter(self, buffer: Buffer, algorithm: ReduceScatter) -> Request:
+        return self._delay(self.real.start_reduce_scatter(buffer, algorithm))
+
+    def start_all_gather(self, buffer: Buffer) -> Request:
+        return self._delay(self.real.start_all_gather(buffer))
+
+    def start_duplicate(self) -> tuple[Any, Request]:
+        twin, request = self.real.start_duplicate()
+        return SlowCollectives(twin, self.wire, is_channel=True), request
+
+    def _delay(self, request: Request) -> Request:
+        return LateRequest(request, self.wire.book()) if self.is_channel else request
+
+
+@pytest.fixture(scope="module")
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture(scope="module")
+def slow_world(wire: Wire, world: World) -> Iterator[World]:
+    """A second world over the same ranks, with ``wire`` between them."""
+    collectives: Any = SlowCollectives(mpi.connect(), wire)
+    slow = World(collectives, progress=world.progress.mode)
+    yield slow
+    slow.barrier()
+    slow.close()
+
+
+Iterate = Callable[..., float]
+
+
+@pytest.fixture
+def iteration_s(slow_world: World, wire: Wire) -> Iterate:
+    """Seconds of the best of a few iterations, on the slowest rank."""
+
+    def measure(operation_s: float, **settings: Any) -> float:
+        model = Chain(NUM_LAYERS, lambda _: time.sleep(LAYER_S))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            world=slow_world,
+            bucket_cap_mb=1e-6,
+            **settings,
+        )
+        wire.seconds, before = operation_s, wire.num_carried
+        times = []
+        for _ in range(6):
+            slow_world.barrier()
+            start = time.perf_counter()
+            model.backward()
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+        optimizer.close()
+        wire.seconds = 0.0
+        assert wire.num_carried - before == 6 * 2 * NUM_LAYERS
+        return slow_world.all_reduce([min(times[2:])], "max")[0]
+
+    return measure
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_dear_hides_what_serial_exposes(gather: str, iteration_s: Iterate) -> None:
+    """Equal computation, equal communication: all that differs is what is exposed."""
+    exposed_s = {
+        schedule: iteration_s(PASSING_S, schedule=schedule, gather=gather) - COMPUTE_S
+        for schedule in ("dear", "wfbp", "serial")
+    }
+    # Expected of dear: the first layers' reduce-scatter and all-gather, of 8 operations 2.
+    assert exposed_s["serial"] > 7 * PASSING_S
+    assert exposed_s["dear"] < 0.6 * exposed_s["serial"]
+    assert exposed_s["dear"] < exposed_s["wfbp"]
+
+
+def test_communication_longer_than_computation_costs_the_excess(iteration_s: Iterate) -> None:
+    operation_s = 1.5 * LAYER_S
+    dear_s = iteration_s(operation_s, schedule="dear")
+    network_s = 2 * NUM_LAYERS * operation_s
+    assert dear_s > 0.95 * network_s  # no less than the network needs
+    assert dear_s < 0.9 * (network_s + COMPUTE_S)  # and computation hides behind it

@@ -1,0 +1,73 @@
+"""What a caller says is done or refused, on one rank as on several."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from dearmpi import DistributedOptimizer, EngineConfig
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError, MismatchError
+from tests.mpi.oracle import copies, fingerprint
+from tests.mpi.semantics import Side, adam, layers, train, whole_batch
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+OTHER_VALUES: dict[str, Any] = {
+    "schedule": "wfbp",
+    "gather": "gradients",
+    "bucket_cap_mb": 0.002,
+    "reduce_scatter": "native",
+    "window": 1,
+    "eager": True,
+    "master_weights": True,
+    "check_every": 3,
+    "buffers": "average",
+}
+
+
+def test_no_argument_is_dropped(world: World) -> None:
+    """Each setting arrives, by name or in a configuration; its effect has tests of its own."""
+    assert OTHER_VALUES.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+    for name, value in OTHER_VALUES.items():
+        for settings in ({name: value}, {"config": EngineConfig(**{name: value})}):
+            model = layers().bfloat16()  # so that all of them make sense
+            optimizer = DistributedOptimizer(adam(model), model, world=world, **settings)
+            assert optimizer.config == EngineConfig(**{name: value})
+            optimizer.close()
+
+
+def test_an_unknown_argument_is_refused(world: World) -> None:
+    model = layers()
+    with pytest.raises(ConfigError, match="unknown setting fp16; settings are schedule"):
+        DistributedOptimizer(adam(model), model, world=world, fp16=True)
+
+
+def test_an_optimizer_of_another_model_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match="6 parameters that are not in the model"):
+        DistributedOptimizer(adam(layers()), layers(), world=world)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_differ_are_refused(world: World) -> None:
+    model = layers()
+    optimizer = adam(model) if world.is_root else torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MismatchError, match="rank 1 has another optimizer than rank 0"):
+        DistributedOptimizer(optimizer, model, world=world)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_every_step_updates_whatever_the_world_size(gather: str, world: World) -> None:
+    """On one rank too, and before anything else is called."""
+    model = layers()
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(adam(model), model)
+    seen = {fingerprint(copies(model))}
+    for step in range(3):
+        train(side, model, optimizer, 1)
+        seen.add(fingerprint({"outputs": model(whole_batch(step)), **copies(model)}))
+    assert len(seen) == 4
+    side.close()

@@ -1,0 +1,122 @@
+"""Parameters that come, go, or are left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi.comm.world import World
+from tests.mpi.models import NUM_FEATURES, squared_error
+from tests.mpi.semantics import (
+    Side,
+    adam,
+    assert_same_on_both_sides,
+    layers,
+    outcome,
+    seeded,
+    train,
+    whole_batch,
+)
+
+pytestmark = [
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
+]
+
+
+class Choice(nn.Module):
+    """``forward(inputs, rows)``: only the samples ``rows`` pass through ``branch``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, 5)
+        self.branch = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor, rows: Tensor) -> Tensor:
+        hidden = self.first(inputs).tanh()
+        chosen = rows.nonzero()[:, 0]
+        if len(chosen):
+            hidden = hidden.index_add(0, chosen, self.branch(hidden[chosen]).tanh())
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+def train_with_rows(side: Side, rows_of_step: list[list[int]]) -> dict[str, Tensor]:
+    model = seeded(Choice)
+    # With weight decay and momentum, a zero gradient is not the same as none.
+    optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+    for step, rows in enumerate(rows_of_step):
+        optimizer.zero_grad()
+        flags = torch.zeros(len(whole_batch(step)), dtype=torch.bool)
+        flags[rows] = True
+        side.average(squared_error(model(side.inputs(step), side.share(flags)))).backward()
+        optimizer.step()
+    return outcome(model, optimizer)
+
+
+def test_parameters_unused_on_all_ranks_in_some_iterations(gather: str, world: World) -> None:
+    every = list(range(7))
+    assert_same_on_both_sides(
+        lambda side: train_with_rows(side, [every, [], every, [], [], every]), world, gather=gather
+    )
+
+
+def test_parameters_unused_on_some_ranks(gather: str, world: World) -> None:
+    """Sample 0 is on the first rank, 6 on the last."""
+    assert_same_on_both_sides(
+        lambda side: train_with_rows(side, [[0], [6], [], [0, 6], [3], [0]]), world, gather=gather
+    )
+
+
+def test_parameters_that_are_never_used(gather: str, world: World) -> None:
+    assert_same_on_both_sides(
+        lambda side: train_with_rows(side, [[], [], []]), world, gather=gather
+    )
+
+
+def test_frozen_parameters_under_the_optimizer(gather: str, world: World) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        model[2].requires_grad_(False)
+        optimizer = side.wrap(adam(model), model)
+        train(side, model, optimizer)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+def test_requires_grad_switched_during_training(gather: str, world: World) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        model[4].requires_grad_(False)
+        optimizer = side.wrap(adam(model), model)
+        for step in range(7):
+            if step == 2:
+                model[4].requires_grad_(True)
+                model[2].weight.requires_grad_(False)
+            if step == 4:
+                model[0].requires_grad_(False)
+            if step == 5:
+                model.requires_grad_(True)
+            optimizer.zero_grad()
+            side.loss(model, step).backward()
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+def test_parameters_added_later_by_add_param_group(gather: str, world: World) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(torch.optim.Adam(model[4].parameters(), lr=0.01), model)
+        train(side, model, optimizer, 2)
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
+        train(side, model, optimizer, 2)
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        train(side, model, optimizer, 2)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)

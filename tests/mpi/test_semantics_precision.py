@@ -1,0 +1,213 @@
+"""Clipping, loss scaling and reduced precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dearmpi
+from dearmpi.comm.world import World
+from dearmpi.errors import UsageError
+from tests.mpi.models import NUM_FEATURES, squared_error
+from tests.mpi.semantics import Side, adam, assert_same_on_both_sides, layers, outcome, seeded
+
+pytestmark = [
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
+]
+
+
+def single_precision() -> nn.Sequential:
+    model: nn.Sequential = seeded(
+        lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 7), nn.Tanh(), nn.Linear(7, 3)),
+        torch.float32,
+    )
+    return model
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6], ids=["above the norm", "below the norm"])
+def test_clipping_by_the_global_norm(max_norm: float, gather: str, world: World) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+        norms = []
+        for step in range(4):
+            optimizer.zero_grad()
+            side.loss(model, step).backward()
+            norms.append(side.clip(optimizer, model, max_norm).item())
+            optimizer.step()
+        norms_seen = torch.tensor(norms, dtype=torch.float64)
+        return {"norms": norms_seen, **outcome(model, optimizer)}
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda params: nn.utils.clip_grad_norm_(params, 1.0),
+        lambda params: nn.utils.clip_grad_norm_(params, 1.0, float("inf"), foreach=False),
+        lambda params: nn.utils.clip_grad_value_(params, 1.0),
+        lambda params: nn.utils.get_total_norm([p.grad for p in params]),
+        lambda params: [p.grad.mul_(0.5) for p in params],
+    ],
+    ids=["by norm", "by the largest", "by value", "norm alone", "by hand"],
+)
+def test_torchs_clipping_is_no_silent_no_op(clip: object, gather: str, world: World) -> None:
+    """Its gradients are under way already, so it says what to use."""
+    model = layers()
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(adam(model), model)
+    side.loss(model, 0).backward()
+    with pytest.raises(UsageError, match=r"optimizer\.clip_grad_norm_"):
+        clip(list(model.parameters()))  # type: ignore[operator]
+    optimizer.zero_grad()
+    side.close()
+
+
+def test_torchs_clipping_of_gradients_that_are_still_local(gather: str, world: World) -> None:
+    """Inside ``no_sync`` a rank's gradients are its own to change."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(adam(model), model)
+        with side.no_sync(optimizer):
+            side.loss(model, 0).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+        optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+def train_scaled(side: Side, *, overflows: bool, clips: bool) -> dict[str, Tensor]:
+    """Loss scaling by powers of two is exact; in step 2 the last rank's loss is infinite."""
+    model = layers()
+    optimizer = side.wrap(adam(model), model)
+    scaler = (dearmpi.GradScaler if side.is_distributed else torch.amp.GradScaler)(
+        "cpu", init_scale=256.0, growth_interval=2
+    )
+    scales = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = side.loss(model, step)
+        if overflows and step == 2 and side.rank == side.size - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            side.clip(optimizer, model, 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return {"scales": torch.tensor(scales), **outcome(model, optimizer)}
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "and clipping"])
+def test_grad_scaler(clips: bool, gather: str, world: World) -> None:
+    assert_same_on_both_sides(
+        lambda side: train_scaled(side, overflows=False, clips=clips), world, gather=gather
+    )
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "and clipping"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    clips: bool, gather: str, world: World
+) -> None:
+    assert_same_on_both_sides(
+        lambda side: train_scaled(side, overflows=True, clips=clips), world, gather=gather
+    )
+
+
+@pytest.mark.ranks(2, 3)
+def test_torchs_grad_scaler_is_refused(gather: str, world: World) -> None:
+    model = layers()
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(adam(model), model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(side.loss(model, 0)).backward()
+    with pytest.raises(UsageError, match=r"dearmpi\.GradScaler"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    side.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_scaling_of_gradients_that_are_updated_at_once_is_refused(
+    gather: str, world: World
+) -> None:
+    model = layers()
+    side = Side(world, gather=gather, eager=True)
+    optimizer = side.wrap(adam(model), model)
+    scaler = dearmpi.GradScaler("cpu")
+    scaler.scale(side.loss(model, 0)).backward()
+    with pytest.raises(UsageError, match="eager=False"):
+        scaler.unscale_(optimizer)
+    optimizer.step()
+    side.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_grad_scaler_inside_join_is_refused(gather: str, world: World) -> None:
+    """A rank without batches could not know that a step was skipped."""
+    model = layers()
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(adam(model), model)
+    scaler = dearmpi.GradScaler("cpu")
+    with optimizer.join():
+        scaler.scale(side.loss(model, 0)).backward()
+        with pytest.raises(UsageError, match=r"scaling gradients.* inside join"):
+            scaler.step(optimizer)
+        optimizer.step()
+    side.close()
+
+
+def test_fp16_parameters_cannot_be_unscaled(gather: str, world: World) -> None:
+    model = seeded(lambda: nn.Linear(NUM_FEATURES, 3), torch.float16)
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scaler = dearmpi.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(side.loss(model, 0)).backward()
+    with pytest.raises(ValueError, match="fp16 parameters"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    side.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast(dtype: torch.dtype, gather: str, world: World) -> None:
+    """Sums over samples are rounded to few bits, so the numbers are near, and not the same."""
+    computed = []
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = single_precision()
+        optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), model)
+        for step in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype):
+                outputs = model(side.inputs(step, torch.float32))
+            computed.append(outputs.dtype)
+            side.average(squared_error(outputs.float())).backward()
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather, rtol=0.02, atol=0.02)
+    assert set(computed) == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_parameters_in_half_precision(dtype: torch.dtype, gather: str, world: World) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = single_precision().to(dtype)
+        optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), model)
+        for step in range(4):
+            optimizer.zero_grad()
+            side.loss(model, step).backward()
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather, rtol=0.02, atol=0.02)

@@ -1,0 +1,313 @@
+"""Models that are compiled, copied, converted or transformed."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+
+from dearmpi.comm.world import World
+from dearmpi.errors import UsageError
+from tests.mpi.models import NUM_FEATURES, squared_error
+from tests.mpi.oracle import BATCH, copies
+from tests.mpi.semantics import (
+    NUM_STEPS,
+    Side,
+    adam,
+    assert_same_on_both_sides,
+    layers,
+    outcome,
+    seeded,
+    train,
+    whole_batch,
+)
+
+pytestmark = [
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
+]
+
+
+class SlowAdam(torch.optim.Adam):
+    """Takes its time, so that whoever does not wait for the update is seen."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """As Adam's."""
+        time.sleep(0.005)
+        super().step(closure)
+
+
+def slow_adam(model: nn.Module) -> SlowAdam:
+    return SlowAdam(model.parameters(), lr=0.01, eps=1e-4)
+
+
+class Mixture(nn.Module):
+    """Layers, a parameter of its own, and one of a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, 7)
+        self.never_called = nn.Linear(7, 7)
+        self.last = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).tanh() * self.scale
+        hidden = functional.linear(hidden, self.never_called.weight)
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+Compiled = Callable[[nn.Module, str], Any]
+
+
+def wrap_whole(model: nn.Module, backend: str) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def compile_in_place(model: nn.Module, backend: str) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+def compile_parts(model: nn.Module, backend: str) -> Any:
+    model.get_submodule("first").compile(backend=backend)
+    model.get_submodule("last").compile(backend=backend)
+    return model
+
+
+def train_compiled(side: Side, compiled: Compiled, backend: str, *, when: str) -> dict[str, Tensor]:
+    model = seeded(Mixture)
+    used = compiled(model, backend) if when != "after" else model
+    if when == "run before":
+        side.loss(used, 0)
+    optimizer = side.wrap(slow_adam(model), used if when == "before" else model)
+    if when == "after":
+        used = compiled(model, backend)
+    seen = {}
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        side.loss(used, step).backward()
+        optimizer.step()
+        with torch.no_grad():
+            seen[f"evaluation {step}"] = used(whole_batch(9)).clone()
+    return {**seen, **copies(model)}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("compiled", "when"),
+    [
+        (wrap_whole, "before"),
+        (wrap_whole, "run before"),
+        (compile_in_place, "after"),
+        (compile_parts, "before"),
+    ],
+)
+def test_a_compiled_model(compiled: Compiled, when: str, gather: str, world: World) -> None:
+    assert_same_on_both_sides(
+        lambda side: train_compiled(side, compiled, "eager", when=when), world, gather=gather
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_model_with_compiled_backprop(gather: str, world: World) -> None:
+    assert_same_on_both_sides(
+        lambda side: train_compiled(side, wrap_whole, "aot_eager", when="after"),
+        world,
+        gather=gather,
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.slow
+def test_a_compiled_model_with_inductor(gather: str, world: World) -> None:
+    assert_same_on_both_sides(
+        lambda side: train_compiled(side, wrap_whole, "inductor", when="after"),
+        world,
+        gather=gather,
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_function_of_parameters(gather: str, world: World) -> None:
+    """No module is called, so no hook runs."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(slow_adam(model), model)
+
+        @torch.compile(backend="eager")
+        def apply(inputs: Tensor) -> Tensor:
+            hidden = functional.linear(inputs, model[0].weight)  # type: ignore[arg-type]
+            return functional.linear(hidden.tanh(), model[2].weight)  # type: ignore[arg-type]
+
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            side.average(squared_error(apply(side.inputs(step)))).backward()
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_engine_causes_no_recompilation(gather: str, world: World) -> None:
+    """A whole graph, once: nothing of the engine is traced or guarded."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = seeded(Mixture)
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(slow_adam(model), model)
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        side.loss(compiled, step).backward()
+        optimizer.step()
+    assert len(graphs) == 1
+    side.close()
+
+
+def test_a_deep_copy_is_a_model_of_its_own(gather: str, world: World) -> None:
+    """It has current values, and training the original does not change it."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(slow_adam(model), model)
+        train(side, model, optimizer, 2)
+        twin = copy.deepcopy(model)
+        train(side, model, optimizer, 2)
+        early = copies(twin)
+        train(Side(None), twin, adam(twin), 1)  # in plain torch, on whole batches
+        return {
+            **outcome(model, optimizer),
+            **{f"early {name}": value for name, value in early.items()},
+            **{f"twin {name}": value for name, value in copies(twin).items()},
+        }
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "convert",
+    [lambda model: model.to(torch.float32), lambda model: model.half()],
+    ids=["to", "half"],
+)
+def test_converting_the_model_after_wrapping_is_refused(
+    convert: Callable[[nn.Module], nn.Module], gather: str, world: World
+) -> None:
+    model = layers()
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(adam(model), model)
+    train(side, model, optimizer, 1)
+    convert(model)
+    with pytest.raises(UsageError, match="move or convert the model first"):
+        side.loss(model, 0).backward()
+    with pytest.raises(UsageError, match="move or convert the model first"):
+        optimizer.step()
+    side.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_converting_the_model_with_gradients_under_way_is_refused(
+    gather: str, world: World
+) -> None:
+    model = layers()
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(adam(model), model)
+    side.loss(model, 0).backward()
+    with pytest.raises(UsageError, match="is being reduced"):
+        model.float()
+    world.barrier()
+    optimizer.close()
+
+
+def test_a_conversion_to_the_same_type_changes_nothing(gather: str, world: World) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(adam(model), model)
+        for _ in range(NUM_STEPS):
+            train(side, model, optimizer, 1)
+            model.double().to("cpu")
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.parametrize("per_sample", [False, True], ids=["grad", "vmap of grad"])
+def test_gradients_by_torch_func(per_sample: bool, gather: str, world: World) -> None:
+    """They reach ``step()`` through ``param.grad``, and are averaged as others are."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(slow_adam(model), model)
+
+        def loss(params: dict[str, Tensor], inputs: Tensor) -> Any:
+            return side.average(squared_error(functional_call(model, params, (inputs,))))
+
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            params: dict[str, Tensor] = dict(model.named_parameters())
+            inputs = side.inputs(step)
+            if per_sample:
+                samples = vmap(grad(loss), in_dims=(None, 0))(params, inputs)
+                grads = {name: value.sum(0) for name, value in samples.items()}
+            else:
+                grads = grad(loss)(params, inputs)
+            for name, param in model.named_parameters():
+                param.grad = grads[name].detach()
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+def test_functional_call_in_an_ordinary_backprop(gather: str, world: World) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(slow_adam(model), model)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            halved = {"4.weight": model.get_parameter("4.weight") * 0.5}
+            outputs = functional_call(model, halved, (side.inputs(step),))
+            side.average(squared_error(outputs)).backward()
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+def test_an_ensemble_by_vmap(gather: str, world: World) -> None:
+    """Parameters stacked over models, as ``torch.func.stack_module_state`` does."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        members = [layers(), layers()]
+        optimizers = [side.wrap(slow_adam(member), member) for member in members]
+        train(side, members[0], optimizers[0], 2)
+        params, buffers = torch.func.stack_module_state(members)
+
+        def call(params: Any, buffers: Any, inputs: Tensor) -> Any:
+            return functional_call(members[0], (params, buffers), (inputs,))
+
+        outputs = vmap(call, in_dims=(0, 0, None))(params, buffers, whole_batch(3)[:BATCH])
+        return {"outputs": outputs.detach().clone(), **copies(members[0])}
+
+    assert_same_on_both_sides(script, world, gather=gather)

@@ -1,0 +1,66 @@
+"""What ``zero_grad`` leaves behind: no gradient and a gradient of zero differ to an optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dearmpi
+from dearmpi.comm.world import World
+from dearmpi.errors import UsageError
+
+
+class Branches(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.even, self.odd = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, data: Tensor, *, odd: bool) -> Tensor:
+        chosen: Tensor = self.odd(data) if odd else self.even(data)
+        return chosen
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_out_of_use_is_left_alone_or_updated_with_zero_as_torch_does(
+    world: World, gather: str, set_to_none: bool
+) -> None:
+    plain, model = Branches(), Branches()
+    one = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    other = dearmpi.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.1), model, world=world, gather=gather
+    )
+    data = torch.ones(2, 4, dtype=torch.float64)
+    for step in range(6):
+        for trained, optimizer in ((plain, one), (model, other)):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            trained(data * step, odd=step % 3 == 1).square().sum().backward()
+            optimizer.step()
+    expected = plain.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+    other.close()
+
+
+@pytest.mark.ranks(at_least=2)
+def test_reading_halfway_through_an_eager_step_is_refused_not_waited_for(world: World) -> None:
+    model = Branches()
+    optimizer = dearmpi.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        world=world,
+        eager=True,
+        bucket_cap_mb=1e-5,
+    )
+    model(torch.ones(2, 4, dtype=torch.float64), odd=True).sum().backward()
+    with pytest.raises(UsageError, match="read between backward and step"):
+        model.state_dict()
+    optimizer.step()
+    model.state_dict()
+    optimizer.close()

@@ -1,0 +1,116 @@
+"""The example scripts run on two ranks; those for migration give the numbers of the originals."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.job import clean_environment, run_job
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 120
+
+# Horovod on one rank, with the calls that the example makes.
+STAND_IN = """
+from contextlib import nullcontext
+
+def init(): pass
+def rank(): return 0
+def size(): return 1
+def broadcast_parameters(state, root_rank): pass
+def broadcast_optimizer_state(optimizer, root_rank): pass
+def allreduce(tensor, name): return tensor
+
+def DistributedOptimizer(optimizer, named_parameters):
+    list(named_parameters)
+    optimizer.synchronize = lambda: None
+    optimizer.skip_synchronize = nullcontext
+    return optimizer
+"""
+
+
+def run_example(name: str, ranks: int = 2) -> str:
+    """What the example prints."""
+    ended = run_job(
+        [sys.executable, EXAMPLES / name],
+        ranks=ranks,
+        limit_s=LIMIT_S,
+        environment={"PYTHONPATH": str(ROOT)},
+    )
+    assert ended.returncode == 0, ended.output
+    assert ended.left_over == 0
+    return ended.output
+
+
+def run_alone(command: list[str], path: Path = ROOT) -> str:
+    """What a command without our launcher prints."""
+    environment = clean_environment() | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    ended = subprocess.run(
+        [sys.executable, *command],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def number(output: str, label: str) -> float:
+    """The last number that follows ``label``."""
+    found = re.findall(rf"{label} (-?[\d.]+)", output)
+    assert found, output
+    return float(found[-1])
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "accumulation_clipping", "mixed_precision"])
+def test_the_example_learns(name: str) -> None:
+    output = run_example(f"{name}.py")
+    assert "done" in output
+    first, last = re.findall(r"loss ([\d.]+)", output)[:: len(re.findall("loss", output)) - 1]
+    assert float(last) < 0.5 * float(first), output
+    if name == "mixed_precision":
+        assert number(output, "scale") < 2**20  # the first steps overflowed, and were skipped
+
+
+def test_the_gan_finds_the_circle() -> None:
+    assert number(run_example("gan.py"), "mean radius") == pytest.approx(1.0, abs=0.3)
+
+
+def test_what_comes_after_ddp_gives_the_same_numbers() -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    before = run_alone([*command, str(EXAMPLES / "migration" / "ddp_before.py")])
+    after = run_example("migration/ddp_after.py")
+    label = "sum of parameters"
+    assert number(after, label) == pytest.approx(number(before, label), abs=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_comes_after_horovod_gives_the_same_numbers(ranks: int, tmp_path: Path) -> None:
+    package = tmp_path / "horovod"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "torch.py").write_text(STAND_IN)
+    before = run_alone([str(EXAMPLES / "migration" / "horovod_before.py")], tmp_path)
+    after = run_example("migration/horovod_after.py", ranks)
+    assert number(after, "mean loss") == pytest.approx(number(before, "mean loss"), abs=1e-4)
+
+
+@pytest.mark.parametrize("guide", ["ddp", "horovod"])
+def test_the_guide_shows_the_scripts_as_they_are(guide: str) -> None:
+    text = (ROOT / "docs" / f"from-{guide}.md").read_text()
+    for moment in ("before", "after"):
+        script = (EXAMPLES / "migration" / f"{guide}_{moment}.py").read_text()
+        tree = ast.parse(script)
+        (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+        lines = [line.strip() for line in script.splitlines()[main.lineno : main.end_lineno]]
+        missing = [line for line in lines if line not in text]
+        assert not missing, f"{guide}_{moment}.py has lines that the guide lacks: {missing}"

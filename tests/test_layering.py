@@ -1,0 +1,185 @@
+"""Imports point one way: cli > bench > train, report > engine, tune > plan, comm > config.
+
+Everything may import errors, which imports nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "dearmpi"
+TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+
+_LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "errors"})
+
+# What each part may import from the package; every part may import from itself. The package is
+# dearmpi/__init__.py: what a user of the library sees.
+BELOW: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "config": frozenset({"errors"}),
+    "plan": frozenset({"config", "errors"}),
+    "comm": frozenset({"config", "errors"}),
+    "engine": frozenset({"plan", "comm", "config", "errors"}),
+    "tune": frozenset({"plan", "comm", "config", "errors"}),
+    PACKAGE: frozenset({"engine", "comm", "config", "errors"}),
+    "train": _LIBRARY | {PACKAGE},
+    "report": _LIBRARY | {PACKAGE},
+    "bench": _LIBRARY | {PACKAGE, "train"},
+    "cli": _LIBRARY | {PACKAGE, "bench", "train", "report"},
+    "__main__": frozenset({"cli"}),
+}
+
+# Where alone these may be imported, and where else for type checkers.
+CONFINED: dict[str, frozenset[str]] = {
+    "mpi4py": frozenset({"comm/mpi.py"}),
+    "torch": frozenset({"engine", "tune", "train", "bench"}),
+    "click": frozenset({"cli"}),
+}
+CONFINED_TYPES: dict[str, frozenset[str]] = {"torch": frozenset({"comm"})}
+STANDARD_LIBRARY_ONLY = frozenset({"plan", "config", "errors"})
+
+
+class Imports(ast.NodeVisitor):
+    """Absolute names of all modules that a file imports, wherever in it."""
+
+    def __init__(self, module: str, *, is_package: bool) -> None:
+        self._parents = module.split(".") if is_package else module.split(".")[:-1]
+        self._in_type_checking = False
+        self.found: list[tuple[int, str, bool]] = []
+
+    def visit_If(self, node: ast.If) -> None:
+        """Tell apart what only type checkers import."""
+        if ast.unparse(node.test) not in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            self.generic_visit(node)
+            return
+        before, self._in_type_checking = self._in_type_checking, True
+        for child in node.body:
+            self.visit(child)
+        self._in_type_checking = before
+        for child in node.orelse:
+            self.visit(child)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """``import a.b``."""
+        for alias in node.names:
+            self.found.append((node.lineno, alias.name, self._in_type_checking))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """``from a import b``: b may be a module, so it counts with its name."""
+        base = node.module or ""
+        if node.level:
+            parents = self._parents[: len(self._parents) - node.level + 1]
+            base = ".".join([*parents, base] if base else parents)
+        for alias in node.names:
+            self.found.append((node.lineno, f"{base}.{alias.name}", self._in_type_checking))
+
+
+def find_violations(root: Path) -> list[str]:
+    """Every import in ``root``/dearmpi that points the wrong way, with what is wrong with it."""
+    return [
+        f"{path.relative_to(root)}:{line}: {problem}"
+        for path in sorted((root / PACKAGE).rglob("*.py"))
+        for line, problem in _violations_of(path, root)
+    ]
+
+
+def _violations_of(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    inside = path.relative_to(root / PACKAGE)
+    part = _part_of_file(inside)
+    module = ".".join(path.relative_to(root).with_suffix("").parts)
+    imports = Imports(module.removesuffix(".__init__"), is_package=path.name == "__init__.py")
+    imports.visit(ast.parse(path.read_text(), str(path)))
+    if part not in BELOW:
+        yield 1, f"{part} is no part of the design; give it a place in {Path(__file__).name}"
+        return
+    for line, name, types_only in imports.found:
+        top = name.partition(".")[0]
+        target = _part_of_import(name)
+        if target is not None:
+            if target != part and target not in BELOW[part]:
+                yield line, f"{part} imports {name}, but may import {_listed(BELOW[part])}"
+        elif top in CONFINED and not _may_import(top, part, inside, types_only):
+            yield line, f"{part} imports {name}, which belongs to {_listed(CONFINED[top])}"
+        elif part in STANDARD_LIBRARY_ONLY and top not in sys.stdlib_module_names:
+            yield line, f"{part} imports {name}, but needs nothing beyond the standard library"
+
+
+def _part_of_file(inside: Path) -> str:
+    first = inside.with_suffix("").parts[0]
+    return PACKAGE if first == "__init__" else first
+
+
+def _part_of_import(name: str) -> str | None:
+    """The part that ``dearmpi.part.module`` is in; the package itself for ``dearmpi.connect``."""
+    top, _, rest = name.partition(".")
+    first = rest.partition(".")[0]
+    if top != PACKAGE:
+        return None
+    return first if first in BELOW else PACKAGE
+
+
+def _may_import(top: str, part: str, inside: Path, types_only: bool) -> bool:
+    places = CONFINED[top] | (CONFINED_TYPES.get(top, frozenset()) if types_only else frozenset())
+    return part in places or inside.as_posix() in places
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing of the package"
+
+
+def test_imports_point_one_way() -> None:
+    violations = find_violations(ROOT)
+    assert not violations, "\n".join(violations)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "problem"),
+    [
+        ("plan/layout.py", "import dearmpi.engine.engine", "plan imports dearmpi.engine.engine"),
+        ("plan/layout.py", "from dearmpi import comm", "plan imports dearmpi.comm"),
+        ("plan/layout.py", "from ..comm import api", "plan imports dearmpi.comm.api"),
+        ("plan/layout.py", "import numpy", "plan imports numpy"),
+        ("plan/layout.py", "import torch.nn", "plan imports torch"),
+        ("config.py", "def f():\n    import dearmpi.plan", "config imports dearmpi.plan"),
+        ("engine/engine.py", "from dearmpi.tune import x", "engine imports dearmpi.tune.x"),
+        ("engine/engine.py", "from dearmpi import connect", "engine imports dearmpi.connect"),
+        ("comm/world.py", "from mpi4py import MPI", "comm imports mpi4py.MPI"),
+        ("comm/world.py", "import torch", "comm imports torch"),
+        ("train/loop.py", "import click", "train imports click"),
+        ("train/loop.py", f"{TYPES}    from dearmpi.cli import main", "train imports dearmpi.cli"),
+        ("report/page.py", "import torch", "report imports torch"),
+        ("helpers/things.py", "", "helpers is no part of the design"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, file: str, line: str, problem: str) -> None:
+    path = tmp_path / PACKAGE / file
+    path.parent.mkdir(parents=True)
+    path.write_text(line + "\n")
+    (found,) = find_violations(tmp_path)
+    assert found.startswith(f"{PACKAGE}/{file}:") and problem in found
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("plan/layout.py", "from . import schedule\nimport dearmpi.config\nimport math"),
+        ("plan/__init__.py", "from .layout import Layout"),
+        ("comm/mpi.py", "from mpi4py import MPI\nimport numpy"),
+        ("comm/api.py", f"{TYPES}    import torch"),
+        ("train/loop.py", "import torch\nfrom dearmpi import __version__, connect"),
+        ("cli/main.py", "import click\nfrom dearmpi.train import task"),
+        ("__main__.py", "from dearmpi.cli.main import main"),
+        ("__init__.py", "from dearmpi.comm.world import connect"),
+    ],
+)
+def test_a_right_import_is_not_found(tmp_path: Path, file: str, line: str) -> None:
+    path = tmp_path / PACKAGE / file
+    path.parent.mkdir(parents=True)
+    path.write_text(line + "\n")
+    assert not find_violations(tmp_path)

@@ -1,0 +1,116 @@
+"""Methods by name, and questions that contradict themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from dearmpi.bench.contest import Length
+from dearmpi.bench.memory import peak_bytes, start_peak
+from dearmpi.bench.method import read_config
+from dearmpi.bench.peers import METHOD_NAMES, block_name, blocks_of, plug_in, read_method
+from dearmpi.bench.replay import ReplayModel
+from dearmpi.bench.session import Question
+from dearmpi.bench.workload import read_workload
+from dearmpi.config import EngineConfig
+from dearmpi.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_every_method_is_found_by_its_name(name: str) -> None:
+    assert read_method(name).label == name
+
+
+def test_a_number_is_the_bucket_cap_and_others_have_names() -> None:
+    assert read_method("ddp:8").options == {"cap": "8"}
+    assert read_method("dear:2:window=3").options == {"cap": "2", "window": "3"}
+    config = read_config({"cap": "2", "window": "3", "eager": "true", "reduce_scatter": "native"})
+    expected = EngineConfig(bucket_cap_mb=2, window=3, eager=True, reduce_scatter="native")
+    assert config == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["deer", "dear:", "dear:1:2", "dear:wide=1", "dear:window=many", "dear:eager=maybe", "dear:-1"],
+)
+def test_a_method_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_method(text)
+
+
+@pytest.mark.parametrize("text", ["module", ":factory", "module:"])
+def test_a_plug_in_needs_a_module_and_a_factory(text: str) -> None:
+    with pytest.raises(ConfigError, match="module:factory"):
+        plug_in(text)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "block"),
+    [
+        ("layer1.0.conv1", "layer1.0"),
+        ("bert.encoder.layer.11.attention.self.query", "bert.encoder.layer.11"),
+        ("features.denseblock1.denselayer2.conv1", "features.denseblock1.denselayer2"),
+        ("fc", "fc"),
+    ],
+)
+def test_blocks_are_numbered_parts_or_parents(leaf: str, block: str) -> None:
+    assert block_name(leaf) == block
+
+
+def test_blocks_leave_tied_layers_to_the_whole_model() -> None:
+    model = ReplayModel(read_workload("bert_base"), feed_forward_s=0, backprop_s=0)
+    blocks = blocks_of(model)
+    inside = {module for block in blocks for module in block}
+    tied = {"bert.embeddings.word_embeddings", "cls.predictions.decoder"}
+    outside = {
+        name
+        for name, module in model.named_modules()
+        if module._parameters and module not in inside
+    }
+    assert outside == tied | {"cls.predictions"}  # which has layers inside it
+    assert sum(len(block) for block in blocks) == len(inside)
+    assert all(isinstance(module, nn.Module) for module in inside)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ratio": 1.0, "feed_forward_s": 1.0, "backprop_s": 1.0},
+        {"ratio": 0.0},
+        {"ratio": float("nan")},
+        {"feed_forward_s": 1.0},
+        {"feed_forward_s": 1.0, "backprop_s": -1.0},
+        {"batch_size": 0},
+    ],
+)
+def test_a_question_that_contradicts_itself_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Question("resnet50", ["dear"], **settings)
+
+
+@pytest.mark.parametrize("methods", [[], ["alone"], ["dear", "ddp", "dear"]])
+def test_methods_must_be_some_and_different(methods: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        Question("resnet50", methods).read_methods()
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_length_without_warm_up_or_iterations_is_refused(counts: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError):
+        Length(*counts)
+
+
+def test_the_peak_is_of_what_came_after_the_start() -> None:
+    big = bytearray(b"x") * 60_000_000
+    del big
+    start = start_peak()
+    first = peak_bytes(start)
+    if first is None:
+        pytest.skip("this system does not tell the peak")
+    big = bytearray(b"x") * 40_000_000
+    del big
+    second = peak_bytes(start)
+    assert second is not None
+    assert first < 20_000_000 < 38_000_000 < second < 55_000_000

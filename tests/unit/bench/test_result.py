@@ -1,0 +1,145 @@
+"""What a benchmark's numbers become: bounds, table, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from dearmpi.bench.collectives import Overlap
+from dearmpi.bench.picture import draw
+from dearmpi.bench.record import result_json
+from dearmpi.bench.result import Block, Bounds, Iteration, LinkTimes, Result, Row, quartiles
+from dearmpi.bench.table import align, describe_result
+
+
+def bounds(*, ff: float, bp: float, rs: float, ag: float) -> Bounds:
+    return Bounds(
+        feed_forward_s=ff,
+        backprop_s=bp,
+        update_s=0.5,
+        reduce_scatter_s=rs,
+        all_gather_s=ag,
+        num_buckets=3,
+        payload_bytes=12_000_000,
+    )
+
+
+def block(*totals: float, cpu_s: float = 0.25, peak_bytes: int | None = 7_000_000) -> Block:
+    iterations = tuple(Iteration(t / 4, t / 2, t / 4) for t in totals)
+    return Block(iterations, cpu_s, peak_bytes)
+
+
+def result() -> Result:
+    alone = Row("alone", [Block((Iteration(1.0, 2.0, 0.125),), 0.125, 5_000_000)])
+    good = Row("dear", [block(4.0, 4.5), block(5.0, 4.25, peak_bytes=9_000_000)])
+    bad = Row("<peer>:f", [], "rank 1: OSError: no accelerator & no luck")
+    return Result(
+        subject="resnet50 (replay)",
+        unit="img",
+        batch_size=64,
+        units_per_sample=1,
+        world_size=4,
+        hosts=2,
+        alone=alone,
+        rows=[good, bad],
+        link=[LinkTimes(1.5, 2.5), LinkTimes(1.0, 1.5), LinkTimes(1.25, 1.25)],
+        num_buckets=3,
+        payload_bytes=12_000_000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ff", "bp", "rs", "ag", "dear_s", "absolute_s"),
+    [
+        (1, 2, 1, 1, 3, 3),  # all hidden
+        (1, 2, 3, 3, 6, 6),  # the network is busy throughout
+        (1, 2, 1.5, 1.5, 3.5, 3),  # idle network in backprop that DeAR cannot use
+        (1, 2, 3, 0.5, 4, 3.5),
+    ],
+)
+def test_bounds_are_those_of_the_papers(
+    ff: float, bp: float, rs: float, ag: float, dear_s: float, absolute_s: float
+) -> None:
+    found = bounds(ff=ff, bp=bp, rs=rs, ag=ag)
+    assert (found.dear_s, found.absolute_s) == (dear_s, absolute_s)
+
+
+def test_bounds_come_from_medians_and_leave_the_update_out() -> None:
+    found = result().bounds
+    assert found is not None
+    assert (found.reduce_scatter_s, found.all_gather_s) == (1.25, 1.5)
+    assert (found.compute_s, found.update_s, found.dear_s) == (3.0, 0.125, 2.0 + 1.5)
+
+
+def test_there_are_no_bounds_without_computation_alone() -> None:
+    unfinished = result()
+    unfinished.alone.blocks.clear()
+    assert unfinished.bounds is None
+    assert "bound of" not in "\n".join(describe_result(unfinished))
+
+
+def test_quartiles() -> None:
+    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 4.0)
+    assert quartiles([3.0]) == (3.0, 3.0)
+
+
+def test_the_table_holds_every_figure() -> None:
+    lines = describe_result(result())
+    row = next(line for line in lines if line.startswith("dear ") and "/sec" not in line)
+    # median, quartiles, 64 images / median, over either bound, exposed, CPU seconds, megabytes
+    assert row.split() == [
+        "dear", "4.3750", "4.1875-4.6250", "14.6", "1.250", "1.458", "1.250", "0.250", "9",
+    ]  # fmt: skip
+    assert "<peer>:f: rank 1: OSError: no accelerator & no luck" in lines
+
+
+def test_rates_have_the_form_of_the_field() -> None:
+    lines = describe_result(result())
+    # 64 / 4.25 and 64 / 4.625 images per second
+    assert "dear         Img/sec per CPU: 14.4 +-1.2" in lines
+    assert "dear         Total img/sec on 4 CPU(s): 57.8 +-4.8" in lines
+
+
+def test_columns_are_aligned() -> None:
+    assert align([("a", "bb"), ("ccc", "d")]) == ["a    bb", "ccc   d"]
+
+
+def test_the_file_holds_every_iteration_and_the_bounds() -> None:
+    plain = json.loads(result_json(result()))
+    dear, peer = plain["rows"]
+    assert [len(one["iterations"]) for one in dear["blocks"]] == [2, 2]
+    assert dear["median_s"] == 4.375 and dear["ratio_to_dear_bound"] == 1.25
+    assert peer["error"].startswith("rank 1") and "median_s" not in peer
+    assert plain["bounds"]["dear_s"] == 3.5 and plain["versions"]["torch"]
+
+
+def test_the_picture_is_well_formed_and_bars_are_in_proportion() -> None:
+    root = ElementTree.fromstring(draw(result()))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [bar for bar in root.iter(f"{space}rect") if "x" in bar.attrib]
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    assert widths[1] / widths[0] == pytest.approx(4.375 / 3.125, rel=0.01)
+    texts = [text.text for text in root.iter(f"{space}text")]
+    assert {"alone", "dear", "<peer>:f", "failed", "bound of DeAR 3.500"} <= set(texts)
+    width = float(root.attrib["width"])
+    assert all(0 <= float(line.attrib["x2"]) <= width for line in root.iter(f"{space}line"))
+
+
+@pytest.mark.parametrize(
+    ("pure_s", "compute_s", "together_s", "imb", "osu"),
+    [
+        (1.0, 1.0, 1.0, 1.0, 1.0),  # one hides the other
+        (1.0, 1.0, 2.0, 0.0, 0.0),  # one after the other
+        (1.0, 1.0, 1.5, 0.5, 0.5),
+        (1.0, 2.0, 2.5, 0.5, 0.5),
+        (2.0, 1.0, 2.5, 0.5, 0.25),  # half of the shorter one, a quarter of communication
+        (1.0, 1.0, 3.0, 0.0, 0.0),  # slower than one after the other
+    ],
+)
+def test_overlap_is_as_the_two_benchmarks_define_it(
+    pure_s: float, compute_s: float, together_s: float, imb: float, osu: float
+) -> None:
+    overlap = Overlap(pure_s, compute_s, together_s)
+    assert (overlap.imb, overlap.osu) == (imb, osu)

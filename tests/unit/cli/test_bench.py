@@ -1,0 +1,71 @@
+"""dear-train bench: its flags, and its files, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dearmpi.cli.main import main
+
+QUICK = ["--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "1"]
+SMALL = [
+    *("--workload", "equal:0.01:2", "--feed-forward-s", "0.001", "--backprop-s", "0.002"),
+    *QUICK,
+]
+
+
+def test_a_bench_writes_its_table_and_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    arguments = ["--methods", "dear,wfbp", "--json", str(report), "--picture", str(picture)]
+    assert main(["bench", *SMALL, *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "dear         Iter #0: " in text and "bound of DeAR" in text
+    assert [row["label"] for row in json.loads(report.read_text())["rows"]] == ["dear", "wfbp"]
+    assert picture.read_text().startswith("<svg")
+
+
+def test_a_factory_beside_the_command_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_own_method.py").write_text(
+        "from dearmpi.bench.method import Entrant\n"
+        "def plain(setup):\n"
+        "    optimizer = setup.make_optimizer(setup.model.parameters())\n"
+        "    return Entrant(setup.model, optimizer)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--methods", "dear", "--method", "my_own_method:plain"]
+    assert main(["bench", *SMALL, *arguments]) == 0
+    assert "my_own_method:plain Iter #0: " in capsys.readouterr().out
+
+
+def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--methods", "", "--method", "not_installed_anywhere:make"]
+    assert main(["bench", *SMALL, *arguments]) == 1
+    assert "ModuleNotFoundError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--collectives", "--ratio", "1"], ["--ratio", "--collectives"]),
+        (["--sizes-mb", "1"], ["--sizes-mb", "--collectives"]),
+        (["--collectives"], ["one rank"]),
+        (["--collectives", "--sizes-mb", "big"], ["big"]),
+        (["--workload", "resnet51"], ["resnet51"]),
+        (["--workload", "equal:1", "--ratio", "1"], ["one rank"]),
+        (["--num-iters", "0", "--feed-forward-s", "1", "--backprop-s", "1"], ["0 rounds"]),
+        (["--methods", "dear,dear"], ["dear", "2 times"]),
+        ([*SMALL, "--json", "/nowhere/at/all.json"], ["/nowhere/at"]),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_it_takes_time(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words), text

@@ -1,0 +1,73 @@
+"""What a run tells the person who started it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from dearmpi.cli.console import Console, bar, duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_only_the_rank_that_speaks_prints() -> None:
+    out = io.StringIO()
+    Console(speaks=False, out=out).say("a")
+    assert out.getvalue() == ""
+    Console(speaks=True, out=out).say("a", "b")
+    assert out.getvalue() == "a\nb\n"
+
+
+def test_there_is_no_live_line_where_nobody_watches() -> None:
+    out = io.StringIO()
+    console = Console(speaks=True, out=out)
+    console.show("50 %")
+    console.say("a")
+    console.finish()
+    assert out.getvalue() == "a\n"
+
+
+def test_there_is_no_live_line_in_a_terminal_that_a_launcher_may_have_made() -> None:
+    out = Terminal()
+    console = Console(speaks=True, launched=True, out=out)
+    console.show("50 %")
+    console.say("a")
+    assert out.getvalue() == "a\n"
+
+
+def test_the_live_line_stays_below_what_is_said_and_goes_at_the_end() -> None:
+    out = Terminal()
+    console = Console(speaks=True, out=out)
+    console.show("50 %")
+    console.say("saved")
+    console.finish()
+    assert out.getvalue() == "50 %\r\x1b[Ksaved\n50 %\r\x1b[K"
+
+
+def test_the_live_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    out = Terminal()
+    Console(speaks=True, out=out).show("x" * 50)
+    assert out.getvalue() == "x" * 19
+
+
+def test_a_bar_is_filled_as_far_as_the_run_is() -> None:
+    assert [bar(done, 4, width=4) for done in (0, 2, 4)] == ["····", "██··", "████"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3.14, "3.1 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+    ],
+)
+def test_durations_are_told_as_people_read_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,97 @@
+"""How a run that cannot go on ends."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dearmpi.cli.failure import describe, end_run, exit_code
+from dearmpi.cli.rank_log import RankLog, rank_log
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import CommError, ConfigError, DataError, NonFiniteLossError
+from dearmpi.train.agreement import AgreedError
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    world = World(AloneCollectives(), progress="poll")
+    yield world
+    world.close()
+
+
+def fail_inside() -> Exception:
+    try:
+        raise ValueError("too small")
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (DataError("x"), 5),
+        (CommError("x"), 8),
+        (AgreedError("x", exit_code=6), 6),
+        (ValueError("x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_each_kind_of_failure_has_its_exit_code(error: BaseException, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_an_error_raised_on_purpose_is_told_as_it_is(
+    alone: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_run(alone, DataError("no file x"), RankLog(logging.getLogger("t"))) == 5
+    assert capsys.readouterr().err == "dear-train: error: no file x\n"
+
+
+def test_an_error_of_the_users_code_is_told_with_its_place_and_the_log() -> None:
+    told = describe(fail_inside(), Path("runs/a/logs/rank-00000.log"))
+    assert told.startswith(f"error: ValueError: too small ({__file__}:")
+    assert "in fail_inside)" in told and told.endswith("rank-00000.log")
+    assert "Traceback" in describe(fail_inside(), None)
+
+
+def test_what_all_ranks_know_is_told_by_the_first_and_aborts_nobody(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = NonFiniteLossError("loss is NaN")
+    log = RankLog(logging.getLogger("t"))
+    assert run_ranks(3, lambda world: end_run(world, error, log)) == [7, 7, 7]
+    assert capsys.readouterr().err == "dear-train: error: loss is NaN\n"
+
+
+def test_the_log_holds_warnings_and_tracebacks(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.log"
+    with rank_log(speaks=False) as log:
+        log.open(path, "rank 0 of 1")
+        warnings.warn("watch out", stacklevel=1)
+        log.write_exception(fail_inside())
+    text = path.read_text()
+    assert "rank 0 of 1" in text and "watch out" in text
+    assert "Traceback" in text and "ValueError: too small" in text
+
+
+def test_logging_is_put_back_as_it_was() -> None:
+    before = list(logging.getLogger().handlers)
+    with rank_log(speaks=True):
+        assert logging.getLogger().handlers != before
+    assert logging.getLogger().handlers == before
+    with pytest.warns(UserWarning, match="as ever"):
+        warnings.warn("as ever", stacklevel=1)
+
+
+def test_warnings_are_told_by_the_rank_that_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    for speaks in (True, False):
+        with rank_log(speaks=speaks):
+            warnings.warn("watch out", stacklevel=1)
+        assert ("watch out" in capsys.readouterr().err) == speaks

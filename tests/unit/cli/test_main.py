@@ -1,0 +1,95 @@
+"""The command line before anything is trained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dearmpi
+from dearmpi.cli.main import main
+from dearmpi.cli.run import read_layers
+from dearmpi.cli.settings import setting_options
+from dearmpi.errors import ConfigError
+from dearmpi.train.layers import merge
+from dearmpi.train.settings import SETTINGS
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"--{about.flag}" in text for about in SETTINGS.values())
+    for section in {about.section for about in SETTINGS.values()}:
+        assert f"\n{section}:\n" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["checkpoint", "--help"], ["bench", "--help"]]
+)
+def test_help_needs_neither_torch_nor_mpi(arguments: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['mpi4py'] = sys.modules['torch'] = None\n"  # importing them would fail
+        "from dearmpi.cli.main import main\n"
+        "code = main(sys.argv[1:])\n"
+        "assert not {'numpy', 'yaml', 'safetensors'} & set(sys.modules), 'slow to start'\n"
+        "sys.exit(code)\n"
+    )
+    root = Path(dearmpi.__file__).parents[1]
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("Usage: dear-train")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dear-train {dearmpi.__version__}\n"
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--epoch", "3"]) == 2
+    told = capsys.readouterr().err
+    assert "--epoch" in told and "--epochs" in told
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trane"]) == 2
+    assert "trane" in capsys.readouterr().err
+
+
+def test_flags_become_settings_and_what_is_not_given_stays_open() -> None:
+    names = {option.name for option in setting_options()}
+    given: dict[str, object] = {name: None for name in names if name in SETTINGS}
+    given |= {"lr": "1e-3", "task_options": ("width=8", "depth=2"), "optimizer_options": ()}
+    layers = read_layers(given, {}, None)
+    assert merge(layers) == {"lr": 1e-3, "task_options": {"width": "8", "depth": "2"}}
+
+
+def test_the_file_is_read_below_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 1\nwindow: 1\n")
+    layers = read_layers({"keep": "1"}, {"DEAR_TRAIN_SEED": "2"}, str(path))
+    assert merge(layers) == {"keep": 1, "seed": 2, "window": 1}
+
+
+def test_a_wrong_value_is_refused_by_its_flag() -> None:
+    with pytest.raises(ConfigError, match="--window is 'two'; it must be a whole number"):
+        read_layers({"window": "two"}, {}, None)
+
+
+def test_a_checkpoint_that_is_none_is_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "show", str(tmp_path / "nothing")]) == 6
+    told = capsys.readouterr().err
+    assert told.startswith("dear-train: error: ") and "is no folder" in told
+    assert "Traceback" not in told

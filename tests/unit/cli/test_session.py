@@ -1,0 +1,247 @@
+"""A whole run in this process: its folder, its words, its refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dearmpi.cli.rank_log import rank_log
+from dearmpi.cli.session import run_session
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import MismatchError
+from dearmpi.train.agreement import AgreedError
+from dearmpi.train.layers import make_layer
+from dearmpi.train.session import open_session
+from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
+
+TASK = """
+import signal
+
+import torch
+from torch import nn
+
+from dearmpi.train.task import Task
+
+
+def make(options):
+    count = int(options.get("count", "20"))
+    width = int(options.get("width", "4"))
+    stop_at = int(options.get("stop_at", "-1"))
+    data = [(torch.full((3,), i / count), torch.tensor([i / count])) for i in range(count)]
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
+    seen = [0]
+
+    def loss(model, batch):
+        seen[0] += model.training
+        if seen[0] == stop_at:
+            signal.raise_signal(signal.SIGUSR1)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    return Task(
+        "line",
+        model,
+        data,
+        loss,
+        eval_data=data[:5] if options.get("eval") != "no" else None,
+        unit="points",
+        units_per_sample=2,
+        loss_scale_name="percent",
+        loss_scale=100.0,
+        notes=["a note of the task"],
+        summarize=lambda model: ["a closing line"],
+        defaults={"optimizer": "SGD", "lr": 0.25, "max_steps": 6, "batch_size": 4},
+    )
+"""
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    threads = torch.get_num_threads()
+    world = World(AloneCollectives(), progress="poll")
+    yield world
+    world.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    path = tmp_path / "line.py"
+    path.write_text(TASK)
+    return path
+
+
+def run(world: World, task_file: Path, **given: object) -> int:
+    values = {"task": f"{task_file}:make", "run_folder": str(task_file.parent / "runs"), **given}
+    with rank_log(speaks=True) as log, StopRequest() as stop:
+        layer = make_layer("flag", values)
+        return run_session(world, [layer], stop=stop, log=log, command=["dear-train", "run"])
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_fills_its_folder(alone: World, task_file: Path) -> None:
+    assert run(alone, task_file, name="a", log_interval="2") == 0
+    folder = task_file.parent / "runs" / "a"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["lr"] == 0.25 and config["max_steps"] == 6 and config["log_interval"] == 2
+    environment = json.loads((folder / "env.json").read_text())
+    assert environment["world_size"] == 1 and environment["command"] == ["dear-train", "run"]
+    with open(folder / "metrics.csv") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["2", "4", "5", "6"]
+    assert "rank 0 of 1" in (folder / "logs" / "rank-00000.log").read_text()
+    assert (folder / "latest").read_text() == "checkpoints/step-00000006\n"
+
+
+def test_the_console_tells_the_story(
+    alone: World, task_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(alone, task_file, name="a", log_interval="3")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("line on 1 rank")
+    assert "a note of the task" in lines
+    (third,) = [line for line in lines if line.startswith("step 3/6")]
+    assert "percent " in third and "lr 0.25" in third and "points/s" in third
+    summary = lines[[line.startswith("done at step 6 of 6") for line in lines].index(True) :]
+    assert "percent in training: " in summary[1] and " -> " in summary[1]
+    assert summary[2].startswith("percent on 5 held-out samples: ")
+    assert summary[-2:] == [f"run folder: {task_file.parent / 'runs' / 'a'}", "a closing line"]
+
+
+def test_a_written_config_is_a_config_file_for_the_same_run(alone: World, task_file: Path) -> None:
+    run(alone, task_file, name="a")
+    runs = task_file.parent / "runs"
+    config = yaml.safe_load((runs / "a" / "config.yaml").read_text())
+    with rank_log(speaks=False) as log, StopRequest() as stop:
+        layers = [make_layer("flag", {"name": "b"}), make_layer("file", config, origin="f")]
+        run_session(alone, layers, stop=stop, log=log, command=[])
+    a, b = (runs / name / "checkpoints" / "step-00000006" for name in "ab")
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint_and_resume_goes_on(
+    alone: World, task_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(alone, task_file, name="whole") == 0
+    assert run(alone, task_file, name="a", task_options=["stop_at=3"]) == EXIT_PREEMPTED
+    runs = task_file.parent / "runs"
+    assert (runs / "a" / "latest").read_text() == "checkpoints/step-00000004\n"
+    assert "stopped as asked at step 4 of 6" in capsys.readouterr().out
+    assert run(alone, task_file, name="a", resume="auto") == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+    whole, resumed = (runs / n / "checkpoints" / "step-00000006" for n in ("whole", "a"))
+    assert (whole / "model.safetensors").read_bytes() == (
+        resumed / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_resumed_run_keeps_its_settings_unless_told_otherwise(
+    alone: World, task_file: Path
+) -> None:
+    run(alone, task_file, name="a", lr="0.125", log_interval="2")
+    run(alone, task_file, name="a", resume="auto", epochs="2")
+    folder = task_file.parent / "runs" / "a"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (config["lr"], config["log_interval"], config["epochs"]) == (0.125, 2, 2)
+    assert "max_steps" not in config
+    with open(folder / "metrics.csv") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["2", "4", "5", "6", "8", "10"]
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        ({"optimizer": "adm"}, 2, "unknown optimizer 'adm'"),
+        ({"momentum": "0.9", "optimizer": "Adam"}, 2, "momentum has no effect"),
+        ({"task": "digitz"}, 2, "did you mean 'digits'"),
+        ({"task_options": ["eval=no"], "eval_interval": "3"}, 2, "eval_interval 3 has no effect"),
+        ({"task_options": ["widht=3"]}, 2, "widht"),
+        ({"task": "bytes-lm", "data": "/no/such/text"}, 5, "/no/such/text"),
+        ({"batch_size": "2", "gradient_accumulation_steps": "3"}, 2, "need at least 3"),
+        ({"gather": "parameters", "optimizer": "Muon"}, 2, "Muon"),
+        ({"name": "not/a/name"}, 2, "no folder name"),
+        ({"resume": "auto"}, 2, "needs --name"),
+    ],
+)
+def test_what_is_refused_leaves_nothing_behind(
+    alone: World, task_file: Path, given: dict[str, object], code: int, message: str
+) -> None:
+    with pytest.raises(AgreedError) as caught:
+        run(alone, task_file, **given)
+    assert caught.value.exit_code == code
+    assert message in str(caught.value)
+    assert not (task_file.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        ({"batch_size": "5"}, 2, "batch_size is 5, but the run to resume has 4"),
+        ({"seed": "5"}, 2, "seed is 5, but the run to resume has 0"),
+        ({"task_options": ["count=30"]}, 2, "task_options"),
+    ],
+)
+def test_a_run_is_resumed_with_what_it_was_begun_or_left_as_it_is(
+    alone: World, task_file: Path, given: dict[str, object], code: int, message: str
+) -> None:
+    run(alone, task_file, name="a")
+    before = files(task_file.parent / "runs")
+    with pytest.raises(AgreedError) as caught:
+        run(alone, task_file, name="a", resume="auto", **given)
+    assert caught.value.exit_code == code
+    assert message in str(caught.value)
+    assert files(task_file.parent / "runs") == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("flip", "is corrupted"), ("truncate", "is truncated"), ("model", "another model")],
+)
+def test_a_damaged_or_foreign_checkpoint_is_refused_and_left_as_it_is(
+    alone: World, task_file: Path, damage: str, message: str
+) -> None:
+    run(alone, task_file, name="a")
+    found = task_file.parent / "runs" / "a" / "checkpoints" / "step-00000006"
+    tensors = found / "model.safetensors"
+    content = bytearray(tensors.read_bytes())
+    if damage == "flip":
+        content[-1] ^= 1
+        tensors.write_bytes(content)
+    elif damage == "truncate":
+        tensors.write_bytes(content[:-1])
+    else:
+        task_file.write_text(TASK.replace('"width", "4"', '"width", "5"'))
+    before = files(task_file.parent / "runs")
+    with pytest.raises(AgreedError, match=message) as caught:
+        run(alone, task_file, resume=str(found), max_steps="9")
+    assert caught.value.exit_code == 6
+    assert files(task_file.parent / "runs") == before
+
+
+def test_other_data_are_noticed_at_resume(alone: World, task_file: Path) -> None:
+    run(alone, task_file, name="a")
+    task_file.write_text(TASK.replace('"count", "20"', '"count", "24"'))
+    with pytest.raises(AgreedError, match="written with 20 training samples, this run has 24"):
+        run(alone, task_file, name="a", resume="auto", max_steps="9")
+
+
+def test_ranks_with_other_arguments_learn_both_values(task_file: Path) -> None:
+    def work(world: World) -> str:
+        lr = "0.1" if world.rank == 0 else "0.2"
+        layer = make_layer("flag", {"task": f"{task_file}:make", "lr": lr})
+        with pytest.raises(MismatchError) as caught:
+            open_session(world, [layer])
+        return str(caught.value)
+
+    for told in run_ranks(2, work):
+        assert "argument lr differs: 0.1 on rank 0" in told and "0.2 on rank 1" in told
+    assert not (task_file.parent / "runs").exists()

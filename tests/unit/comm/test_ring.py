@@ -1,0 +1,195 @@
+"""Ring reduce-scatter: right sums for any number of ranks, whatever arrives first."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.ring import RingReduceScatter
+
+
+class Post:
+    """A send or a receive; ``done`` once the bytes have moved."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.done = False
+
+    def test(self) -> bool:
+        return self.done
+
+
+class Wires:
+    """Sends and receives of all ranks; bytes move when the test lets them, as late as it likes.
+
+    What is sent is read at the latest moment, and what is received is written at the latest.
+    """
+
+    def __init__(self) -> None:
+        self.sends: defaultdict[tuple[int, int, int], deque[Post]] = defaultdict(deque)
+        self.receives: defaultdict[tuple[int, int, int], deque[Post]] = defaultdict(deque)
+
+    def deliver_one(self, chance: random.Random) -> bool:
+        """Move one message, chosen at random; those of one sender to one receiver keep order."""
+        ready = [key for key, sends in self.sends.items() if sends and self.receives[key]]
+        if not ready:
+            return False
+        key = chance.choice(sorted(ready))
+        send, receive = self.sends[key].popleft(), self.receives[key].popleft()
+        receive.buffer.copy_(send.buffer)
+        send.done = receive.done = True
+        return True
+
+
+class End:
+    """One rank's access to the wires."""
+
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self.wires, self.rank = wires, rank
+
+    def start_send(self, buffer: Any, destination: int, tag: int) -> Post:
+        post = Post(buffer)
+        self.wires.sends[self.rank, destination, tag].append(post)
+        return post
+
+    def start_receive(self, buffer: Any, source: int, tag: int) -> Post:
+        post = Post(buffer)
+        self.wires.receives[source, self.rank, tag].append(post)
+        return post
+
+
+def start_rings(wires: Wires, inputs: list[Any], tag: int = 1) -> list[RingReduceScatter]:
+    size = len(inputs)
+    return [
+        RingReduceScatter(
+            End(wires, rank),
+            buffer,
+            rank=rank,
+            size=size,
+            tag=tag,
+            scratch=buffer.new_empty(2 * buffer.numel() // size),
+        )
+        for rank, buffer in enumerate(inputs)
+    ]
+
+
+def run(wires: Wires, rings: list[RingReduceScatter], chance: random.Random) -> None:
+    """Deliver and poll in random order until all rings are complete."""
+    left = list(rings)
+    for _ in range(100 * len(rings) ** 2):  # far more turns than all rounds of all rings take
+        wires.deliver_one(chance)
+        ring = chance.choice(left)
+        if chance.random() < 0.7 and ring.test():
+            left.remove(ring)
+        if not left:
+            return
+    raise AssertionError(f"{len(left)} of {len(rings)} rings never completed")
+
+
+def shard(buffer: Any, rank: int, size: int) -> Any:
+    count = buffer.numel() // size
+    return buffer[rank * count : (rank + 1) * count]
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_every_rank_gets_its_shard_of_the_sum(
+    size: int, shard_numel: int, chance: random.Random
+) -> None:
+    generator = torch.Generator().manual_seed(size * 7 + shard_numel)
+    whole = torch.randint(-50, 50, (size, size * shard_numel), generator=generator).double()
+    buffers = list(whole.clone())
+    wires = Wires()
+    run(wires, start_rings(wires, buffers), chance)
+    for rank, buffer in enumerate(buffers):
+        assert torch.equal(shard(buffer, rank, size), shard(whole.sum(0), rank, size))
+    assert not any(wires.sends.values()) and not any(wires.receives.values())
+
+
+@given(st.integers(2, 5), st.randoms(use_true_random=False))
+def test_rings_under_way_at_once_do_not_mix(size: int, chance: random.Random) -> None:
+    first = torch.arange(size * size * 2.0).reshape(size, -1)
+    second = -1000.0 - first
+    wires = Wires()
+    buffers = [list(first.clone()), list(second.clone())]
+    rings = start_rings(wires, buffers[0], tag=1) + start_rings(wires, buffers[1], tag=2)
+    run(wires, rings, chance)
+    for whole, outputs in zip((first, second), buffers, strict=True):
+        for rank, buffer in enumerate(outputs):
+            assert torch.equal(shard(buffer, rank, size), shard(whole.sum(0), rank, size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+def test_any_dtype_that_can_be_added(dtype: torch.dtype) -> None:
+    whole = torch.arange(12).reshape(3, 4).repeat(1, 3).to(dtype)
+    buffers: list[Tensor] = list(whole.clone())
+    wires = Wires()
+    run(wires, start_rings(wires, buffers), random.Random(0))
+    for rank, buffer in enumerate(buffers):
+        assert torch.equal(shard(buffer, rank, 3), shard(whole.sum(0, dtype=dtype), rank, 3))
+
+
+def test_host_buffers() -> None:
+    buffers = [HostBuffer(np.arange(4.0) + rank) for rank in range(2)]
+    wires = Wires()
+    run(wires, start_rings(wires, buffers), random.Random(0))
+    assert buffers[0].array[:2].tolist() == [1.0, 3.0]
+    assert buffers[1].array[2:].tolist() == [5.0, 7.0]
+
+
+def test_a_ring_is_not_complete_while_a_send_may_still_read_its_buffer() -> None:
+    wires = Wires()
+    rings = start_rings(wires, list(torch.ones(2, 2)))
+    wires.receives[1, 0, 1][0].buffer.fill_(1.0)
+    wires.receives[1, 0, 1][0].done = True  # rank 0 has received; nobody has taken its send
+    assert not rings[0].test()
+    wires.sends[0, 1, 1][0].done = True
+    assert rings[0].test()
+
+
+def test_a_complete_ring_can_be_tested_again_without_adding_twice() -> None:
+    buffers = list(torch.ones(2, 2))
+    wires = Wires()
+    rings = start_rings(wires, buffers)
+    run(wires, rings, random.Random(0))
+    assert all(ring.test() for ring in rings)
+    assert buffers[0][0] == 2.0
+
+
+def test_one_rank_posts_nothing() -> None:
+    wires = Wires()
+    buffer = torch.arange(3.0)
+    (ring,) = start_rings(wires, [buffer])
+    assert ring.test()
+    assert not wires.sends and not wires.receives
+    assert buffer.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_each_rank_moves_its_shards_once() -> None:
+    """P - 1 messages of one shard per rank: no reduce-scatter moves less."""
+    posted: list[int] = []
+
+    class Counting(End):
+        def start_send(self, buffer: Any, destination: int, tag: int) -> Post:
+            posted.append(buffer.numel())
+            assert destination == (self.rank + 1) % 4
+            return super().start_send(buffer, destination, tag)
+
+    wires = Wires()
+    buffers = list(torch.ones(4, 12))
+    rings = [
+        RingReduceScatter(
+            Counting(wires, rank), buffer, rank=rank, size=4, tag=1, scratch=torch.empty(6)
+        )
+        for rank, buffer in enumerate(buffers)
+    ]
+    run(wires, rings, random.Random(0))
+    assert posted == [3] * 12

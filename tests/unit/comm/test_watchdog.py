@@ -1,0 +1,135 @@
+"""A wait for other ranks that lasts too long says why, and ends if it is hopeless."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.watchdog import StallLimits, Status
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError, StallError
+
+LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
+
+
+def start_world(hub: FakeHub, rank: int, limits: StallLimits = LIMITS) -> World:
+    return World(hub.collectives(rank), stall_limits=limits)
+
+
+def run_with_limits(size: int, function, limits: StallLimits = LIMITS) -> list[object]:  # type: ignore[no-untyped-def]
+    """``function(world)`` on in-process ranks whose worlds have short stall limits."""
+    hub = FakeHub(size)
+    outcomes: list[object] = [None] * size
+
+    def run(rank: int) -> None:
+        world = start_world(hub, rank, limits)
+        try:
+            outcomes[rank] = function(world)
+        except Exception as error:
+            outcomes[rank] = error
+            hub.fail(str(error))
+        finally:
+            world.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=40)
+    assert not any(thread.is_alive() for thread in threads)
+    return outcomes
+
+
+def test_a_rank_that_has_ended_is_named_with_both_iteration_counts() -> None:
+    def train(world: World) -> None:
+        for _ in range(2 + world.rank):
+            world.begin_iteration()
+        if world.rank == 0:
+            world.leave()
+        else:
+            waiting = threading.Event()
+            world.progress.wait_until(waiting.is_set, what="RS0")
+
+    outcomes = run_with_limits(2, train)
+    error = outcomes[1]
+    assert isinstance(error, StallError)
+    assert "rank 1 in iteration 3" in str(error)
+    assert "rank 0 has ended after 2 iterations" in str(error)
+    assert "unequal numbers of batches" in str(error)
+
+
+def test_two_ranks_that_wait_for_each_other_are_told_so() -> None:
+    def train(world: World) -> None:
+        world.begin_iteration()
+        if world.rank == 0:
+            world.all_reduce([1.0])
+        else:
+            world.begin_iteration()
+            world.progress.wait_until(threading.Event().is_set, what="RS0")
+
+    limits = StallLimits(warning_s=0.3, abort_s=4.0)
+    error = run_with_limits(2, train, limits)[0]
+    assert isinstance(error, StallError)
+    assert "different order" in str(error)
+
+
+def test_a_slow_rank_is_reported_and_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    release = threading.Event()
+
+    def train(world: World) -> float:
+        world.begin_iteration()
+        if world.rank == 1:
+            assert release.wait(timeout=30)
+        else:
+            threading.Timer(1.5, release.set).start()
+        return world.all_reduce([1.0])[0]
+
+    assert run_with_limits(2, train) == [2.0, 2.0]
+    told = capfd.readouterr().err
+    assert "rank 0 on fakehost: in iteration 1, waits" in told
+    assert "rank 1 on fakehost: in iteration 1, does not wait for communication" in told
+    assert "test_watchdog.py" in told  # the stack of the rank that is waited for
+
+
+def test_a_wait_is_given_up_at_the_limit_and_a_silent_rank_is_called_silent() -> None:
+    def train(world: World) -> None:
+        if world.rank == 1:
+            world.progress.close()  # nobody answers any more
+            return
+        world.all_reduce([1.0])
+
+    limits = StallLimits(warning_s=0.2, abort_s=3.0)
+    error = run_with_limits(2, train, limits)[0]
+    assert isinstance(error, StallError)
+    assert "gave up after waiting 3 s" in str(error)
+    assert "rank 1 on fakehost: does not answer" in str(error)
+
+
+def test_a_wait_for_a_transfer_that_others_also_wait_for_is_not_hopeless() -> None:
+    def status(iterations: int, **changes: object) -> Status:
+        values: dict[str, object] = {
+            "iterations": iterations,
+            "exchanges": 1,
+            "waiting": "AG0",
+            "waited_s": 9.0,
+            "in_exchange": False,
+            "left": False,
+            "stack": (),
+        }
+        return Status(**{**values, **changes})  # type: ignore[arg-type]
+
+    assert status(6).waits_for(status(5))
+    assert not status(5).waits_for(status(6))  # its data may still be on the wire
+    assert not status(5).waits_for(status(5, left=True))
+
+
+def test_limits_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="60.0 s to warn and 30.0 s to abort"):
+        StallLimits(warning_s=60.0, abort_s=30.0)
+
+
+def test_ranks_leave_together() -> None:
+    run_ranks(3, lambda world: world.leave())

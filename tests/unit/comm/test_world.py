@@ -1,0 +1,271 @@
+"""World: exchanges between ranks outside of training, channels, and how a process finds it."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dearmpi.comm
+from dearmpi.comm import world as module
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World, announced_size, check_launch, connect
+from dearmpi.config import ProgressMode
+from dearmpi.errors import CommError, ConfigError, LaunchError
+
+# Lone surrogates stand for the undecodable bytes of file names.
+TEXTS = st.lists(st.text(st.characters(exclude_categories=())), min_size=1, max_size=4)
+MODES: list[ProgressMode] = ["thread", "poll"]
+
+
+@given(TEXTS)
+def test_any_text_reaches_every_rank(texts: list[str]) -> None:
+    results = run_ranks(len(texts), lambda world: world.all_gather_text(texts[world.rank]))
+    assert results == [texts] * len(texts)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\0", "\udcff", "\x01", "a\0\0", "a\x01", "\0\x01\0", "é" * 1000]
+)
+def test_texts_that_look_like_padding_survive(text: str) -> None:
+    texts = [text, "x", text]
+    results = run_ranks(3, lambda world: world.all_gather_text(texts[world.rank]))
+    assert results == [texts] * 3
+
+
+def test_the_text_of_rank_0_is_broadcast() -> None:
+    def talk(world: World) -> tuple[str, str, str]:
+        mine = "plan é" if world.is_root else None
+        other = world.broadcast_text(f"from {world.rank}")
+        return world.broadcast_text(mine), other, world.broadcast_text(None)
+
+    assert run_ranks(3, talk) == [("plan é", "from 0", "")] * 3
+
+
+@pytest.mark.parametrize("progress", MODES)
+def test_values_are_reduced_one_by_one(progress: ProgressMode) -> None:
+    def reduce(world: World) -> list[list[float]]:
+        values = [float(world.rank), -2.0 * world.rank, 0.5]
+        return [
+            world.all_reduce(values),
+            world.all_reduce(values, "max"),
+            world.all_reduce(values, op="min"),
+            world.all_reduce([]),
+        ]
+
+    assert (
+        run_ranks(4, reduce, progress=progress)
+        == [[[6.0, -12.0, 2.0], [3.0, 0.0, 0.5], [0.0, -6.0, 0.5], []]] * 4
+    )
+
+
+def test_values_that_are_not_finite_stay_so() -> None:
+    def reduce(world: World) -> list[float]:
+        return world.all_reduce([math.nan if world.rank else 1.0, math.inf], "sum")
+
+    for nan, infinity in run_ranks(2, reduce):
+        assert math.isnan(nan) and infinity == math.inf
+
+
+def test_local_rank_counts_the_ranks_of_a_host() -> None:
+    hub = FakeHub(5, hosts=["n0", "n1", "n0", "n1", "n0"])
+    worlds = run_ranks(5, lambda world: (world.rank, world.host, world.local_rank), hub=hub)
+    assert worlds == [(0, "n0", 0), (1, "n1", 0), (2, "n0", 1), (3, "n1", 1), (4, "n0", 2)]
+
+
+def test_every_rank_knows_all_hosts_and_who_speaks() -> None:
+    hub = FakeHub(2, hosts=["n0", "n1"])
+    results = run_ranks(2, lambda world: (world.size, world.hosts, world.is_root), hub=hub)
+    assert results == [(2, ("n0", "n1"), True), (2, ("n0", "n1"), False)]
+
+
+def test_broadcast_overwrites_all_but_the_root() -> None:
+    def receive(world: World) -> list[float]:
+        buffer = HostBuffer(np.full(3, float(world.rank)))
+        world.broadcast(buffer, root=2)
+        return [float(value) for value in buffer.array]
+
+    assert run_ranks(3, receive) == [[2.0, 2.0, 2.0]] * 3
+
+
+@pytest.mark.parametrize("root", [-1, 2])
+def test_a_root_outside_of_the_world_is_refused(root: int) -> None:
+    def broadcast(world: World) -> None:
+        world.broadcast(HostBuffer(np.zeros(1)), root=root)
+
+    with pytest.raises(ConfigError, match=f"root is rank {root}, but the world has 2 ranks"):
+        run_ranks(2, broadcast)
+
+
+def test_all_gather_collects_the_shards() -> None:
+    def gather(world: World) -> list[int]:
+        buffer = HostBuffer(np.full(6, 10 * world.rank, dtype=np.int64))
+        world.all_gather(buffer)
+        return [int(value) for value in buffer.array]
+
+    assert run_ranks(3, gather) == [[0, 0, 10, 10, 20, 20]] * 3
+
+
+def test_nobody_passes_a_barrier_before_everybody_is_there() -> None:
+    arrived: list[int] = []
+
+    def meet(world: World) -> int:
+        arrived.append(world.rank)
+        world.barrier()
+        return len(arrived)
+
+    assert run_ranks(4, meet) == [4] * 4
+
+
+@pytest.mark.parametrize("progress", MODES)
+def test_channels_have_orders_of_their_own(progress: ProgressMode) -> None:
+    """Ranks may use two channels in different orders, as long as each agrees with itself."""
+
+    def exchange(world: World) -> list[float]:
+        channels = [world.open_channel(name, window=2) for name in ("rs", "ag")]
+        buffers = [HostBuffer(np.full(2, float(world.rank + 10 * c))) for c in range(2)]
+        done: list[int] = []
+        for index in (0, 1) if world.is_root else (1, 0):
+            buffer = buffers[index]
+            channels[index].submit(
+                f"AR{index}",
+                partial(_start_sum, buffer),
+                partial(done.append, index),
+            )
+        world.progress.wait_until(lambda: len(done) == 2, what="both")
+        for channel in channels:
+            channel.close()
+        return [float(buffer.array[0]) for buffer in buffers]
+
+    assert run_ranks(2, exchange, progress=progress) == [[1.0, 21.0]] * 2
+
+
+def _start_sum(buffer: HostBuffer, collectives: Collectives) -> Request:
+    return collectives.start_all_reduce(buffer, "sum")
+
+
+def test_ranks_that_call_different_methods_are_told_so() -> None:
+    def differ(world: World) -> None:
+        if world.is_root:
+            world.barrier()
+        else:
+            world.all_reduce([1.0, 2.0])
+
+    with pytest.raises(CommError, match=r"rank . on fakehost: all-reduce of values \(control lane"):
+        run_ranks(2, differ)
+
+
+def test_an_abort_ends_with_its_code() -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_ranks(2, lambda world: world.abort(6) if world.rank else world.barrier())
+    assert ended.value.code == 6
+
+
+def test_a_closed_world_refuses_to_wait() -> None:
+    def close(world: World) -> None:
+        world.barrier()
+        world.close()
+        world.close()
+        with pytest.raises(CommError, match="after its world was closed"):
+            world.barrier()
+
+    run_ranks(2, close)
+
+
+@pytest.mark.parametrize("progress", MODES)
+def test_a_world_of_one_needs_nobody(progress: ProgressMode) -> None:
+    world = World(AloneCollectives(), progress=progress)
+    try:
+        assert (world.rank, world.size, world.local_rank, world.is_root) == (0, 1, 0, True)
+        assert world.hosts == (world.host,)
+        assert world.all_reduce([3.0, 4.0]) == [3.0, 4.0]
+        assert world.all_gather_text("é\0") == ["é\0"]
+        assert world.broadcast_text("plan") == "plan"
+        world.barrier()
+        channel = world.open_channel("rs", window=2)
+        buffer = HostBuffer(np.arange(3.0))
+        channel.run("RS0", lambda c: c.start_reduce_scatter(buffer, "ring"))
+        channel.run("AG0", lambda c: c.start_all_gather(buffer))
+        assert buffer.array.tolist() == [0.0, 1.0, 2.0]
+        channel.close()
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({}, 1),
+        ({"PMI_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 2),
+        ({"SLURM_NTASKS": "8"}, 1),  # of the batch job; this process may be its only one
+        ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, 4),  # under hydra SLURM counts nodes
+        ({"OMPI_COMM_WORLD_SIZE": "6", "SLURM_STEP_NUM_TASKS": "2"}, 6),
+        ({"PMI_SIZE": ""}, 1),
+        ({"PMI_SIZE": "many"}, 1),
+    ],
+)
+def test_what_the_launcher_announced(environment: dict[str, str], size: int) -> None:
+    assert announced_size(environment) == size
+
+
+def test_worlds_of_one_that_should_be_one_world_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"4 processes were launched.*--mpi=pmi2.*mpirun"):
+        check_launch(1, {"SLURM_STEP_NUM_TASKS": "4"})
+
+
+def test_launches_that_fit_are_accepted() -> None:
+    check_launch(1, {})
+    check_launch(1, {"PMI_SIZE": "1"})
+    check_launch(4, {"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"})
+
+
+@pytest.fixture
+def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that is not connected yet, on a machine without MPI."""
+    monkeypatch.setattr(module._Process, "world", None)
+    monkeypatch.setattr(module._Process, "progress", "thread")
+    monkeypatch.setitem(sys.modules, "dearmpi.comm.mpi", None)
+    monkeypatch.delattr(dearmpi.comm, "mpi", raising=False)
+    hook = sys.excepthook
+    yield
+    assert sys.excepthook is hook  # alone there is nobody to take along
+    if module._Process.world is not None:
+        module._Process.world.close()
+        atexit.unregister(module._Process.world.close)
+
+
+@pytest.mark.usefixtures("_no_mpi")
+def test_without_mpi_a_process_is_a_world_of_its_own() -> None:
+    world = connect()
+    assert world.size == 1
+    assert connect() is world
+
+
+@pytest.mark.usefixtures("_no_mpi")
+def test_without_mpi_several_ranks_are_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(LaunchError, match=r"4 ranks were launched.*pip install 'dearmpi\[mpich\]'"):
+        connect()
+
+
+@pytest.mark.parametrize(("first", "other"), [("thread", "poll"), ("poll", "thread")])
+@pytest.mark.usefixtures("_no_mpi")
+def test_progress_is_chosen_once(first: ProgressMode, other: ProgressMode) -> None:
+    world = connect(first)
+    assert connect(first) is world
+    assert connect() is world
+    with pytest.raises(ConfigError, match=f"progress is '{other}', but .*'{first}'"):
+        connect(other)

@@ -1,0 +1,108 @@
+"""Flat buffers: every parameter has its place, and every element one owner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dearmpi.engine.bucket import BucketRuntime, BucketState
+from dearmpi.engine.buffers import FlatBuffer, flattened
+from dearmpi.plan.layout import Bucket, ParamSpec, build_layout
+
+SHAPES = st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=5)
+
+
+def bucket_of(tensors: list[Tensor], world_size: int) -> Bucket:
+    specs = [ParamSpec(f"p{n}", tuple(tensor.shape)) for n, tensor in enumerate(tensors)]
+    return build_layout([specs], world_size).buckets[0]
+
+
+@given(SHAPES, st.integers(1, 6))
+def test_every_element_is_in_one_view_and_in_one_shard(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
+    tensors = [torch.zeros(shape) for shape in shapes]
+    bucket = bucket_of(tensors, world_size)
+    buffers = [FlatBuffer(bucket, tensors, rank=rank) for rank in range(world_size)]
+    for number, view in enumerate(buffers[0].views):
+        assert view.shape == tensors[number].shape
+        view.add_(number + 1)
+    expected = [number + 1.0 for number, t in enumerate(tensors) for _ in range(t.numel())]
+    assert buffers[0].data[: bucket.numel].tolist() == expected
+    for rank, buffer in enumerate(buffers):
+        buffer.shard.add_(1)
+        own = torch.zeros(bucket.padded_numel)
+        own[bucket.shard_range(rank)[0] : bucket.shard_range(rank)[1]] = 1
+        own[bucket.numel :] = 0
+        if rank:
+            assert torch.equal(buffer.data, own)
+    assert sum(buffer.shard.numel() for buffer in buffers) == bucket.numel
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 2, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
+        torch.randn(4, 1, 1, 1).to(memory_format=torch.channels_last),
+        torch.randn(3, 4),
+        torch.tensor(2.0),
+    ],
+    ids=lambda tensor: str(tuple(tensor.shape)),
+)
+def test_memory_formats_are_kept(tensor: Tensor) -> None:
+    buffer = FlatBuffer(bucket_of([tensor], 2), [tensor], rank=0)
+    buffer.views[0].copy_(tensor)
+    assert buffer.views[0].stride() == tensor.stride()
+    assert torch.equal(buffer.views[0], tensor)
+    assert torch.equal(buffer.data[: tensor.numel()], flattened(tensor))
+
+
+def test_a_transposed_parameter_becomes_contiguous_and_keeps_its_values() -> None:
+    param = nn.Parameter(torch.randn(4, 3).T)
+    values = param.detach().clone()
+    bucket = BucketRuntime(bucket_of([param], 2), [param], rank=0, flat_parameters=True)
+    assert param.is_contiguous() and torch.equal(param, values)
+    assert bucket.parameters is not None
+    assert param.data_ptr() == bucket.parameters.data.data_ptr()
+
+
+GATHER_PARAMETERS = "READY REDUCING REDUCED UPDATING UPDATED GATHERING GATHERED IDLE"
+GATHER_GRADIENTS = "READY REDUCING REDUCED GATHERING GATHERED UPDATING UPDATED IDLE"
+FURTHER_BACKPROP = "READY REDUCING REDUCED IDLE READY REDUCING REDUCED UPDATING UPDATED"
+
+
+def make_bucket() -> BucketRuntime:
+    param = nn.Parameter(torch.zeros(4))
+    return BucketRuntime(bucket_of([param], 2), [param], rank=0, flat_parameters=True)
+
+
+@pytest.mark.parametrize("path", [GATHER_PARAMETERS, GATHER_GRADIENTS, FURTHER_BACKPROP])
+def test_a_bucket_s_way_through_an_iteration(path: str) -> None:
+    bucket = make_bucket()
+    for name in path.split():
+        bucket.move_to(BucketState[name])
+        assert bucket.state is BucketState[name]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "REDUCING",  # before its gradients are there
+        "READY READY",
+        "READY REDUCING UPDATING",  # before they are averaged
+        "READY REDUCING REDUCED GATHERED",
+        "READY REDUCING REDUCED UPDATING GATHERING",  # while the update writes
+        "READY REDUCING IDLE",  # while MPI reads
+    ],
+)
+def test_a_bucket_refuses_to_skip_a_state(path: str) -> None:
+    *way, last = path.split()
+    bucket = make_bucket()
+    for name in way:
+        bucket.move_to(BucketState[name])
+    with pytest.raises(AssertionError):
+        bucket.move_to(BucketState[last])

@@ -1,0 +1,248 @@
+"""What goes wrong is said where the user is, with rank, host and bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.fake import Action, FakeHub, Fault
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
+from dearmpi.errors import CommError, ConfigError, MismatchError, UsageError
+from tests.mpi.models import Matrices, fill
+from tests.mpi.oracle import OPTIMIZERS
+from tests.unit.engine.chain import Chain, name_of_bucket
+
+NUM_LAYERS = 3
+
+NEXT_CALLS: dict[str, Callable[[Chain, DistributedOptimizer], object]] = {
+    "feed-forward": lambda model, optimizer: model(torch.ones(1, 4)),
+    "backprop": lambda model, optimizer: model.backward(),
+    "synchronize": lambda model, optimizer: optimizer.synchronize(),
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "model.state_dict": lambda model, optimizer: model.state_dict(),
+    "close": lambda model, optimizer: optimizer.close(),
+}
+
+
+def fail(
+    fault: Fault,
+    next_call: Callable[[Chain, DistributedOptimizer], object],
+    progress: ProgressMode = "thread",
+    **settings: Any,
+) -> CommError:
+    """What rank ``fault.rank`` is told by its next call after a step."""
+    hub = FakeHub(2, name=name_of_bucket(2, NUM_LAYERS), faults=[fault], hosts=["n0", "n1"])
+
+    def rank(world: World) -> CommError | None:
+        model = Chain(NUM_LAYERS)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            world=world,
+            bucket_cap_mb=1e-6,
+            **settings,
+        )
+        try:
+            model.backward()
+            optimizer.step()
+            next_call(model, optimizer)
+        except CommError as error:
+            hub.fail("a rank has failed")
+            return error
+        return None
+
+    error = run_ranks(2, rank, hub=hub, progress=progress)[fault.rank]
+    assert error is not None, "the failure was told to nobody"
+    return error
+
+
+@pytest.mark.parametrize("next_call", NEXT_CALLS)
+@pytest.mark.parametrize("label", ["RS1", "AG0"])
+def test_a_failed_operation_is_told_by_the_next_call(label: str, next_call: str) -> None:
+    message = str(fail(Fault(1, "break", label=label), NEXT_CALLS[next_call]))
+    assert "rank 1 on n1" in message and label in message and "broke" in message
+
+
+@pytest.mark.parametrize("action", ["break", "refuse"])
+@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
+@pytest.mark.parametrize("progress", ["thread", "poll"])
+def test_whatever_fails_and_whoever_makes_progress(
+    progress: ProgressMode, schedule: str, action: Action
+) -> None:
+    for label in ("RS2", "AG2"):
+        fault = Fault(0, action, label=label)
+        error = fail(fault, NEXT_CALLS["synchronize"], progress, schedule=schedule)
+        assert "rank 0 on n0" in str(error) and label in str(error)
+
+
+def test_a_failed_update_is_told_with_its_bucket() -> None:
+    class Failing(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> Any:
+            if Failing.broken:
+                raise ZeroDivisionError("no rate today")
+            return super().step(closure)
+
+    def rank(world: World) -> None:
+        model = Chain(NUM_LAYERS)
+        inner = Failing(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1e-6)
+        world.barrier()
+        Failing.broken = True
+        model.backward()
+        optimizer.step()
+        with pytest.raises(CommError, match=r"update of bucket \d.*no rate today"):
+            optimizer.synchronize()
+
+    run_ranks(2, rank)
+
+
+def mismatch(make: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> list[str]:
+    """What each of three ranks is told, made by ``make(rank)``."""
+
+    def rank(world: World) -> str:
+        model, settings = make(world.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(MismatchError) as caught:
+            DistributedOptimizer(optimizer, model, world=world, **settings)
+        return str(caught.value)
+
+    return run_ranks(3, rank)
+
+
+def test_another_setting_on_one_rank_is_named_on_all_with_both_values() -> None:
+    messages = mismatch(lambda rank: (Chain(2), {"window": 3 if rank == 2 else 1}))
+    assert len(set(messages)) == 1
+    assert "rank 2" in messages[0] and "window=3" in messages[0] and "window=1" in messages[0]
+
+
+def test_another_model_on_one_rank_is_named_on_all() -> None:
+    def make(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        return nn.Linear(4, 5 if rank == 1 else 3), {}
+
+    messages = mismatch(make)
+    assert len(set(messages)) == 1
+    assert "rank 1" in messages[0] and "(5, 4)" in messages[0] and "(3, 4)" in messages[0]
+
+
+def test_another_optimizer_on_one_rank_is_named_on_all() -> None:
+    def rank(world: World) -> str:
+        model = Chain(2)
+        build = torch.optim.Adam if world.is_root else torch.optim.AdamW
+        with pytest.raises(MismatchError) as caught:
+            DistributedOptimizer(build(model.parameters()), model, world=world)
+        return str(caught.value)
+
+    for message in run_ranks(2, rank):
+        assert "rank 1 has another optimizer" in message
+        assert "Adam " in message and "AdamW " in message
+
+
+def refused(
+    build: Callable[[Any], torch.optim.Optimizer], model: nn.Module | None = None, **settings: Any
+) -> str:
+    """Why ranks refuse an optimizer."""
+
+    def rank(world: World) -> str:
+        own = model if model is not None else Matrices()
+        with pytest.raises(ConfigError) as caught:
+            DistributedOptimizer(build(own.parameters()), own, world=world, **settings)
+        return str(caught.value)
+
+    messages = run_ranks(2, rank)
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_optimizers_of_whole_tensors_are_refused_by_gather_parameters(name: str) -> None:
+    message = refused(OPTIMIZERS[name], gather="parameters")
+    assert "gather='gradients'" in message
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("build", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_that_cannot_run_bucket_by_bucket_are_refused(build: Any, gather: str) -> None:
+    message = refused(build, gather=gather)
+    assert build.__name__ in message
+
+
+class Hybrid(torch.optim.SGD):
+    """Treats a group's matrices as wholes if the group says so, as optimizers with Muon do."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if group["whole"] and param.grad is not None:
+                        param.grad.div_(param.grad.norm())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_optimizer_that_needs_whole_tensors_in_one_group_only_is_refused(first: bool) -> None:
+    def build(params: Any) -> torch.optim.Optimizer:
+        one, other = params
+        groups = [{"params": [one], "whole": first}, {"params": [other], "whole": not first}]
+        return Hybrid(groups, lr=0.1)
+
+    assert "gather='gradients'" in refused(build, gather="parameters")
+
+
+def test_settings_that_do_not_exist_are_refused_with_those_that_do() -> None:
+    message = refused(lambda params: torch.optim.SGD(params), bucket_cap=3)
+    assert "bucket_cap" in message and "bucket_cap_mb" in message
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    other = Chain(2)
+    message = refused(lambda params: torch.optim.SGD(other.parameters()))
+    assert "not in the model" in message
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    model = Matrices().requires_grad_(False)
+    assert "nothing to train" in refused(lambda params: torch.optim.SGD(params), model=model)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_parameters_moved_out_of_their_storage_are_noticed(gather: str) -> None:
+    def rank(world: World) -> str:
+        model = Chain(2)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters()),
+            model,
+            world=world,
+            gather=gather,
+            bucket_cap_mb=1e-6,
+        )
+        model.backward()
+        optimizer.step()
+        model.layers[1].double().float()
+        with pytest.raises(UsageError) as caught:
+            model.backward()
+        return str(caught.value)
+
+    for message in run_ranks(2, rank):
+        assert "layers.1.weight has moved" in message
+
+
+def test_a_sparse_gradient_is_refused_with_its_name() -> None:
+    def rank(world: World) -> str:
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+        fill(model)
+        DistributedOptimizer(torch.optim.SGD(model.parameters()), model, world=world)
+        with pytest.raises(UsageError) as caught:
+            model(torch.tensor([1, 3])).sum().backward()
+        return str(caught.value)
+
+    for message in run_ranks(2, rank):
+        assert "0.weight is sparse" in message and "sparse=False" in message

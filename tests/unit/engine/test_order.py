@@ -1,0 +1,183 @@
+"""What is posted when: pictures of the network, the same on every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
+from tests.unit.engine.chain import Chain, name_of_bucket
+
+REDUCE_SCATTERS, ALL_GATHERS = 1, 2  # communicators in the order of their duplication
+ONE_LAYER_MB = 1e-6
+
+
+def distribute(model: Chain, world: World, **settings: Any) -> DistributedOptimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"bucket_cap_mb": ONE_LAYER_MB, **settings}
+    return DistributedOptimizer(optimizer, model, world=world, **settings)
+
+
+def draw(
+    size: int = 2, num_layers: int = 3, progress: ProgressMode = "poll", **settings: Any
+) -> FakeHub:
+    """The hub after one iteration, with marks where layers computed and where backprop ended."""
+    hub = FakeHub(size, name=name_of_bucket(size, num_layers))
+
+    def rank(world: World) -> None:
+        model = Chain(num_layers, lambda label: hub.mark(world.rank, label))
+        optimizer = distribute(model, world, window=num_layers, **settings)
+        model.backward()
+        if not settings.get("eager"):
+            optimizer.clip_grad_norm_(1e9)  # waits for the reduction
+        hub.mark(world.rank)
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(size, rank, hub=hub, progress=progress)
+    return hub
+
+
+def test_dear_reduces_behind_backprop_and_gathers_after_the_step() -> None:
+    hub = draw(schedule="dear")
+    for rank in range(2):
+        assert hub.picture(rank, REDUCE_SCATTERS, ALL_GATHERS) == (
+            "F0 F1 F2 B2 RS2 B1 RS1 B0 RS0 | AG0 AG1 AG2"
+        )
+
+
+def test_wfbp_gathers_gradients_in_the_order_of_backprop() -> None:
+    hub = draw(schedule="wfbp", gather="gradients")
+    for rank in range(2):
+        assert hub.picture(rank, REDUCE_SCATTERS) == "F0 F1 F2 B2 RS2 B1 RS1 B0 RS0 |"
+        network = [part for part in hub.picture(rank, ALL_GATHERS).split() if part[0] not in "BF"]
+        assert network == ["AG2", "AG1", "AG0", "|"]
+
+
+def test_serial_reduces_nothing_before_backprop_has_ended() -> None:
+    hub = draw(schedule="serial", gather="gradients")
+    for rank in range(2):
+        assert hub.picture(rank, REDUCE_SCATTERS) == "F0 F1 F2 B2 B1 B0 RS2 RS1 RS0 |"
+        assert hub.picture(rank, ALL_GATHERS) == "F0 F1 F2 B2 B1 B0 AG2 AG1 AG0 |"
+
+
+@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
+def test_what_is_posted_is_what_the_schedule_says(schedule: str) -> None:
+    hub = draw(num_layers=5, schedule=schedule, progress="thread")
+    for rank in range(2):
+        gathers = [4, 3, 2, 1, 0] if schedule != "dear" else [0, 1, 2, 3, 4]
+        assert operations(hub, rank, REDUCE_SCATTERS) == ["RS4", "RS3", "RS2", "RS1", "RS0"]
+        assert operations(hub, rank, ALL_GATHERS) == [f"AG{bucket}" for bucket in gathers]
+
+
+def operations(hub: FakeHub, rank: int, communicator: int) -> list[str]:
+    return [r.label for r in hub.records if (r.rank, r.communicator) == (rank, communicator)]
+
+
+@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
+def test_eager_buckets_are_gathered_in_the_same_order(schedule: str) -> None:
+    hub = draw(schedule=schedule, eager=True, progress="thread")
+    gathers = ["AG2", "AG1", "AG0"] if schedule != "dear" else ["AG0", "AG1", "AG2"]
+    for rank in range(2):
+        assert operations(hub, rank, ALL_GATHERS) == gathers
+
+
+@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
+def test_ranks_of_different_speed_post_in_the_same_order(schedule: str) -> None:
+    """The hub refuses operations that do not match; and the slow rank's order is the plan's."""
+    hub = FakeHub(3, name=name_of_bucket(3, 4))
+
+    def rank(world: World) -> None:
+        model = Chain(4, lambda _: time.sleep(0.003 * world.rank))
+        optimizer = distribute(model, world, schedule=schedule, gather="gradients")
+        for _ in range(3):
+            model.backward()
+            optimizer.step()
+        optimizer.close()
+
+    run_ranks(3, rank, hub=hub)
+    for rank_ in range(1, 3):
+        for communicator in (REDUCE_SCATTERS, ALL_GATHERS):
+            assert operations(hub, rank_, communicator) == operations(hub, 0, communicator)
+
+
+def test_gradients_that_arrive_in_another_order_on_one_rank_are_posted_in_the_plan_s() -> None:
+    hub = FakeHub(2, name=name_of_bucket(2, 3))
+
+    def rank(world: World) -> list[int]:
+        model = Chain(3)
+        optimizer = distribute(model, world, schedule="dear")
+        arrived: list[int] = []
+        for number, layer in enumerate(model.layers):
+            layer.weight.register_post_accumulate_grad_hook(  # type: ignore[operator]
+                lambda _, number=number: arrived.append(number)
+            )
+        order = [0, 1, 2] if world.rank else [2, 1, 0]
+        for number in order:  # each layer by itself, in an order of this rank's own
+            layer = model.layers[number]
+            layer(torch.ones(1, 4 * (number + 1))).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        return arrived
+
+    assert run_ranks(2, rank, hub=hub) == [[2, 1, 0], [0, 1, 2]]
+    for rank_ in range(2):
+        assert operations(hub, rank_, REDUCE_SCATTERS) == ["RS2", "RS1", "RS0"]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("progress", ["thread", "poll"])
+def test_no_more_than_the_window_is_in_flight(window: int, progress: ProgressMode) -> None:
+    hub = FakeHub(2, name=name_of_bucket(2, 6), seconds=lambda label, nbytes: 0.001)
+
+    def rank(world: World) -> None:
+        model = Chain(6)
+        optimizer = distribute(model, world, window=window)
+        for _ in range(3):
+            model.backward()
+            optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub, progress=progress)
+    for rank_ in range(2):
+        for communicator in (REDUCE_SCATTERS, ALL_GATHERS):
+            assert hub.most_in_flight[rank_, communicator] == window
+
+
+def test_a_bucket_is_updated_and_gathered_during_backprop_if_the_caller_promises_a_step() -> None:
+    """eager=True with wfbp: the last layers' bucket comes back before backprop is over."""
+    hub = FakeHub(2, name=name_of_bucket(2, 3))
+    gathered = threading.Event()
+
+    def moment(label: str) -> None:
+        if label == "B0" and not gathered.wait(10):
+            raise AssertionError("AG2 was not posted before backprop came to the first layer")
+
+    def watch() -> None:
+        while not gathered.is_set():
+            if {"AG2"} <= {record.label for record in list(hub.records)}:
+                gathered.set()
+            time.sleep(0.001)
+
+    def rank(world: World) -> None:
+        model = Chain(3, moment)
+        optimizer = distribute(model, world, schedule="wfbp", eager=True)
+        model.backward()
+        optimizer.step()
+        optimizer.close()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        run_ranks(2, rank, hub=hub)
+    finally:
+        gathered.set()
+        watcher.join()

@@ -1,0 +1,222 @@
+"""Communication hidden behind computation: proven on a clock that the test moves, then measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.fake import FakeClock, FakeHub
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from tests.unit.engine.chain import Chain, name_of_bucket
+
+PATIENCE_S = 20.0
+
+
+def wait_for(ready: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not ready():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.001)
+
+
+class Stage:
+    """Two ranks, a network on which every operation takes a second, and a clock that stands still.
+
+    ``log`` says at what time which rank did what.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.clock = FakeClock()
+        self.num_layers = num_layers
+        self.hub = FakeHub(
+            2,
+            name=name_of_bucket(2, num_layers),
+            clock=self.clock.now,
+            seconds=lambda label, nbytes: 1.0 if label != "AR" else 0.0,
+        )
+        self.log: dict[tuple[int, str], float] = {}
+
+    def note(self, rank: int, what: str) -> None:
+        self.log[rank, what] = self.clock.now()
+
+    def has_happened(self, what: str) -> bool:
+        return all((rank, what) in self.log for rank in range(2))
+
+    def await_moment(self, what: str) -> None:
+        wait_for(lambda: self.has_happened(what), what)
+
+    def finish(self, label: str) -> None:
+        """Let time pass until operation ``label`` is complete."""
+        wait_for(lambda: label in {span.label for span in list(self.hub.spans)}, label)
+        stop_s = next(span.stop_s for span in self.hub.spans if span.label == label)
+        self.clock.advance(stop_s - self.clock.now())
+
+    @contextmanager
+    def running(self, function: Callable[[World], None]) -> Iterator[None]:
+        """Run ``function`` on both ranks, beside the test and until its end."""
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                run_ranks(2, function, hub=self.hub)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield
+            thread.join(PATIENCE_S)
+        finally:
+            self.hub.fail("the test is over")
+            thread.join(PATIENCE_S)
+        assert not errors, errors
+
+
+def distribute(model: Chain, world: World, **settings: Any) -> DistributedOptimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DistributedOptimizer(
+        optimizer, model, world=world, **{"bucket_cap_mb": 1e-6, **settings}
+    )
+
+
+def test_step_returns_and_each_layer_waits_for_its_own_bucket_only() -> None:
+    """No time passes during backprop and step; then a layer computes when it is gathered.
+
+    Its successors' parameters cannot be there yet: the clock stands still.
+    """
+    stage = Stage(num_layers=4)
+
+    def rank(world: World) -> None:
+        first = True
+
+        def moment(label: str) -> None:
+            if not first:
+                stage.note(world.rank, label)
+
+        model = Chain(4, moment)
+        optimizer = distribute(model, world)
+        model.backward()
+        stage.note(world.rank, "backprop")
+        optimizer.step()
+        stage.note(world.rank, "step")
+        first = False
+        model(torch.ones(2, 4))
+        optimizer.close()
+
+    with stage.running(rank):
+        stage.await_moment("step")
+        assert stage.clock.now() == 0.0
+        for bucket in (3, 2, 1, 0):
+            stage.finish(f"RS{bucket}")
+        for bucket in range(4):
+            assert not stage.has_happened(f"F{bucket}")
+            stage.finish(f"AG{bucket}")
+            stage.await_moment(f"F{bucket}")
+    for rank_ in range(2):
+        computed_s = [stage.log[rank_, f"F{layer}"] for layer in range(4)]
+        assert computed_s == [5.0, 6.0, 7.0, 8.0]  # four reduce-scatters and then one gather each
+
+
+@pytest.mark.parametrize("schedule", ["wfbp", "serial"])
+def test_the_baselines_step_waits_for_everything(schedule: str) -> None:
+    stage = Stage(num_layers=2)
+
+    def rank(world: World) -> None:
+        model = Chain(2)
+        optimizer = distribute(model, world, schedule=schedule)
+        model.backward()
+        stage.note(world.rank, "backprop")
+        optimizer.step()
+        stage.note(world.rank, "step")
+        optimizer.close()
+
+    with stage.running(rank):
+        stage.await_moment("backprop")
+        for label in ("RS1", "RS0", "AG1", "AG0"):
+            assert not stage.has_happened("step")
+            stage.finish(label)
+        stage.await_moment("step")
+    assert [stage.log[rank_, "step"] for rank_ in range(2)] == [4.0, 4.0]
+
+
+LAYER_S = 0.02
+NUM_LAYERS = 4
+COMPUTE_S = 2 * NUM_LAYERS * LAYER_S
+
+
+def iteration_s(operation_s: float, **settings: Any) -> float:
+    """The best of a few iterations of layers that sleep; the slower rank's."""
+    hub = FakeHub(
+        2,
+        name=name_of_bucket(2, NUM_LAYERS),
+        seconds=lambda label, nbytes: operation_s if label != "AR" else 0.0,
+    )
+
+    def rank(world: World) -> float:
+        model = Chain(NUM_LAYERS, lambda _: time.sleep(LAYER_S))
+        optimizer = distribute(model, world, **settings)
+        times = []
+        for _ in range(6):
+            world.barrier()
+            start = time.perf_counter()
+            model.backward()
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+        optimizer.close()
+        return min(times[2:])
+
+    return max(run_ranks(2, rank, hub=hub))
+
+
+def test_dear_hides_what_serial_exposes() -> None:
+    """Equal computation, equal communication: all that differs is what is exposed."""
+    operation_s = 0.6 * LAYER_S
+    exposed_s = {
+        schedule: iteration_s(operation_s, schedule=schedule) - COMPUTE_S
+        for schedule in ("dear", "wfbp", "serial")
+    }
+    # Expected of dear: the first layers' reduce-scatter and all-gather, of 8 operations 2.
+    assert exposed_s["serial"] > 7 * operation_s
+    assert exposed_s["dear"] < 0.6 * exposed_s["serial"]
+    assert exposed_s["dear"] < exposed_s["wfbp"]
+
+
+def test_communication_longer_than_computation_costs_the_excess() -> None:
+    operation_s = 1.5 * LAYER_S
+    dear_s = iteration_s(operation_s, schedule="dear")
+    network_s = 2 * NUM_LAYERS * operation_s
+    assert dear_s > 0.95 * network_s  # no less than the network needs
+    assert dear_s < 0.9 * (network_s + COMPUTE_S)  # and computation hides behind it
+
+
+def test_times_tell_exposed_from_hidden_communication() -> None:
+    def shares(schedule: str) -> list[float]:
+        hub = FakeHub(
+            2,
+            name=name_of_bucket(2, NUM_LAYERS),
+            seconds=lambda label, nbytes: 0.4 * LAYER_S if label != "AR" else 0.0,
+        )
+
+        def rank(world: World) -> float:
+            model = Chain(NUM_LAYERS, lambda _: time.sleep(LAYER_S))
+            optimizer = distribute(model, world, schedule=schedule)
+            for _ in range(4):
+                model.backward()
+                optimizer.step()
+            times = optimizer.times
+            optimizer.close()
+            assert times.communication_s > 0
+            return times.hidden_share
+
+        return run_ranks(2, rank, hub=hub)
+
+    assert min(shares("dear")) > max(shares("serial")) + 0.3

@@ -1,0 +1,143 @@
+"""Whoever reads parameters through the model right after a step sees that step's."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
+from tests.unit.engine.chain import Chain
+
+NUM_LAYERS = 3
+
+
+def through_a_file(model: Chain) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return list(torch.load(file, weights_only=True).values())
+
+
+def through_another_model(model: Chain) -> list[Tensor]:
+    other = Chain(NUM_LAYERS)
+    other.load_state_dict(model.state_dict())
+    return list(other.parameters())
+
+
+def by_feed_forward(model: Chain) -> list[Tensor]:
+    """A matrix comes out of a layer that is fed a unit matrix."""
+    return [layer(torch.eye(layer.in_features)).T for layer in layers(model)]
+
+
+def layers(model: Chain) -> list[Any]:
+    return list(model.layers)
+
+
+READERS: dict[str, Callable[[Chain], Any]] = {
+    "state_dict": lambda model: list(model.state_dict().values()),
+    "parameters": lambda model: list(model.parameters()),
+    "named parameters": lambda model: [param for _, param in model.named_parameters()],
+    "attributes": lambda model: [layer.weight for layer in layers(model)],
+    "getattr": lambda model: [getattr(layer, "weight") for layer in layers(model)],  # noqa: B009
+    "get_parameter": lambda model: [
+        model.get_parameter(f"layers.{number}.weight") for number in range(NUM_LAYERS)
+    ],
+    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
+    "deepcopy of a layer": lambda model: [copy.deepcopy(layer).weight for layer in layers(model)],
+    "file": through_a_file,
+    "another model": through_another_model,
+    "feed-forward": by_feed_forward,
+    "functional call": lambda model: [
+        torch.func.functional_call(layer, {}, torch.eye(layer.in_features)).T
+        for layer in layers(model)
+    ],
+    "vector": lambda model: torch.split(
+        nn.utils.parameters_to_vector(model.parameters()),
+        [layer.weight.numel() for layer in layers(model)],
+    ),
+}
+
+
+def train(
+    read: Callable[[Chain, DistributedOptimizer], list[Tensor]],
+    progress: ProgressMode = "thread",
+    **settings: Any,
+) -> None:
+    """Right after a step, with the network still at work, ``read`` finds what will be there."""
+    hub = FakeHub(2, seconds=lambda label, nbytes: 0.004 if label != "AR" else 0.0)
+
+    def rank(world: World) -> None:
+        model = Chain(NUM_LAYERS)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            model,
+            world=world,
+            bucket_cap_mb=1e-6,
+            **settings,
+        )
+        before = [param.detach().clone() for param in model.parameters()]
+        for _ in range(2):
+            model.backward()
+            optimizer.step()
+        found = [value.detach().clone().reshape(-1) for value in read(model, optimizer)]
+        optimizer.synchronize()
+        for one, other, old in zip(found, model.parameters(), before, strict=True):
+            torch.testing.assert_close(one, other.detach().reshape(-1))
+            assert not torch.allclose(one, old.reshape(-1))
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub, progress=progress)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_wait(reader: str, gather: str) -> None:
+    train(lambda model, _: READERS[reader](model), gather=gather)
+
+
+@pytest.mark.parametrize("reader", ["state_dict", "attributes", "feed-forward"])
+def test_readers_wait_where_nobody_else_makes_progress(reader: str) -> None:
+    train(lambda model, _: READERS[reader](model), progress="poll")
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_references_kept_elsewhere_are_current_after_synchronize(gather: str) -> None:
+    def read(model: Chain, optimizer: DistributedOptimizer) -> list[Tensor]:
+        optimizer.synchronize()
+        return [param for group in optimizer.param_groups for param in group["params"]]
+
+    train(read, gather=gather)
+
+
+def test_a_copy_is_an_ordinary_model() -> None:
+    """It takes no part in communication, and does not change when the original trains on."""
+
+    def rank(world: World) -> None:
+        model = Chain(NUM_LAYERS)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), model, world=world
+        )
+        model.backward()
+        optimizer.step()
+        twin = copy.deepcopy(model)
+        values = [param.detach().clone() for param in twin.parameters()]
+        model.backward()
+        optimizer.step()
+        twin.backward()
+        for param, value in zip(twin.parameters(), values, strict=True):
+            assert torch.equal(param, value)
+            assert type(param.grad) is Tensor
+        assert all(type(module._parameters) is dict for module in twin.modules())
+        optimizer.close()
+
+    run_ranks(2, rank)

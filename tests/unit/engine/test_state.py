@@ -1,0 +1,163 @@
+"""Optimizer state: plain torch's form, whatever the world size, the gather and the optimizer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import CheckpointError
+from tests.mpi.oracle import OPTIMIZERS, Case, Outcome, Training, assert_same
+
+STEPS = 3
+
+
+def resume(case: Case, world: World | None, start: Outcome | None) -> Outcome:
+    """Train for ``STEPS`` steps from ``start``, or from the beginning."""
+    with Training(case, world) as training:
+        first = 0
+        if start is not None:
+            first = STEPS
+            training.model.load_state_dict(start.parameters)
+            training.optimizer.load_state_dict(copy.deepcopy(start.optimizer))
+        for step in range(first, first + STEPS):
+            training.step(step)
+        return training.outcome()
+
+
+def resume_on(size: int, case: Case, start: Outcome | None) -> Outcome:
+    """The same on ``size`` ranks, or with plain torch for 0."""
+    if size == 0:
+        return resume(case, None, start)
+    return run_ranks(size, lambda world: resume(case, world, start))[-1]
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "muon"])
+@pytest.mark.parametrize("model", ["dense", "branches"])
+def test_training_goes_on_at_any_world_size(optimizer: str, model: str) -> None:
+    gather = "gradients" if optimizer == "adafactor" else "parameters"
+    case = Case(optimizer=optimizer, model=model, gather=gather, groups=2)
+    expected = resume_on(0, case, resume_on(0, case, None))
+    start = None
+    for size in (3, 2):
+        start = resume_on(size, case, start)
+    assert start is not None
+    assert_same(start, expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (2, 0), (1, 4), (5, 1), (4, 3)])
+def test_state_moves_between_plain_torch_and_any_world_size(sizes: tuple[int, int]) -> None:
+    case = Case(optimizer="amsgrad", model="image")
+    expected = resume_on(0, case, resume_on(0, case, None))
+    assert_same(resume_on(sizes[1], case, resume_on(sizes[0], case, None)), expected)
+
+
+@pytest.mark.parametrize("gathers", [("parameters", "gradients"), ("gradients", "parameters")])
+@pytest.mark.parametrize("model", ["dense", "mixed", "text"])
+def test_state_moves_between_ways_to_gather(gathers: tuple[str, str], model: str) -> None:
+    first, second = (Case(optimizer="adam", model=model, gather=gather) for gather in gathers)
+    expected = resume_on(0, second, resume_on(0, first, None))
+    assert_same(resume_on(2, second, resume_on(3, first, None)), expected)
+
+
+class Cubic(nn.Module):
+    """Nothing but scalar parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coefficients = nn.ParameterList(torch.tensor(0.5 * power) for power in range(4))
+
+    def forward(self, inputs: Tensor) -> Any:
+        terms = [c * inputs**power for power, c in enumerate(self.coefficients)]
+        return (sum(terms) - inputs.sin()).square().mean()
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "sgd", "asgd", "nadam"])
+def test_scalar_parameters_keep_their_state_when_resumed(optimizer: str) -> None:
+    """A state of shape () is one value per element there, but a counter anywhere else."""
+
+    def train(world: World | None, state: Any, num_steps: int) -> tuple[list[float], Any]:
+        model = Cubic()
+        inner = OPTIMIZERS[optimizer](model.parameters())
+        wrapped: Any = inner
+        if world is not None:
+            wrapped = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1.0)
+        if state is not None:
+            wrapped.load_state_dict(copy.deepcopy(state))
+        for step in range(num_steps):
+            wrapped.zero_grad()
+            model(torch.linspace(-1, 1 + step, 5)).backward()
+            wrapped.step()
+        found = wrapped.state_dict()
+        return [c.item() for c in model.coefficients], found
+
+    middle = run_ranks(3, lambda world: train(world, None, 2))[1][1]
+    expected = train(None, train(None, None, 2)[1], 2)
+    for found in run_ranks(2, lambda world: train(world, middle, 2)):
+        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        for index, entries in expected[1]["state"].items():
+            for key, value in entries.items():
+                assert torch.as_tensor(found[1]["state"][index][key]).shape == torch.Size([])
+                assert float(found[1]["state"][index][key]) == pytest.approx(float(value), rel=1e-4)
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "scale"), (2, "layers.0.bias")])
+def test_state_of_another_shape_is_refused_on_every_rank(number: int, name: str) -> None:
+    """Also where none of its elements belong."""
+    case = Case(optimizer="adam")
+    start = resume_on(0, case, None)
+    start.optimizer["state"][number]["exp_avg"] = torch.zeros(2, 2)
+
+    def rank(world: World) -> str:
+        training = Training(case, world)
+        with pytest.raises(CheckpointError) as caught:
+            training.optimizer.load_state_dict(start.optimizer)
+        return str(caught.value)
+
+    for message in run_ranks(3, rank):
+        assert f"exp_avg of parameter {name} has shape (2, 2)" in message
+
+
+def test_each_rank_keeps_its_share_of_the_state_only() -> None:
+    """Which is what gather="parameters" saves."""
+
+    def count(world: World) -> int:
+        with Training(Case(optimizer="adam"), world) as training:
+            training.step(0)
+            training.optimizer.synchronize()
+            return sum(
+                value.numel()
+                for update in training.optimizer._assembly.updates
+                for run in update.runs
+                for value in update.state_of(run).values()
+                if value.dim()
+            )
+
+    whole = 2 * sum(p.numel() for p in Training(Case()).model.parameters())
+    counts = run_ranks(4, count)
+    assert sum(counts) == whole
+    assert max(counts) < 0.3 * whole
+
+
+def test_loading_without_state_starts_anew() -> None:
+    case = Case(optimizer="adam")
+
+    def rank(world: World) -> Outcome:
+        with Training(case, world) as training:
+            start = training.optimizer.state_dict()
+            parameters = training.outcome().parameters
+            training.step(5)
+            training.model.load_state_dict(parameters)
+            training.optimizer.load_state_dict(start)
+            for step in range(STEPS):
+                training.step(step)
+            return training.outcome()
+
+    for outcome in run_ranks(2, rank):
+        assert_same(outcome, resume(case, None, None))

@@ -1,0 +1,114 @@
+"""Tensor fusion: buckets within the cap, in the order of the layers, of one dtype each."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dearmpi.plan.fusion import fuse_by_cap
+from dearmpi.plan.layout import ParamSpec, build_layout
+
+KINDS = st.sampled_from([("float32", 4, "cpu"), ("bfloat16", 2, "cpu"), ("float32", 4, "cuda:0")])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[ParamSpec]:
+    """Up to a dozen parameters of mixed sizes, dtypes and devices, in feed-forward order."""
+    sizes = draw(st.lists(st.tuples(st.integers(1, 40), KINDS), min_size=1, max_size=12))
+    return [
+        ParamSpec(f"p{place}", (numel,), itemsize=itemsize, dtype=dtype, device=device)
+        for place, (numel, (dtype, itemsize, device)) in enumerate(sizes)
+    ]
+
+
+def floats(*numels: int) -> list[ParamSpec]:
+    return [ParamSpec(f"p{place}", (numel,)) for place, numel in enumerate(numels)]
+
+
+def numels(buckets: tuple[tuple[ParamSpec, ...], ...]) -> list[list[int]]:
+    return [[spec.numel for spec in bucket] for bucket in buckets]
+
+
+def places(bucket: tuple[ParamSpec, ...]) -> list[int]:
+    return [int(spec.name[1:]) for spec in bucket]
+
+
+@given(models(), st.integers(1, 200))
+def test_every_parameter_stands_in_one_bucket(model: list[ParamSpec], cap_bytes: int) -> None:
+    buckets = fuse_by_cap(model, cap_bytes)
+    assert sorted(spec.name for bucket in buckets for spec in bucket) == sorted(
+        spec.name for spec in model
+    )
+
+
+@given(models(), st.integers(1, 200))
+def test_only_a_single_larger_parameter_exceeds_the_cap(
+    model: list[ParamSpec], cap_bytes: int
+) -> None:
+    for bucket in fuse_by_cap(model, cap_bytes):
+        assert len(bucket) == 1 or sum(spec.nbytes for spec in bucket) <= cap_bytes
+
+
+@given(models(), st.integers(1, 200))
+def test_order_is_kept_within_and_between_buckets(model: list[ParamSpec], cap_bytes: int) -> None:
+    buckets = fuse_by_cap(model, cap_bytes)
+    assert all(places(bucket) == sorted(places(bucket)) for bucket in buckets)
+    firsts = [places(bucket)[0] for bucket in buckets]
+    assert firsts == sorted(firsts)
+    for kind in {spec.storage_kind for spec in model}:
+        of_kind = [bucket for bucket in buckets if bucket[0].storage_kind == kind]
+        joined = [place for bucket in of_kind for place in places(bucket)]
+        assert joined == sorted(joined)
+
+
+@given(models(), st.integers(1, 200))
+def test_dtypes_and_devices_stay_apart(model: list[ParamSpec], cap_bytes: int) -> None:
+    buckets = fuse_by_cap(model, cap_bytes)
+    assert all(len({spec.storage_kind for spec in bucket}) == 1 for bucket in buckets)
+    build_layout(buckets, world_size=3)  # accepts what fusion makes
+
+
+@given(models(), st.integers(1, 200))
+def test_a_bucket_is_closed_only_when_the_next_parameter_does_not_fit(
+    model: list[ParamSpec], cap_bytes: int
+) -> None:
+    buckets = fuse_by_cap(model, cap_bytes)
+    for kind in {spec.storage_kind for spec in model}:
+        of_kind = [bucket for bucket in buckets if bucket[0].storage_kind == kind]
+        for earlier, later in zip(of_kind, of_kind[1:], strict=False):
+            assert sum(spec.nbytes for spec in (earlier[-1], *later)) > cap_bytes
+
+
+def test_what_does_not_fill_a_bucket_is_left_to_the_first_layers() -> None:
+    assert numels(fuse_by_cap(floats(10, 10, 10, 10, 10), cap_bytes=80)) == [
+        [10],
+        [10, 10],
+        [10, 10],
+    ]
+
+
+def test_a_parameter_larger_than_the_cap_is_alone() -> None:
+    assert numels(fuse_by_cap(floats(3, 100, 2, 2), cap_bytes=20)) == [[3], [100], [2, 2]]
+
+
+def test_the_cap_itself_still_fits() -> None:
+    assert numels(fuse_by_cap(floats(5, 5), cap_bytes=40)) == [[5, 5]]
+    assert numels(fuse_by_cap(floats(5, 5), cap_bytes=39)) == [[5], [5]]
+
+
+def test_the_smallest_and_the_largest_cap() -> None:
+    assert numels(fuse_by_cap(floats(1, 2, 3), cap_bytes=1)) == [[1], [2], [3]]
+    assert numels(fuse_by_cap(floats(1, 2, 3), cap_bytes=2**40)) == [[1, 2, 3]]
+
+
+def test_parameters_of_two_dtypes_in_turn_make_two_buckets() -> None:
+    kinds = [("float32", 4), ("bfloat16", 2)] * 2
+    specs = [
+        ParamSpec(f"p{place}", (8,), itemsize=itemsize, dtype=dtype)
+        for place, (dtype, itemsize) in enumerate(kinds)
+    ]
+    assert [places(bucket) for bucket in fuse_by_cap(specs, 10**6)] == [[0, 2], [1, 3]]
+
+
+def test_no_parameters_make_no_buckets() -> None:
+    assert fuse_by_cap([], cap_bytes=1) == ()

@@ -1,0 +1,93 @@
+"""digits: its split, and that its recommended settings reach their accuracy."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+from dearmpi.errors import TaskError
+from dearmpi.train.data import BatchPlan, load_batch
+from dearmpi.train.task import Task
+from dearmpi.train.tasks.classify import Labelled
+from dearmpi.train.tasks.digits import build_digits, held_out_of_each_class
+
+
+def setting(task: Task, name: str) -> float:
+    value = task.defaults[name]
+    assert isinstance(value, int | float)
+    return value
+
+
+def train_as_recommended(task: Task, *, epochs: int) -> None:
+    """A single-process stand-in of the trainer, with the task's own defaults."""
+    rate, warmup = setting(task, "lr"), setting(task, "warmup_steps")
+    plan = BatchPlan(len(task.train_data), int(setting(task, "batch_size")), 1, 0)
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=rate)
+    num_steps = epochs * plan.steps_per_epoch
+    for step in range(num_steps):
+        decay = 0.5 * (1 + math.cos(math.pi * step / num_steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1, (step + 1) / warmup) * decay
+        (share,) = plan.step(*divmod(step, plan.steps_per_epoch))
+        optimizer.zero_grad()
+        loss = task.loss(task.model, load_batch(task, task.train_data, share.indices))
+        torch.autograd.backward(loss)
+        optimizer.step()
+
+
+def accuracy(task: Task) -> float:
+    assert task.metrics is not None
+    assert task.eval_data is not None
+    batch = load_batch(task, task.eval_data, tuple(range(len(task.eval_data))))
+    return task.metrics(task.model, batch)["accuracy"] / len(task.eval_data)
+
+
+def test_recommended_settings_reach_97_percent_in_half_their_epochs() -> None:
+    pytest.importorskip("sklearn")
+    torch.manual_seed(0)
+    task = build_digits({})
+    assert task.defaults["optimizer"] == "AdamW"
+    assert accuracy(task) < 0.3
+    train_as_recommended(task, epochs=int(setting(task, "epochs")) // 2)
+    assert accuracy(task) >= 0.97
+
+
+def test_a_fifth_of_each_class_is_held_out_and_nothing_is_lost() -> None:
+    pytest.importorskip("sklearn")
+    task = build_digits({})
+    assert isinstance(task.train_data, Labelled)
+    assert isinstance(task.eval_data, Labelled)
+    of_train = task.train_data.labels.bincount()
+    of_test = task.eval_data.labels.bincount()
+    assert int((of_train + of_test).sum()) == 1797
+    assert torch.equal(of_test, (of_train + of_test) // 5)
+
+
+def test_every_so_many_of_each_class_are_held_out() -> None:
+    mask = held_out_of_each_class([0, 0, 1, 0, 1, 1, 0, 2], every=2)
+    assert mask.tolist() == [False, True, False, False, True, False, True, False]
+
+
+def test_the_model_also_trains_in_fp64() -> None:
+    pytest.importorskip("sklearn")
+    task = build_digits({"width": "4"})
+    model = task.model.double()
+    loss = task.loss(model, load_batch(task, task.train_data, (0, 1, 2)))
+    torch.autograd.backward(loss)
+    assert loss.dtype == torch.float64
+
+
+def test_without_scikit_learn_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(TaskError, match=r"scikit-learn.*pip install 'dearmpi\[digits\]'"):
+        build_digits({})
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(TaskError, match="digits has no option 'data'; known: width"):
+        build_digits({"data": "x"})

@@ -1,0 +1,73 @@
+"""Tasks by name, and tasks that cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from dearmpi.errors import DataError, TaskError
+from dearmpi.train.task import Task
+from dearmpi.train.tasks import build_task, registry
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    result: Tensor = model(batch).mean()
+    return result
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Make ``build_task("planted", ...)`` give a small task with ``changes``."""
+
+    def build(options: Mapping[str, str]) -> Task:
+        parts: dict[str, Any] = {"model": nn.Linear(1, 1), "train_data": [1.0], "loss": loss}
+        return Task(name="planted", **{**parts, **changes})
+
+    monkeypatch.setattr(registry, "_BUILDERS", {"planted": build})
+
+
+@pytest.mark.parametrize("name", ["bytes-ml", "byteslm", "bytes_lm"])
+def test_an_unknown_task_gets_the_nearest_and_all_known(name: str) -> None:
+    with pytest.raises(TaskError, match=f"no task '{name}'; did you mean 'bytes-lm'") as raised:
+        build_task(name, {})
+    assert all(form in str(raised.value) for form in ("digits", "images", "synthetic:NAME"))
+    assert "path/to/file.py:function" in str(raised.value)
+
+
+def test_known_names_reach_their_builders() -> None:
+    tiny = {"context": "8", "width": "8", "depth": "1", "heads": "1", "max_bytes": "50000"}
+    assert build_task("bytes-lm", tiny).name == "bytes-lm"
+    with pytest.raises(TaskError, match="no task synthetic:nothing"):
+        build_task("synthetic:nothing", {})
+
+
+@pytest.mark.parametrize("name", ["synthetic", "synthetic:"])
+def test_synthetic_without_a_name_lists_the_names(name: str) -> None:
+    with pytest.raises(TaskError, match="bert-base, bert-large, resnet50, torchvision:NAME"):
+        build_task(name, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"train_data": []}, DataError, "training data is empty: 0 samples"),
+        ({"eval_data": []}, DataError, "evaluation data is empty: 0 samples"),
+        ({"train_data": iter([1])}, TaskError, "training data .list_iterator. has no length"),
+        ({"model": loss}, TaskError, "model is function, not a torch.nn.Module"),
+        ({"model": nn.ReLU()}, TaskError, "no parameter that requires a gradient"),
+        ({"units_per_sample": 0}, TaskError, "units_per_sample is 0"),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, **changes)
+    with pytest.raises(error, match=message):
+        build_task("planted", {})
+
+
+def test_a_sound_task_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, defaults={"lr": 1, "epochs": 2}, eval_data=[2.0])
+    assert build_task("planted", {}).name == "planted"

@@ -1,0 +1,98 @@
+"""In which folder a run lives, and which checkpoint it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.train import checkpoint
+from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.place import Place, agree_on_place, find_place
+
+
+def make_run(root: Path, name: str, *steps: int) -> Path:
+    for step in steps:
+        checkpoint.save(root / name, Snapshot(step, {"w": torch.zeros(1)}, {}, [], {}))
+    return root / name
+
+
+def find(root: Path, **chosen: str) -> Place:
+    return find_place({"run_folder": str(root), **chosen}, default_root="runs")
+
+
+def test_a_new_run_has_the_name_given_or_one_of_its_own(tmp_path: Path) -> None:
+    assert find(tmp_path, name="a") == Place(tmp_path, "a")
+    assert find(tmp_path).name
+    assert find_place({}, default_root="some").root == Path("some")
+
+
+def test_a_new_run_does_not_take_the_folder_of_another(tmp_path: Path) -> None:
+    make_run(tmp_path, "a", 3)
+    with pytest.raises(ConfigError, match="holds a run that reached step-00000003"):
+        find(tmp_path, name="a")
+
+
+def test_auto_goes_on_where_there_is_a_checkpoint_and_begins_where_there_is_none(
+    tmp_path: Path,
+) -> None:
+    begun = find(tmp_path, name="a", resume="auto")
+    assert (begun.checkpoint, begun.continued) == (None, True)
+    run = make_run(tmp_path, "a", 3, 6)
+    found = find(tmp_path, name="a", resume="auto")
+    assert found.checkpoint == run / "checkpoints" / "step-00000006"
+    assert found.continued and not found.notes
+
+
+def test_auto_says_which_checkpoints_it_passed_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 3, 6)
+    (run / "checkpoints" / "step-00000006" / "model.safetensors").unlink()
+    found = find(tmp_path, name="a", resume="auto")
+    assert found.checkpoint == run / "checkpoints" / "step-00000003"
+    assert "step-00000006" in found.notes[0]
+
+
+def test_auto_needs_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume auto needs --name NAME"):
+        find(tmp_path, resume="auto")
+
+
+def test_a_run_folder_or_a_checkpoint_in_it_is_continued_there(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 3, 6)
+    whole = find_place({"resume": str(run)}, default_root="runs")
+    early = find_place({"resume": str(run / "checkpoints" / "step-00000003")}, default_root="runs")
+    assert (whole.root, whole.name, whole.continued) == (tmp_path, "a", True)
+    assert whole.checkpoint == run / "checkpoints" / "step-00000006"
+    assert (early.root, early.name, early.continued) == (tmp_path, "a", True)
+    assert early.checkpoint == run / "checkpoints" / "step-00000003"
+
+
+def test_with_a_name_the_checkpoint_begins_another_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 3)
+    found = find(tmp_path, resume=str(run), name="b")
+    assert (found.name, found.continued) == ("b", False)
+    with pytest.raises(ConfigError, match="holds a run"):
+        find(tmp_path, resume=str(run), name="a")
+
+
+def test_a_root_that_the_run_is_not_in_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "here", "a", 3)
+    with pytest.raises(ConfigError, match="leave out --run-folder"):
+        find(tmp_path / "there", resume=str(run))
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no folder"):
+        find(tmp_path, resume=str(tmp_path / "nothing"))
+
+
+def test_rank_0_decides_for_all(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 3)
+    chosen = {"run_folder": str(tmp_path), "name": "a", "resume": "auto"}
+    places = run_ranks(3, lambda world: agree_on_place(world, chosen, default_root="runs"))
+    assert set(places) == {
+        Place(tmp_path, "a", run / "checkpoints" / "step-00000003", continued=True)
+    }

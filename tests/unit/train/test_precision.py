@@ -1,0 +1,40 @@
+"""In which numbers the model computes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.train.precision import computing, convert_batch, convert_model
+
+
+class Pair(NamedTuple):
+    inputs: Tensor
+    labels: Tensor
+
+
+def test_fp64_converts_floating_point_in_any_container_and_leaves_labels() -> None:
+    batch = {"pair": Pair(torch.zeros(2), torch.ones(2, dtype=torch.long)), "list": [torch.ones(1)]}
+    converted = convert_batch(batch, "fp64")
+    assert isinstance(converted["pair"], Pair)
+    assert converted["pair"].inputs.dtype == torch.float64
+    assert converted["pair"].labels.dtype == torch.long
+    assert converted["list"][0].dtype == torch.float64
+
+
+def test_bf16_computes_in_bf16_over_fp32_parameters() -> None:
+    model = nn.Linear(2, 2)
+    convert_model(model, "bf16")
+    with computing(model, "bf16"):
+        output = model(torch.ones(1, 2))
+    assert (model.weight.dtype, output.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_fp32_changes_nothing() -> None:
+    model, batch = nn.Linear(2, 2), (torch.ones(1, 2),)
+    convert_model(model, "fp32")
+    assert convert_batch(batch, "fp32") is batch
+    with computing(model, "fp32"):
+        assert model(*batch).dtype == torch.float32

@@ -1,0 +1,123 @@
+"""Settings of a run: types, bounds, contradictions, and what a resumed run must keep."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from dearmpi.errors import ConfigError
+from dearmpi.train.layers import make_layer, resolve
+from dearmpi.train.settings import SETTINGS, RunSettings, check_resumable
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("epochs", "3", 3),
+        ("lr", "1e-3", 1e-3),
+        ("deterministic", "yes", True),
+        ("deterministic", False, False),
+        ("data", "some/path", "some/path"),
+        ("lr_milestones", "0.3,0.6", (0.3, 0.6)),
+        ("lr_milestones", [0.3, 0.6], (0.3, 0.6)),
+        ("task_options", ["width=64", "data=a=b"], {"width": "64", "data": "a=b"}),
+        ("task_options", "width=64 name='two words'", {"width": "64", "name": "two words"}),
+        ("task_options", {"width": 64, "tied": True}, {"width": "64", "tied": "true"}),
+        ("optimizer_options", ["betas=0.9,0.99", "nesterov=true"], None),
+        ("optimizer_options", {"betas": [0.9, 0.99]}, {"betas": (0.9, 0.99)}),
+    ],
+)
+def test_values_of_flags_and_files_are_converted(name: str, text: object, value: object) -> None:
+    expected = {"betas": (0.9, 0.99), "nesterov": True} if value is None else value
+    assert SETTINGS[name].convert(text, label=name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("epochs", "2.5", "--epochs is '2.5'; it must be a whole number"),
+        ("epochs", "0", "--epochs is 0; it must be at least 1"),
+        ("epochs", True, "whole number"),
+        ("lr", "fast", "--lr is 'fast'; it must be a number"),
+        ("lr", "nan", "must be a number"),
+        ("lr", "-1", "--lr is -1.0; it must be at least 0"),
+        ("bucket_cap_mb", "0", "it must be above 0"),
+        ("lr_gamma", "1.5", "it must be at most 1"),
+        ("deterministic", "maybe", "true or false"),
+        ("schedule", "horovod", "choose one of serial, wfbp, dear"),
+        ("lr_milestones", "a,b", "must be a number"),
+        ("task_options", ["width"], "--task-option 'width' must be NAME=VALUE"),
+        ("task_options", ["width=1", "width=2"], "--task-option gives width twice"),
+        ("data", ["a"], "must be text"),
+    ],
+)
+def test_wrong_values_are_refused_by_the_name_the_user_gave(
+    name: str, value: object, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_layer("flag", {name: value})
+    assert message in str(caught.value)
+
+
+def test_settings_are_checked_where_they_are_made() -> None:
+    with pytest.raises(ConfigError, match="batch_size is 0; it must be at least 1"):
+        RunSettings(batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": 2, "max_steps": 10}, "epochs is 2 and max_steps is 10"),
+        ({"warmup_steps": 5, "warmup_epochs": 1.0}, "warmup_steps is 5 and warmup_epochs is 1.0"),
+        ({"lr_gamma": 0.5}, "lr_gamma has no effect with lr_schedule 'constant'"),
+        ({"lr_milestones": (0.5,), "lr_schedule": "cosine"}, "has no effect"),
+        ({"lr_milestones": (0.7, 0.5), "lr_schedule": "step"}, "in rising order"),
+        ({"lr_milestones": (30.0, 60.0), "lr_schedule": "step"}, "shares of the run"),
+        ({"deterministic": True, "reduce_scatter": "auto"}, "needs a fixed reduce_scatter"),
+        ({"data": "a", "task_options": {"data": "b"}}, "data is given twice"),
+    ],
+)
+def test_contradictions_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        RunSettings(**values)  # type: ignore[arg-type]
+
+
+def test_the_update_waits_only_where_the_norm_of_the_gradient_is_needed() -> None:
+    assert RunSettings(on_nan="skip").engine().eager
+    assert not RunSettings(max_grad_norm=1.0).engine().eager
+
+
+def test_the_written_config_reads_back_as_the_same_settings() -> None:
+    settings = RunSettings(
+        task="digits",
+        task_options={"width": "8"},
+        data="d",
+        optimizer_options={"betas": (0.9, 0.99), "foreach": None},
+        lr=1e-5,
+        max_steps=7,
+        lr_schedule="step",
+        lr_milestones=(0.25, 0.5),
+    )
+    text = yaml.safe_dump(settings.as_plain())
+    assert resolve([make_layer("file", yaml.safe_load(text), origin="f")]) == settings
+
+
+def test_a_resumed_run_may_be_longer_but_not_of_another_batch_size() -> None:
+    stored = RunSettings(epochs=2, batch_size=32, log_interval=5).as_plain()
+    check_resumable(stored, RunSettings(max_steps=900, batch_size=32, log_interval=1, threads=2))
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(stored, RunSettings(epochs=2, batch_size=16))
+    assert "batch_size is 16, but the run to resume has 32" in str(caught.value)
+    assert "--batch-size" in str(caught.value)
+
+
+def test_a_resumed_run_keeps_options_that_were_not_given() -> None:
+    stored = RunSettings(momentum=0.9, optimizer="SGD").as_plain()
+    with pytest.raises(ConfigError, match="momentum is none, but the run to resume has 0.9"):
+        check_resumable(stored, RunSettings(optimizer="SGD"))
+
+
+def test_every_setting_has_a_flag_of_its_own() -> None:
+    flags = [about.flag for about in SETTINGS.values()]
+    assert len(set(flags)) == len(flags)
+    assert all(about.help for about in SETTINGS.values())

@@ -1,0 +1,49 @@
+"""Sums about each step that arrive while the next one computes."""
+
+from __future__ import annotations
+
+import math
+
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.train.tally import StepTotal, Tally
+
+
+def test_each_step_is_read_once_in_order_with_the_mean_over_ranks() -> None:
+    def work(world: World) -> list[StepTotal]:
+        tally, read = Tally(world), []
+        for step in (1, 2, 3):
+            tally.post(step, loss=step + world.rank, stop=False)
+            read += tally.read(pending=1)
+        read += tally.read()
+        tally.close()
+        return read
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert [(total.step, total.loss) for total in first] == [(1, 1.5), (2, 2.5), (3, 3.5)]
+
+
+def test_reading_with_one_pending_does_not_wait_for_the_newest() -> None:
+    def work(world: World) -> int:
+        tally = Tally(world)
+        tally.post(1, loss=0.0, stop=False)
+        before = len(tally.read(pending=1))
+        tally.read()
+        tally.close()
+        return before
+
+    assert run_ranks(2, work) == [0, 0]
+
+
+def test_all_ranks_learn_of_a_bad_loss_and_of_a_stop_on_one() -> None:
+    def work(world: World) -> StepTotal:
+        tally = Tally(world)
+        tally.post(7, loss=math.inf if world.rank == 1 else 1.0, stop=world.rank == 2)
+        (total,) = tally.read()
+        tally.close()
+        return total
+
+    for total in run_ranks(3, work):
+        assert (total.step, total.num_bad, total.num_stops) == (7, 1, 1)
+        assert math.isnan(total.loss)

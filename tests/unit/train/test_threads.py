@@ -1,0 +1,50 @@
+"""How many cores torch may use in each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.world import World
+from dearmpi.train.threads import choose_threads, share_of_cores
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    before = torch.get_num_threads()
+    world = World(AloneCollectives(), progress="poll")
+    yield world
+    world.close()
+    torch.set_num_threads(before)
+
+
+def test_ranks_that_share_cores_divide_them() -> None:
+    cores = range(8)
+    assert share_of_cores(cores, [cores], helper=False) == 4
+    assert share_of_cores(cores, [cores, cores], helper=False) == 2
+
+
+def test_ranks_bound_to_cores_of_their_own_keep_them_all() -> None:
+    assert share_of_cores([0, 1], [[2, 3], [4, 5], [6, 7]], helper=False) == 2
+
+
+def test_more_ranks_than_cores_leave_each_one_thread() -> None:
+    assert share_of_cores([0, 1], [[0, 1]] * 4, helper=True) == 1
+
+
+def test_the_progress_thread_gets_a_core_only_where_there_are_several() -> None:
+    assert share_of_cores(range(8), [], helper=True) == 7
+    assert share_of_cores(range(4), [], helper=True) == 3
+    assert share_of_cores(range(2), [], helper=True) == 2
+
+
+def test_what_the_user_asks_for_comes_before_the_environment(alone: World) -> None:
+    environment = {"OMP_NUM_THREADS": "3"}
+    asked = choose_threads(alone, asked=2, progress_thread=False, environment=environment)
+    assert (asked.count, torch.get_num_threads()) == (2, 2)
+    preset = choose_threads(alone, asked=None, progress_thread=False, environment=environment)
+    assert (preset.count, torch.get_num_threads()) == (3, 3)
+    assert "OMP_NUM_THREADS" in preset.reason
