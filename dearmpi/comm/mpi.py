@@ -13,7 +13,7 @@ import mpi4py
 from mpi4py import MPI
 
 from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
-from dearmpi.comm.ring import RingReduceScatter
+from dearmpi.comm.ring import CHUNK_BYTES, RingReduceScatter, num_receives
 from dearmpi.config import ReduceScatter
 from dearmpi.errors import CommError, ConfigError
 
@@ -142,7 +142,12 @@ class MpiCollectives:
 
     def _start_ring(self, buffer: Buffer) -> Request:
         self._num_started += 1
-        scratch = self._take_scratch(buffer, 2 * buffer.numel() // self.size)
+        shard_numel = buffer.numel() // self.size
+        # A power of two, so that buckets of all sizes share what lies on the free list.
+        numel = min(1 << shard_numel.bit_length(), CHUNK_BYTES // buffer.element_size())
+        scratch = [
+            self._take_scratch(buffer, numel) for _ in range(num_receives(buffer, self.size))
+        ]
         ring = RingReduceScatter(
             self,
             buffer,
@@ -165,7 +170,7 @@ class MpiCollectives:
         request = self._comm.Ireduce_scatter_block(
             _spec(buffer, count), _spec(scratch, count), MPI.SUM
         )
-        return _NativeReduction(self, MpiRequest(request, buffer, scratch), scratch, buffer)
+        return _NativeReduction(self, MpiRequest(request, buffer, scratch), [scratch], buffer)
 
     def _start_exchange(self, buffer: Buffer) -> Request:
         count = buffer.numel() // self.size
@@ -173,7 +178,7 @@ class MpiCollectives:
         request = self._comm.Ialltoall(
             _spec(buffer, count, moved=True), _spec(scratch, count, moved=True)
         )
-        return _ExchangeReduction(self, MpiRequest(request, buffer, scratch), scratch, buffer)
+        return _ExchangeReduction(self, MpiRequest(request, buffer, scratch), [scratch], buffer)
 
     def own_shard(self, buffer: Buffer) -> Any:
         """The slice of ``buffer`` that belongs to this rank."""
@@ -195,7 +200,7 @@ class _Reduction:
     """A reduce-scatter with scratch memory, which goes back to the free list at its end."""
 
     def __init__(
-        self, owner: MpiCollectives, request: Request, scratch: Any, buffer: Buffer
+        self, owner: MpiCollectives, request: Request, scratch: list[Any], buffer: Buffer
     ) -> None:
         self._owner, self._request = owner, request
         self._scratch, self._buffer = scratch, buffer
@@ -205,7 +210,8 @@ class _Reduction:
         """True once the sum stands in this rank's shard."""
         if not self._done and self._request.test():
             self.reduce(self._owner.own_shard(self._buffer))
-            self._owner.give_back(self._scratch)
+            for scratch in self._scratch:
+                self._owner.give_back(scratch)
             self._done = True
         return self._done
 
@@ -215,14 +221,14 @@ class _Reduction:
 
 class _NativeReduction(_Reduction):
     def reduce(self, shard: Any) -> None:
-        shard.copy_(self._scratch)
+        shard.copy_(self._scratch[0])
 
 
 class _ExchangeReduction(_Reduction):
     def reduce(self, shard: Any) -> None:
         """Add in rank order, half precision in fp32, so that every rank rounds alike and once."""
         count = shard.numel()
-        parts = [self._scratch[i * count : (i + 1) * count] for i in range(self._owner.size)]
+        parts = [self._scratch[0][i * count : (i + 1) * count] for i in range(self._owner.size)]
         if shard.element_size() >= 4:
             shard.copy_(parts[0])
             total = shard

@@ -3,13 +3,21 @@
 Bandwidth-optimal on any MPI, since each round is one full-duplex exchange with fixed neighbours
 (senders never meet at a receiver), and it needs no reduction from MPI, so that half precision and
 device buffers work wherever point-to-point does. A small state machine, driven by ``test``.
+
+Shards travel in chunks: while one is added the next ones are on the wire, and what a rank needs of
+scratch memory does not grow with the bucket.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from dearmpi.comm.api import Buffer, Request
+
+CHUNK_BYTES = 1 << 20
+_MOST_RECEIVES = 4
 
 
 class PointToPoint(Protocol):
@@ -20,12 +28,24 @@ class PointToPoint(Protocol):
     def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request: ...
 
 
+def num_chunks(buffer: Buffer, size: int) -> int:
+    """In how many messages one shard of ``buffer`` travels over ``size`` ranks."""
+    shard_bytes = buffer.numel() // size * buffer.element_size()
+    return max(1, -(-shard_bytes // CHUNK_BYTES))
+
+
+def num_receives(buffer: Buffer, size: int) -> int:
+    """How many scratch buffers, of a chunk each, a ring over ``buffer`` can use."""
+    return min(_MOST_RECEIVES, (size - 1) * num_chunks(buffer, size))
+
+
 class RingReduceScatter:
     """Sum of ``buffer`` over ranks; complete when this rank's shard holds its part of the sum.
 
-    Round s sends shard ``rank - 1 - s`` and adds the incoming shard ``rank - 2 - s``; after
-    P - 1 rounds the last shard added is the rank's own. ``scratch`` holds two shards, so that the
-    next round's receive is posted before this round's data is added.
+    Round s sends shard ``rank - 1 - s`` and adds the incoming shard ``rank - 2 - s``, chunk by
+    chunk; what is added in one round is what the next one sends, and after P - 1 rounds it is the
+    rank's own shard. ``scratch``: buffers of a chunk each, at least one, into which receives are
+    posted before what came last is added.
     """
 
     def __init__(
@@ -36,47 +56,62 @@ class RingReduceScatter:
         rank: int,
         size: int,
         tag: int,
-        scratch: Any,
+        scratch: Sequence[Any],
     ) -> None:
         self._transport = transport
+        self._buffer, self._shard_numel = buffer, buffer.numel() // size
         self._rank, self._size, self._tag = rank, size, tag
-        numel = buffer.numel() // size
-        self._shards = [buffer[i * numel : (i + 1) * numel] for i in range(size)]
-        self._incoming = [scratch[:numel], scratch[numel : 2 * numel]]
-        self._round = 0
-        self._receives: list[Request] = []
-        self._sends: list[Request] = []
-        if size > 1:
-            self._post_receive(0)
-            self._post_send()
+        self._num_chunks = num_chunks(buffer, size)
+        self._chunk_numel = -(-self._shard_numel // self._num_chunks)
+        self._num_messages = (size - 1) * self._num_chunks
+        self._num_added = 0
+        self._scratch = scratch
+        self._receives: deque[Request] = deque()
+        self._sends: deque[Request] = deque()
+        for number in range(min(len(scratch), self._num_messages)):
+            self._post_receive(number)
+        for number in range(min(self._num_chunks, self._num_messages)):
+            self._post_send(number)
 
     def test(self) -> bool:
-        """Advance by as many rounds as have arrived; True when all are done."""
-        while self._round < self._size - 1:
-            if not self._receives[self._round].test():
-                return False
-            self._finish_round()
-        self._sends = [send for send in self._sends if not send.test()]
-        return not self._sends
+        """Advance by as many chunks as have arrived; True when all are done."""
+        while self._receives and self._receives[0].test():
+            self._receives.popleft()
+            self._finish_receive(self._num_added)
+        while self._sends and self._sends[0].test():
+            self._sends.popleft()
+        return not self._receives and not self._sends
 
-    def _finish_round(self) -> None:
-        arrived = self._incoming[self._round % 2]
-        target = self._shards[(self._rank - 2 - self._round) % self._size]
-        target.add_(arrived)
-        self._round += 1
-        if self._round < self._size - 1:
-            self._post_send()
+    def _finish_receive(self, number: int) -> None:
+        """Add what arrived, send it on, and let its scratch receive again."""
+        target = self._part(self._rank - 2, number)
+        target.add_(self._incoming(number, target.numel()))
+        self._num_added += 1
+        if number + self._num_chunks < self._num_messages:
+            self._post_send(number + self._num_chunks)
+        if number + len(self._scratch) < self._num_messages:
+            self._post_receive(number + len(self._scratch))
 
     def _post_receive(self, number: int) -> None:
-        source = (self._rank - 1) % self._size
+        numel = self._part(self._rank - 2, number).numel()
         self._receives.append(
-            self._transport.start_receive(self._incoming[number % 2], source, self._tag)
+            self._transport.start_receive(
+                self._incoming(number, numel), (self._rank - 1) % self._size, self._tag
+            )
         )
 
-    def _post_send(self) -> None:
-        """Send this round's shard, with the receive of the next round posted beforehand."""
-        if self._round + 1 < self._size - 1:
-            self._post_receive(self._round + 1)
-        shard = self._shards[(self._rank - 1 - self._round) % self._size]
+    def _post_send(self, number: int) -> None:
+        part = self._part(self._rank - 1, number)
         successor = (self._rank + 1) % self._size
-        self._sends.append(self._transport.start_send(shard, successor, self._tag))
+        self._sends.append(self._transport.start_send(part, successor, self._tag))
+
+    def _incoming(self, number: int, numel: int) -> Any:
+        return self._scratch[number % len(self._scratch)][:numel]
+
+    def _part(self, first_shard: int, number: int) -> Any:
+        """The elements of message ``number``: its chunk of shard ``first_shard`` less its round."""
+        rounds, chunk = divmod(number, self._num_chunks)
+        base = (first_shard - rounds) % self._size * self._shard_numel
+        start = min(chunk * self._chunk_numel, self._shard_numel)
+        stop = min(start + self._chunk_numel, self._shard_numel)
+        return self._buffer[base + start : base + stop]

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dearmpi.comm import ring
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.ring import RingReduceScatter
+from dearmpi.comm.ring import RingReduceScatter, num_receives
 
 
 class Post:
@@ -76,7 +77,9 @@ def start_rings(wires: Wires, inputs: list[Any], tag: int = 1) -> list[RingReduc
             rank=rank,
             size=size,
             tag=tag,
-            scratch=buffer.new_empty(2 * buffer.numel() // size),
+            scratch=[
+                buffer.new_empty(buffer.numel() // size) for _ in range(num_receives(buffer, size))
+            ],
         )
         for rank, buffer in enumerate(inputs)
     ]
@@ -85,11 +88,11 @@ def start_rings(wires: Wires, inputs: list[Any], tag: int = 1) -> list[RingReduc
 def run(wires: Wires, rings: list[RingReduceScatter], chance: random.Random) -> None:
     """Deliver and poll in random order until all rings are complete."""
     left = list(rings)
-    for _ in range(100 * len(rings) ** 2):  # far more turns than all rounds of all rings take
+    for _ in range(2000 * len(rings) ** 2):  # far more turns than all rounds of all rings take
         wires.deliver_one(chance)
-        ring = chance.choice(left)
-        if chance.random() < 0.7 and ring.test():
-            left.remove(ring)
+        one = chance.choice(left)
+        if chance.random() < 0.7 and one.test():
+            left.remove(one)
         if not left:
             return
     raise AssertionError(f"{len(left)} of {len(rings)} rings never completed")
@@ -100,10 +103,21 @@ def shard(buffer: Any, rank: int, size: int) -> Any:
     return buffer[rank * count : (rank + 1) * count]
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.randoms(use_true_random=False))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.sampled_from([8, 24, 1 << 20]),
+    st.randoms(use_true_random=False),
+)
 def test_every_rank_gets_its_shard_of_the_sum(
-    size: int, shard_numel: int, chance: random.Random
+    size: int, shard_numel: int, chunk_bytes: int, chance: random.Random
 ) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "CHUNK_BYTES", chunk_bytes)
+        check_sum(size, shard_numel, chance)
+
+
+def check_sum(size: int, shard_numel: int, chance: random.Random) -> None:
     generator = torch.Generator().manual_seed(size * 7 + shard_numel)
     whole = torch.randint(-50, 50, (size, size * shard_numel), generator=generator).double()
     buffers = list(whole.clone())
@@ -160,15 +174,15 @@ def test_a_complete_ring_can_be_tested_again_without_adding_twice() -> None:
     wires = Wires()
     rings = start_rings(wires, buffers)
     run(wires, rings, random.Random(0))
-    assert all(ring.test() for ring in rings)
+    assert all(one.test() for one in rings)
     assert buffers[0][0] == 2.0
 
 
 def test_one_rank_posts_nothing() -> None:
     wires = Wires()
     buffer = torch.arange(3.0)
-    (ring,) = start_rings(wires, [buffer])
-    assert ring.test()
+    (alone,) = start_rings(wires, [buffer])
+    assert alone.test()
     assert not wires.sends and not wires.receives
     assert buffer.tolist() == [0.0, 1.0, 2.0]
 
@@ -187,7 +201,7 @@ def test_each_rank_moves_its_shards_once() -> None:
     buffers = list(torch.ones(4, 12))
     rings = [
         RingReduceScatter(
-            Counting(wires, rank), buffer, rank=rank, size=4, tag=1, scratch=torch.empty(6)
+            Counting(wires, rank), buffer, rank=rank, size=4, tag=1, scratch=[torch.empty(3)]
         )
         for rank, buffer in enumerate(buffers)
     ]
