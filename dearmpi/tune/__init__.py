@@ -1,0 +1,1 @@
+"""Measures the link and the layers, and searches for a bucket cap by trying."""
