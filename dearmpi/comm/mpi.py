@@ -7,6 +7,8 @@ its width, since MPI has no portable half precision.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mpi4py
@@ -26,6 +28,12 @@ _ARITHMETIC = {
 }
 _BY_WIDTH = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
 _MESSAGE_TAG = 32767  # the largest that every MPI has
 _NUM_TAGS = 32767  # those below it
 
@@ -254,6 +262,37 @@ def describe() -> str:
     """The MPI library and mpi4py, in one line."""
     library = MPI.Get_library_version().split("\n")[0].strip()
     return f"{' '.join(library.split())}, mpi4py {mpi4py.__version__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The MPI library in use.
+
+    abi: ``mpich`` or ``openmpi`` where mpi4py chose at import between the two; else that of the
+        library it was built with. device: what the library says of its transports, or empty.
+    """
+
+    name: str
+    version: str
+    mpi4py: str
+    abi: str
+    thread_level: str
+    device: str
+
+
+def library() -> Library:
+    """The MPI library that this process is connected to."""
+    name, numbers = MPI.get_vendor()
+    lines = (line.partition(":") for line in MPI.Get_library_version().splitlines())
+    variant = Path(MPI.__file__).name.split(".")[1]
+    return Library(
+        name=name,
+        version=".".join(map(str, numbers)),
+        mpi4py=mpi4py.__version__,
+        abi=variant if variant in ("mpich", "openmpi") else "its own",
+        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        device=next((said.strip() for key, _, said in lines if key.endswith("Device")), ""),
+    )
 
 
 def _name(buffer: Buffer) -> str:
