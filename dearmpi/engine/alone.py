@@ -15,6 +15,8 @@ from dearmpi.engine.clock import IterationTimes
 class AloneEngine:
     """What ``DistributedOptimizer`` asks of an engine, with nobody to talk to."""
 
+    waited_s = 0.0
+
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.times = IterationTimes()

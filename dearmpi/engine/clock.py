@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -47,9 +49,19 @@ class CommunicationClock:
         if self._num_in_flight == 0:
             self._busy_s += time.perf_counter() - self._busy_since
 
-    def waited(self, seconds: float) -> None:
-        """The main thread waited."""
-        self._exposed_s += seconds
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the main thread waits."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._exposed_s += time.perf_counter() - start
+
+    @property
+    def waited_s(self) -> float:
+        """How long the main thread has waited in all."""
+        return self._exposed_s
 
     def lap(self) -> IterationTimes:
         """The times since the last lap."""

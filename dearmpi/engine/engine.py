@@ -5,7 +5,6 @@ What happens to a bucket after its launch is the pipeline's part, on the driving
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -59,6 +58,11 @@ class Engine:
     @property
     def _cycle(self) -> Cycle:
         return self._pipeline.cycle
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the main thread has waited for communication."""
+        return self._pipeline.clock.waited_s
 
     def pre_forward(self, buckets: Iterable[BucketRuntime]) -> None:
         """A module is about to read parameters of ``buckets``: wait until they are current."""
@@ -292,6 +296,5 @@ class Engine:
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         if ready():
             return
-        start = time.perf_counter()
-        self._progress.wait_until(ready, what=what)
-        self._pipeline.clock.waited(time.perf_counter() - start)
+        with self._pipeline.clock.waiting():
+            self._progress.wait_until(ready, what=what)

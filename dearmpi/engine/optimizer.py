@@ -82,6 +82,11 @@ class DistributedOptimizer(Optimizer):
         """Exposed and total communication time of the iteration that the last step ended."""
         return self._assembly.engine.times
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that forward and backward have waited for communication since the start."""
+        return self._assembly.engine.waited_s
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take an optimizer step; returns before it is finished. Options are read now."""
         loss = None
