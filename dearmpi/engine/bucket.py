@@ -139,18 +139,13 @@ class BucketRuntime:
 
     def take_gradient(self, slot: int) -> bool:
         """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
-        param, view = self.params[slot], self.gradients.views[slot]
-        grad = self._dense_gradient(slot)
-        if slot in self._arrived:
-            view.add_(grad.detach())
-        elif not _is_same(grad, view):
-            view.copy_(grad.detach())
-        param.grad = self._stand_ins[slot]
+        self._store_gradient(slot, self._dense_gradient(slot))
+        self.params[slot].grad = self._stand_ins[slot]
         self._arrived.add(slot)
         self._touched.add(slot)
         self._ever.add(slot)
         self._stood_in.add(slot)
-        if not self._arrived >= self._expected:
+        if len(self._arrived) < len(self._expected) or not self._arrived >= self._expected:
             return False
         self.missing = frozenset(range(len(self.params))) - self._touched
         return True
@@ -230,6 +225,15 @@ class BucketRuntime:
                     ".data = ... or a new Parameter does that); move or convert the model first, "
                     "then make the optimizer"
                 )
+
+    def _store_gradient(self, slot: int, grad: Tensor) -> None:
+        view = self.gradients.views[slot]
+        if grad.requires_grad:  # from a backprop with create_graph=True
+            grad = grad.detach()
+        if slot in self._arrived:
+            view.add_(grad)
+        elif not _is_same(grad, view):
+            view.copy_(grad)
 
     def _dense_gradient(self, slot: int) -> Tensor:
         grad = self.params[slot].grad

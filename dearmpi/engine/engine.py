@@ -79,13 +79,12 @@ class Engine:
             return
         if self._cycle.stepped:
             self._begin_cycle()
-        if bucket.index in self._cycle.launched or (
-            bucket.has_gradient(slot) and self._schedule.launch is Launch.GRADIENTS_READY
-        ):
+        launches = self._schedule.launch is Launch.GRADIENTS_READY
+        if bucket.index in self._cycle.launched or (launches and bucket.has_gradient(slot)):
             self._reopen()
         if bucket.take_gradient(slot) and bucket.state is BucketState.IDLE:
             bucket.move_to(BucketState.READY)
-            if self._schedule.launch is Launch.GRADIENTS_READY:
+            if launches:
                 self._launch_ready()
         self._progress.poll()
 
