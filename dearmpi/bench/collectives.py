@@ -94,6 +94,21 @@ def measure_collectives(
     return CollectivesResult(world.size, len(set(world.hosts)), window, wire, tuple(rows))
 
 
+def measure_overlap(world: World, channel: Channel, start: Start, *, repeats: int) -> Overlap:
+    """One operation alone, and beside computation that takes as long (collective).
+
+    Nothing is measured in the first, extra repetition.
+    """
+    run_all(world, channel, [start])
+    pure_s = _slowest(world, [run_all(world, channel, [start]) for _ in range(repeats)])
+    both = [_run_beside(world, channel, start, pure_s) for _ in range(repeats)]
+    return Overlap(
+        pure_s,
+        _slowest(world, [compute_s for compute_s, _ in both]),
+        _slowest(world, [together_s for _, together_s in both]),
+    )
+
+
 def describe_collectives(result: CollectivesResult) -> list[str]:
     """Lines: what was measured, and a table."""
     rows = [
@@ -144,15 +159,7 @@ def _measure(
     nbytes = count * buffers[0].element_size()
     length = min(_MOST, max(_FEWEST, round(_BYTES_BACK_TO_BACK / nbytes)))
     many = [start(buffers[i % len(buffers)]) for i in range(length)]
-    one = many[0]
-    run_all(world, channel, [one])
-    pure_s = _slowest(world, [run_all(world, channel, [one]) for _ in range(repeats)])
-    both = [_run_beside(world, channel, one, pure_s) for _ in range(repeats)]
-    overlap = Overlap(
-        pure_s,
-        _slowest(world, [compute_s for compute_s, _ in both]),
-        _slowest(world, [together_s for _, together_s in both]),
-    )
+    overlap = measure_overlap(world, channel, many[0], repeats=repeats)
     each_s = _slowest(world, [run_all(world, channel, many) / length for _ in range(repeats)])
     sent_bits = 8 * nbytes * (world.size - 1) / world.size
     return CollectiveTimes(name, nbytes, overlap, each_s, sent_bits / each_s)
