@@ -22,7 +22,8 @@ _GRACE_OF_VICTIMS_S = 3.0
 # Where all ranks fail alike, rank 0 says it for them and ends the job meanwhile.
 _GRACE_OF_OTHERS_S = 1.0
 
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# SLURM counts nodes where mpirun has started the ranks, so its number comes last.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def exit_code(error: BaseException) -> int:
@@ -71,7 +72,8 @@ def describe(error: BaseException, log: Path | None) -> str:
 
 def is_first_process() -> bool:
     """Whether the launcher calls this process rank 0; so does a process without a launcher."""
-    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
+    named = (os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
+    return next(named, "0") == "0"
 
 
 def _origin(error: BaseException) -> str:
