@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from dearmpi.bench.result import LinkTimes
-from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.choose import fastest_reduce_scatter
-from dearmpi.comm.world import Channel, World
-from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.comm.trial import Start, run_all, start_gather, start_reduce
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
 from dearmpi.plan.layout import BucketLayout
 
-Start = Callable[[Collectives], Request]
+__all__ = ["Start", "measure_link", "run_all", "start_gather", "start_reduce"]
 
 
 def measure_link(
@@ -45,24 +42,3 @@ def measure_link(
         times.append(LinkTimes(slowest[0], slowest[1]))
     channel.close()
     return times
-
-
-def run_all(world: World, channel: Channel, starts: Sequence[Start]) -> float:
-    """Start all of them together on every rank; the seconds until the last is complete here."""
-    done: list[float] = []
-    world.barrier()
-    begin = time.perf_counter()
-    for start in starts:
-        channel.submit("benchmark", start, lambda: done.append(time.perf_counter()))
-    world.progress.wait_until(lambda: len(done) == len(starts), what="the benchmark's collectives")
-    return max(done, default=begin) - begin
-
-
-def start_reduce(buffer: Any, algorithm: ReduceScatter, collectives: Collectives) -> Request:
-    """Post the reduce-scatter of ``buffer``."""
-    return collectives.start_reduce_scatter(buffer, algorithm)
-
-
-def start_gather(buffer: Any, collectives: Collectives) -> Request:
-    """Post the all-gather of ``buffer``."""
-    return collectives.start_all_gather(buffer)

@@ -1,0 +1,34 @@
+"""Trials: collectives by themselves, on the way that the engine's take, and their time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.world import Channel, World
+from dearmpi.config import ReduceScatter
+
+Start = Callable[[Collectives], Request]
+
+
+def run_all(world: World, channel: Channel, starts: Sequence[Start]) -> float:
+    """Start all of them together on every rank; the seconds until the last is complete here."""
+    done: list[float] = []
+    world.barrier()
+    begin = time.perf_counter()
+    for start in starts:
+        channel.submit("trial", start, lambda: done.append(time.perf_counter()))
+    world.progress.wait_until(lambda: len(done) == len(starts), what="the trial's collectives")
+    return max(done, default=begin) - begin
+
+
+def start_reduce(buffer: Any, algorithm: ReduceScatter, collectives: Collectives) -> Request:
+    """Post the reduce-scatter of ``buffer``."""
+    return collectives.start_reduce_scatter(buffer, algorithm)
+
+
+def start_gather(buffer: Any, collectives: Collectives) -> Request:
+    """Post the all-gather of ``buffer``."""
+    return collectives.start_all_gather(buffer)
