@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dearmpi.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from dearmpi.comm.world import World, connect
     from dearmpi.config import EngineConfig
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
     from dearmpi.engine.optimizer import DistributedOptimizer
     from dearmpi.engine.scaler import GradScaler
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DistributedOptimizer",

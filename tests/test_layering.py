@@ -1,6 +1,6 @@
-"""Imports point one way: cli > bench > train, report > engine, tune > plan, comm > config.
+"""Imports point one way: cli > doctor > bench > train, report > engine, tune > plan, comm > config.
 
-Everything may import errors, which imports nothing.
+Everything may import errors, which imports nothing; so does version.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ _LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "errors"})
 # dearmpi/__init__.py: what a user of the library sees.
 BELOW: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "version": frozenset(),
     "config": frozenset({"errors"}),
-    "plan": frozenset({"config", "errors"}),
+    "plan": frozenset({"config", "errors", "version"}),
     "comm": frozenset({"config", "errors"}),
     "engine": frozenset({"plan", "comm", "config", "errors"}),
     "tune": frozenset({"plan", "comm", "config", "errors"}),
-    PACKAGE: frozenset({"engine", "comm", "config", "errors"}),
+    PACKAGE: frozenset({"engine", "comm", "config", "errors", "version"}),
     "train": _LIBRARY | {PACKAGE},
     "report": _LIBRARY | {PACKAGE},
     "bench": _LIBRARY | {PACKAGE, "train"},
-    "cli": _LIBRARY | {PACKAGE, "bench", "train", "report"},
+    # It measures as a benchmark does, and judges what a run would do: above both.
+    "doctor": _LIBRARY | {PACKAGE, "bench", "train"},
+    "cli": _LIBRARY | {PACKAGE, "doctor", "bench", "train", "report"},
     "__main__": frozenset({"cli"}),
 }
 
 # Where alone these may be imported, and where else for type checkers.
 CONFINED: dict[str, frozenset[str]] = {
     "mpi4py": frozenset({"comm/mpi.py"}),
-    "torch": frozenset({"engine", "tune", "train", "bench"}),
+    "torch": frozenset({"engine", "tune", "train", "bench", "doctor"}),
     "click": frozenset({"cli"}),
 }
 CONFINED_TYPES: dict[str, frozenset[str]] = {"torch": frozenset({"comm"})}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.bench.workload import LayerSpec, Workload
+from dearmpi.plan.workload import LayerSpec, Workload
 
 _MOST_DEBT_S = 0.010  # what the operating system adds to a sleep; a longer delay is no such thing
 
@@ -54,19 +54,24 @@ class ReplayLayer(nn.Module):
         self, spec: LayerSpec, pace: Pace, *, feed_forward_s: float, backprop_s: float
     ) -> None:
         super().__init__()
-        for name, shape in spec.params:
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-        self.used = tuple(name for name, _ in spec.params)
+        self.used: tuple[str, ...] = ()
+        for param in spec.params:
+            self._add(
+                spec.short_name(param),
+                nn.Parameter(
+                    torch.zeros(param.shape, dtype=getattr(torch, param.dtype)),
+                    requires_grad=param.trained,
+                ),
+            )
         self.pace = pace
         self.feed_forward_s = feed_forward_s
         self.backprop_s = backprop_s
         self.gradient = 1.0
 
-    def tie(self, other: ReplayLayer) -> None:
-        """Compute with the first parameter of ``other``."""
-        name = other.used[0]
-        self.register_parameter(name, getattr(other, name))
-        self.used = (name,)
+    def tie(self, name: str, param: nn.Parameter) -> None:
+        """Compute with ``param`` of another layer too, where its full name is ``name``."""
+        short = name.rpartition(".")[2]
+        self._add(name.replace(".", "_") if hasattr(self, short) else short, param)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Pass ``inputs`` on after the time of the feed-forward."""
@@ -74,6 +79,10 @@ class ReplayLayer(nn.Module):
         params = [getattr(self, name) for name in self.used]
         output: Tensor = _Spend.apply(inputs, self, *params)  # type: ignore[no-untyped-call]
         return output
+
+    def _add(self, name: str, param: nn.Parameter) -> None:
+        self.register_parameter(name, param)
+        self.used += (name,)
 
 
 class _Spend(torch.autograd.Function):
@@ -125,8 +134,8 @@ class ReplayModel(nn.Module):
             layers[spec.name] = layer
             _place(self, spec.name.split("."), layer)
         for spec in workload.layers:
-            if spec.tied_to is not None:
-                layers[spec.name].tie(layers[spec.tied_to])
+            for name in spec.uses:
+                layers[spec.name].tie(name, self.get_parameter(name))
         self.order = list(layers.values())
 
     def forward(self, inputs: Tensor) -> Tensor:

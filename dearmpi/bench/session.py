@@ -15,9 +15,9 @@ from dearmpi.bench.peers import plug_in, read_method
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.result import Result
 from dearmpi.bench.subject import ReplaySubject, Subject, task_subject
-from dearmpi.bench.workload import Workload, is_workload, read_workload, workload_names
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, TaskError
+from dearmpi.plan.workload import Workload, is_workload, read_workload, workload_names
 from dearmpi.train.agreement import together
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.tasks import TASK_FORMS, build_task

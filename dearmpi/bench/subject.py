@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dearmpi.bench.replay import ReplayModel
-from dearmpi.bench.workload import Workload
+from dearmpi.plan.workload import Workload
 from dearmpi.train.task import Task, collate
 
 _LEARNING_RATE = 1e-3

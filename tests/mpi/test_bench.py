@@ -18,9 +18,9 @@ from dearmpi.bench.result import Result
 from dearmpi.bench.session import Question, answer
 from dearmpi.bench.subject import ReplaySubject
 from dearmpi.bench.table import describe_result
-from dearmpi.bench.workload import LayerSpec, Workload, read_workload
 from dearmpi.comm.world import World
 from dearmpi.errors import DearError
+from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
 from tests.mpi.entrants import (
     fails_in_backprop,
     fails_to_close,
@@ -35,11 +35,11 @@ TIED = Workload(
     "tied",
     "",
     (
-        LayerSpec("embedding", (("weight", (50, 4)),), 0),
-        LayerSpec("layer.0.dense", (("weight", (40, 4)), ("bias", (3,))), 1),
-        LayerSpec("layer.1.dense", (("weight", (40, 4)), ("bias", (1,))), 1),
-        LayerSpec("head", (("bias", (50,)),), 0),
-        LayerSpec("head.decoder", (), 3, tied_to="embedding"),
+        float_layer("embedding", {"weight": (50, 4)}, 0),
+        float_layer("layer.0.dense", {"weight": (40, 4), "bias": (3,)}, 1),
+        float_layer("layer.1.dense", {"weight": (40, 4), "bias": (1,)}, 1),
+        float_layer("head", {"bias": (50,)}, 0),
+        LayerSpec("head.decoder", (), 3, uses=("embedding.weight",)),
     ),
     batch_size=8,
     unit="seq",

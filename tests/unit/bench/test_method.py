@@ -13,9 +13,9 @@ from dearmpi.bench.method import read_config
 from dearmpi.bench.peers import METHOD_NAMES, block_name, blocks_of, plug_in, read_method
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.session import Question
-from dearmpi.bench.workload import read_workload
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
+from dearmpi.plan.workload import read_workload
 
 
 @pytest.mark.parametrize("name", METHOD_NAMES)

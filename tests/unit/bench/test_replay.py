@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dearmpi.bench.replay import Pace, ReplayModel
-from dearmpi.bench.workload import LayerSpec, Workload, read_workload
+from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
 
 
 @dataclass
@@ -44,11 +44,7 @@ def replay(name: str, clock: Clock, *, feed_forward_s: float, backprop_s: float)
 @pytest.mark.parametrize("name", ["resnet50", "densenet201", "bert_base"])
 def test_parameters_have_true_names_and_shapes_in_order(name: str) -> None:
     model = replay(name, Clock(), feed_forward_s=0, backprop_s=0)
-    expected = [
-        (f"{layer.name}.{param}", shape)
-        for layer in read_workload(name).layers
-        for param, shape in layer.params
-    ]
+    expected = [(spec.name, spec.shape) for spec in read_workload(name).params()]
     assert [(n, tuple(p.shape)) for n, p in model.named_parameters()] == expected
 
 
@@ -97,9 +93,9 @@ def test_time_spent_on_work_counts_as_the_layers_own() -> None:
 
 def test_gradients_are_real_and_a_tied_one_counts_twice() -> None:
     layers = (
-        LayerSpec("embedding", (("weight", (5, 2)),), 0),
-        LayerSpec("block.dense", (("weight", (2, 2)), ("bias", (2,))), 1),
-        LayerSpec("decoder", (), 3, tied_to="embedding"),
+        float_layer("embedding", {"weight": (5, 2)}, 0),
+        float_layer("block.dense", {"weight": (2, 2), "bias": (2,)}, 1),
+        LayerSpec("decoder", (), 3, uses=("embedding.weight",)),
     )
     workload = Workload("small", "", layers, batch_size=1, unit="seq")
     model = ReplayModel(workload, feed_forward_s=0, backprop_s=0, gradient=0.5)

@@ -7,8 +7,8 @@ from importlib import resources
 
 import pytest
 
-from dearmpi.bench.workload import is_workload, read_workload, workload_names
 from dearmpi.errors import ConfigError
+from dearmpi.plan.workload import is_workload, read_workload, workload_names
 
 # Layers, tensors and million parameters, as the paper's table of models gives them; the decoder of
 # BERT, which has no parameters of its own, is a layer more.
@@ -46,17 +46,17 @@ def test_totals_are_those_that_the_file_states(name: str) -> None:
 
 def test_only_the_decoder_is_tied() -> None:
     tied = {
-        (layer.name, layer.tied_to)
+        (layer.name, layer.uses)
         for name in workload_names()
         for layer in read_workload(name).layers
-        if layer.tied_to
+        if layer.uses
     }
-    assert tied == {("cls.predictions.decoder", "bert.embeddings.word_embeddings")}
+    assert tied == {("cls.predictions.decoder", ("bert.embeddings.word_embeddings.weight",))}
 
 
 def test_equal_layers_share_megabytes_and_time() -> None:
     workload = read_workload("equal:100:8")
-    assert [layer.params[0][1] for layer in workload.layers] == [(3_125_000,)] * 8
+    assert [layer.params[0].shape for layer in workload.layers] == [(3_125_000,)] * 8
     assert workload.shares() == [0.125] * 8
     assert len(read_workload("equal:1").layers) == 24
 

@@ -1,0 +1,106 @@
+"""Fields of a JSON object, read strictly: what is missing or of another kind is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from dearmpi.errors import ConfigError
+
+
+class Fields:
+    """A JSON object and where it stands, such as ``profile.json: layers[3]``."""
+
+    def __init__(self, values: Any, place: str) -> None:
+        """Raises ConfigError unless ``values`` is an object."""
+        if not isinstance(values, dict):
+            raise ConfigError(f"{place} is {_kind(values)}; it must be an object in braces")
+        self.place = place
+        self._values = values
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """The string at ``key``."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.problem(key, f"is {_kind(value)}; it must be a text")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The finite number at ``key``, 0 or more."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.problem(key, f"is {_kind(value)}; it must be a number")
+        if not (math.isfinite(value) and value >= 0):
+            raise self.problem(key, f"is {value}; it must be 0 or more, and finite")
+        return float(value)
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
+        """The whole number at ``key``, ``least`` or more."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.problem(key, f"is {value!r}; it must be a whole number, {least} or more")
+        return value
+
+    def truth(self, key: str, default: bool | None = None) -> bool:
+        """The true or false at ``key``."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.problem(key, f"is {_kind(value)}; it must be true or false")
+        return value
+
+    def items(self, key: str, default: list[Any] | None = None) -> list[Any]:
+        """The list at ``key``."""
+        value = self._get(key, default)
+        if not isinstance(value, list):
+            raise self.problem(key, f"is {_kind(value)}; it must be a list")
+        return value
+
+    def texts(self, key: str, default: list[Any] | None = None) -> tuple[str, ...]:
+        """The list of strings at ``key``."""
+        values = self.items(key, default)
+        for value in values:
+            if not isinstance(value, str):
+                raise self.problem(key, f"holds {_kind(value)}; it must hold texts")
+        return tuple(values)
+
+    def fields(self, key: str) -> Fields:
+        """The object at ``key``."""
+        return Fields(self._get(key, None), f"{self.place}: {key}")
+
+    def each(self, key: str) -> Iterator[Fields]:
+        """The objects of the list at ``key``."""
+        for number, value in enumerate(self.items(key)):
+            yield Fields(value, f"{self.place}: {key}[{number}]")
+
+    def problem(self, key: str, what: str) -> ConfigError:
+        """The error that ``key`` ``what``."""
+        return ConfigError(f"{self.place}: {key} {what}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        if key in self._values:
+            return self._values[key]
+        if default is None:
+            raise self.problem(key, "is missing")
+        return default
+
+
+def read_fields(text: str, place: str) -> Fields:
+    """The object that ``text`` spells; ``place`` names it in errors, such as a file's path.
+
+    Raises ConfigError if it is no JSON, or no object.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{place} is not JSON: {error}") from None
+    return Fields(values, place)
+
+
+def _kind(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
