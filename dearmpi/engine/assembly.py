@@ -14,6 +14,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter
 from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.buffers import Arena
 from dearmpi.engine.check import Checks, steps_between_checks
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
@@ -81,9 +82,14 @@ def assemble(
     require = require_elementwise if shards else require_separable
     require(optimizer)
     params = {name: param for param, name in names.items()}
+    gradients, parameters = Arena(layout), Arena(layout) if shards else None
     buckets = [
         BucketRuntime(
-            plan, [params[name] for name in plan.names], rank=world.rank, flat_parameters=shards
+            plan,
+            [params[name] for name in plan.names],
+            rank=world.rank,
+            gradients=gradients,
+            parameters=parameters,
         )
         for plan in layout
     ]

@@ -8,7 +8,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from dearmpi.engine.buffers import FlatBuffer
+from dearmpi.engine.buffers import Arena, FlatBuffer
 from dearmpi.engine.gradient import GradientUnderWay
 from dearmpi.errors import UsageError
 from dearmpi.plan.layout import Bucket
@@ -59,15 +59,20 @@ class BucketRuntime:
         params: Sequence[nn.Parameter],
         *,
         rank: int,
-        flat_parameters: bool,
+        gradients: Arena,
+        parameters: Arena | None,
     ) -> None:
+        """``parameters``: where they move to; None to leave them where they are."""
         self.plan = plan
         self.params = tuple(params)
         self._rank = rank
+        self._arena = gradients
         self._gradients: FlatBuffer | None = None
         self.parameters: FlatBuffer | None = None
-        if flat_parameters:
-            self.parameters = FlatBuffer(plan, [p.detach() for p in params], rank=rank)
+        if parameters is not None:
+            self.parameters = FlatBuffer(
+                plan, [p.detach() for p in params], rank=rank, arena=parameters
+            )
             for param, view in zip(self.params, self.parameters.views, strict=True):
                 view.copy_(param.detach())
                 param.data = view
@@ -93,7 +98,10 @@ class BucketRuntime:
         """The gradients' flat buffer, made when the first gradient is expected."""
         if self._gradients is None:
             self._gradients = FlatBuffer(
-                self.plan, [param.detach() for param in self.params], rank=self._rank
+                self.plan,
+                [param.detach() for param in self.params],
+                rank=self._rank,
+                arena=self._arena,
             )
         return self._gradients
 

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dearmpi.plan.layout import Bucket
+
+_ALIGNMENT = 64  # bytes; a cache line
+
+
+class Arena:
+    """One stretch of host memory for the flat buffers of all buckets, made at first use.
+
+    What the model's tensors leave behind when they move here is then one stretch as well, which
+    the next arena fits into; buffers made one by one would leave holes. On other devices each
+    buffer is allocated by itself: their allocators keep blocks by size. Buckets that are frozen at
+    the start have a stretch of their own, which may never be needed.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._starts: dict[int, int] = {}
+        self._nbytes = {True: 0, False: 0}
+        self._stretches: dict[bool, NDArray[np.uint8]] = {}
+        for bucket in buckets:
+            start = self._starts[bucket.index] = self._nbytes[bucket.trained]
+            self._nbytes[bucket.trained] = -(-(start + bucket.nbytes) // _ALIGNMENT) * _ALIGNMENT
+
+    def take(self, bucket: Bucket, like: Tensor) -> Tensor:
+        """The storage of ``bucket``: 1-D, of zeros, with the dtype and device of ``like``."""
+        if like.device.type != "cpu":
+            return torch.zeros(bucket.padded_numel, dtype=like.dtype, device=like.device)
+        if bucket.trained not in self._stretches:
+            self._stretches[bucket.trained] = np.zeros(self._nbytes[bucket.trained], np.uint8)
+        start = self._starts[bucket.index]
+        # By way of numpy each bucket is a storage to torch, which copies and saves whole storages.
+        part = self._stretches[bucket.trained][start : start + bucket.nbytes]
+        return torch.from_numpy(part).view(like.dtype)
 
 
 class FlatBuffer:
@@ -17,10 +50,8 @@ class FlatBuffer:
     shard: the elements that this rank owns, without padding; the last ranks may own none.
     """
 
-    def __init__(self, bucket: Bucket, like: Sequence[Tensor], *, rank: int) -> None:
-        self.data = torch.zeros(
-            bucket.padded_numel, dtype=like[0].dtype, device=like[0].device, requires_grad=False
-        )
+    def __init__(self, bucket: Bucket, like: Sequence[Tensor], *, rank: int, arena: Arena) -> None:
+        self.data = arena.take(bucket, like[0])
         self.views = [
             shaped_like(tensor, self.data, slot.start)
             for slot, tensor in zip(bucket.slots, like, strict=True)

@@ -80,6 +80,11 @@ class Bucket:
         return self.shard_numel * self.world_size
 
     @property
+    def trained(self) -> bool:
+        """Whether its parameters were to be trained at the start; all or none are."""
+        return self.slots[0].spec.trained
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element."""
         return self.slots[0].spec.itemsize

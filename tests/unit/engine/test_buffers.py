@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dearmpi.engine.bucket import BucketRuntime, BucketState
-from dearmpi.engine.buffers import FlatBuffer, flattened
+from dearmpi.engine.buffers import Arena, FlatBuffer, flattened
 from dearmpi.plan.layout import Bucket, ParamSpec, build_layout
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=5)
@@ -20,13 +20,22 @@ def bucket_of(tensors: list[Tensor], world_size: int) -> Bucket:
     return build_layout([specs], world_size).buckets[0]
 
 
+def runtime_of(param: nn.Parameter) -> BucketRuntime:
+    bucket = bucket_of([param], 2)
+    return BucketRuntime(
+        bucket, [param], rank=0, gradients=Arena([bucket]), parameters=Arena([bucket])
+    )
+
+
 @given(SHAPES, st.integers(1, 6))
 def test_every_element_is_in_one_view_and_in_one_shard(
     shapes: list[tuple[int, ...]], world_size: int
 ) -> None:
     tensors = [torch.zeros(shape) for shape in shapes]
     bucket = bucket_of(tensors, world_size)
-    buffers = [FlatBuffer(bucket, tensors, rank=rank) for rank in range(world_size)]
+    buffers = [
+        FlatBuffer(bucket, tensors, rank=rank, arena=Arena([bucket])) for rank in range(world_size)
+    ]
     for number, view in enumerate(buffers[0].views):
         assert view.shape == tensors[number].shape
         view.add_(number + 1)
@@ -54,7 +63,8 @@ def test_every_element_is_in_one_view_and_in_one_shard(
     ids=lambda tensor: str(tuple(tensor.shape)),
 )
 def test_memory_formats_are_kept(tensor: Tensor) -> None:
-    buffer = FlatBuffer(bucket_of([tensor], 2), [tensor], rank=0)
+    bucket = bucket_of([tensor], 2)
+    buffer = FlatBuffer(bucket, [tensor], rank=0, arena=Arena([bucket]))
     buffer.views[0].copy_(tensor)
     assert buffer.views[0].stride() == tensor.stride()
     assert torch.equal(buffer.views[0], tensor)
@@ -64,10 +74,22 @@ def test_memory_formats_are_kept(tensor: Tensor) -> None:
 def test_a_transposed_parameter_becomes_contiguous_and_keeps_its_values() -> None:
     param = nn.Parameter(torch.randn(4, 3).T)
     values = param.detach().clone()
-    bucket = BucketRuntime(bucket_of([param], 2), [param], rank=0, flat_parameters=True)
+    bucket = runtime_of(param)
     assert param.is_contiguous() and torch.equal(param, values)
     assert bucket.parameters is not None
     assert param.data_ptr() == bucket.parameters.data.data_ptr()
+
+
+def test_buckets_lie_side_by_side_but_are_copied_and_saved_one_by_one() -> None:
+    groups = [[ParamSpec("a", (5,), 4, "float32")], [ParamSpec("b", (3,), 2, "bfloat16")]]
+    layout = build_layout(groups, 2)
+    arena = Arena(layout)
+    first = arena.take(layout.buckets[0], torch.zeros(5))
+    second = arena.take(layout.buckets[1], torch.zeros(3, dtype=torch.bfloat16))
+    first.fill_(1.0)
+    assert second.tolist() == [0.0] * 4 and second.dtype is torch.bfloat16
+    assert second.data_ptr() - first.data_ptr() == 64
+    assert first.untyped_storage().nbytes() == layout.buckets[0].nbytes
 
 
 GATHER_PARAMETERS = "READY REDUCING REDUCED UPDATING UPDATED GATHERING GATHERED IDLE"
@@ -77,7 +99,7 @@ FURTHER_BACKPROP = "READY REDUCING REDUCED IDLE READY REDUCING REDUCED UPDATING 
 
 def make_bucket() -> BucketRuntime:
     param = nn.Parameter(torch.zeros(4))
-    return BucketRuntime(bucket_of([param], 2), [param], rank=0, flat_parameters=True)
+    return runtime_of(param)
 
 
 @pytest.mark.parametrize("path", [GATHER_PARAMETERS, GATHER_GRADIENTS, FURTHER_BACKPROP])
