@@ -1,0 +1,208 @@
+"""Cost: how long a collective, an update and a bucket's handling take.
+
+A collective of n bytes that is alone on the wire takes ``alpha + beta * n``. For the share
+``wire_share * beta * n / (alpha + beta * n)`` of that time it has something on the wire; in the
+rest it waits for messages to start, for the slowest rank, for a sum. That rest is what a second
+operation in flight fills: two together take as long as either alone, or as long as the wire needs
+for the bytes of both, whichever is more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from dearmpi.errors import ConfigError
+
+Sample = tuple[float, float]
+"""Bytes, and the seconds that they took."""
+
+_LEAST_WIRE_SHARE = 0.5  # two operations in flight cannot be faster than one of them alone
+_NUM_REWEIGHTINGS = 30
+_HUBER = 1.345  # standard deviations beyond which a sample counts less (Huber, 1964)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """Time of one kind of collective at one world size.
+
+    alpha_s: start-up latency, of all rounds together.
+    beta_s_per_byte: per byte of the whole buffer, of which each rank sends (P - 1) / P.
+    wire_share: the part of ``beta_s_per_byte`` for which the wire is taken, 0.5 to 1.
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+    wire_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("alpha_s", self.alpha_s)
+        _check("beta_s_per_byte", self.beta_s_per_byte)
+        if not _LEAST_WIRE_SHARE <= self.wire_share <= 1:
+            raise ConfigError(f"wire_share is {self.wire_share}; it must be from 0.5 to 1")
+
+    def alone_s(self, nbytes: float) -> float:
+        """Seconds that ``nbytes`` take with nothing else in flight."""
+        return self.alpha_s + self.beta_s_per_byte * nbytes
+
+    def wire_s(self, nbytes: float) -> float:
+        """Seconds for which ``nbytes`` need the whole wire."""
+        return self.wire_share * self.beta_s_per_byte * nbytes
+
+    def pair_s(self, nbytes: float) -> float:
+        """Seconds until two operations of ``nbytes`` each, started together, are complete."""
+        return max(self.alone_s(nbytes), 2 * self.wire_s(nbytes))
+
+    def scaled(self, *, alpha: float, beta: float) -> LinkModel:
+        """This with both parts multiplied."""
+        return replace(
+            self, alpha_s=self.alpha_s * alpha, beta_s_per_byte=self.beta_s_per_byte * beta
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a plan is judged by, at one world size.
+
+    update_s, update_s_per_byte: of an optimizer step on the driving thread, per bucket and per
+        byte of what a rank updates (its shard, or the whole bucket with ``gather="gradients"``).
+    main_thread_s: of the main thread, which computes, per bucket and iteration.
+    """
+
+    world_size: int
+    reduce_scatter: LinkModel
+    all_gather: LinkModel
+    update_s: float = 0.0
+    update_s_per_byte: float = 0.0
+    main_thread_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"world size is {self.world_size}; it must be 1 or more")
+        _check("update_s", self.update_s)
+        _check("update_s_per_byte", self.update_s_per_byte)
+        _check("main_thread_s", self.main_thread_s)
+
+    def at(self, world_size: int) -> Costs:
+        """The same over ``world_size`` ranks, by the rounds and bytes of a ring.
+
+        Raises ConfigError for costs of a world of one, in which nothing is sent.
+        """
+        if world_size < 1 or self.world_size == 1:
+            raise ConfigError(
+                f"costs at world size {self.world_size} say nothing of {world_size} ranks; measure "
+                "on 2 or more"
+            )
+        alpha = (world_size - 1) / (self.world_size - 1)
+        beta = _sent_share(world_size) / _sent_share(self.world_size)
+        return replace(
+            self,
+            world_size=world_size,
+            reduce_scatter=self.reduce_scatter.scaled(alpha=alpha, beta=beta),
+            all_gather=self.all_gather.scaled(alpha=alpha, beta=beta),
+        )
+
+
+def ring_cost(alpha_s: float, beta_s_per_byte: float, world_size: int) -> LinkModel:
+    """A ring over ``world_size`` ranks: ``(P - 1) * alpha + (P - 1) / P * n * beta``.
+
+    alpha_s, beta_s_per_byte: of one message between neighbours (Patarasuk and Yuan, 2009).
+    """
+    if world_size < 1:
+        raise ConfigError(f"world size is {world_size}; it must be 1 or more")
+    return LinkModel((world_size - 1) * alpha_s, _sent_share(world_size) * beta_s_per_byte)
+
+
+def hierarchical_cost(
+    intra: tuple[float, float], inter: tuple[float, float], *, num_nodes: int, ranks_per_node: int
+) -> LinkModel:
+    """A ring within each node, then one ring between nodes for each of its ranks.
+
+    intra, inter: alpha in seconds and beta in seconds per byte of a message within a node, and of
+    one between nodes. The rings between nodes share each node's link, which therefore carries
+    ``(N - 1) / N * n`` bytes, whatever the number of ranks behind it.
+    """
+    within = ring_cost(*intra, ranks_per_node)
+    between = ring_cost(*inter, num_nodes)
+    return LinkModel(
+        within.alpha_s + between.alpha_s, within.beta_s_per_byte + between.beta_s_per_byte
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFit:
+    """A model and how far the samples are from it: root mean square, relative to each."""
+
+    link: LinkModel
+    relative_error: float
+
+
+def fit_link(samples: Sequence[Sample], *, pairs: Sequence[Sample] = ()) -> LinkFit:
+    """The alpha-beta model of operations measured alone.
+
+    Least squares of relative errors, so that small messages count as much as large ones, with less
+    weight for outliers (Huber); alpha and beta are 0 or more. ``pairs``: bytes of each of two
+    operations in flight together, and the seconds until both were complete; the largest tells for
+    how much of its time an operation needs the wire.
+
+    Raises ConfigError for samples of fewer than two sizes, and for sizes and times that are not
+    above 0 and finite.
+    """
+    for nbytes, seconds in (*samples, *pairs):
+        if not (math.isfinite(nbytes) and math.isfinite(seconds) and nbytes > 0 and seconds > 0):
+            raise ConfigError(
+                f"a sample of the link is {nbytes} bytes in {seconds} s; both must be above 0"
+            )
+    if len({nbytes for nbytes, _ in samples}) < 2:
+        raise ConfigError(
+            f"{len(samples)} sample(s) of the link, of one size at most: latency and bandwidth "
+            "need samples of two sizes or more"
+        )
+    link, weights = LinkModel(0.0, 0.0), [1.0] * len(samples)
+    for _ in range(_NUM_REWEIGHTINGS):
+        link = _fit_weighted(samples, weights)
+        errors = [abs(link.alone_s(nbytes) / seconds - 1) for nbytes, seconds in samples]
+        scale = _HUBER * max(median(errors) / 0.6745, 1e-9)
+        weights = [min(1.0, scale / error) if error else 1.0 for error in errors]
+    mean_square = sum(error**2 for error in errors) / len(errors)
+    return LinkFit(_with_wire_share(link, pairs), math.sqrt(mean_square))
+
+
+def _fit_weighted(samples: Sequence[Sample], weights: Sequence[float]) -> LinkModel:
+    """Alpha and beta of least weighted squares of relative errors."""
+    one, size, square, time, product = 0.0, 0.0, 0.0, 0.0, 0.0
+    for (nbytes, seconds), weight in zip(samples, weights, strict=True):
+        relative = weight / seconds**2
+        one += relative
+        size += relative * nbytes
+        square += relative * nbytes**2
+        time += relative * seconds
+        product += relative * nbytes * seconds
+    beta = (one * product - size * time) / (one * square - size**2)
+    alpha = (time - beta * size) / one
+    if alpha < 0:
+        return LinkModel(0.0, product / square)
+    if beta < 0:
+        return LinkModel(time / one, 0.0)
+    return LinkModel(alpha, beta)
+
+
+def _with_wire_share(link: LinkModel, pairs: Sequence[Sample]) -> LinkModel:
+    if not pairs or link.beta_s_per_byte == 0:
+        return link
+    largest = max(nbytes for nbytes, _ in pairs)
+    seconds = median(seconds for nbytes, seconds in pairs if nbytes == largest)
+    share = seconds / (2 * link.beta_s_per_byte * largest)
+    return replace(link, wire_share=min(1.0, max(_LEAST_WIRE_SHARE, share)))
+
+
+def _sent_share(world_size: int) -> float:
+    """The part of a buffer that a rank sends in a ring."""
+    return (world_size - 1) / world_size
+
+
+def _check(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} is {value}; it must be 0 or more, and finite")

@@ -1,0 +1,114 @@
+"""Costs: fitted from samples, carried over to other world sizes, and two operations in flight."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from dearmpi.errors import ConfigError
+from dearmpi.plan.cost import Costs, LinkModel, fit_link, hierarchical_cost, ring_cost
+
+SIZES = [1e4, 1e5, 1e6, 4e6, 25e6]
+TRUE = LinkModel(1e-3, 8e-9)
+
+
+def samples(link: LinkModel) -> list[tuple[float, float]]:
+    return [(nbytes, link.alone_s(nbytes)) for nbytes in SIZES]
+
+
+def test_exact_samples_are_fitted_exactly() -> None:
+    fit = fit_link(samples(TRUE))
+    assert fit.link.alpha_s == pytest.approx(TRUE.alpha_s)
+    assert fit.link.beta_s_per_byte == pytest.approx(TRUE.beta_s_per_byte)
+    assert fit.relative_error < 1e-6
+
+
+def test_noise_and_an_outlier_do_little_and_the_error_tells_of_them() -> None:
+    chance = random.Random(5)
+    noisy = [(n, s * chance.uniform(0.98, 1.02)) for n, s in samples(TRUE) * 4]
+    fit = fit_link(noisy)
+    assert fit.link.beta_s_per_byte == pytest.approx(TRUE.beta_s_per_byte, rel=0.03)
+    assert 0.001 < fit.relative_error < 0.03
+    spoilt = fit_link([*noisy, (1e6, 10 * TRUE.alone_s(1e6))])
+    assert spoilt.link.beta_s_per_byte == pytest.approx(TRUE.beta_s_per_byte, rel=0.05)
+    assert spoilt.link.alpha_s == pytest.approx(TRUE.alpha_s, rel=0.05)
+    assert spoilt.relative_error > 0.1
+
+
+def test_neither_part_is_negative() -> None:
+    bent_up = fit_link([(1e6, 0.5), (2e6, 2.0)]).link
+    assert bent_up.alpha_s == 0 and bent_up.beta_s_per_byte > 0
+    falling = fit_link([(1e6, 2.0), (2e6, 1.0)]).link
+    assert falling.beta_s_per_byte == 0 and falling.alpha_s > 0
+
+
+def test_two_in_flight_hide_each_others_latency_but_share_the_wire() -> None:
+    small, large = 1000, 10**8
+    assert TRUE.pair_s(small) == TRUE.alone_s(small)
+    assert TRUE.pair_s(large) == pytest.approx(2 * TRUE.beta_s_per_byte * large)
+
+
+def test_a_pair_tells_how_much_of_the_time_is_the_wires() -> None:
+    seconds = 2 * 0.8 * TRUE.beta_s_per_byte * 25e6
+    link = fit_link(samples(TRUE), pairs=[(1e4, 9.0), (25e6, seconds)]).link
+    assert link.wire_share == pytest.approx(0.8)
+    assert link.pair_s(25e6) == pytest.approx(seconds)
+    for factor, share in ((0.1, 0.5), (9.0, 1.0)):
+        pair = (25e6, factor * TRUE.alone_s(25e6))
+        assert fit_link(samples(TRUE), pairs=[pair]).link.wire_share == share
+
+
+def test_a_ring_has_one_round_less_than_ranks() -> None:
+    four = ring_cost(1e-3, 8e-9, 4)
+    assert four.alpha_s == pytest.approx(3e-3) and four.beta_s_per_byte == pytest.approx(6e-9)
+    assert ring_cost(1e-3, 8e-9, 1) == LinkModel(0.0, 0.0)
+    hop = (1e-3, 8e-9)
+    assert hierarchical_cost(hop, hop, num_nodes=4, ranks_per_node=1) == ring_cost(*hop, 4)
+    both = hierarchical_cost((1e-6, 1e-10), hop, num_nodes=2, ranks_per_node=8)
+    assert both.alpha_s == pytest.approx(7e-6 + 1e-3)
+    assert both.beta_s_per_byte == pytest.approx(7 / 8 * 1e-10 + 1 / 2 * 8e-9)
+
+
+def test_costs_are_carried_over_to_another_world_size() -> None:
+    def costs(world_size: int) -> Costs:
+        ring = ring_cost(1e-3, 8e-9, world_size)
+        return Costs(world_size, ring, ring, update_s=1e-3)
+
+    far = costs(4).at(4096)
+    assert far.world_size == 4096 and far.update_s == 1e-3
+    expected = costs(4096).all_gather
+    assert far.all_gather.alpha_s == pytest.approx(expected.alpha_s)
+    assert far.all_gather.beta_s_per_byte == pytest.approx(expected.beta_s_per_byte)
+    with pytest.raises(ConfigError, match="world size 1 say nothing of 4"):
+        costs(1).at(4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "0 sample"),
+        ([(1e6, 1.0)], "1 sample.*two sizes"),
+        ([(1e6, 1.0), (1e6, 1.1)], "2 sample.*two sizes"),
+        ([(1e6, 1.0), (2e6, math.nan)], "2000000.0 bytes in nan s"),
+        ([(1e6, 1.0), (2e6, -1.0)], "in -1.0 s"),
+        ([(0, 1.0), (2e6, 1.0)], "0 bytes"),
+    ],
+)
+def test_samples_that_say_nothing_are_refused(bad: list[tuple[float, float]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit_link(bad)
+
+
+def test_costs_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match="alpha_s is nan"):
+        LinkModel(math.nan, 0)
+    with pytest.raises(ConfigError, match="beta_s_per_byte is -1"):
+        LinkModel(0, -1)
+    with pytest.raises(ConfigError, match="wire_share is 0.4"):
+        LinkModel(0, 1, wire_share=0.4)
+    with pytest.raises(ConfigError, match="main_thread_s is inf"):
+        Costs(4, TRUE, TRUE, main_thread_s=math.inf)
+    with pytest.raises(ConfigError, match="world size is 0"):
+        Costs(0, TRUE, TRUE)
