@@ -11,6 +11,7 @@ import click
 import dearmpi
 from dearmpi.cli.bench import bench
 from dearmpi.cli.checkpoint import checkpoint
+from dearmpi.cli.doctor import doctor
 from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
 from dearmpi.cli.run import run
 from dearmpi.cli.settings import CONTEXT
@@ -26,6 +27,7 @@ def group() -> None:
 group.add_command(run)
 group.add_command(bench)
 group.add_command(checkpoint)
+group.add_command(doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

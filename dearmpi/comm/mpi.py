@@ -7,7 +7,6 @@ its width, since MPI has no portable half precision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import mpi4py
 from mpi4py import MPI
 
 from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
+from dearmpi.comm.library import Library
 from dearmpi.comm.ring import CHUNK_BYTES, RingReduceScatter, num_receives
 from dearmpi.config import ReduceScatter
 from dearmpi.errors import CommError, ConfigError
@@ -262,22 +262,6 @@ def describe() -> str:
     """The MPI library and mpi4py, in one line."""
     library = MPI.Get_library_version().split("\n")[0].strip()
     return f"{' '.join(library.split())}, mpi4py {mpi4py.__version__}"
-
-
-@dataclass(frozen=True, slots=True)
-class Library:
-    """The MPI library in use.
-
-    abi: ``mpich`` or ``openmpi`` where mpi4py chose at import between the two; else that of the
-        library it was built with. device: what the library says of its transports, or empty.
-    """
-
-    name: str
-    version: str
-    mpi4py: str
-    abi: str
-    thread_level: str
-    device: str
 
 
 def library() -> Library:

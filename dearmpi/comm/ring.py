@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dearmpi.comm.api import Buffer, Request
 
@@ -20,6 +20,7 @@ CHUNK_BYTES = 1 << 20
 _MOST_RECEIVES = 4
 
 
+@runtime_checkable
 class PointToPoint(Protocol):
     """What a ring needs: sends and receives of whole buffers, matched by tag."""
 

@@ -26,7 +26,8 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["checkpoint", "--help"], ["bench", "--help"]]
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("run", "checkpoint", "bench", "doctor"))],
 )
 def test_help_needs_neither_torch_nor_mpi(arguments: list[str]) -> None:
     script = (

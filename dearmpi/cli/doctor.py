@@ -1,0 +1,91 @@
+"""dear-train doctor: what is wrong with this machine, its MPI and its network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dearmpi.cli.console import Console
+from dearmpi.cli.failure import end_run, is_first_process
+from dearmpi.cli.rank_log import rank_log
+from dearmpi.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dearmpi.doctor.examination import Examination
+
+_STANDARD_OUTPUT = Path("-")
+
+
+@click.command()
+@click.option(
+    "--run-folder",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    metavar="ROOT",
+    help="the folder in which runs are to be kept",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE",
+    help="write everything there, for a bug report; - prints it instead of the lines",
+)
+def doctor(run_folder: Path, json_path: Path | None) -> int:
+    """Check what training stands on, and say what cures what is wrong:
+
+    \b
+      dear-train doctor
+      mpirun -n 4 dear-train doctor
+
+    Start it as training is to be started. It looks at MPI, launcher, cores, devices, network and
+    disk, and takes a few seconds. Exit code: 0 unless a check fails; then the one that `dear-train
+    run` would end with.
+    """
+    from dearmpi.doctor.finding import describe, exit_code, fail, summarize
+
+    console = Console(speaks=is_first_process() and json_path != _STANDARD_OUTPUT)
+    try:
+        from dearmpi.doctor.examination import examine, probe_devices
+        from dearmpi.doctor.launch import open_world
+    except Exception as error:  # libraries with compiled parts fail at import in many ways
+        finding = fail(
+            "packages",
+            f"what training needs cannot be imported: {type(error).__name__}: {error}",
+            cure="install it anew: pip install --force-reinstall dearmpi",
+        )
+        console.say(*describe(finding))
+        return exit_code([finding])
+    verdicts = probe_devices() if is_first_process() else ()
+    world, joined = open_world()
+    with rank_log(speaks=False) as log:
+        try:
+            examination = examine(
+                world,
+                joined=joined,
+                verdicts=verdicts,
+                folder=run_folder,
+                tell=lambda finding: console.say(*describe(finding)),
+            )
+            console.say("", summarize(examination.findings))
+            if json_path is not None and is_first_process():
+                _write(json_path, examination)
+            # Rank 0 alone has written to the disk; what it found is what counts.
+            return int(world.broadcast_text(str(exit_code(examination.findings))))
+        except (Exception, KeyboardInterrupt) as error:
+            return end_run(world, error, log)
+
+
+def _write(path: Path, examination: Examination) -> None:
+    text = json.dumps(examination.as_plain(), indent=1) + "\n"
+    if path == _STANDARD_OUTPUT:
+        click.echo(text, nl=False)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error

@@ -1,0 +1,1 @@
+"""What is wrong with this machine, its MPI and its network, and what cures it."""

@@ -1,0 +1,91 @@
+"""Cores: whether each host has as many as its ranks and their threads want."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
+
+from dearmpi.doctor.facts import RankFacts
+from dearmpi.doctor.finding import Finding, ok, warn
+
+
+def check_cores(ranks: Sequence[RankFacts]) -> Finding:
+    """Threads against cores on every host; the first host with too few is named."""
+    problems = [problem for host in _by_host(ranks) if (problem := _check_host(host))]
+    return problems[0] if problems else ok("cores", _describe(ranks))
+
+
+def is_crowded(ranks: Sequence[RankFacts]) -> bool:
+    """Whether some host has more ranks than cores for them."""
+    return any(len(host) > len(_union(host)) for host in _by_host(ranks))
+
+
+def _by_host(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
+    by_host = attrgetter("host")
+    return [list(group) for _, group in groupby(sorted(ranks, key=by_host), by_host)]
+
+
+def _union(ranks: Sequence[RankFacts]) -> set[int]:
+    return set[int]().union(*(rank.cores for rank in ranks))
+
+
+def _check_host(ranks: Sequence[RankFacts]) -> Finding | None:
+    host, num_ranks = ranks[0].host, len(ranks)
+    cores = _union(ranks)
+    num_threads = sum(rank.threads for rank in ranks)
+    if num_ranks > len(cores):
+        return warn(
+            "cores",
+            f"{num_ranks} ranks on {host} share {_cores(len(cores))}: they take turns, and so do "
+            "computation and communication",
+            cure=f"start at most {len(cores)} there; if {host} has more cores, the launcher binds "
+            "too tightly: mpirun -bind-to none (MPICH), --bind-to none (Open MPI), or srun "
+            "--cpus-per-task=N",
+        )
+    if num_threads > len(cores):
+        each = max(1, len(cores) // num_ranks)
+        return warn(
+            "cores",
+            f"{num_threads} torch threads of {num_ranks} ranks on {host} want "
+            f"{_cores(len(cores))} (threads {ranks[0].threads_reason})",
+            cure=f"set OMP_NUM_THREADS={each}, or leave it unset",
+        )
+    quota = min((rank.quota for rank in ranks if rank.quota is not None), default=None)
+    if quota is not None and quota < num_threads:
+        return warn(
+            "cores",
+            f"the container on {host} may use {quota:g} cores' worth of time, but the torch "
+            f"threads of its ranks want {num_threads}",
+            cure="give the container more, or set "
+            f"OMP_NUM_THREADS={max(1, int(quota) // num_ranks)}",
+        )
+    return None
+
+
+def _describe(ranks: Sequence[RankFacts]) -> str:
+    """Each rank's cores where there are few ranks, else the least and the most."""
+    if len(ranks) <= 4:
+        own = [f"rank {r.rank}: cores {abbreviate(r.cores)}, threads {r.threads}" for r in ranks]
+        return "; ".join(own)
+    cores = sorted(len(rank.cores) for rank in ranks)
+    threads = sorted(rank.threads for rank in ranks)
+    return f"each rank may use {_range(cores)} cores and computes on {_range(threads)} threads"
+
+
+def abbreviate(cores: Sequence[int]) -> str:
+    """Core numbers with runs joined: 0-3,8."""
+    runs = [
+        [core for _, core in group]
+        for _, group in groupby(enumerate(cores), lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _cores(number: int) -> str:
+    return f"{number} core{'' if number == 1 else 's'}"
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = values[0], values[-1]
+    return str(low) if low == high else f"{low} to {high}"

@@ -1,0 +1,46 @@
+"""Device: CUDA devices, and which operations MPI does on their memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dearmpi.doctor.facts import RankFacts
+from dearmpi.doctor.finding import Finding, ok, warn
+from dearmpi.tune.device_probe import Verdict
+
+
+def check_devices(ranks: Sequence[RankFacts], verdicts: Sequence[Verdict]) -> Finding:
+    """verdicts: of rank 0's host; none where it has no device."""
+    without = [rank for rank in ranks if not rank.devices]
+    if len(without) == len(ranks):
+        return ok("cuda", "no device; tensors are on the host")
+    if without:
+        return warn(
+            "cuda",
+            f"rank {without[0].rank} on {without[0].host} sees no device, but others do",
+            cure="check nvidia-smi and CUDA_VISIBLE_DEVICES there, or leave the host out",
+        )
+    kinds = Counter(name for rank in ranks for name in set(rank.devices))
+    said = f"{len(ranks[0].devices)} on {ranks[0].host}: {', '.join(kinds)}"
+    return ok("cuda", f"{said}\n{_describe_verdicts(verdicts)}")
+
+
+def _describe_verdicts(verdicts: Sequence[Verdict]) -> str:
+    """Which operations work on device memory, and why others do not."""
+    works = [verdict.operation for verdict in verdicts if verdict.works]
+    broken = [verdict for verdict in verdicts if not verdict.works]
+    if not works:
+        return f"MPI does nothing on device memory{_reason(broken)}: copies go through the host"
+    said = f"MPI does on device memory: {', '.join(works)}"
+    if broken:
+        names = ", ".join(verdict.operation for verdict in broken)
+        said += f"; not: {names}{_reason(broken)}, which go through the host"
+    return said
+
+
+def _reason(broken: Sequence[Verdict]) -> str:
+    """The line of a failure's output that says most: the last that is not empty."""
+    lines = [line.strip() for verdict in broken[:1] for line in verdict.output.splitlines()]
+    said = [line for line in lines if line]
+    return f" ({said[-1][:120]})" if said else ""

@@ -1,0 +1,117 @@
+"""Launch: which MPI library there is, and whether the ranks that were started found each other."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.library import Library
+from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.world import World, announced_size, connect
+from dearmpi.doctor.finding import Finding, fail, ok, warn
+from dearmpi.errors import LaunchError
+
+_INSTALL = (
+    "pip install 'dearmpi[mpich]' brings one that needs no compiler; or load your site's MPI module"
+)
+_MOST_HOSTS = 8  # named one by one
+# The limits of a wait for other ranks: a doctor's patients may be unable to reach each other.
+_STALL_S = (15.0, 60.0)
+
+
+def open_world() -> tuple[World, bool]:
+    """The world that this process was launched into, and True; else a world of one, and False."""
+    try:
+        return connect(stall_limits=StallLimits(*_STALL_S)), True
+    except LaunchError:
+        return World(AloneCollectives(), progress="poll"), False
+
+
+def find_library() -> tuple[Library | None, str]:
+    """The MPI library, or why there is none."""
+    try:
+        from dearmpi.comm.mpi import library
+
+        return library(), ""
+    except (ImportError, RuntimeError) as error:
+        return None, str(error).strip() or type(error).__name__
+
+
+def check_library(library: Library | None, reason: str) -> Finding:
+    """Whether there is an MPI library."""
+    if library is None:
+        return fail("mpi", f"no MPI library can be loaded: {reason}", cure=_INSTALL)
+    device = f" ({library.device})" if library.device else ""
+    return ok(
+        "mpi",
+        f"{library.name} {library.version}{device}, mpi4py {library.mpi4py}, ABI: {library.abi}",
+    )
+
+
+def check_thread_level(library: Library) -> Finding:
+    """Whether a thread of its own may drive communication."""
+    if library.thread_level == "MPI_THREAD_MULTIPLE":
+        return ok("thread", f"{library.thread_level}: a thread of its own drives communication")
+    return warn(
+        "thread",
+        f"{library.thread_level}: the main thread must drive communication between layers, so "
+        "less of it hides",
+        cure="use an MPI built with MPI_THREAD_MULTIPLE, and leave MPI4PY_RC_THREADS and "
+        "MPI4PY_RC_THREAD_LEVEL unset",
+    )
+
+
+def name_launcher(environment: Mapping[str, str]) -> str:
+    """What started this process, by the variables it leaves."""
+    if "HYDI_CONTROL_FD" in environment:
+        return "mpirun (Hydra)"
+    if "PRTE_LAUNCHED" in environment or "OMPI_COMM_WORLD_SIZE" in environment:
+        return "mpirun (Open MPI)"
+    if "SLURM_STEP_ID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        return "srun"
+    if "PMI_SIZE" in environment:
+        return "a launcher that speaks PMI"
+    return ""
+
+
+def check_launch(
+    hosts: Sequence[str],
+    library: Library | None,
+    *,
+    joined: bool,
+    environment: Mapping[str, str] = os.environ,
+) -> Finding:
+    """Whether the ranks that were launched are one world. hosts: each rank's."""
+    launcher = name_launcher(environment)
+    if not joined:
+        said = f"{announced_size(environment)} processes were launched by {launcher}, but "
+        if library is None:
+            return fail("launch", f"{said}have no MPI to find each other by", cure=_INSTALL)
+        return fail(
+            "launch",
+            f"{said}each is a world of its own: {launcher} and {library.name} do not speak the "
+            "same language",
+            cure=_match_launcher(library),
+        )
+    counts = Counter(hosts)
+    ranks = f"{len(hosts)} rank{'' if len(hosts) == 1 else 's'}"
+    if not launcher and len(hosts) == 1:
+        return ok(
+            "launch", f"{ranks} on {hosts[0]}, no launcher (several: mpirun -n 2 dear-train doctor)"
+        )
+    started = f"started by {launcher or 'an unknown launcher'}"
+    if len(counts) == 1:
+        return ok("launch", f"{ranks} on {hosts[0]}, {started}")
+    listed = [f"{host}: {number}" for host, number in counts.items()]
+    more = f" and {len(listed) - _MOST_HOSTS} more" if len(listed) > _MOST_HOSTS else ""
+    return ok(
+        "launch",
+        f"{ranks} on {len(counts)} hosts ({', '.join(listed[:_MOST_HOSTS])}{more}), {started}",
+    )
+
+
+def _match_launcher(library: Library) -> str:
+    flag = {"MPICH": "srun --mpi=pmi2", "Open MPI": "srun --mpi=pmix"}.get(library.name)
+    return f"use the mpirun that belongs to {library.name}" + (f", or {flag}" if flag else "")

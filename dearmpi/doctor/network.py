@@ -1,0 +1,173 @@
+"""Network: how fast hosts exchange messages through MPI, and how much of it hides.
+
+The hosts form a ring, as in the reduce-scatters of training: each sends to the next while it
+receives from the one before, all at once. What a host receives tells of the link to it alone, so a
+slow one can be named. Nothing but MPI is used, and nothing listens on a port. On one host the ranks
+form the ring.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dearmpi.bench.collectives import Overlap, measure_overlap
+from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.ring import PointToPoint
+from dearmpi.comm.trial import run_all, start_reduce
+from dearmpi.comm.world import Channel, World
+from dearmpi.config import MIB
+from dearmpi.doctor.finding import Finding, ok, warn
+
+_TAG = 1
+_NUM_SMALL = 20  # messages of a byte, one after the other
+_NUM_LARGE = 3
+_FIRST_BYTES = MIB // 16
+_MOST_BYTES = 16 * MIB
+_LARGE_S = 0.15  # what a large message is to take
+_SLOW_SHARE = 0.5  # of the median link, below which one is called slow
+_OVERLAP_S = 0.03
+_OVERLAP_BYTES = (MIB // 4, 8 * MIB)
+_LITTLE_OVERLAP = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What ``receiver`` got from ``sender``, in bits per second. Both are hosts, or ranks."""
+
+    sender: str
+    receiver: str
+    bits_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The ring's links. latency_s: of a byte, through the thread that drives communication."""
+
+    between_hosts: bool
+    latency_s: float
+    links: tuple[Link, ...]
+
+
+class Exchange:
+    """A message to the next member of the ring while one comes from the member before."""
+
+    def __init__(self, nbytes: int, *, source: int, destination: int) -> None:
+        self._outgoing, self._incoming = (torch.zeros(nbytes, dtype=torch.uint8) for _ in "oi")
+        self._source, self._destination = source, destination
+        self.received_at = 0.0  # by time.perf_counter
+
+    def start(self, collectives: Collectives) -> Request:
+        """Post both; the request is this object."""
+        assert isinstance(collectives, PointToPoint), f"{collectives} has no point-to-point"
+        self._receive = collectives.start_receive(self._incoming, self._source, _TAG)
+        self._send = collectives.start_send(self._outgoing, self._destination, _TAG)
+        return self
+
+    def test(self) -> bool:
+        """True once the message has come and the own one is gone."""
+        if not self.received_at and self._receive.test():
+            self.received_at = time.perf_counter()
+        return bool(self._send.test() and self.received_at)
+
+
+def measure_network(world: World, channel: Channel) -> Network:
+    """Measure every link of the ring in about a second (collective; at least 2 ranks)."""
+    hosts = list(dict.fromkeys(world.hosts))
+    between_hosts = len(hosts) > 1
+    members = [world.hosts.index(host) for host in hosts]
+    if not between_hosts:
+        hosts, members = [f"rank {rank}" for rank in range(world.size)], list(range(world.size))
+    place = members.index(world.rank) if world.rank in members else None
+    ends = None if place is None else (members[place - 1], members[(place + 1) % len(members)])
+    latency_s = _measure_latency(world, channel, ends)
+    first_s = world.all_reduce([_receive_s(world, channel, ends, _FIRST_BYTES)], "max")[0]
+    nbytes = int(min(_MOST_BYTES, max(1.0, _LARGE_S / max(first_s, 1e-6)) * _FIRST_BYTES))
+    seconds = [_receive_s(world, channel, ends, nbytes) for _ in range(_NUM_LARGE)]
+    own = None if place is None else [place, 8 * nbytes / max(1e-9, statistics.median(seconds))]
+    told = [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
+    links = tuple(Link(hosts[at - 1], hosts[at], rate) for at, rate in (t for t in told if t))
+    return Network(between_hosts, latency_s, links)
+
+
+def _measure_latency(world: World, channel: Channel, ends: tuple[int, int] | None) -> float:
+    """Seconds of a byte: each is sent when the one before has come, on the slowest rank."""
+    starts = [] if ends is None else [_exchange(1, ends).start for _ in range(_NUM_SMALL)]
+    own = [run_all(world, channel, starts) / _NUM_SMALL for _ in range(3)]
+    return min(world.all_reduce(own, "max"))
+
+
+def _receive_s(world: World, channel: Channel, ends: tuple[int, int] | None, nbytes: int) -> float:
+    """Seconds until this rank's message has come; 0 where it is not in the ring."""
+    if ends is None:
+        world.barrier()
+        return 0.0
+    exchange = _exchange(nbytes, ends)
+    world.barrier()
+    begin = time.perf_counter()
+    channel.run("message", exchange.start)
+    return exchange.received_at - begin
+
+
+def _exchange(nbytes: int, ends: tuple[int, int]) -> Exchange:
+    return Exchange(nbytes, source=ends[0], destination=ends[1])
+
+
+def check_network(network: Network) -> Finding:
+    """Whether some link is much slower than the others."""
+    rates = [link.bits_s for link in network.links]
+    usual, slowest = statistics.median(rates), min(network.links, key=lambda link: link.bits_s)
+    where = f"between {len(rates)} hosts" if network.between_hosts else "within one host"
+    said = (
+        f"{where}, each sending and receiving: {describe_rate(usual)} each way, "
+        f"{network.latency_s * 1e6:.0f} us for a byte"
+    )
+    if network.between_hosts and slowest.bits_s < _SLOW_SHARE * usual:
+        return warn(
+            "network",
+            f"{said}\nbut from {slowest.sender} to {slowest.receiver} "
+            f"{describe_rate(slowest.bits_s)}",
+            cure=f"every collective waits for the slowest link: look at those of {slowest.sender} "
+            f"and {slowest.receiver}, or leave the slow host out",
+        )
+    return ok("network", said)
+
+
+def measure_hiding(world: World, channel: Channel, network: Network) -> tuple[int, Overlap]:
+    """A ring reduce-scatter beside computation that needs no core (collective).
+
+    Returns the bytes of its buffer, chosen so that it takes a few hundredths of a second, and its
+    times as ``dear-train bench --collectives`` defines them.
+    """
+    least, most = _OVERLAP_BYTES
+    rate = min(link.bits_s for link in network.links)
+    nbytes = int(min(most, max(least, rate / 8 * _OVERLAP_S)))
+    count = max(1, nbytes // 4 // world.size) * world.size
+    start = partial(start_reduce, torch.zeros(count), "ring")
+    return 4 * count, measure_overlap(world, channel, start, repeats=3)
+
+
+def check_overlap(nbytes: int, overlap: Overlap) -> Finding:
+    """Whether a reduce-scatter runs on while the rank computes."""
+    said = (
+        f"{overlap.osu:.0%} of a reduce-scatter of {nbytes / 1e6:.1f} MB "
+        f"({overlap.pure_s * 1e3:.1f} ms) hides behind computation of that length"
+    )
+    if overlap.osu >= _LITTLE_OVERLAP:
+        return ok("overlap", said)
+    return warn(
+        "overlap",
+        said,
+        cure="the thread that drives communication gets too little time: see cores and thread "
+        "above, start fewer ranks per host, and measure again on a quiet machine",
+    )
+
+
+def describe_rate(bits_s: float) -> str:
+    """Bits per second as networks are sold."""
+    return f"{bits_s / 1e9:.1f} Gbit/s" if bits_s >= 1e9 else f"{bits_s / 1e6:.0f} Mbit/s"

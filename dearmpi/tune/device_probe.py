@@ -1,0 +1,143 @@
+"""Whether MPI can work on device memory, tried in processes that may die of it.
+
+That a library calls itself CUDA-aware does not say that a given operation is: some of them end the
+process. So two ranks of this machine try them, outside of the job that asks, and before that job
+initialises MPI. An operation that kills them is found by being the one that never reported.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from dearmpi.config import ReduceScatter
+
+if TYPE_CHECKING:
+    from dearmpi.comm.api import Collectives, Request
+
+ALL_GATHER = "all-gather"
+OPERATIONS: tuple[str, ...] = (ALL_GATHER, *get_args(ReduceScatter))
+_PROGRAM = (sys.executable, "-m", "dearmpi.tune.device_probe")
+_NUMEL = 1 << 16
+_LIMIT_S = 30.0
+_READY, _WORKS = "ready to try", "works: "
+# What a launcher leaves in the environment of its ranks; a new launcher must not see it.
+_LAUNCHED = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_")
+_KEPT = ("OMPI_MCA_", "OMPI_ALLOW_")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether ``operation`` worked on device memory; where not, the end of what was printed."""
+
+    operation: str
+    works: bool
+    output: str = ""
+
+
+def probe(device: str = "cuda", *, program: Sequence[str] = _PROGRAM) -> tuple[Verdict, ...]:
+    """Try every operation. Must be called before this process initialises MPI.
+
+    program: run with the device and operations as arguments; rank 0 prints ``ready to try`` once
+        connected, and ``works: NAME`` for each that does.
+    """
+    verdicts: list[Verdict] = []
+    while left := OPERATIONS[len(verdicts) :]:
+        output = _run([*program, device, *left])
+        num_works = output.count(_WORKS)
+        verdicts += [Verdict(name, works=True) for name in left[:num_works]]
+        # What never got so far as to try would fail in the same way each time.
+        culprits = left[num_works : num_works + 1] if _READY in output else left
+        verdicts += [Verdict(name, works=False, output=output[-2000:]) for name in culprits]
+    return tuple(verdicts)
+
+
+def _run(command: Sequence[str]) -> str:
+    """The output of ``command`` on two ranks of this machine."""
+    own = Path(sys.executable).with_name("mpiexec")
+    mpiexec = str(own) if own.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        return "there is no mpiexec to start two ranks with"
+    with tempfile.TemporaryFile("w+") as output:
+        # Ranks end themselves; the launcher gets a little longer to notice.
+        try:
+            subprocess.run(
+                [mpiexec, "-n", "2", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_clean(os.environ),
+                timeout=_LIMIT_S + 10,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            output.write(f"{error}\n")
+        output.seek(0)
+        return output.read()
+
+
+def _clean(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` for a launcher on this machine, whatever started this process."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_LAUNCHED) or name.startswith(_KEPT)
+    }
+    oversubscribed = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    return kept | {"HYDRA_LAUNCHER": "fork"} | oversubscribed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one of the two ranks: try operations on memory of a device, and report each."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
+    from dearmpi.comm.mpi import connect
+
+    device, *operations = arguments
+    collectives = connect()
+    if collectives.rank == 0:
+        print(_READY, flush=True)
+    for operation in operations:
+        if not _works(collectives, device, operation):
+            print(f"{operation} on {device} memory gave wrong numbers", flush=True)
+            collectives.abort(1)
+        if collectives.rank == 0:
+            print(f"{_WORKS}{operation}", flush=True)
+    return 0
+
+
+def _works(collectives: Collectives, device: str, operation: str) -> bool:
+    """Do it once, with numbers whose result is known."""
+    import torch
+
+    size, rank = collectives.size, collectives.rank
+    buffer = torch.full((_NUMEL * size,), float(rank + 1), device=device)
+    own = slice(rank * _NUMEL, (rank + 1) * _NUMEL)
+    if buffer.is_cuda:
+        torch.cuda.synchronize()  # MPI reads the memory behind the stream's back
+    if operation == ALL_GATHER:
+        expected = torch.arange(1.0, size + 1).repeat_interleave(_NUMEL)
+        _wait(lambda: collectives.start_all_gather(buffer))
+        return torch.equal(buffer.cpu(), expected)
+    algorithm = next(name for name in get_args(ReduceScatter) if name == operation)
+    _wait(lambda: collectives.start_reduce_scatter(buffer, algorithm))
+    return torch.equal(buffer[own].cpu(), torch.full((_NUMEL,), size * (size + 1) / 2))
+
+
+def _wait(start: Callable[[], Request]) -> None:
+    request = start()
+    while not request.test():
+        time.sleep(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

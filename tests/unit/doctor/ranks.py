@@ -1,0 +1,24 @@
+"""Ranks for checks to judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dearmpi.doctor.facts import RankFacts
+
+
+def rank(number: int = 0, **changes: Any) -> RankFacts:
+    """A rank on host n0 with two cores and nothing wrong about it."""
+    facts: dict[str, Any] = {
+        "host": "n0",
+        "cores": (0, 1),
+        "quota": None,
+        "threads": 1,
+        "threads_reason": "cores: 2, ranks on this host: 2",
+        "versions": {"python": "3.12.1", "torch": "2.13.0"},
+        "devices": (),
+        "infiniband": (),
+        "start_method": "fork",
+        "environment": {},
+    }
+    return RankFacts(rank=number, **(facts | changes))

@@ -1,0 +1,237 @@
+"""Each check's judgement of what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dearmpi.bench.collectives import Overlap
+from dearmpi.comm.library import Library
+from dearmpi.doctor import launch
+from dearmpi.doctor.cores import abbreviate, check_cores, is_crowded
+from dearmpi.doctor.device import check_devices
+from dearmpi.doctor.facts import RankFacts, read_quota, relevant
+from dearmpi.doctor.finding import Finding
+from dearmpi.doctor.network import Link, Network, check_network, check_overlap
+from dearmpi.doctor.software import check_extras, check_software, check_workers
+from dearmpi.doctor.transport import check_transport
+from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from tests.unit.doctor.ranks import rank
+
+MPICH = Library("MPICH", "5.0.2", "4.1.2", "mpich", "MPI_THREAD_MULTIPLE", "ch4:ofi")
+
+
+def check(finding: Finding, status: str, *words: str) -> None:
+    text = f"{finding.said}\n{finding.cure}"
+    assert finding.status == status, text
+    assert all(word in text for word in words), text
+
+
+def library(**changes: str) -> Library:
+    names = {name: getattr(MPICH, name) for name in Library.__slots__}
+    return Library(**(names | changes))
+
+
+def test_a_missing_library_is_a_failure_with_its_reason() -> None:
+    check(launch.check_library(MPICH, ""), "ok", "MPICH 5.0.2 (ch4:ofi)", "ABI: mpich")
+    check(
+        launch.check_library(None, "cannot load MPI library"),
+        "fail",
+        "cannot load MPI library",
+        "pip install 'dearmpi[mpich]'",
+    )
+
+
+def test_less_than_full_thread_support_is_a_warning() -> None:
+    check(launch.check_thread_level(MPICH), "ok", "MPI_THREAD_MULTIPLE")
+    funneled = library(thread_level="MPI_THREAD_FUNNELED")
+    check(launch.check_thread_level(funneled), "warn", "MPI_THREAD_FUNNELED", "MPI4PY_RC_THREAD")
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({}, ""),
+        ({"HYDI_CONTROL_FD": "7", "PMI_SIZE": "2", "SLURM_STEP_ID": "0"}, "mpirun (Hydra)"),
+        ({"PRTE_LAUNCHED": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun (Open MPI)"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "2"}, "srun"),
+        ({"SLURM_JOB_ID": "7"}, ""),
+        ({"PMI_SIZE": "2"}, "a launcher that speaks PMI"),
+    ],
+)
+def test_the_launcher_is_known_by_its_variables(environment: dict[str, str], name: str) -> None:
+    assert launch.name_launcher(environment) == name
+
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flag"), [("MPICH", "srun --mpi=pmi2"), ("Open MPI", "srun --mpi=pmix")]
+)
+def test_ranks_that_did_not_find_each_other_are_told_the_right_flag(vendor: str, flag: str) -> None:
+    finding = launch.check_launch(["n0"], library(name=vendor), joined=False, environment=SRUN)
+    check(finding, "fail", "4 processes", "srun", f"mpirun that belongs to {vendor}", flag)
+
+
+def test_ranks_without_mpi_are_told_how_to_get_it() -> None:
+    finding = launch.check_launch(["n0"], None, joined=False, environment=SRUN)
+    check(finding, "fail", "4 processes", "dearmpi[mpich]")
+
+
+def test_ranks_are_counted_by_host() -> None:
+    def said(*hosts: str, **environment: str) -> str:
+        return launch.check_launch(hosts, MPICH, joined=True, environment=environment).said
+
+    assert said("n0").startswith("1 rank on n0, no launcher")
+    assert said("n0", "n0", PMI_SIZE="2").startswith("2 ranks on n0, started by a launcher")
+    assert said("n1", "n0", "n1", PMI_SIZE="3").startswith("3 ranks on 2 hosts (n1: 2, n0: 1), ")
+    assert "(n0: 1, n1: 1, " in said(*(f"n{i}" for i in range(20))) and "and 12 more" in said(
+        *(f"n{i}" for i in range(20))
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "status", "words"),
+    [
+        ([rank(0, cores=(0,)), rank(1, cores=(1,))], "ok", ["rank 1: cores 1, threads 1"]),
+        ([rank(i, cores=(0, 1)) for i in range(3)], "warn", ["3 ranks", "2 cores", "at most 2"]),
+        ([rank(i, threads=2) for i in range(2)], "warn", ["4 torch threads", "OMP_NUM_THREADS=1"]),
+        ([rank(0, quota=0.5)], "warn", ["0.5 cores", "want 1"]),
+        ([rank(0, quota=2.0)], "ok", []),
+        (
+            [rank(0), rank(1, host="n1", cores=(3,), threads=2)],
+            "warn",
+            ["n1", "2 torch threads of 1 ranks", "1 core "],
+        ),
+        ([rank(i, cores=range(8)) for i in range(8)], "ok", ["8 cores", "1 threads"]),
+    ],
+)
+def test_threads_are_held_against_cores(
+    ranks: list[RankFacts], status: str, words: list[str]
+) -> None:
+    check(check_cores(ranks), status, *words)
+
+
+def test_only_more_ranks_than_cores_are_a_crowd() -> None:
+    assert not is_crowded([rank(0, threads=8), rank(1, threads=8)])
+    assert is_crowded([rank(0), rank(1, host="n1", cores=(0,)), rank(2, host="n1", cores=(0,))])
+
+
+def test_core_numbers_are_joined() -> None:
+    assert abbreviate([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+def test_a_rank_with_another_version_is_named() -> None:
+    check(check_software([rank(0), rank(1)]), "ok", "torch 2.13.0")
+    other = rank(1, host="n1", versions={"python": "3.12.1", "torch": "2.12.0"})
+    check(
+        check_software([rank(0), other]), "fail", "2.13.0 on rank 0 (n0)", "2.12.0 on rank 1 (n1)"
+    )
+
+
+def test_what_is_not_installed_is_named_with_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"Pillow": "13.0", "timm": "1.0"}
+    monkeypatch.setattr("dearmpi.doctor.software.installed_version", versions.get)
+    check(
+        check_extras(),
+        "ok",
+        "Pillow 13.0, timm 1.0",
+        "[digits,transformers,torchvision,tensorboard]",
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "infiniband", "environment", "status"),
+    [
+        ("forkserver", ("mlx5_0",), {}, "ok"),
+        ("fork", (), {}, "ok"),
+        ("fork", ("mlx5_0",), {}, "warn"),
+        ("fork", ("mlx5_0",), {"RDMAV_FORK_SAFE": "1"}, "ok"),
+    ],
+)
+def test_a_fork_beside_infiniband_is_a_warning(
+    method: str, infiniband: tuple[str, ...], environment: dict[str, str], status: str
+) -> None:
+    check(check_workers(method, infiniband, environment), status)
+
+
+@pytest.mark.parametrize(
+    ("environment", "infiniband", "crowded", "status", "word"),
+    [
+        ({}, (), False, "ok", "own choice"),
+        ({"FI_PROVIDER": "tcp"}, (), False, "ok", "FI_PROVIDER=tcp"),
+        ({"FI_PROVIDER": "tcp"}, ("mlx5_0",), False, "warn", "unset FI_PROVIDER"),
+        ({"UCX_TLS": "tcp,self"}, ("mlx5_0",), False, "warn", "unset UCX_TLS"),
+        ({"UCX_TLS": "rc_x,tcp"}, ("mlx5_0",), False, "ok", "UCX_TLS"),
+        ({"MPIR_CVAR_ASYNC_PROGRESS": "1"}, (), False, "warn", "unset MPIR_CVAR_ASYNC_PROGRESS"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, (), True, "warn", "mpi_yield_when_idle=1"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, (), False, "ok", ""),
+        ({"PMI_SIZE": "4"}, (), True, "ok", ""),
+    ],
+)
+def test_settings_that_slow_messages_down_are_found(
+    environment: dict[str, str], infiniband: tuple[str, ...], crowded: bool, status: str, word: str
+) -> None:
+    check(check_transport(environment, infiniband, crowded=crowded), status, word)
+
+
+def network(*rates: float, between_hosts: bool = True) -> Network:
+    links = [Link(f"n{i}", f"n{(i + 1) % len(rates)}", rate) for i, rate in enumerate(rates)]
+    return Network(between_hosts, 0.0002, tuple(links))
+
+
+def test_a_slow_link_is_named() -> None:
+    check(check_network(network(9.4e8, 9.3e8)), "ok", "2 hosts", "935 Mbit/s", "200 us")
+    check(
+        check_network(network(9.4e8, 9.3e8, 1e8, 9.4e9)), "warn", "from n2 to n3 100 Mbit/s", "n3"
+    )
+    # Ranks of one host share its memory and cores: there is no link to replace.
+    check(check_network(network(1e10, 1e9, 1e10, between_hosts=False)), "ok", "10.0 Gbit/s")
+
+
+def test_little_overlap_is_a_warning() -> None:
+    check(check_overlap(4_000_000, Overlap(0.01, 0.01, 0.0104)), "ok", "96%", "4.0 MB", "10.0 ms")
+    check(check_overlap(4_000_000, Overlap(0.01, 0.01, 0.018)), "warn", "20%", "cores")
+
+
+def verdicts(*works: str, output: str = "") -> list[Verdict]:
+    return [
+        Verdict(name, works=name in works, output="" if name in works else output)
+        for name in OPERATIONS
+    ]
+
+
+def test_devices_are_named_with_what_mpi_does_on_their_memory() -> None:
+    ranks = [rank(i, devices=("H200", "H200")) for i in range(2)]
+    check(check_devices([rank()], ()), "ok", "no device")
+    check(check_devices(ranks, verdicts(*OPERATIONS)), "ok", "2 on n0: H200", "ring, exchange")
+    finding = check_devices(
+        ranks, verdicts("all-gather", "exchange", output="Segmentation fault\n\n")
+    )
+    check(finding, "ok", "memory: all-gather, exchange; not: native, ring (Segmentation fault)")
+    check(check_devices(ranks, verdicts(output="no mpiexec")), "ok", "nothing", "(no mpiexec)")
+
+
+def test_a_rank_without_device_among_others_is_a_warning() -> None:
+    ranks = [rank(0, devices=("H200",)), rank(1, host="n1")]
+    check(check_devices(ranks, ()), "warn", "rank 1 on n1", "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("", None)]
+)
+def test_a_container_s_quota_is_read(tmp_path: Path, text: str, quota: float | None) -> None:
+    path = tmp_path / "cpu.max"
+    assert read_quota(path) is None
+    path.write_text(text)
+    assert read_quota(path) == quota
+
+
+def test_variables_that_may_hold_secrets_are_left_out() -> None:
+    environment: dict[str, Any] = {"FI_PROVIDER": "tcp", "AWS_SECRET": "x", "HOME": "/root"}
+    assert relevant(environment) == {"FI_PROVIDER": "tcp"}

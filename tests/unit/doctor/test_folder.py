@@ -1,0 +1,64 @@
+"""The folder of runs: tried, judged, and left as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.doctor import folder as module
+from dearmpi.doctor.folder import FolderTrial, check_folder, try_folder
+
+GOOD = FolderTrial(
+    Path("/data"), ["n0", "n1"], bytes_s=1e9, free_bytes=10**12, read=[("before", "after")] * 2
+)
+
+
+def test_a_good_folder_is_measured_by_all_ranks_and_left_as_it_was(tmp_path: Path) -> None:
+    root = tmp_path / "not" / "yet" / "made"
+    trials = run_ranks(3, lambda world: try_folder(world, root))
+    assert trials[0].folder == tmp_path and trials[0].bytes_s > 0 and trials[0].free_bytes > 0
+    assert [trial.read for trial in trials] == [(("before", "after"),) * 3] * 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_to_is_a_failure(tmp_path: Path) -> None:
+    root = tmp_path / "file"
+    root.write_text("no folder")
+    trial = run_ranks(2, lambda world: try_folder(world, root / "runs"))[0]
+    finding = check_folder(trial)
+    assert finding.status == "fail" and str(root) in finding.said
+    assert "Not a directory" in finding.said and "--run-folder" in finding.cure
+
+
+def test_a_disk_that_fills_up_is_a_failure_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(path: Path) -> float:
+        path.write_text("some of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_write_speed", fill_up)
+    finding = check_folder(run_ranks(2, lambda world: try_folder(world, tmp_path))[0])
+    assert finding.status == "fail" and "No space left on device" in finding.said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({}, "ok", ["1000 MB/s", "1000 GB free"]),
+        ({"read": [("before", "after"), ("", "")]}, "fail", ["rank 1 on n1", "share"]),
+        ({"read": [("before", "after"), ("before", "before")]}, "warn", ["rank 1 on n1", "old"]),
+        ({"bytes_s": 5e6}, "warn", ["5 MB/s", "faster"]),
+        ({"free_bytes": 10**9}, "warn", ["1 GB free", "room"]),
+    ],
+)
+def test_what_was_tried_is_judged(
+    changes: dict[str, object], status: str, words: list[str]
+) -> None:
+    names = {name: getattr(GOOD, name) for name in FolderTrial.__slots__}
+    finding = check_folder(FolderTrial(**(names | changes)))
+    text = f"{finding.said} {finding.cure}"
+    assert finding.status == status and all(word in text for word in words), text
