@@ -1,0 +1,219 @@
+"""Flow: when each bucket of one iteration is reduced, updated and gathered.
+
+The engine's rules (``engine/pipeline.py``, ``comm/progress.py``) on a wire that is shared fairly:
+
+- Reduce-scatters are posted in the schedule's order, each once its bucket is ready; all-gathers in
+  the schedule's order, each once its bucket is updated and the reduce-scatter that it is tied to is
+  complete. At most ``window`` of each kind are in flight.
+- An operation that is alone takes ``alone_s``, for ``wire_s`` of which it needs the whole wire: it
+  can use the share ``wire_s / alone_s`` at most. Operations in flight, of both kinds, share the
+  wire equally, and what one cannot use is left to the others. So two in flight fill each other's
+  latency, and many share what one would have had alone.
+- Updates run one after the other, in the order in which they become possible, beside the wire.
+
+No bucket is under way when backprop begins, since the feed-forward before it has waited for all
+of them. So every iteration begins in the same state, and one pass is the steady state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dearmpi.plan.schedule import Launch, Schedule, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective: seconds if alone, and for how long it needs the whole wire."""
+
+    alone_s: float
+    wire_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one bucket brings. ready_s: end of backprop for all of its parameters."""
+
+    ready_s: float
+    reduce: Transfer
+    update_s: float
+    gather: Transfer
+
+
+@dataclass(slots=True)
+class Passage:
+    """When one bucket was on its way: start and stop of each part, in seconds."""
+
+    reduce: tuple[float, float] = (math.inf, math.inf)
+    update: tuple[float, float] = (math.inf, math.inf)
+    gather: tuple[float, float] = (math.inf, math.inf)
+
+    @property
+    def current_s(self) -> float:
+        """When its parameters may be read."""
+        return max(self.update[1], self.gather[1])
+
+
+class _Flight:
+    """An operation in flight. left: the part of it that is still to be done, from 1 to 0."""
+
+    __slots__ = ("bucket", "left", "most", "reduces", "speed", "start_s", "wire_s")
+
+    def __init__(self, bucket: int, transfer: Transfer, *, reduces: bool, now: float) -> None:
+        self.bucket, self.reduces, self.start_s = bucket, reduces, now
+        self.left = 1.0
+        self.wire_s = transfer.wire_s
+        self.most = 1.0 / max(transfer.alone_s, 1e-12)  # done per second if alone
+        self.speed = self.most
+
+
+class Flow:
+    """Carries the buckets of ``loads`` through one iteration; a load of None takes no part.
+
+    step_s: end of backprop. eager: options are known from the start, instead of at the step.
+    gathers_gradients: the update comes after the gather instead of before it.
+    """
+
+    def __init__(
+        self,
+        loads: Sequence[Load | None],
+        schedule: Schedule,
+        *,
+        step_s: float,
+        eager: bool,
+        window: int,
+        gathers_gradients: bool = False,
+    ) -> None:
+        self._loads, self._schedule, self._window = loads, schedule, window
+        self._options_s = 0.0 if eager else step_s
+        self._gathers_gradients = gathers_gradients
+        # Else a further backprop might still add to what is gathered.
+        self._gathers_wait = schedule.wait is not Wait.STEP
+        late = step_s if schedule.launch is Launch.BACKPROP_END else 0.0
+        self._launches: deque[tuple[float, int]] = deque()
+        for bucket in schedule.reduce_scatters:
+            if (load := loads[bucket]) is not None:
+                late = max(late, load.ready_s)
+                self._launches.append((late, bucket))
+        self._gathers = deque(g for g in schedule.all_gathers if loads[g.bucket] is not None)
+        self._flights: list[_Flight] = []
+        self._num_reducing = 0
+        self._updates: deque[int] = deque()
+        self._now = 0.0
+        self.passages = [Passage() for _ in loads]
+        self.num_events = 0
+
+    def run(self) -> list[Passage]:
+        """When each bucket was on its way."""
+        updating = math.inf
+        while True:
+            self._start()
+            if updating == math.inf and self._updates:
+                updating = self._begin_update()
+            options = self._options_s if self._now < self._options_s else math.inf
+            now = min(self._next_arrival(), updating, self._next_launch(), options)
+            if now == math.inf:
+                return self.passages
+            self.num_events += 1
+            self._move_to(now)
+            if updating <= now:
+                self._updates.popleft()
+                updating = math.inf
+
+    def _move_to(self, now: float) -> None:
+        """Let time pass: carry on what is in flight, and land what has arrived."""
+        passed, before = now - self._now, self._now
+        self._now = now
+        landed = []
+        for flight in self._flights:
+            flight.left -= flight.speed * passed
+            if flight.left <= 1e-9:
+                landed.append(flight)
+        for flight in landed:
+            self._flights.remove(flight)
+            self._land(flight)
+        if before < self._options_s <= now:
+            for gather in self._schedule.all_gathers:
+                self._try_update(gather.bucket)
+
+    def _land(self, flight: _Flight) -> None:
+        passage, times = self.passages[flight.bucket], (flight.start_s, self._now)
+        if flight.reduces:
+            self._num_reducing -= 1
+            passage.reduce = times
+        else:
+            passage.gather = times
+        if self._now >= self._options_s:
+            self._try_update(flight.bucket)
+
+    def _try_update(self, bucket: int) -> None:
+        passage = self.passages[bucket]
+        before = passage.gather if self._gathers_gradients else passage.reduce
+        if before[1] <= self._now and passage.update[1] == math.inf and bucket not in self._updates:
+            self._updates.append(bucket)
+
+    def _begin_update(self) -> float:
+        bucket = self._updates[0]
+        load = self._loads[bucket]
+        assert load is not None
+        stop = self._now + load.update_s
+        self.passages[bucket].update = (self._now, stop)
+        return stop
+
+    def _start(self) -> None:
+        """Post what the window, the order and the buckets' states admit."""
+        while self._next_launch() <= self._now:
+            self._post(self._launches.popleft()[1], reduces=True)
+        while (
+            self._gathers
+            and len(self._flights) - self._num_reducing < self._window
+            and self._may_gather()
+        ):
+            self._post(self._gathers.popleft().bucket, reduces=False)
+        if self._flights:
+            self._share_wire()
+
+    def _may_gather(self) -> bool:
+        gather = self._gathers[0]
+        passage = self.passages[gather.bucket]
+        if self._gathers_wait and self._now < self._options_s:
+            return False
+        before = passage.reduce if self._gathers_gradients else passage.update
+        tied = self._loads[gather.after] is not None
+        return before[1] <= self._now and not (
+            tied and self.passages[gather.after].reduce[1] > self._now
+        )
+
+    def _post(self, bucket: int, *, reduces: bool) -> None:
+        load = self._loads[bucket]
+        assert load is not None
+        transfer = load.reduce if reduces else load.gather
+        self._num_reducing += reduces
+        self._flights.append(_Flight(bucket, transfer, reduces=reduces, now=self._now))
+
+    def _share_wire(self) -> None:
+        """Give each operation an equal share, and what it cannot use to the others."""
+        free, waiting = 1.0, len(self._flights)
+        for flight in sorted(self._flights, key=lambda flight: flight.most * flight.wire_s):
+            fair = free / waiting
+            usable = flight.most * flight.wire_s
+            if usable <= fair:
+                flight.speed = flight.most
+                free -= usable
+            else:
+                flight.speed = fair / flight.wire_s
+                free -= fair
+            waiting -= 1
+
+    def _next_arrival(self) -> float:
+        if not self._flights:
+            return math.inf
+        return self._now + min(flight.left / flight.speed for flight in self._flights)
+
+    def _next_launch(self) -> float:
+        if not self._launches or self._num_reducing >= self._window:
+            return math.inf
+        return self._launches[0][0]

@@ -1,0 +1,329 @@
+"""Timelines: small cases worked out by hand, and what holds for any plan."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise, product
+from textwrap import dedent
+
+import pytest
+
+from dearmpi.config import Gather, ScheduleName
+from dearmpi.errors import ConfigError
+from dearmpi.plan.cost import Costs, LinkModel
+from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
+from dearmpi.plan.profile import LayerTimes, ModelProfile, profile_workload
+from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, build_schedule, dear
+from dearmpi.plan.timeline import Lane, Span, Timeline, simulate
+from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
+
+UNIT = LinkModel(0.0, 1 / 8)  # 8 bytes, two elements of fp32, take a second
+COSTS = Costs(2, UNIT, UNIT)
+
+
+def make_profile(
+    *layers: LayerSpec, feed_forward_s: float = 1.0, backprop_s: float = 1.0
+) -> ModelProfile:
+    workload = Workload("small", "", layers, batch_size=1, unit="img")
+    return ModelProfile(workload, (LayerTimes(feed_forward_s, backprop_s),) * len(layers))
+
+
+def equal(num_layers: int, **times: float) -> ModelProfile:
+    """Layers of two elements each; a second for each of a layer's passes."""
+    layers = [float_layer(f"{i}", {"w": (2,)}, 1) for i in range(num_layers)]
+    return make_profile(*layers, **times)
+
+
+def per_tensor(profile: ModelProfile, world_size: int = 2) -> BucketLayout:
+    return build_layout([[spec] for spec in profile.workload.params()], world_size)
+
+
+def run(
+    profile: ModelProfile,
+    schedule: Schedule,
+    *,
+    costs: Costs = COSTS,
+    eager: bool = True,
+    window: int = 1,
+    gather: Gather = "parameters",
+) -> Timeline:
+    layout = per_tensor(profile, costs.world_size)
+    return simulate(profile, layout, schedule, costs, eager=eager, window=window, gather=gather)
+
+
+def times(timeline: Timeline, *lanes: Lane) -> dict[str, tuple[float, float]]:
+    return {
+        span.name: (pytest.approx(span.start_s), pytest.approx(span.stop_s))  # type: ignore[misc]
+        for lane in lanes
+        for span in timeline.lane(lane)
+    }
+
+
+def own(*gathers: tuple[int, int]) -> Schedule:
+    buckets = tuple(reversed(range(len(gathers))))
+    pairs = tuple(AllGather(bucket, after) for bucket, after in gathers)
+    return Schedule("own", buckets, pairs, Launch.GRADIENTS_READY, Wait.FEED_FORWARD)
+
+
+def test_dear_hides_each_half_behind_a_pass() -> None:
+    timeline = run(equal(2), dear(2))
+    assert times(timeline, "compute", "reduce-scatter", "all-gather") == {
+        "B 1": (0, 1),
+        "B 0": (1, 2),
+        "RS1": (1, 2),
+        "RS0": (2, 3),
+        "AG0": (3, 4),
+        "AG1": (4, 5),
+        "F 0": (4, 5),
+        "F 1": (5, 6),
+    }
+    assert timeline.iteration_s == 6 and timeline.exposed_s == 2
+    assert timeline.dear_bound_s == timeline.bound_s == timeline.compute_s == 4
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("dear", 10), ("wfbp", 13), ("serial", 16)])
+def test_four_layers_take_what_the_readme_draws(name: ScheduleName, seconds: float) -> None:
+    assert run(equal(4), build_schedule(name, 4)).iteration_s == seconds
+
+
+def test_both_lanes_share_the_wire() -> None:
+    timeline = run(equal(2), build_schedule("wfbp", 2))
+    assert times(timeline, "reduce-scatter", "all-gather") == {
+        "RS1": (1, 2),
+        "AG1": (2, 4),
+        "RS0": (2, 4),
+        "AG0": (4, 5),
+    }
+
+
+def test_a_gather_moved_into_backprop_leaves_the_feed_forward_free() -> None:
+    profile = equal(2, backprop_s=2.0)
+    assert run(profile, dear(2)).iteration_s == 8
+    moved = run(profile, own((1, 1), (0, 0)))
+    assert moved.lane("all-gather")[0].start_s == 3
+    assert moved.iteration_s == 8
+    network_bound = equal(2, backprop_s=2.0, feed_forward_s=0.1)
+    assert run(network_bound, dear(2)).iteration_s == pytest.approx(7.1)
+    assert run(network_bound, own((1, 1), (0, 0))).iteration_s == pytest.approx(6.2)
+
+
+def test_without_eager_updates_no_gather_starts_before_the_step() -> None:
+    timeline = run(equal(2, backprop_s=2.0), own((1, 1), (0, 0)), eager=False)
+    assert times(timeline, "update", "all-gather") == {
+        "U1": (4, 4),
+        "AG1": (4, 6),  # beside RS0
+        "U0": (6, 6),
+        "AG0": (6, 7),
+    }
+
+
+def test_a_gather_waits_for_the_reduce_scatter_it_is_tied_to() -> None:
+    profile = equal(3, backprop_s=2.0)
+    assert run(profile, own((2, 2), (0, 0), (1, 0))).lane("all-gather")[0].start_s == 3
+    assert run(profile, own((2, 1), (0, 0), (1, 0))).lane("all-gather")[0].start_s == 5
+
+
+def test_two_in_flight_hide_each_others_latency() -> None:
+    late = LinkModel(1.0, 1 / 8)  # two seconds alone, one of them on the wire
+    costs = Costs(2, late, late)
+    profile = equal(2, backprop_s=0.0)
+    one = run(profile, dear(2), costs=costs, window=1)
+    two = run(profile, dear(2), costs=costs, window=2)
+    assert times(one, "reduce-scatter") == {"RS1": (0, 2), "RS0": (2, 4)}
+    assert times(two, "reduce-scatter") == {"RS1": (0, 2), "RS0": (0, 2)}
+    assert one.reduce_s == 4 and two.reduce_s == 2
+
+
+def test_what_a_short_operation_cannot_use_is_left_to_the_other() -> None:
+    # RS1 is a start-up only; beside it RS0 has the wire to itself.
+    layers = [float_layer("0", {"w": (2,)}, 1), float_layer("1", {"w": (2,)}, 1)]
+    profile = make_profile(*layers, backprop_s=0.0)
+    costs = Costs(2, LinkModel(1.0, 0.0), UNIT)
+    assert times(run(profile, dear(2), costs=costs, window=2), "reduce-scatter") == {
+        "RS1": (0, 1),
+        "RS0": (0, 1),
+    }
+
+
+def test_updates_run_one_after_the_other() -> None:
+    costs = Costs(2, UNIT, UNIT, update_s=1.0, update_s_per_byte=0.25)  # a shard has 4 bytes
+    timeline = run(equal(2, backprop_s=0.0), dear(2), costs=costs)
+    assert times(timeline, "reduce-scatter", "update") == {
+        "RS1": (0, 1),
+        "U1": (1, 3),
+        "RS0": (1, 2),
+        "U0": (3, 5),
+    }
+
+
+def test_gathered_gradients_are_updated_as_a_whole_afterwards() -> None:
+    costs = Costs(2, UNIT, UNIT, update_s_per_byte=0.25)  # all of 8 bytes
+    timeline = run(equal(1), dear(1), costs=costs, gather="gradients")
+    assert times(timeline, "reduce-scatter", "update", "all-gather", "compute") == {
+        "B 0": (0, 1),
+        "RS0": (1, 2),
+        "AG0": (2, 3),
+        "U0": (3, 5),
+        "F 0": (5, 6),
+    }
+
+
+def test_the_main_threads_part_delays_backprop() -> None:
+    costs = Costs(2, UNIT, UNIT, main_thread_s=0.5)
+    timeline = run(equal(2), dear(2), costs=costs)
+    assert times(timeline, "compute", "reduce-scatter") == {
+        "B 1": (0, 1),
+        "H1": (1, 1.5),
+        "B 0": (1.5, 2.5),
+        "H0": (2.5, 3),
+        "RS1": (1.5, 2.5),
+        "RS0": (3, 4),
+        "F 0": (5, 6),
+        "F 1": (6, 7),
+    }
+
+
+def test_a_tied_embedding_is_ready_last_and_needed_first() -> None:
+    profile = make_profile(
+        float_layer("embedding", {"w": (2,)}, 1),
+        float_layer("dense", {"w": (2,)}, 1),
+        LayerSpec("decoder", (), 1, uses=("embedding.w",)),
+    )
+    timeline = run(profile, dear(2))
+    assert times(timeline, "reduce-scatter")["RS0"] == (3, 4)
+    assert times(timeline, "compute")["F embedding"] == (5, 6)
+
+
+def test_a_layer_that_uses_a_later_layers_parameter_waits_for_it() -> None:
+    profile = make_profile(
+        LayerSpec("first", (), 1, uses=("last.w",)),
+        float_layer("last", {"w": (2,)}, 1),
+    )
+    timeline = run(profile, dear(1))
+    assert times(timeline, "reduce-scatter", "compute")["RS0"] == (2, 3)
+    assert times(timeline, "compute")["F first"] == (4, 5)
+
+
+def test_frozen_parameters_take_no_part() -> None:
+    frozen = ParamSpec("0.f", (2,), trained=False)
+    profile = make_profile(LayerSpec("0", (frozen, ParamSpec("0.w", (2,))), 1))
+    timeline = run(profile, dear(2))
+    assert timeline.iteration_s == 4
+    assert [span.name for span in timeline.lane("reduce-scatter")] == ["RS1"]
+
+
+def test_the_picture_shows_all_lanes() -> None:
+    picture = """
+        compute         BB|  FF
+        reduce-scatter   1|0
+        update            |10
+        all-gather        | 01
+        """
+    assert run(equal(2), dear(2)).draw(columns=6) == dedent(picture).strip()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan made up at random, and its timeline."""
+
+    schedule: Schedule
+    window: int
+    timeline: Timeline
+    wire_s: dict[str, float]
+
+    def transfers(self) -> list[Span]:
+        return [*self.timeline.lane("reduce-scatter"), *self.timeline.lane("all-gather")]
+
+    def named(self, name: str) -> Span:
+        return next(span for span in self.timeline.spans if span.name == name)
+
+
+def random_case(seed: int) -> Case:
+    chance = random.Random(seed)
+    count, window = chance.randint(1, 6), chance.randint(1, 3)
+    layers = [float_layer(f"{i}", {"w": (chance.randint(1, 9),)}, 1) for i in range(count)]
+    profile = make_profile(*layers, feed_forward_s=chance.random(), backprop_s=chance.random())
+    link = LinkModel(chance.choice([0.0, 0.3]), chance.random() / 8, chance.choice([0.5, 1.0]))
+    costs = Costs(2, link, link, chance.random() / 4, chance.random() / 40, chance.random() / 9)
+    order = chance.sample(range(count), count)
+    schedule = own(*((bucket, chance.randrange(count)) for bucket in order))
+    timeline = run(
+        profile,
+        schedule,
+        costs=costs,
+        eager=chance.random() < 0.5,
+        window=window,
+        gather=chance.choice(["parameters", "gradients"]),
+    )
+    buckets = per_tensor(profile)
+    wire_s = {f"{kind}{b.index}": link.wire_s(b.nbytes) for b in buckets for kind in ("RS", "AG")}
+    return Case(schedule, window, timeline, wire_s)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
+    timeline = random_case(seed).timeline
+    assert timeline.iteration_s >= timeline.bound_s - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_gathers_keep_the_schedules_order_and_ties(seed: int) -> None:
+    case = random_case(seed)
+    last_start_s = 0.0
+    for gather in case.schedule.all_gathers:
+        start_s = case.named(f"AG{gather.bucket}").start_s
+        assert start_s >= last_start_s
+        assert start_s >= case.named(f"RS{gather.after}").stop_s
+        last_start_s = start_s
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_lane_has_no_more_in_flight_than_its_window(seed: int) -> None:
+    case = random_case(seed)
+    for one in case.transfers():
+        in_flight = [
+            other
+            for other in case.timeline.lane(one.lane)
+            if other.start_s <= one.start_s < other.stop_s
+        ]
+        assert len(in_flight) <= case.window
+    alone: tuple[Lane, Lane] = ("compute", "update")
+    for lane in alone:
+        for earlier, later in pairwise(case.timeline.lane(lane)):
+            assert earlier.stop_s <= later.start_s + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_more_goes_over_the_wire_than_fits(seed: int) -> None:
+    case = random_case(seed)
+    for first, last in product(case.transfers(), repeat=2):
+        inside_s = sum(
+            case.wire_s[span.name]
+            for span in case.transfers()
+            if first.start_s <= span.start_s and span.stop_s <= last.stop_s
+        )
+        assert inside_s <= max(0.0, last.stop_s - first.start_s) + 1e-6
+
+
+@pytest.mark.parametrize("world_size", [4, 4096])
+def test_the_work_grows_with_buckets_and_not_with_ranks(world_size: int) -> None:
+    profile = profile_workload(read_workload("bert_large"), feed_forward_s=1.0, backprop_s=2.0)
+    link = LinkModel(1e-3, 8e-9)
+    layout = per_tensor(profile, world_size)
+    timeline = simulate(
+        profile, layout, dear(398), Costs(world_size, link, link), eager=True, window=2
+    )
+    assert timeline.num_events <= 4 * 398
+    assert len(timeline.spans) == 2 * 202 + 3 * 398
+
+
+def test_parts_that_do_not_belong_together_are_refused() -> None:
+    profile = equal(2)
+    layout = per_tensor(profile)
+    with pytest.raises(ConfigError, match=r"laid out for 2 ranks.*those of 4; give costs.at\(2\)"):
+        simulate(profile, layout, dear(2), Costs(4, UNIT, UNIT), eager=True, window=1)
+    with pytest.raises(ConfigError, match="over 3 buckets, but there are 2"):
+        simulate(profile, layout, dear(3), COSTS, eager=True, window=1)
+    with pytest.raises(ConfigError, match="small has 3 parameters, .* hold 2, and 2.w is in one"):
+        simulate(equal(3), layout, dear(2), COSTS, eager=True, window=1)
