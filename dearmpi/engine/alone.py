@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine.clock import IterationTimes
+from dearmpi.engine.span import Lane
+from dearmpi.engine.spans import Spans
 
 
 class AloneEngine:
@@ -20,10 +22,12 @@ class AloneEngine:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.times = IterationTimes()
+        self.spans = Spans()
 
     def step(self, *, joined: bool = False) -> None:
         """Update."""
-        self._optimizer.step()
+        with self.spans.span(Lane.UPDATE, "update"):
+            self._optimizer.step()
 
     def synchronize(self) -> None:
         """Parameters are always current."""

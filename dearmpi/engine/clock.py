@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from dearmpi.engine.span import Lane
+from dearmpi.engine.spans import Spans
+
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
@@ -30,7 +33,8 @@ class IterationTimes:
 class CommunicationClock:
     """Adds up both; the main thread waits, the driving thread posts and finishes."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
         self._exposed_s = 0.0
         self._busy_s = 0.0
         self._num_in_flight = 0
@@ -50,11 +54,12 @@ class CommunicationClock:
             self._busy_s += time.perf_counter() - self._busy_since
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, the main thread waits."""
+    def waiting(self, what: str) -> Iterator[None]:
+        """Inside, the main thread waits for ``what``."""
         start = time.perf_counter()
         try:
-            yield
+            with self._spans.span(Lane.WAIT, what):
+                yield
         finally:
             self._exposed_s += time.perf_counter() - start
 

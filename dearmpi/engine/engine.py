@@ -51,6 +51,7 @@ class Engine:
             config=config,
             reduce_scatter=reduce_scatter,
         )
+        self.spans = self._pipeline.spans
         self._synchronizing = True
         self._joining = False
         self.times = IterationTimes()
@@ -295,5 +296,5 @@ class Engine:
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         if ready():
             return
-        with self._pipeline.clock.waiting():
+        with self._pipeline.clock.waiting(what):
             self._progress.wait_until(ready, what=what)

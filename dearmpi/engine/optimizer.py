@@ -23,6 +23,7 @@ from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.probe import elementwise_keys
 from dearmpi.engine.state import gather_state, load_state
+from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import read_options
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
@@ -83,6 +84,11 @@ class DistributedOptimizer(Optimizer):
         return self._assembly.engine.times
 
     @property
+    @property
+    def spans(self) -> Spans:
+        """Where the engine tells what takes how long: set its ``recorder`` to listen."""
+        return self._assembly.engine.spans
+
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
         return self._assembly.engine.waited_s

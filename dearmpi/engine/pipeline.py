@@ -20,6 +20,8 @@ from dearmpi.engine.bucket import BucketRuntime, BucketState
 from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
+from dearmpi.engine.span import Lane
+from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import Update
 from dearmpi.plan.schedule import Schedule, Wait
 
@@ -52,7 +54,8 @@ class Pipeline:
         self._gather_channel = world.open_channel("all-gather", window=config.window)
         self._control_channel = world.open_channel("roll call", window=1)
         self._update_lane = self._progress.open_lane("update", window=1)
-        self.clock = CommunicationClock()
+        self.spans = Spans()
+        self.clock = CommunicationClock(self.spans)
         self._checked = steps_between_checks(config.check_every) > 0
         self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
         self.cycle = Cycle(stepped=True)
@@ -67,6 +70,7 @@ class Pipeline:
         """Submit the reduce-scatter of a READY bucket."""
         self.cycle.launched.add(bucket.index)
         bucket.move_to(BucketState.REDUCING)
+        self.spans.launched(bucket.plan)
         self._reduce_channel.submit(
             f"RS{bucket.index}", partial(self._start_reduce, bucket), partial(self._reduced, bucket)
         )
@@ -132,7 +136,11 @@ class Pipeline:
         if self._checked:
             self._posted[0].append(bucket.index)
         self.clock.posted()
-        return collectives.start_reduce_scatter(bucket.gradients.data, self._reduce_scatter)
+        return self.spans.operation(
+            Lane.REDUCE_SCATTER,
+            bucket.plan,
+            lambda: collectives.start_reduce_scatter(bucket.gradients.data, self._reduce_scatter),
+        )
 
     def _reduced(self, bucket: BucketRuntime) -> None:
         self.clock.completed()
@@ -165,7 +173,8 @@ class Pipeline:
 
     def _update(self, bucket: BucketRuntime) -> None:
         assert self.cycle.options is not None
-        self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
+        with self.spans.update(bucket.plan):
+            self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
         bucket.move_to(BucketState.UPDATED)
         if self._gathers_gradients:
             self._finished(bucket)
@@ -211,10 +220,11 @@ class Pipeline:
         if self._checked:
             self._posted[1].append(bucket.index)
         self.clock.posted()
-        if self._gathers_gradients:
-            return collectives.start_all_gather(bucket.gradients.data)
-        assert bucket.parameters is not None
-        return collectives.start_all_gather(bucket.parameters.data)
+        gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
+        assert gathered is not None
+        return self.spans.operation(
+            Lane.ALL_GATHER, bucket.plan, lambda: collectives.start_all_gather(gathered.data)
+        )
 
     def _gathered(self, bucket: BucketRuntime) -> None:
         self.clock.completed()

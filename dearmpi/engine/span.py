@@ -1,0 +1,50 @@
+"""Span: something that took time in an iteration, and who wants to know of it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+
+class Lane(IntEnum):
+    """What a span is part of; in a trace each lane is a track of its own."""
+
+    COMPUTE = 1
+    WAIT = 2
+    REDUCE_SCATTER = 3
+    ALL_GATHER = 4
+    UPDATE = 5
+    DATA = 6
+    CHECKPOINT = 7
+
+    @property
+    def label(self) -> str:
+        """The lane in words."""
+        return self.name.lower().replace("_", "-")
+
+
+class Span(NamedTuple):
+    """One span; a tuple, since hundreds of them are made in an iteration.
+
+    start_s, stop_s: on the clock of ``time.perf_counter``.
+    iteration: the one that it belongs to, from 1; an all-gather may end in the next one.
+    bucket, nbytes: of a bucket's operation or update, else None.
+    queued_s: when a collective was submitted; it is posted (``start_s``) when its turn comes.
+    progress_s: when the first part of a collective had arrived, where the algorithm can tell.
+    """
+
+    lane: Lane
+    name: str
+    start_s: float
+    stop_s: float
+    iteration: int
+    bucket: int | None = None
+    nbytes: int | None = None
+    queued_s: float | None = None
+    progress_s: float | None = None
+
+
+class Recorder(Protocol):
+    """Told of each span when it is over, on the thread where it ended."""
+
+    def add(self, span: Span) -> None: ...
