@@ -1,0 +1,96 @@
+"""Layers of a model as they were seen to run: which parameters each owns, and its times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from dearmpi.plan.layout import ParamSpec
+from dearmpi.plan.profile import LayerTimes
+from dearmpi.plan.workload import LayerSpec
+from dearmpi.tune.passes import PassTimes
+
+
+def find_homes(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, list[str]]:
+    """Parameter to the modules that hold it, several for a tied one; both by name."""
+    homes: dict[str, list[str]] = {name: [] for name in names.values()}
+    for place, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            if param in names:
+                homes[names[param]].append(place)
+    return homes
+
+
+def build_layers(
+    specs: Sequence[ParamSpec], homes: Mapping[str, Sequence[str]], times: PassTimes
+) -> tuple[tuple[LayerSpec, ...], tuple[LayerTimes, ...]]:
+    """All layers in feed-forward order, with their times; each of ``specs`` stands in one of them.
+
+    A tied parameter belongs to the first layer that used it. A parameter may also be used without
+    its own module being called, by a parent (``nn.MultiheadAttention`` reads ``out_proj.weight``)
+    or in a function. Its module then is a layer too, with its place in feed-forward taken from
+    when its gradient was ready. What never had a gradient goes with the last layer, unless its
+    module was called.
+    """
+    order = list(times.feed_forward_s)
+    owners = {spec.name: _owner(homes[spec.name], order) for spec in specs}
+    ready = _ready_layers(owners, times)
+    for layer in sorted(ready.keys() - set(order), key=lambda layer: (-ready[layer], layer)):
+        order.insert(_place(layer, order, ready), layer)
+    owned: dict[str, list[ParamSpec]] = {layer: [] for layer in order}
+    for spec in specs:
+        owned.get(owners[spec.name], owned[order[-1]]).append(spec)
+    layers = [
+        LayerSpec(
+            layer,
+            tuple(owned[layer]),
+            uses=tuple(n for n, places in homes.items() if layer in places and owners[n] != layer),
+        )
+        for layer in order
+    ]
+    backprop = _backprop(order, ready)
+    feed_forward = _feed_forward(order, times, backprop)
+    return tuple(layers), tuple(map(LayerTimes, feed_forward, backprop))
+
+
+def _owner(places: Sequence[str], order: Sequence[str]) -> str:
+    """Of the modules that hold a parameter the one called first, or if none was, the first."""
+    return next((layer for layer in order if layer in places), places[0])
+
+
+def _ready_layers(owners: Mapping[str, str], times: PassTimes) -> dict[str, float]:
+    """Layer to when the last of its gradients was ready."""
+    ready: dict[str, float] = {}
+    for name, seconds in times.ready_s.items():
+        ready[owners[name]] = max(seconds, ready.get(owners[name], 0.0))
+    return ready
+
+
+def _place(layer: str, order: Sequence[str], ready: Mapping[str, float]) -> int:
+    """Where a layer that was never called stands: behind the one whose gradients came next."""
+    later = [other for other in order if other in ready and ready[other] > ready[layer]]
+    if not later:
+        return 0
+    return order.index(min(later, key=lambda other: ready[other])) + 1
+
+
+def _backprop(order: Sequence[str], ready: Mapping[str, float]) -> list[float]:
+    """Seconds of each layer, so that from the last to the first they add up to ``ready``.
+
+    A layer that is ready before one that follows it in feed-forward takes none: in a plan, it is
+    ready with that one.
+    """
+    seconds, now_s = [], 0.0
+    for layer in reversed(order):
+        seconds.append(max(0.0, ready.get(layer, 0.0) - now_s))
+        now_s += seconds[-1]
+    return seconds[::-1]
+
+
+def _feed_forward(order: Sequence[str], times: PassTimes, backprop: Sequence[float]) -> list[float]:
+    """Seconds of each layer; where none was called, in proportion to backprop."""
+    if times.feed_forward_s:
+        return [times.feed_forward_s.get(layer, 0.0) for layer in order]
+    whole = sum(backprop) or 1.0
+    return [times.unclaimed_s * part / whole for part in backprop]

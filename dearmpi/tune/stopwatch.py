@@ -1,0 +1,100 @@
+"""Stopwatches: marks in the course of computation, on the host or on a device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Mark = Any
+
+
+class Stopwatch(Protocol):
+    """Takes marks while a model computes, and says later how far they lie apart."""
+
+    def mark(self) -> Mark:
+        """This point of the computation."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until every mark has been reached."""
+        ...
+
+    def seconds(self, start: Mark, stop: Mark) -> float:
+        """From one mark to another, both settled."""
+        ...
+
+
+def no_wait() -> float:
+    """Where nothing is waited for."""
+    return 0.0
+
+
+class HostStopwatch:
+    """For models on the CPU, where a mark is reached when it is taken.
+
+    waited: seconds so far that do not count, such as ``DistributedOptimizer.waited_s``.
+    """
+
+    def __init__(self, waited: Callable[[], float] = no_wait) -> None:
+        self._waited = waited
+
+    def mark(self) -> Mark:
+        """Seconds on a clock that stands still while this process waits."""
+        return time.perf_counter() - self._waited()
+
+    def settle(self) -> None:
+        """Nothing is outstanding."""
+
+    def seconds(self, start: Mark, stop: Mark) -> float:
+        """Their difference."""
+        return float(stop - start)
+
+
+class Event(Protocol):
+    """What is needed of ``torch.cuda.Event``."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: Any, /) -> float: ...
+
+
+def _timing_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)
+    return event
+
+
+class DeviceStopwatch:
+    """For models on a CUDA device: marks are events on the stream in use, and nobody waits."""
+
+    def __init__(self, make_event: Callable[[], Event] = _timing_event) -> None:
+        self._make_event = make_event
+        self._last: dict[int, Event] = {}
+
+    def mark(self) -> Mark:
+        """An event in the order of the kernels."""
+        event = self._make_event()
+        event.record()
+        self._last[threading.get_ident()] = event
+        return event
+
+    def settle(self) -> None:
+        """Wait for the last event of each thread: autograd marks from threads of its own."""
+        for event in self._last.values():
+            event.synchronize()
+
+    def seconds(self, start: Mark, stop: Mark) -> float:
+        """What the device's own clock says."""
+        return float(start.elapsed_time(stop)) / 1e3
+
+
+def stopwatch_for(model: torch.nn.Module, waited: Callable[[], float] = no_wait) -> Stopwatch:
+    """The one for the device on which the parameters of ``model`` are."""
+    if any(param.is_cuda for param in model.parameters()):
+        return DeviceStopwatch()
+    return HostStopwatch(waited)
