@@ -18,10 +18,10 @@ from dearmpi.comm.watchdog import Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError
 
-# An idle poller yields a few times, then sleeps for a twentieth of the time it has already waited:
-# what the last sleep adds to a wait stays in proportion to it.
+# An idle poller yields a few times, then sleeps for a share of the time it has already waited: what
+# the last sleep adds to a wait stays in proportion to it.
 _NUM_YIELDS = 3
-_SLEEP_SHARE = 0.05
+_SLEEP_SHARE = 0.07
 _LEAST_SLEEP_S = 20e-6
 _MOST_SLEEP_S = 1e-3
 _WAKE_S = 0.5  # a waiting main thread looks up this often, for signals and failures
@@ -233,21 +233,19 @@ class Progress:
 
     def _run(self) -> None:
         backoff = Backoff()
-        while True:
-            moved = self._advance()
-            with self._lock:
-                if self._closing or self._failure is not None:
-                    return
-                if moved:
-                    self._changed.notify_all()
-                    backoff.reset()
-                    continue
-                if not any(lane.busy for lane in self._lanes):
-                    self._submitted.wait(_WAKE_S if self._watchdog else None)
-                    backoff.reset()
-                    continue
-                if (sleep_s := backoff.next_sleep_s()) > 0:
-                    if self._submitted.wait(sleep_s):
-                        backoff.reset()
-                    continue
-            time.sleep(0)
+        while not self._closing and self._failure is None:
+            if self._advance():
+                self.notify()
+                backoff.reset()
+            elif any(lane.busy for lane in self._lanes):
+                # Not on the condition: waiting there costs more than the poll itself, and what is
+                # submitted meanwhile is seen soon enough.
+                time.sleep(backoff.next_sleep_s())
+            else:
+                self._await_submission()
+                backoff.reset()
+
+    def _await_submission(self) -> None:
+        with self._lock:
+            if not self._closing and not any(lane.busy for lane in self._lanes):
+                self._submitted.wait(_WAKE_S if self._watchdog else None)
