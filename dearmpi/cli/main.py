@@ -13,6 +13,7 @@ from dearmpi.cli.bench import bench
 from dearmpi.cli.checkpoint import checkpoint
 from dearmpi.cli.doctor import doctor
 from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
+from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
 from dearmpi.cli.settings import CONTEXT
 from dearmpi.errors import ConfigError, DearError
@@ -28,6 +29,7 @@ group.add_command(run)
 group.add_command(bench)
 group.add_command(checkpoint)
 group.add_command(doctor)
+group.add_command(requeue)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

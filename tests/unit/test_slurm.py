@@ -1,78 +1,132 @@
-"""The batch script, with stand-ins for SLURM's commands and mpirun."""
+"""The batch scripts, with stand-ins for the launchers and for dear-train."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import time
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "slurm"
+QUEUED_AGAIN = ("train", "train-srun", "array")
 
 
-def stand_in(folder: Path, name: str, body: str) -> None:
-    """An executable ``name`` that writes its arguments to ``name.log`` and then does ``body``."""
-    path = folder / "bin" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f'#!/bin/sh\necho "$*" >> {folder}/{name}.log\n{body}\n')
-    path.chmod(0o755)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With an environment whose programs note their arguments, one to a line, and settings."""
+    for name in ("dear-train", "mpirun"):
+        path = tmp_path / ".venv" / "bin" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            f'#!/bin/sh\nprintf "%s\\n" {name} "$@" > {tmp_path}/told\n'
+            f"echo $OMP_NUM_THREADS $SLURM_MPI_TYPE > {tmp_path}/settings\nexit 75\n"
+        )
+        path.chmod(0o755)
+    return tmp_path
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    environment = {
-        "PATH": os.environ["PATH"],
-        "DEARMPI_VENV": str(folder),
-        "SLURM_JOB_ID": "17",
-        "SLURM_NTASKS": "4",
-    }
-    return subprocess.Popen(
-        ["bash", str(SCRIPT), *arguments],
-        env=environment,
+def run(folder: Path, name: str, *arguments: str, **variables: str) -> list[str]:
+    """The words of the command that the script ``name`` ends in."""
+    ended = subprocess.run(
+        ["bash", SCRIPTS / f"{name}.sbatch", *arguments],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "SLURM_SUBMIT_DIR": str(folder),
+            "SLURM_JOB_ID": "17",
+            "SLURM_NTASKS": "8",
+            "SLURM_CPUS_PER_TASK": "3",
+            **variables,
+        },
         cwd=folder,
-        # SLURM starts jobs with every signal at its default; whoever runs the tests may ignore
-        # this one, and a shell cannot trap what was ignored when it began.
-        preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL),
+        capture_output=True,
+        text=True,
+        timeout=20,
     )
+    if ended.returncode != 75:
+        raise AssertionError(ended.returncode, ended.stderr)
+    return (folder / "told").read_text().splitlines()
 
 
-def test_arguments_reach_every_rank_and_success_is_not_requeued(tmp_path: Path) -> None:
-    stand_in(tmp_path, "mpirun", "exit 0")
-    stand_in(tmp_path, "scontrol", "")
-    assert start(tmp_path, "--task", "digits").wait(timeout=20) == 0
-    told = (tmp_path / "mpirun.log").read_text()
-    assert told.startswith("-n 4 dear-train run ")
-    assert "--name job-17 --resume auto --task digits" in told
-    assert not (tmp_path / "scontrol.log").exists()
+def follows(words: list[str], *expected: str) -> bool:
+    """Whether ``expected`` stand next to each other in ``words``."""
+    size = len(expected)
+    return any(tuple(words[i : i + size]) == expected for i in range(len(words) - size + 1))
 
 
-def test_a_run_that_stopped_with_a_checkpoint_is_requeued(tmp_path: Path) -> None:
-    stand_in(tmp_path, "mpirun", "exit 75")
-    stand_in(tmp_path, "scontrol", "")
-    assert start(tmp_path).wait(timeout=20) == 75
-    assert (tmp_path / "scontrol.log").read_text() == "requeue 17\n"
+def test_mpirun_starts_as_many_ranks_as_slurm_has_tasks(folder: Path) -> None:
+    words = run(folder, "train", "--task", "my task.py:make", "--lr", "*")
+    assert words[:7] == ["dear-train", "requeue", "mpirun", "-n", "8", "dear-train", "run"]
+    assert follows(words, "--name", "job-17", "--resume", "auto")
+    assert words[-4:] == ["--task", "my task.py:make", "--lr", "*"]
+    assert (folder / "settings").read_text() == "3 none\n"
 
 
-def test_a_failed_run_is_not_requeued(tmp_path: Path) -> None:
-    stand_in(tmp_path, "mpirun", "exit 6")
-    stand_in(tmp_path, "scontrol", "")
-    assert start(tmp_path).wait(timeout=20) == 6
-    assert not (tmp_path / "scontrol.log").exists()
+def test_srun_starts_them_with_the_pmi_of_the_site(folder: Path) -> None:
+    words = run(folder, "train-srun", "--epochs", "3")
+    assert words[:4] == ["dear-train", "requeue", "srun", "--mpi=pmi2"]
+    assert "--cpus-per-task=3" in words and follows(words, "dear-train", "run")
+    assert words[-2:] == ["--epochs", "3"]
+    assert "--mpi=pmix" in run(folder, "train-srun", DEARMPI_PMI="pmix")
 
 
-def test_the_signal_before_the_time_limit_reaches_the_ranks(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    stand_in(
-        tmp_path,
-        "mpirun",
-        f"trap 'exit 75' USR1\ntouch {ready}\nwhile :; do sleep 0.1; done",
+def test_a_benchmark_is_not_queued_again(folder: Path) -> None:
+    words = run(folder, "bench", "--workload", "resnet50")
+    assert words[0] == "mpirun"
+    assert words[-4:] == ["dear-train", "bench", "--workload", "resnet50"]
+
+
+SWEEP = "--lr 0.1\n\n# a remark\n--lr 0.2   --optimizer SGD *\n"
+
+
+def test_each_job_of_a_sweep_takes_its_line(folder: Path) -> None:
+    (folder / "sweep.txt").write_text(SWEEP)
+    array = {"SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "2"}
+    words = run(folder, "array", "sweep.txt", "--task", "digits", **array)
+    assert follows(words, "--name", "sweep-15-2", "--resume", "auto")
+    assert words[-7:] == ["--task", "digits", "--lr", "0.2", "--optimizer", "SGD", "*"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "index", "message"),
+    [
+        ([], "1", "name a file"),
+        (["nowhere.txt"], "1", "nowhere.txt"),
+        (["sweep.txt"], "3", "sweep.txt has 2 runs, but this is job 3 of the array"),
+        (["sweep.txt"], "0", "this is job 0 of the array"),
+        (["sweep.txt"], "", "sbatch --array"),
+    ],
+)
+def test_a_sweep_without_a_line_for_this_job_says_so(
+    folder: Path, arguments: list[str], index: str, message: str
+) -> None:
+    (folder / "sweep.txt").write_text(SWEEP)
+    array = {"SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": index}
+    with pytest.raises(AssertionError, match=message) as caught:
+        run(folder, "array", *arguments, **(array if index else {}))
+    assert caught.value.args[0] == 2
+
+
+@pytest.mark.parametrize("name", ["train", "train-srun", "bench", "array"])
+def test_the_environment_and_the_folder_of_runs_are_the_sites(folder: Path, name: str) -> None:
+    (folder / "sweep.txt").write_text(SWEEP)
+    arguments = ["sweep.txt"] if name == "array" else []
+    (folder / ".venv").rename(folder / "my env")
+    words = run(
+        folder,
+        name,
+        *arguments,
+        DEARMPI_VENV=str(folder / "my env"),
+        DEARMPI_RUNS="/scratch/my runs",
+        SLURM_ARRAY_JOB_ID="15",
+        SLURM_ARRAY_TASK_ID="1",
+        OMP_NUM_THREADS="5",
     )
-    stand_in(tmp_path, "scontrol", "")
-    job = start(tmp_path)
-    deadline = time.monotonic() + 20
-    while not ready.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=20) == 75
-    assert (tmp_path / "scontrol.log").read_text() == "requeue 17\n"
+    assert follows(words, "--run-folder", "/scratch/my runs") == (name != "bench")
+    assert (folder / "settings").read_text().startswith("5")
+
+
+@pytest.mark.parametrize("name", QUEUED_AGAIN)
+def test_slurm_warns_the_script_and_may_queue_it_again(name: str) -> None:
+    lines = (SCRIPTS / f"{name}.sbatch").read_text().splitlines()
+    for option in ("--signal=B:USR1@120", "--requeue", "--open-mode=append"):
+        assert f"#SBATCH {option}" in lines

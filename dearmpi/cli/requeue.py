@@ -1,0 +1,115 @@
+"""dear-train requeue: a command inside a SLURM job, which goes back into the queue if it stopped
+with a checkpoint.
+
+A batch script ends with it. SLURM's warning reaches the script alone (``--signal=B:USR1@120``), so
+it is passed on; mpirun, srun and ``dear-train run`` take it as a request to save and stop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+import click
+
+from dearmpi.cli.failure import complain
+from dearmpi.errors import ConfigError
+
+EXIT_PREEMPTED = 75  # as in train.stop, which would bring torch in
+_WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    short_help="Run a command in a SLURM job; queue again if it ends with 75.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def requeue(command: tuple[str, ...]) -> int:
+    """Run COMMAND inside a SLURM job, such as mpirun with its arguments. SIGUSR1 and SIGTERM are
+    passed on to it as SIGUSR1. If it then ends with 75 (stopped after a checkpoint), the job goes
+    back into the queue under the same number; a job that is being cancelled does not.
+
+    \b
+      dear-train requeue mpirun -n 8 dear-train run --name a --resume auto
+    """
+    code = run_forwarding(command)
+    if code == EXIT_PREEMPTED:
+        complain(put_back(os.environ))
+    return code
+
+
+def run_forwarding(command: Sequence[str]) -> int:
+    """Run ``command``, with warnings passed on; returns its exit code as a shell would see it.
+
+    Raises ConfigError where it cannot be started.
+    """
+    asked = False
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        if child is not None:
+            child.send_signal(signal.SIGUSR1)
+
+    before = {number: signal.signal(number, forward) for number in _WARNINGS}
+    try:
+        child = subprocess.Popen(command)
+        if asked:
+            child.send_signal(signal.SIGUSR1)
+        code = child.wait()
+    except OSError as error:
+        raise ConfigError(f"cannot start {command[0]}: {error.strerror}") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def put_back(environment: Mapping[str, str]) -> str:
+    """Put this SLURM job back into the queue, unless it is being cancelled; returns what to tell.
+
+    While it is being cancelled SLURM calls it COMPLETING. So it does at the time limit, but then
+    gives that as the reason.
+    """
+    job = job_number(environment)
+    if job is None:
+        return "stopped after a checkpoint; this is no SLURM job: start it again to go on"
+    by_hand = f"put it back with: scontrol requeue {job}"
+    state = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
+    if state is None:
+        return f"SLURM does not tell the state of job {job}; {by_hand}"
+    if state not in ("RUNNING None", "COMPLETING TimeLimit"):
+        return f"job {job} is {state.split()[0]}, so it is not queued again; {by_hand}"
+    if _ask("scontrol", "requeue", job) is None:
+        return f"SLURM did not queue job {job} again; {by_hand}"
+    return f"job {job} is queued again, to go on from its checkpoint"
+
+
+def job_number(environment: Mapping[str, str]) -> str | None:
+    """How SLURM calls this job; None where this is none.
+
+    The number of an array's job may stand for the whole array, so it is named by its index.
+    """
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    if array:
+        return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
+    return environment.get("SLURM_JOB_ID") or None
+
+
+def _ask(*command: str) -> str | None:
+    """What a command of SLURM prints; None, and its complaint, where it fails."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        complain(f"{command[0]}: {error.strerror}")
+        return None
+    if done.returncode:
+        complain(f"{command[0]}: {done.stderr.strip()}")
+        return None
+    return done.stdout.strip()
