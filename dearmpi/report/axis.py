@@ -1,0 +1,56 @@
+"""An axis: from values to pixels, with round numbers along it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_EASY = (1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps ``low`` .. ``high`` to the pixels ``start`` .. ``stop`` (either may be the greater)."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def place(self, value: float) -> float:
+        """Where ``value`` stands."""
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.stop - self.start)
+
+    def ticks(self, most: int) -> tuple[float, ...]:
+        """At most ``most`` (at least 2) round values within the axis, evenly spaced."""
+        step = tick_step(self.high - self.low, most)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        return tuple(number * step for number in range(first, last + 1))
+
+
+def axis_over(values: list[float], start: float, stop: float, *, from_zero: bool) -> Axis:
+    """An axis that holds ``values`` (at least one), with a little room; never without extent."""
+    low, high = min(values), max(values)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high == low:
+        spread = abs(high) / 2 or 1.0
+        return Axis(low if from_zero else low - spread, high + spread, start, stop)
+    room = (high - low) * 0.05
+    return Axis(low if from_zero else low - room, high + room, start, stop)
+
+
+def tick_step(extent: float, most: int) -> float:
+    """The least of 1, 2 and 5 times a power of ten of which ``most`` ticks cover ``extent``."""
+    rough = extent / max(1, most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(easy * power for easy in _EASY if easy * power >= rough * (1 - 1e-9))
+
+
+def tick_text(value: float, step: float) -> str:
+    """``value`` with as many decimals as ticks ``step`` apart need."""
+    if step < 1e-4 or abs(value) >= 1e6:
+        return f"{value:.4g}" if abs(value) > step / 2 else "0"
+    return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"

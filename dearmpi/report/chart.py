@@ -1,0 +1,91 @@
+"""Charts: values over the steps of a run, as lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dearmpi.report.axis import Axis, axis_over, tick_step, tick_text
+from dearmpi.report.legend import Key, draw_legend
+from dearmpi.report.shape import Box, Label, Line, Picture, Shape, text_width
+
+_MOST_POINTS = 300
+_GAP = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points (step, value) in order of steps. dots: for series of few points."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    colour: str
+    dots: bool = False
+
+
+def draw_chart(
+    name: str,
+    title: str,
+    series: Sequence[Series],
+    *,
+    unit: str,
+    width: float,
+    from_zero: bool = True,
+) -> Picture | None:
+    """A chart of ``series`` over steps; None where none of them has a finite value.
+
+    unit: what the values are, in words; it stands above the axis.
+    """
+    shown = [one for one in map(_finite, series) if one.points]
+    if not shown:
+        return None
+    keys = [Key(one.name, one.colour) for one in shown]
+    legend, top = draw_legend(keys if len(keys) > 1 else [], width=width, top=30)
+    bottom = top + (150 if width < 600 else 190)
+    values = [value for one in shown for _, value in one.points]
+    y = axis_over(values, bottom, top, from_zero=from_zero)
+    most = 6
+    step = tick_step(y.high - y.low, most)
+    texts = [(tick, tick_text(tick, step)) for tick in y.ticks(most)]
+    left = max(text_width(text) for _, text in texts) + _GAP
+    steps = [point for one in shown for point, _ in one.points]
+    x = axis_over(steps, left, width - 14, from_zero=False)
+    shapes: list[Shape] = [Label(0, 14, unit, colour="faint"), *legend]
+    for tick, text in texts:
+        shapes.append(Line(((left, y.place(tick)), (width, y.place(tick))), "grid", 1))
+        shapes.append(Label(left - 4, y.place(tick) + 4, text, "end"))
+    shapes += _draw_steps(x, bottom, most=5 if width < 600 else 9)
+    for one in shown:
+        shapes += _draw_series(one, x, y)
+    return Picture(name, title, width, bottom + 40, tuple(shapes))
+
+
+def _draw_steps(x: Axis, bottom: float, *, most: int) -> list[Shape]:
+    step = max(1.0, tick_step(x.high - x.low, most))
+    ticks = [tick for tick in x.ticks(most) if tick == round(tick)]
+    shapes: list[Shape] = [
+        Label(x.place(tick), bottom + 18, tick_text(tick, step), "middle") for tick in ticks
+    ]
+    return [*shapes, Label((x.start + x.stop) / 2, bottom + 35, "step", "middle", "faint")]
+
+
+def _draw_series(series: Series, x: Axis, y: Axis) -> list[Shape]:
+    points = tuple((x.place(a), y.place(b)) for a, b in series.points)
+    shapes: list[Shape] = []
+    if len(points) > 1:
+        shapes.append(Line(points, series.colour, 2))
+    if series.dots or len(points) == 1:
+        shapes += [Box(a - 2.5, b - 2.5, 5, 5, series.colour) for a, b in points]
+    return shapes
+
+
+def _finite(series: Series) -> Series:
+    """The series without values that cannot be drawn, thinned to means of neighbours."""
+    points = [point for point in series.points if math.isfinite(point[1])]
+    size = -(-len(points) // _MOST_POINTS) or 1
+    thinned = []
+    for start in range(0, len(points), size):
+        group = points[start : start + size]
+        thinned.append((group[-1][0], math.fsum(value for _, value in group) / len(group)))
+    return Series(series.name, tuple(thinned), series.colour, series.dots)

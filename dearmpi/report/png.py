@@ -1,0 +1,108 @@
+"""Draws a picture as PNG, by Pillow, in the light palette and at twice the size."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from dearmpi.errors import ConfigError
+from dearmpi.report.palette import LIGHT
+from dearmpi.report.shape import Box, Label, Line, Picture
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+
+_SCALE = 2  # pixels of the file for one of the picture
+_FINER = 2  # drawn so much finer first, since Pillow's lines have hard edges
+_DASH, _GAP = 4.0, 3.0
+
+
+def draw(picture: Picture) -> bytes:
+    """The file's content. Raises ConfigError where Pillow is not installed."""
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError as error:
+        raise ConfigError(
+            "PNG pictures need Pillow: pip install 'dearmpi[images]'; the page has the same as SVG"
+        ) from error
+    size = round(picture.width * _SCALE), round(picture.height * _SCALE)
+    image = Image.new("RGB", (size[0] * _FINER, size[1] * _FINER), LIGHT["paper"])
+    canvas = ImageDraw.Draw(image)
+    for shape in picture.shapes:
+        if isinstance(shape, Box):
+            _draw_box(canvas, shape)
+        elif isinstance(shape, Line):
+            _draw_line(canvas, shape)
+        else:
+            _draw_label(canvas, shape)
+    file = io.BytesIO()
+    # 256 colours are more than a picture has, and take a third of the space.
+    small = image.resize(size, Image.Resampling.LANCZOS)
+    small.quantize(256).save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def _draw_box(canvas: ImageDraw, box: Box) -> None:
+    scale = _SCALE * _FINER
+    left, top = box.x * scale, box.y * scale
+    # Pillow counts the last pixel in.
+    right = max(left, left + box.width * scale - 1)
+    bottom = max(top, top + box.height * scale - 1)
+    canvas.rectangle((left, top, right, bottom), fill=LIGHT[box.colour])
+    if box.hatched:
+        _hatch(canvas, left, top, right, bottom)
+
+
+def _hatch(canvas: ImageDraw, left: float, top: float, right: float, bottom: float) -> None:
+    """Stripes at 45 degrees, cut off at the rectangle's edges."""
+    scale = _SCALE * _FINER
+    height = bottom - top
+    offset = left - height + scale * 3
+    while offset < right:
+        # The stripe runs from (offset, bottom) to (offset + height, top).
+        start, stop = max(offset, left), min(offset + height, right)
+        if start < stop:
+            ends = (start, bottom - (start - offset)), (stop, bottom - (stop - offset))
+            canvas.line(ends, fill="#8b3d00", width=round(scale * 1.5))
+        offset += scale * 8
+
+
+def _draw_line(canvas: ImageDraw, line: Line) -> None:
+    scale = _SCALE * _FINER
+    points = [(x * scale, y * scale) for x, y in line.points]
+    width = max(1, round(line.width * scale))
+    if not line.dashed:
+        canvas.line(points, fill=LIGHT[line.colour], width=width, joint="curve")
+        return
+    for start, stop in zip(points, points[1:], strict=False):
+        _draw_dashes(canvas, start, stop, LIGHT[line.colour], width)
+
+
+def _draw_dashes(
+    canvas: ImageDraw,
+    start: tuple[float, float],
+    stop: tuple[float, float],
+    colour: str,
+    width: int,
+) -> None:
+    across, down = stop[0] - start[0], stop[1] - start[1]
+    length = (across**2 + down**2) ** 0.5
+    scale, place = _SCALE * _FINER, 0.0
+    while place < length:
+        ends = [part / length for part in (place, min(place + _DASH * scale, length))]
+        canvas.line(
+            [(start[0] + across * part, start[1] + down * part) for part in ends],
+            fill=colour,
+            width=width,
+        )
+        place += (_DASH + _GAP) * scale
+
+
+def _draw_label(canvas: ImageDraw, label: Label) -> None:
+    from PIL import ImageFont
+
+    scale = _SCALE * _FINER
+    font = ImageFont.load_default(label.size * scale)
+    anchor = {"start": "ls", "middle": "ms", "end": "rs"}[label.anchor]
+    place = (label.x * scale, label.y * scale)
+    canvas.text(place, label.text, fill=LIGHT[label.colour], font=font, anchor=anchor)

@@ -1,0 +1,135 @@
+"""Pictures: what svg and png draw of them, axes, legends and charts."""
+
+from __future__ import annotations
+
+import io
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from dearmpi.report import png, svg
+from dearmpi.report.axis import Axis, axis_over, tick_step, tick_text
+from dearmpi.report.chart import Series, draw_chart
+from dearmpi.report.legend import Key, draw_legend
+from dearmpi.report.palette import DARK, LIGHT, bucket_colour
+from dearmpi.report.shape import Box, Label, Line, Picture, text_width
+
+NASTY = "<script>alert('x')</script> & \"so\""
+PICTURE = Picture(
+    "all",
+    f"Everything: {NASTY}",
+    200,
+    100,
+    (
+        Box(10, 10, 50, 20, "lost", hatched=True, hint=NASTY),
+        Line(((0, 90), (200, 90)), "grid", 2, dashed=True),
+        Label(100, 80, NASTY, "middle", "ink", 14),
+    ),
+)
+
+
+@pytest.mark.parametrize("draw", [svg.document, svg.element])
+def test_svg_is_well_formed_and_escaped(draw: object) -> None:
+    assert callable(draw)
+    root = ElementTree.fromstring(draw(PICTURE))
+    texts = [node.text for node in root.iter() if node.tag.endswith(("text", "title"))]
+    assert texts.count(NASTY) == 2
+    assert "script" not in {node.tag.rpartition("}")[2] for node in root.iter()}
+
+
+def test_every_colour_has_a_light_and_a_dark_form() -> None:
+    assert LIGHT.keys() == DARK.keys()
+    style = svg.style()
+    assert all(f".f{name}{{" in style and f"--{name}:{DARK[name]}" in style for name in DARK)
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK])
+@pytest.mark.parametrize("colour", ["ink", "faint", "lost-text"])
+def test_text_has_contrast(palette: dict[str, str], colour: str) -> None:
+    """4.5 to 1, as WCAG 2 (1.4.3) asks."""
+    assert _contrast(palette[colour], palette["paper"]) >= 4.5
+
+
+@pytest.mark.parametrize("bucket", range(6))
+def test_text_on_a_bucket_has_contrast(bucket: int) -> None:
+    colour = bucket_colour(bucket)
+    assert _contrast(LIGHT[f"on-{colour}"], LIGHT[colour]) >= 3
+
+
+def test_png_shows_boxes_lines_and_text_where_they_are() -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    image = image_module.open(io.BytesIO(png.draw(PICTURE))).convert("RGB")
+    assert image.size == (400, 200)
+    lost = tuple(bytes.fromhex(LIGHT["lost"][1:]))
+    inside = {image.getpixel((x, 40)) for x in range(24, 116)}
+    assert any(_near(pixel, lost) for pixel in inside)
+    assert not all(_near(pixel, lost) for pixel in inside), "no stripes"
+    assert not any(_near(image.getpixel((x, 40)), lost) for x in range(130, 400))
+    along = {image.getpixel((x, 180)) == (255, 255, 255) for x in range(4, 396)}
+    assert along == {True, False}, "a dashed line has gaps"
+    assert any(sum(image.getpixel((x, 155))) < 300 for x in range(400)), "no text"
+
+
+def test_ticks_are_round_and_few() -> None:
+    for extent in (1e-6, 0.3, 1.0, 7.7, 12345.0, 3e9):
+        for most in (2, 4, 9):
+            axis = Axis(0.0, extent, 0.0, 100.0)
+            ticks = axis.ticks(most)
+            assert 1 <= len(ticks) <= most
+            mantissa = tick_step(extent, most) / 10 ** math.floor(
+                math.log10(tick_step(extent, most)) + 1e-9
+            )
+            assert any(math.isclose(mantissa, easy) for easy in (1, 2, 5))
+    assert Axis(0, 10, 0, 100).ticks(6) == (0, 2, 4, 6, 8, 10)
+    assert [tick_text(tick, 0.05) for tick in (0.0, 0.05)] == ["0.00", "0.05"]
+    assert tick_text(2_000, 500) == "2,000"
+
+
+def test_an_axis_over_one_value_has_extent() -> None:
+    for value in (0.0, 3.0, -2.0):
+        for from_zero in (True, False):
+            axis = axis_over([value], 0, 100, from_zero=from_zero)
+            assert axis.low < axis.high and 0 <= axis.place(value) <= 100
+
+
+def test_a_legend_breaks_lines_before_the_edge() -> None:
+    keys = [Key(f"a name of some length {i}", "first") for i in range(5)]
+    shapes, bottom = draw_legend(keys, width=340, top=0)
+    labels = [shape for shape in shapes if isinstance(shape, Label)]
+    assert all(label.x + text_width(label.text) <= 340 for label in labels)
+    assert len({label.y for label in labels}) == 5 and bottom > labels[-1].y
+
+
+def test_a_chart_leaves_out_what_is_not_finite() -> None:
+    points = ((1.0, math.nan), (2.0, 3.0), (3.0, math.inf), (4.0, 5.0))
+    chart = draw_chart("loss", "Loss", [Series("loss", points, "first")], unit="loss", width=340)
+    assert chart is not None
+    (line,) = [s for s in chart.shapes if isinstance(s, Line) and s.colour == "first"]
+    assert len(line.points) == 2
+    assert all(0 <= x <= 340 and 0 <= y <= chart.height for x, y in line.points)
+    nothing = [Series("loss", ((1.0, math.nan),), "first")]
+    assert draw_chart("loss", "Loss", nothing, unit="loss", width=340) is None
+
+
+def test_a_long_run_is_thinned() -> None:
+    points = tuple((float(i), float(i % 7)) for i in range(100_000))
+    chart = draw_chart("x", "x", [Series("x", points, "first")], unit="x", width=900)
+    assert chart is not None and len(svg.element(chart)) < 20_000
+
+
+def _near(pixel: tuple[int, ...], colour: tuple[int, ...]) -> bool:
+    return max(abs(a - b) for a, b in zip(pixel, colour, strict=True)) < 24
+
+
+def _contrast(one: str, other: str) -> float:
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = []
+    for value in bytes.fromhex(colour[1:]):
+        share = value / 255
+        parts.append(share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4)
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
