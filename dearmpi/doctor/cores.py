@@ -65,9 +65,11 @@ def _check_host(ranks: Sequence[RankFacts]) -> Finding | None:
 
 def _describe(ranks: Sequence[RankFacts]) -> str:
     """Each rank's cores where there are few ranks, else the least and the most."""
+    own = [f"cores {abbreviate(rank.cores)}, threads {rank.threads}" for rank in ranks]
+    if len(set(own)) == 1:
+        return f"every rank: {own[0]} ({ranks[0].threads_reason})"
     if len(ranks) <= 4:
-        own = [f"rank {r.rank}: cores {abbreviate(r.cores)}, threads {r.threads}" for r in ranks]
-        return "; ".join(own)
+        return "; ".join(f"rank {rank.rank}: {text}" for rank, text in zip(ranks, own, strict=True))
     cores = sorted(len(rank.cores) for rank in ranks)
     threads = sorted(rank.threads for rank in ranks)
     return f"each rank may use {_range(cores)} cores and computes on {_range(threads)} threads"

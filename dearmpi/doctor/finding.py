@@ -68,18 +68,16 @@ def describe(finding: Finding) -> list[str]:
 
 
 def summarize(findings: Sequence[Finding]) -> str:
-    """One line that counts them."""
-    failures, warnings = (sum(f.status == status for f in findings) for status in ("fail", "warn"))
-    if not failures and not warnings:
-        return "all is well"
-    return f"{_count(failures, 'failure')}, {_count(warnings, 'warning')}"
+    """One line that counts what is wrong."""
+    counts = [
+        f"{number} {noun}{'' if number == 1 else 's'}"
+        for status, noun in (("fail", "failure"), ("warn", "warning"))
+        if (number := sum(finding.status == status for finding in findings))
+    ]
+    return ", ".join(counts) or "all is well"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
     """0 unless something failed; then the first failure's."""
     failed = [finding.name for finding in findings if finding.status == "fail"]
     return _EXIT_CODES.get(failed[0], 1) if failed else 0
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

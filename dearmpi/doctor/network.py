@@ -30,7 +30,7 @@ _NUM_LARGE = 3
 _FIRST_BYTES = MIB // 16
 _MOST_BYTES = 16 * MIB
 _LARGE_S = 0.15  # what a large message is to take
-_SLOW_SHARE = 0.5  # of the median link, below which one is called slow
+_ALIKE, _SLOW_SHARE = 0.9, 0.5  # of the fastest link's rate
 _OVERLAP_S = 0.03
 _OVERLAP_BYTES = (MIB // 4, 8 * MIB)
 _LITTLE_OVERLAP = 0.6
@@ -119,19 +119,21 @@ def _exchange(nbytes: int, ends: tuple[int, int]) -> Exchange:
 
 
 def check_network(network: Network) -> Finding:
-    """Whether some link is much slower than the others."""
-    rates = [link.bits_s for link in network.links]
-    usual, slowest = statistics.median(rates), min(network.links, key=lambda link: link.bits_s)
-    where = f"between {len(rates)} hosts" if network.between_hosts else "within one host"
+    """Whether some link is much slower than another."""
+    links = sorted(network.links, key=lambda link: link.bits_s)
+    slowest, low, high = links[0], links[0].bits_s, links[-1].bits_s
+    where = f"between {len(links)} hosts" if network.between_hosts else "within one host"
+    rates = describe_rate(high)
+    if low < _ALIKE * high:
+        rates = f"{describe_rate(low)} to {rates}"
     said = (
-        f"{where}, each sending and receiving: {describe_rate(usual)} each way, "
+        f"{where}, each sending and receiving: {rates} each way, "
         f"{network.latency_s * 1e6:.0f} us for a byte"
     )
-    if network.between_hosts and slowest.bits_s < _SLOW_SHARE * usual:
+    if network.between_hosts and low < _SLOW_SHARE * high:
         return warn(
             "network",
-            f"{said}\nbut from {slowest.sender} to {slowest.receiver} "
-            f"{describe_rate(slowest.bits_s)}",
+            f"{said}\nslowest: from {slowest.sender} to {slowest.receiver}",
             cure=f"every collective waits for the slowest link: look at those of {slowest.sender} "
             f"and {slowest.receiver}, or leave the slow host out",
         )

@@ -106,7 +106,12 @@ def test_ranks_are_counted_by_host() -> None:
             "warn",
             ["n1", "2 torch threads of 1 ranks", "1 core "],
         ),
-        ([rank(i, cores=range(8)) for i in range(8)], "ok", ["8 cores", "1 threads"]),
+        ([rank(i, cores=range(8)) for i in range(8)], "ok", ["every rank: cores 0-7, threads 1"]),
+        (
+            [rank(i, cores=range(8 + i)) for i in range(8)],
+            "ok",
+            ["8 to 15 cores", "1 threads"],
+        ),
     ],
 )
 def test_threads_are_held_against_cores(
@@ -186,12 +191,12 @@ def network(*rates: float, between_hosts: bool = True) -> Network:
 
 
 def test_a_slow_link_is_named() -> None:
-    check(check_network(network(9.4e8, 9.3e8)), "ok", "2 hosts", "935 Mbit/s", "200 us")
-    check(
-        check_network(network(9.4e8, 9.3e8, 1e8, 9.4e9)), "warn", "from n2 to n3 100 Mbit/s", "n3"
-    )
+    check(check_network(network(9.4e8, 9.3e8)), "ok", "2 hosts", ": 940 Mbit/s", "200 us")
+    check(check_network(network(9.4e8, 6e8)), "ok", ": 600 Mbit/s to 940 Mbit/s each way")
+    slow = check_network(network(9.4e8, 9.3e8, 1e8, 9.4e8))
+    check(slow, "warn", "100 Mbit/s to 940 Mbit/s", "from n2 to n3", "those of n2 and n3")
     # Ranks of one host share its memory and cores: there is no link to replace.
-    check(check_network(network(1e10, 1e9, 1e10, between_hosts=False)), "ok", "10.0 Gbit/s")
+    check(check_network(network(1e10, 1e9, between_hosts=False)), "ok", "1.0 Gbit/s to 10.0 Gbit/s")
 
 
 def test_little_overlap_is_a_warning() -> None:

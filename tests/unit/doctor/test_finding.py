@@ -30,6 +30,7 @@ def test_a_cure_stands_below_what_it_cures() -> None:
 def test_what_was_found_is_counted() -> None:
     assert summarize(FINDINGS) == "1 failure, 1 warning"
     assert summarize([*FINDINGS, FINDINGS[2]]) == "2 failures, 1 warning"
+    assert summarize(FINDINGS[:2]) == "1 warning"
     assert summarize(FINDINGS[:1]) == "all is well"
 
 
