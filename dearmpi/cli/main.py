@@ -16,6 +16,7 @@ from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
 from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
 from dearmpi.cli.settings import CONTEXT
+from dearmpi.cli.slurm import slurm
 from dearmpi.errors import ConfigError, DearError
 
 
@@ -30,6 +31,7 @@ group.add_command(bench)
 group.add_command(checkpoint)
 group.add_command(doctor)
 group.add_command(requeue)
+group.add_command(slurm)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

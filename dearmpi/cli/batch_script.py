@@ -1,0 +1,68 @@
+"""Batch script: one of the files in slurm/, with numbers and arguments of its own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Literal
+
+from dearmpi.errors import ConfigError
+
+Launcher = Literal["mpirun", "srun"]
+_FILES: Mapping[Launcher, str] = {"mpirun": "train.sbatch", "srun": "train-srun.sbatch"}
+
+_NAME = re.compile(r"[a-z][a-z-]*")
+_VALUE = re.compile(r"[\w.,:+@%/=()\[\]-]+")
+_LAST_OPTION = re.compile(r"^(#SBATCH .*\n)(?!#SBATCH )", re.MULTILINE)
+_BEFORE_ARGUMENTS = "trap '' USR1 # until dear-train listens\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchScript:
+    """A job for sbatch.
+
+    options: sbatch's, by their long names; None for those without a value, such as exclusive.
+    arguments: of ``dear-train run``.
+    environment: folder of the Python environment, used unless DEARMPI_VENV names another.
+
+    Raises ConfigError for an option that sbatch would read as something else.
+    """
+
+    launcher: Launcher
+    options: Mapping[str, str | None]
+    arguments: Sequence[str]
+    environment: str
+
+    def __post_init__(self) -> None:
+        for name, value in self.options.items():
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{name!r} is no option of sbatch; give its long name, without dashes"
+                )
+            if value is not None and not _VALUE.fullmatch(value):
+                raise ConfigError(
+                    f"{name} is {value!r}, which cannot stand in a batch script; use letters, "
+                    "digits and . , : + @ % / = ( ) [ ] - _"
+                )
+
+    def render(self) -> str:
+        """The script's text: the file's, with these options in the place of its own, and the
+        arguments before those that sbatch may be given after the script.
+        """
+        text = (files("dearmpi") / "slurm" / _FILES[self.launcher]).read_text(encoding="utf-8")
+        for name in self.options:
+            text = re.sub(rf"^#SBATCH --{name}(=.*)?\n", "", text, flags=re.MULTILINE)
+        lines = "".join(f"#SBATCH --{_written(*item)}\n" for item in self.options.items())
+        text = _LAST_OPTION.sub(lambda found: found[0] + lines, text, count=1)
+        before, found, after = text.partition(_BEFORE_ARGUMENTS)
+        assert found, f"{_FILES[self.launcher]} has no line to write the arguments after"
+        own = f"DEARMPI_VENV=${{DEARMPI_VENV:-{shlex.quote(self.environment)}}}\n"
+        own += f'set -- {shlex.join(self.arguments)} "$@"\n' if self.arguments else ""
+        return before + found + own + after
+
+
+def _written(name: str, value: str | None) -> str:
+    return name if value is None else f"{name}={value}"

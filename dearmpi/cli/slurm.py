@@ -1,0 +1,97 @@
+"""dear-train slurm: a batch script for given numbers, printed or submitted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import click
+
+from dearmpi.cli.batch_script import BatchScript, Launcher
+from dearmpi.cli.run import read_layers, run
+from dearmpi.errors import ConfigError, LaunchError
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command(short_help="Print a SLURM batch script for a run, or submit it.")
+@click.option("--nodes", type=_COUNT, help="nodes; default: sbatch's, mostly 1")
+@click.option("--ntasks-per-node", type=_COUNT, help="ranks per node; default: 2")
+@click.option("--cpus-per-task", type=_COUNT, help="cores, and torch threads, per rank; default: 1")
+@click.option("--time", metavar="[D-]HH:MM:SS", help="time limit; default: 01:00:00")
+@click.option("--partition", metavar="NAME", help="queue; default: the site's")
+@click.option("--account", metavar="NAME", help="who pays")
+@click.option("--job-name", metavar="NAME", help="default: dear-train")
+@click.option(
+    "--sbatch-option",
+    "others",
+    metavar="NAME[=VALUE]",
+    multiple=True,
+    help="any other of sbatch, such as exclusive or mem=16G; may be repeated",
+)
+@click.option(
+    "--launcher",
+    type=click.Choice(get_args(Launcher)),
+    default="mpirun",
+    show_default=True,
+    help="what starts the ranks inside the job",
+)
+@click.option("--submit", is_flag=True, help="hand it to sbatch rather than print it")
+@click.argument("arguments", nargs=-1, metavar="[-- RUN ARGS...]", type=click.UNPROCESSED)
+def slurm(
+    *,
+    others: tuple[str, ...],
+    launcher: Launcher,
+    submit: bool,
+    arguments: tuple[str, ...],
+    **given: object,
+) -> None:
+    """Print a batch script that trains with RUN ARGS, the arguments of `dear-train run`. It saves
+    before its time is up or when it is preempted, and queues again to go on.
+
+    \b
+      dear-train slurm --nodes 2 --ntasks-per-node 4 -- --task digits --epochs 50 >job.sbatch
+      dear-train slurm --nodes 2 --time 12:00:00 --submit -- --task digits --epochs 50
+    """
+    _check_arguments(arguments)
+    options = {name.replace("_", "-"): str(value) for name, value in given.items() if value}
+    script = BatchScript(
+        launcher=launcher,
+        options={**options, **_parse_others(others, taken=options)},
+        arguments=arguments,
+        environment=sys.prefix,
+    )
+    click.echo(_submit(script) if submit else script.render(), nl=submit)
+
+
+def _check_arguments(arguments: tuple[str, ...]) -> None:
+    """Refuse now what ``dear-train run`` would refuse once the job had left the queue."""
+    given = run.make_context("run", list(arguments)).params
+    read_layers({name: value for name, value in given.items() if name != "config"}, {}, None)
+
+
+def _parse_others(words: tuple[str, ...], *, taken: dict[str, str]) -> dict[str, str | None]:
+    parsed: dict[str, str | None] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in parsed or name in taken:
+            raise ConfigError(f"sbatch's option {name} is given twice; give it once")
+        parsed[name] = value if equals else None
+    return parsed
+
+
+def _submit(script: BatchScript) -> str:
+    """Hand ``script`` to sbatch; returns what it says. Raises LaunchError where it refuses."""
+    try:
+        done = subprocess.run(
+            ["sbatch"], input=script.render(), capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"cannot start sbatch: {error.strerror}; submit from a login node of the cluster, or "
+            "leave out --submit and take the script there"
+        ) from error
+    if done.returncode:
+        raise LaunchError(f"sbatch refused the job: {done.stderr.strip()}")
+    return done.stdout.strip()

@@ -1,0 +1,149 @@
+"""dear-train slurm: the text of the script, what it runs, and how it is handed to sbatch."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dearmpi.cli.batch_script import BatchScript, Launcher
+from dearmpi.cli.main import main
+from dearmpi.errors import ConfigError
+
+NASTY = ["--task", "my task.py:make", "--data", "'; touch spoiled; $(touch spoiled) `x` \"*\n#"]
+
+
+def render(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["slurm", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def options_of(script: str) -> list[str]:
+    return [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_without_numbers_it_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).parents[3] / "slurm" / "train.sbatch"
+    kept = [line for line in render(capsys).splitlines() if not line.startswith("DEARMPI_VENV=")]
+    assert kept == file.read_text().splitlines()
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_given_numbers_take_the_place_of_the_files(
+    capsys: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    script = render(
+        capsys,
+        *("--nodes", "2", "--ntasks-per-node", "4", "--time", "1-12:00:00", "--launcher", launcher),
+        *("--partition", "short", "--sbatch-option", "exclusive", "--sbatch-option", "mem=16G"),
+    )
+    assert sorted(options_of(script)) == sorted(
+        [
+            "#SBATCH --job-name=dear-train",
+            "#SBATCH --cpus-per-task=1",
+            "#SBATCH --signal=B:USR1@120",
+            "#SBATCH --requeue",
+            "#SBATCH --open-mode=append",
+            "#SBATCH --nodes=2",
+            "#SBATCH --ntasks-per-node=4",
+            "#SBATCH --time=1-12:00:00",
+            "#SBATCH --partition=short",
+            "#SBATCH --exclusive",
+            "#SBATCH --mem=16G",
+        ]
+    )
+    assert f"dear-train requeue {launcher} " in script
+    # sbatch reads no option after the first command.
+    assert script.rindex("#SBATCH ") < script.index("set -eu")
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    environment = tmp_path / "it's {my} $env"
+    program = environment / "bin" / "dear-train"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > {tmp_path}/told\n')
+    program.chmod(0o755)
+    script = BatchScript(
+        launcher=launcher, options={}, arguments=NASTY, environment=str(environment)
+    )
+    subprocess.run(
+        ["bash", "-s", "--", "--lr", "1"],
+        input=script.render(),
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin"},
+        check=True,
+        timeout=20,
+    )
+    words = (tmp_path / "told").read_text().split("\0")[:-1]
+    assert words[-len(NASTY) - 2 :] == [*NASTY, "--lr", "1"]
+    assert not (tmp_path / "spoiled").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--partition", "a b"], "partition is 'a b'"),
+        (["--job-name", "a\n#SBATCH --uid=0"], "cannot stand in a batch script"),
+        (["--time", "1:00;x"], "time is '1:00;x'"),
+        (["--sbatch-option", "--mem=1G"], "without dashes"),
+        (["--sbatch-option", "mem="], "mem is ''"),
+        (["--sbatch-option", "qos=a", "--sbatch-option", "qos=b"], "qos is given twice"),
+        (["--nodes", "2", "--sbatch-option", "nodes=3"], "nodes is given twice"),
+        (["--nodes", "0"], "--nodes"),
+        (["--", "--lrr", "3"], "--lrr"),
+        (["--", "--lr", "fast"], "--lr is 'fast'"),
+    ],
+)
+def test_what_would_fail_later_is_refused_now(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["slurm", *arguments]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and told.out == ""
+
+
+def test_a_script_is_refused_where_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="comment is 'a\\\\nb'"):
+        BatchScript(launcher="srun", options={"comment": "a\nb"}, arguments=[], environment="")
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only program on the PATH."""
+    path = tmp_path / "bin" / "sbatch"
+    path.parent.mkdir()
+    monkeypatch.setenv("PATH", str(path.parent))
+    return path
+
+
+def test_submit_hands_the_script_to_sbatch(
+    sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sbatch.write_text(f"#!/bin/sh\n/bin/cat > {sbatch}.in\necho Submitted batch job 7\n")
+    sbatch.chmod(0o755)
+    script = render(capsys, "--nodes", "3", "--", "--lr", "0.1")
+    assert render(capsys, "--nodes", "3", "--submit", "--", "--lr", "0.1") == (
+        "Submitted batch job 7\n"
+    )
+    assert Path(f"{sbatch}.in").read_text() == script
+
+
+def test_what_sbatch_says_against_it_is_told(
+    sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sbatch.write_text("#!/bin/sh\necho invalid partition specified: x >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    assert main(["slurm", "--partition", "x", "--submit"]) == 3
+    assert "sbatch refused the job: invalid partition" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("sbatch")
+def test_without_sbatch_it_says_where_to_submit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", "--submit"]) == 3
+    told = capsys.readouterr().err
+    assert "cannot start sbatch" in told and "leave out --submit" in told
