@@ -20,10 +20,11 @@ from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine
 from dearmpi.engine.gathered_state import GatheredState
+from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
 from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.probe import elementwise_keys
-from dearmpi.engine.state import gather_state, load_state
 from dearmpi.engine.spans import Spans
+from dearmpi.engine.state import gather_state, load_state
 from dearmpi.engine.update import read_options
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
@@ -84,11 +85,11 @@ class DistributedOptimizer(Optimizer):
         return self._assembly.engine.times
 
     @property
-    @property
     def spans(self) -> Spans:
         """Where the engine tells what takes how long: set its ``recorder`` to listen."""
         return self._assembly.engine.spans
 
+    @property
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
         return self._assembly.engine.waited_s
@@ -184,6 +185,20 @@ class DistributedOptimizer(Optimizer):
                 if whole.get(names[param])
             }
         return packed
+
+    def local_state(self) -> LocalState:
+        """What this rank holds of the state; waits for the last step, but for nobody else.
+
+        The tensors are those that the next step changes.
+        """
+        self.synchronize()
+        packed: dict[str, Any] = self._optimizer.state_dict()
+        updates, names = self._assembly.updates, self._assembly.names
+        whole = read_whole(updates)
+        if not updates:
+            held = ((name, self.state.get(param)) for param, name in names.items())
+            whole = {name: dict(entries) for name, entries in held if entries}
+        return LocalState(packed["param_groups"], whole, read_pieces(updates))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in plain torch form, whole and the same on every rank."""

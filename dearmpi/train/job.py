@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +140,7 @@ def _set_random_state(
     """Continue each rank's random numbers where they stopped; where the number of ranks has
     changed, or at the start, draw from seed, step and rank.
     """
-    states: list[Mapping[str, Any]] = [] if snapshot is None else snapshot.meta.get("random", [])
+    states = [] if snapshot is None else snapshot.random
     if len(states) == world.size:
         restore_random_state(states[world.rank])
     else:

@@ -1,21 +1,143 @@
-"""Saving: a job's state as a checkpoint, complete and free of NaN, or none at all."""
+"""Saving: a job's state as a checkpoint, while it trains on.
+
+A checkpoint has two stages: every rank writes its part; then rank 0 commits. Each runs on a thread
+beside training, which talks to no other rank: the ranks learn from the totals of a step how far all
+of them are, and go on to the next stage between steps.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from enum import Enum, auto
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from dearmpi.engine.broadcast import broadcast_buffers
 from dearmpi.errors import NonFiniteLossError
 from dearmpi.train import checkpoint
-from dearmpi.train.agreement import together
+from dearmpi.train.agreement import share_failure, together
+from dearmpi.train.checkpoint.manifest import FileRecord
+from dearmpi.train.checkpoint.part import CopyBuffer, Part
 from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.checkpoint.snapshot_part import Head, make_head, make_part
 from dearmpi.train.job import Job
 from dearmpi.train.random_state import capture_random_state
+
+_NICENESS = 10  # of the writing thread, so that training has the cores first
+
+
+class Stage(Enum):
+    """What becomes of a checkpoint in the background."""
+
+    IDLE = auto()
+    WRITING = auto()
+    COMMITTING = auto()
+
+
+class Saver:
+    """Saves the state of ``job`` to the run folder at ``folder``; its methods are collective.
+
+    saved: called on every rank with the folder of a checkpoint, on rank 0, once it is complete.
+    A failure is raised on every rank alike, as AgreedError, by the first call that learns of it;
+    earlier checkpoints are untouched.
+    """
+
+    def __init__(self, job: Job, folder: Path, *, saved: Callable[[Path | None], None]) -> None:
+        self._job, self._folder, self._saved = job, folder, saved
+        self.started_step = self.saved_step = job.start_step
+        self._stage = Stage.IDLE
+        self._copy = CopyBuffer()
+        self._thread = ThreadPoolExecutor(1, "dearmpi-saving", _be_nice)
+        self._work: Future[Any] | None = None
+        self._num_begun = 0
+        self._head: Head | None = None
+
+    @property
+    def num_done(self) -> int:
+        """Stages that this rank has finished since the start; for the totals of a step."""
+        under_way = self._work is not None and not self._work.done()
+        return self._num_begun - under_way
+
+    def start(self, step: int) -> None:
+        """Begin to save the state after ``step`` steps; parameters and buffers must be current
+        (``synchronize``). Waits for the checkpoint before it, if that is still being written.
+        """
+        self.finish()
+        draft = self._draft(step)
+        with together(self._job.world):
+            snapshot, part = take_part(self._job, step)
+            self._head = make_head(snapshot) if self._job.world.is_root else None
+            copied = self._copy.copy(part)
+        with together(self._job.world, root_only=True):
+            if self._job.world.is_root:
+                draft.begin()
+        self.started_step = step
+        self._begin(Stage.WRITING, lambda: self._write(draft, copied))
+
+    def advance(self, num_done: int) -> None:
+        """Go on to the next stage if all ranks have finished this one.
+
+        num_done: the sum of the ranks' ``num_done`` in the totals of a step.
+        """
+        if self._stage is not Stage.IDLE and num_done == self._job.world.size * self._num_begun:
+            self._end_stage()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more."""
+        while self._stage is not Stage.IDLE:
+            self._end_stage()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    def _draft(self, step: int) -> checkpoint.Draft:
+        return checkpoint.Draft(self._folder, step)
+
+    def _begin(self, stage: Stage, work: Callable[[], Any]) -> None:
+        self._stage = stage
+        self._num_begun += 1
+        self._work = self._thread.submit(work)
+
+    def _end_stage(self) -> None:
+        assert self._work is not None
+        stage, self._stage = self._stage, Stage.IDLE
+        failure = self._work.exception()
+        draft, world = self._draft(self.started_step), self._job.world
+        try:
+            share_failure(
+                world,
+                failure if isinstance(failure, Exception) else None,
+                root_only=stage is Stage.COMMITTING,
+            )
+        except Exception:
+            if world.is_root:
+                draft.discard()
+            raise
+        result, self._work = self._work.result(), None
+        if stage is Stage.WRITING:
+            texts = world.all_gather_text(json.dumps(asdict(result)))
+            files = [FileRecord(**json.loads(text)) for text in texts]
+            self._begin(Stage.COMMITTING, lambda: self._commit(draft, files))
+        else:
+            self.saved_step = self.started_step
+            self._saved(result)
+
+    def _write(self, draft: checkpoint.Draft, part: Part) -> FileRecord:
+        check_finite(part, draft.step)
+        return draft.write(part, rank=self._job.world.rank)
+
+    def _commit(self, draft: checkpoint.Draft, files: list[FileRecord]) -> Path | None:
+        if self._head is None:
+            return None  # rank 0's work
+        path = draft.commit(self._head, files)
+        checkpoint.prune(self._folder, self._job.settings.keep)
+        return path
 
 
 def synchronize(job: Job) -> None:
@@ -27,29 +149,13 @@ def synchronize(job: Job) -> None:
     broadcast_buffers(job.task.model, job.world)
 
 
-def save(job: Job, folder: Path, step: int) -> Path | None:
-    """Write the checkpoint after ``step`` steps to the run folder at ``folder`` (collective).
-
-    Returns its folder on rank 0. Raises, on every rank alike, NonFiniteLossError where a parameter
-    is not finite and AgreedError where the checkpoint cannot be written; earlier checkpoints are
-    untouched.
+def take_part(job: Job, step: int) -> tuple[Snapshot, Part]:
+    """The job's state after ``step`` steps, as far as it is the same on all ranks, and this rank's
+    part of all of it. Nothing is copied; parameters must be current.
     """
-    synchronize(job)
-    snapshot = take_snapshot(job, step)
-    check_finite(snapshot.model, step)
-    path: Path | None = None
-    with together(job.world, root_only=True):
-        if job.world.is_root:
-            path = checkpoint.save(folder, snapshot)
-            checkpoint.prune(folder, job.settings.keep)
-    return path
-
-
-def take_snapshot(job: Job, step: int) -> Snapshot:
-    """The job's state after ``step`` steps (collective); parameters must be current."""
+    local = job.optimizer.local_state()
     names = checkpoint.parameter_names(job.task.model, job.optimizer.param_groups)
-    optimizer, groups = checkpoint.optimizer_by_name(job.optimizer.state_dict(), names)
-    states = job.world.all_gather_text(json.dumps(capture_random_state()))
+    _, groups = checkpoint.optimizer_by_name({"state": {}, "param_groups": local.groups}, names)
     epoch, step_in_epoch = job.position(step)
     meta = {
         "task": job.task.name,
@@ -59,16 +165,23 @@ def take_snapshot(job: Job, step: int) -> Snapshot:
         "world_size": job.world.size,
         "lr_factor": job.curve.factor(step),
         "config": job.settings.as_plain(),
-        "random": [json.loads(state) for state in states],
     }
-    return Snapshot(step, dict(job.task.model.state_dict()), optimizer, groups, meta)
+    model = dict(job.task.model.state_dict())
+    snapshot = Snapshot(step, model, local.whole, groups, meta, [capture_random_state()])
+    part = make_part(snapshot, shards=local.pieces, rank=job.world.rank, size=job.world.size)
+    return snapshot, part
 
 
-def check_finite(model: Mapping[str, Tensor], step: int) -> None:
-    """Raise NonFiniteLossError unless all of the model's numbers are finite."""
-    for name, tensor in model.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+def check_finite(part: Part, step: int) -> None:
+    """Raise NonFiniteLossError unless all of the model's numbers in ``part`` are finite."""
+    for key, piece in part.pieces.items():
+        kind, _, name = key.partition("/")
+        if kind == "model" and not bool(piece.values.isfinite().all()):
             raise NonFiniteLossError(
                 f"{name} is not finite after step {step}, so no checkpoint was written of it; "
                 "resume from an earlier one with a lower --lr or with --max-grad-norm"
             )
+
+
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

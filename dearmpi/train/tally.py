@@ -23,12 +23,14 @@ class StepTotal:
     loss: mean over the step's samples; NaN if it was not finite on some rank.
     num_bad: ranks whose loss was not finite.
     num_stops: ranks that were asked to stop.
+    num_saved: stages of checkpoints that the ranks have finished, added up (``Saver.num_done``).
     """
 
     step: int
     loss: float
     num_bad: int
     num_stops: int
+    num_saved: int
 
 
 @dataclass(slots=True)
@@ -49,10 +51,12 @@ class Tally:
     def __post_init__(self) -> None:
         self._channel = self.world.open_channel("tally", window=1)
 
-    def post(self, step: int, *, loss: float, stop: bool) -> None:
-        """Send this rank's loss of ``step`` (its weighted sum) and whether it shall stop."""
+    def post(self, step: int, *, loss: float, stop: bool, num_saved: int = 0) -> None:
+        """Send this rank's loss of ``step`` (its weighted sum), whether it shall stop, and how
+        many stages of checkpoints it has finished.
+        """
         finite = math.isfinite(loss)
-        values = [loss if finite else 0.0, float(not finite), float(stop)]
+        values = [loss if finite else 0.0, float(not finite), float(stop), float(num_saved)]
         entry = _Entry(step, HostBuffer(np.array(values, dtype=np.float64)))
         self._entries.append(entry)
 
@@ -79,6 +83,6 @@ class Tally:
         self._channel.close()
 
     def _total(self, entry: _Entry) -> StepTotal:
-        loss, num_bad, num_stops = (float(value) for value in entry.buffer.array)
+        loss, num_bad, num_stops, num_saved = (float(value) for value in entry.buffer.array)
         mean = math.nan if num_bad else loss / self.world.size
-        return StepTotal(entry.step, mean, int(num_bad), int(num_stops))
+        return StepTotal(entry.step, mean, int(num_bad), int(num_stops), int(num_saved))

@@ -5,7 +5,7 @@ One turn of the loop is one optimizer step, and these phases:
 1. ``take_step``: feed-forward, backprop, update.
 2. read what the step before gave on all ranks: its loss, whether it was finite, whether to stop.
 3. when due: evaluate, and write a row of metrics.
-4. when due: save a checkpoint.
+4. when due: begin to save a checkpoint, which is written while the next steps are taken.
 
 At the end of the run, 3 and 4 are due; after a request to stop, 4 and a row.
 """
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 from dearmpi.errors import NonFiniteLossError
-from dearmpi.train.agreement import is_agreed
+from dearmpi.train.agreement import AgreedError, is_agreed
 from dearmpi.train.evaluation import Evaluation
 from dearmpi.train.job import Job
 from dearmpi.train.meter import Meter
 from dearmpi.train.metrics import MetricsRow
-from dearmpi.train.saving import save, synchronize
+from dearmpi.train.saving import Saver, synchronize
 from dearmpi.train.stepping import StepResult, take_step
 from dearmpi.train.tally import StepTotal, Tally
 
@@ -78,13 +78,13 @@ class Trainer:
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self._job = job
-        self._folder = folder
         self._listener = listener
         self._stop_asked = stop_asked
         self._tally = Tally(job.world)
         self._meter = Meter()
         self._began_s = time.perf_counter()
-        self._step = self._saved_step = self._row_step = job.start_step
+        self._saver = Saver(job, folder, saved=listener.saved)
+        self._step = self._row_step = job.start_step
         self._last: StepResult | None = None
         self._losses: list[float] = []
         self._first_loss: float | None = None
@@ -108,6 +108,7 @@ class Trainer:
             self._finish()
         except Exception as error:
             if is_agreed(error):
+                self._end_saving(error)
                 self._close()
             raise
         outcome = self._outcome()
@@ -121,7 +122,12 @@ class Trainer:
         self._last = take_step(self._job, self._step)
         self._step += 1
         self._count_skip(self._last)
-        self._tally.post(self._step, loss=self._last.loss, stop=self._stop_asked())
+        self._tally.post(
+            self._step,
+            loss=self._last.loss,
+            stop=self._stop_asked(),
+            num_saved=self._saver.num_done,
+        )
         self._read_totals(pending=1)
         seconds = time.perf_counter() - begin_s
         self._meter.add(seconds, self._samples_of_step(), self._job.optimizer.times)
@@ -150,11 +156,13 @@ class Trainer:
                 self._losses.append(total.loss)
             elif self._job.settings.on_nan == "stop":
                 raise NonFiniteLossError(self._explain_loss(total))
+            self._saver.advance(total.num_saved)
 
     def _explain_loss(self, total: StepTotal) -> str:
+        self._saver.finish()
         kept = "no checkpoint was written"
-        if self._saved_step:
-            kept = f"the last checkpoint is that of step {self._saved_step}"
+        if self._saver.saved_step:
+            kept = f"the last checkpoint is that of step {self._saver.saved_step}"
         return (
             f"the loss of step {total.step} is not finite on {total.num_bad} of "
             f"{self._job.world.size} ranks; {kept}: lower --lr, clip with --max-grad-norm, or "
@@ -226,19 +234,25 @@ class Trainer:
         """Phase 4."""
         self._read_totals(pending=0)
         self._catch_up()
-        path = save(self._job, self._folder, self._step)
-        self._saved_step = self._step
-        self._listener.saved(path)
+        self._saver.start(self._step)
 
     def _finish(self) -> None:
         """What is due at the end, or when asked to stop."""
         self._read_totals(pending=0)
         if self._step > self._row_step:
             self._measure(evaluate=False)
-        if self._step > self._saved_step:
+        if self._step > self._saver.started_step:
             self._save()
+        self._saver.finish()
         if self._evaluation is None and not self._stopping:
             self._evaluate()  # the run had reached its end before
+
+    def _end_saving(self, error: Exception) -> None:
+        """A failure of all ranks does not keep a checkpoint under way from being completed."""
+        try:
+            self._saver.finish()
+        except AgreedError as other:
+            error.add_note(f"and the checkpoint under way was not written: {other}")
 
     def _outcome(self) -> Outcome:
         """How it went, over all ranks (collective)."""
@@ -259,5 +273,6 @@ class Trainer:
     def _close(self) -> None:
         """Give the channels back; every rank is here."""
         self._job.optimizer.synchronize()
+        self._saver.close()
         self._tally.close()
         self._job.optimizer.close()

@@ -19,7 +19,9 @@ from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError, NonFiniteLossError
 from dearmpi.train import checkpoint, metrics
 from dearmpi.train.agreement import AgreedError
-from dearmpi.train.checkpoint import tensor_file
+from dearmpi.train.checkpoint import part_file
+from dearmpi.train.checkpoint.manifest import FileRecord
+from dearmpi.train.checkpoint.part import Part
 from dearmpi.train.data import BatchPlan
 from dearmpi.train.layers import make_layer
 from dearmpi.train.seeding import seed_all
@@ -266,7 +268,7 @@ def test_checkpoints_that_only_some_ranks_can_read_end_all(world: World, folder:
     world.barrier()
     path = folder / "runs" / "a"
     if world.is_root:
-        tensors = path / "checkpoints" / "step-00000012" / "model.safetensors"
+        tensors = path / "checkpoints" / "step-00000012" / "part-00000.safetensors"
         content = bytearray(tensors.read_bytes())
         content[-1] ^= 1
         tensors.write_bytes(content)
@@ -281,14 +283,14 @@ def test_checkpoints_that_only_some_ranks_can_read_end_all(world: World, folder:
 def test_a_full_disk_ends_all_and_the_checkpoint_before_stays_good(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = tensor_file.write_tensors
+    write = part_file.write_part
 
-    def fill_up(path: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    def fill_up(path: Path, part: Part) -> FileRecord:
         if "step-00000004" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, tensors)
+        return write(path, part)
 
-    monkeypatch.setattr(tensor_file, "write_tensors", fill_up)
+    monkeypatch.setattr(part_file, "write_part", fill_up)
     with pytest.raises(AgreedError, match="the disk is full") as caught:
         run(world, folder, "a", checkpoint_interval=2)
     assert caught.value.exit_code == 6

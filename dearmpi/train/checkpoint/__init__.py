@@ -8,10 +8,11 @@ from dearmpi.train.checkpoint.optimizer_state import (
     parameter_names,
 )
 from dearmpi.train.checkpoint.snapshot import Snapshot, check_model
-from dearmpi.train.checkpoint.store import load, save, verify
+from dearmpi.train.checkpoint.store import Draft, load, save, verify
 from dearmpi.train.checkpoint.survey import Survey, find_latest, prune, resolve, survey
 
 __all__ = [
+    "Draft",
     "Snapshot",
     "Survey",
     "check_model",

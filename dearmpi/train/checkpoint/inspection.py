@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train import durable
 from dearmpi.train.checkpoint import tensor_file
-from dearmpi.train.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, short
+from dearmpi.train.checkpoint.manifest import short
 from dearmpi.train.checkpoint.store import load, verify
 from dearmpi.train.checkpoint.survey import resolve
 
@@ -28,15 +28,15 @@ def describe(path: Path) -> list[str]:
     """
     folder = resolve(path)
     record = verify(folder)
+    paths = [folder / name for name in record.files]
     lines = [
         f"checkpoint {folder}",
         f"step {record.step}, written {record.written} by dearmpi {record.dearmpi}",
         *_describe_meta(record.meta),
-        f"model: {_describe_tensors(folder / MODEL_FILE)}",
+        f"model: {_describe_tensors(paths, 'model/')}",
     ]
-    tied = record.aliases[MODEL_FILE]
-    lines += [f"  {name} is tied to {owner}" for name, owner in tied.items()]
-    lines.append(f"optimizer: {_describe_tensors(folder / OPTIMIZER_FILE)}")
+    lines += [f"  {name} is tied to {owner}" for name, owner in record.aliases.items()]
+    lines.append(f"optimizer: {_describe_tensors(paths, 'optimizer/')}")
     for number, group in enumerate(record.groups):
         lines.append(f"  group {number}: {len(group['params'])} parameters, lr {group.get('lr')}")
     for name, file in record.files.items():
@@ -75,10 +75,7 @@ def _write_model(path: Path, model: Mapping[str, Tensor], *, suffix: str) -> Non
     if suffix in TORCH_SUFFIXES:
         torch.save(dict(model), path)
         return
-    tied = tensor_file.find_aliases(model)
-    tensor_file.write_tensors(
-        path, {name: t.clone() if name in tied else t for name, t in model.items()}
-    )
+    tensor_file.write_tensors(path, model)
 
 
 def _describe_meta(meta: Mapping[str, Any]) -> list[str]:
@@ -95,13 +92,17 @@ def _describe_meta(meta: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _describe_tensors(path: Path) -> str:
-    num_tensors = num_elements = 0
+def _describe_tensors(paths: Iterable[Path], prefix: str) -> str:
+    """Of the tensors whose names begin with ``prefix``, and whose pieces lie in ``paths``."""
+    num_elements = 0
+    names: set[str] = set()
     dtypes: dict[str, None] = {}
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            part = file.get_slice(name)
-            num_tensors += 1
-            num_elements += torch.Size(part.get_shape()).numel()
-            dtypes[part.get_dtype()] = None
-    return f"{num_tensors} tensors, {num_elements} elements, {' '.join(dtypes) or 'no data'}"
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name.startswith(prefix):
+                    piece = file.get_slice(name)
+                    names.add(name)
+                    num_elements += torch.Size(piece.get_shape()).numel()
+                    dtypes[piece.get_dtype()] = None
+    return f"{len(names)} tensors, {num_elements} elements, {' '.join(dtypes) or 'no data'}"

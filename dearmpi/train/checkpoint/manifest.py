@@ -1,7 +1,7 @@
 """Manifest: the JSON file that makes a folder of tensor files a checkpoint.
 
-It holds the format and its version, the size and SHA-256 of each file, everything of the snapshot
-that is no tensor, and a SHA-256 of its own content. docs/checkpoints.md describes the fields.
+It holds the format and its version, the size and SHA-256 of each rank's part, what is the same on
+all ranks and no tensor, and a SHA-256 of its own content. docs/checkpoints.md describes the fields.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any, NoReturn
 from dearmpi.errors import CheckpointError
 
 FILE_NAME = "manifest.json"
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
 FORMAT = "dearmpi checkpoint"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,8 @@ class Manifest:
     dearmpi: version that wrote it.
     files: by name within the folder.
     model: names of the model's tensors, in the order of its state dict.
-    aliases: by file, the names of tied tensors with the name under which each is stored.
-    optimizer, groups, meta: as in the snapshot, encoded.
+    aliases: the names of the model's tied tensors with the name under which each is stored.
+    groups, meta: as in the snapshot, encoded.
     """
 
     step: int
@@ -48,10 +46,37 @@ class Manifest:
     dearmpi: str
     files: dict[str, FileRecord]
     model: list[str]
-    aliases: dict[str, dict[str, str]]
-    optimizer: dict[str, Any]
-    groups: list[Any]
+    aliases: dict[str, str]
+    groups: list[dict[str, Any]]
     meta: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """Raise TypeError for a field of another type: JSON from elsewhere may hold anything."""
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}, not {kind.__name__}")
+        for name in self.files:
+            if Path(name).name != name:
+                raise TypeError(f"{name!r} is no file in the folder")
+
+
+_KINDS: dict[str, type] = {
+    "step": int,
+    "serial": int,
+    "written": str,
+    "dearmpi": str,
+    "files": dict,
+    "model": list,
+    "aliases": dict,
+    "groups": list,
+    "meta": dict,
+}
+
+
+def part_name(rank: int) -> str:
+    """The name of the file that ``rank`` writes."""
+    return f"part-{rank:05d}.safetensors"
 
 
 def record_file(path: Path) -> FileRecord:

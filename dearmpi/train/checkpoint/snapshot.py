@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Snapshot:
     optimizer: by parameter name, the optimizer's state of that parameter.
     groups: options of each param group, with the list of its parameter names as ``params``.
     meta: plain data (numbers, text, None; tuples, lists and mappings of them).
+    random: by rank, the states of its random number generators.
     """
 
     step: int
@@ -32,6 +33,7 @@ class Snapshot:
     optimizer: dict[str, dict[str, StateValue]]
     groups: list[dict[str, Any]]
     meta: dict[str, Any]
+    random: list[dict[str, Any]] = field(default_factory=list)
 
 
 def check_model(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> None:

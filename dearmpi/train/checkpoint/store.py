@@ -1,27 +1,32 @@
 """Checkpoint: a snapshot on disk that is complete or not there.
 
-A run folder holds ``checkpoints/step-00001000/`` with ``model.safetensors``,
-``optimizer.safetensors`` and ``manifest.json``, and a file ``latest`` that names the folder to
-resume from. docs/checkpoints.md states the format and what is guaranteed.
+A run folder holds ``checkpoints/step-00001000/`` with a part per rank and ``manifest.json``, and a
+file ``latest`` that names the folder to resume from. docs/checkpoints.md states the format and what
+is guaranteed. A ``Draft`` is a checkpoint in the making: one rank begins it, all write their parts,
+the one commits it.
 """
 
 from __future__ import annotations
 
 import datetime
 import errno
-import re
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 import dearmpi
 from dearmpi.errors import CheckpointError
 from dearmpi.train import durable
-from dearmpi.train.checkpoint import encoding, manifest, tensor_file
-from dearmpi.train.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest
+from dearmpi.train.checkpoint import encoding, manifest, part_file
+from dearmpi.train.checkpoint.manifest import FileRecord, Manifest, part_name
+from dearmpi.train.checkpoint.part import CopyBuffer, Part
 from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.checkpoint.snapshot_part import Head, make_head, make_part, model_key
 from dearmpi.train.checkpoint.survey import (
     REPLACED,
     WRITING,
@@ -34,29 +39,87 @@ from dearmpi.train.checkpoint.survey import (
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The checkpoint of ``step`` in the run folder at ``run_folder``, until it is committed.
+
+    Every method raises CheckpointError when it cannot do its work; earlier checkpoints and
+    ``latest`` are then as they were.
+    """
+
+    run_folder: Path
+    step: int
+
+    @property
+    def target(self) -> Path:
+        """Where it will be."""
+        return self.run_folder / "checkpoints" / f"step-{self.step:08d}"
+
+    @property
+    def folder(self) -> Path:
+        """Where it is until then."""
+        return self.target.with_name(WRITING + self.target.name)
+
+    def begin(self) -> None:
+        """Make its folder, and remove what a killed writer left behind."""
+        with self._explaining():
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.target.parent)
+            self.folder.mkdir()
+
+    def write(self, part: Part, *, rank: int) -> FileRecord:
+        """Write the part of ``rank``, a copy, onto the disk."""
+        with self._explaining(part.num_bytes):
+            return part_file.write_part(self.folder / part_name(rank), part)
+
+    def commit(self, head: Head, files: Sequence[FileRecord]) -> Path:
+        """Make it a checkpoint, once every rank's part is written, and point ``latest`` at it.
+
+        files: by rank. Returns its folder.
+        """
+        with self._explaining():
+            record = Manifest(
+                step=self.step,
+                serial=next_serial(self.target.parent),
+                written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                dearmpi=dearmpi.__version__,
+                files={part_name(rank): file for rank, file in enumerate(files)},
+                model=list(head.model),
+                aliases=dict(head.aliases),
+                groups=list(head.groups),
+                meta=dict(head.meta),
+            )
+            durable.write_text(self.folder / manifest.FILE_NAME, manifest.to_text(record))
+            _put_in_place(self.folder, self.target)
+            durable.write_text(self.run_folder / "latest", f"checkpoints/{self.target.name}\n")
+        return self.target
+
+    def discard(self) -> None:
+        """Remove what was written of it, as far as that is possible."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextmanager
+    def _explaining(self, num_bytes: int = 0) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _save_error(error, self.target, num_bytes) from error
+
+
 def save(run_folder: Path, snapshot: Snapshot) -> Path:
-    """Write ``snapshot`` to ``run_folder``, point ``latest`` at it, and return its folder.
+    """Write ``snapshot``, all of it from this process, to ``run_folder``; returns its folder.
 
     Raises CheckpointError when it cannot be written: what was written of it is removed, and
     earlier checkpoints and ``latest`` are as they were.
     """
-    checkpoints = run_folder / "checkpoints"
-    target = checkpoints / f"step-{snapshot.step:08d}"
-    temporary = checkpoints / f"{WRITING}{target.name}"
+    draft = Draft(run_folder, snapshot.step)
     try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(checkpoints)
-        temporary.mkdir()
-        _write_files(temporary, snapshot, serial=next_serial(checkpoints))
-        _put_in_place(temporary, target)
-        durable.write_text(run_folder / "latest", f"checkpoints/{target.name}\n")
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _save_error(error, target, snapshot) from error
+        draft.begin()
+        part, head = make_part(snapshot), make_head(snapshot)
+        return draft.commit(head, [draft.write(CopyBuffer().copy(part), rank=0)])
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        draft.discard()
         raise
-    return target
 
 
 def load(path: Path) -> Snapshot:
@@ -67,21 +130,22 @@ def load(path: Path) -> Snapshot:
     """
     record = verify(path)
     try:
-        model = tensor_file.read_tensors(path / MODEL_FILE, aliases=record.aliases[MODEL_FILE])
-        tensors = tensor_file.read_tensors(
-            path / OPTIMIZER_FILE, aliases=record.aliases[OPTIMIZER_FILE]
-        )
+        tensors, abouts = part_file.read_parts([path / name for name in sorted(record.files)])
+        model = {name: tensors[model_key(record.aliases.get(name, name))] for name in record.model}
         return Snapshot(
             step=record.step,
-            model={name: model[name] for name in record.model},
-            optimizer={
-                name: encoding.decode(state, tensors=tensors)
-                for name, state in record.optimizer.items()
-            },
+            model=model,
+            optimizer=_join_states([about["optimizer"] for about in abouts], tensors),
             groups=encoding.decode(record.groups, tensors=tensors),
             meta=encoding.decode(record.meta, tensors={}),
+            random=[about["random"] for about in abouts if about["random"]],
         )
-    except (OSError, SafetensorError, KeyError) as error:
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {advise(path)}") from error
+    except (
+        *(OSError, SafetensorError, KeyError, TypeError),
+        *(ValueError, RuntimeError, AttributeError, IndexError),
+    ) as error:
         raise CheckpointError(f"cannot read {path}: {error!r}; {advise(path)}") from error
 
 
@@ -100,31 +164,15 @@ def verify(path: Path) -> Manifest:
     return record
 
 
-def _write_files(folder: Path, snapshot: Snapshot, *, serial: int) -> None:
-    tensors: dict[str, Tensor] = {}
-    optimizer = {
-        name: encoding.encode(state, where=name, tensors=tensors)
-        for name, state in snapshot.optimizer.items()
-    }
-    groups = encoding.encode(snapshot.groups, where="groups", tensors=tensors)
-    meta = encoding.encode(snapshot.meta, where="meta")
-    parts = {MODEL_FILE: snapshot.model, OPTIMIZER_FILE: tensors}
-    aliases = {name: tensor_file.write_tensors(folder / name, part) for name, part in parts.items()}
-    for name in parts:
-        durable.sync_file(folder / name)
-    record = Manifest(
-        step=snapshot.step,
-        serial=serial,
-        written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        dearmpi=dearmpi.__version__,
-        files={name: manifest.record_file(folder / name) for name in parts},
-        model=list(snapshot.model),
-        aliases=aliases,
-        optimizer=optimizer,
-        groups=groups,
-        meta=meta,
-    )
-    durable.write_text(folder / manifest.FILE_NAME, manifest.to_text(record))
+def _join_states(
+    described: Sequence[dict[str, Any]], tensors: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by parameter, of which several ranks may have entries."""
+    whole: dict[str, dict[str, Any]] = {}
+    for states in described:
+        for name, entries in states.items():
+            whole.setdefault(name, {}).update(encoding.decode(entries, tensors=tensors))
+    return whole
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
@@ -140,27 +188,13 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         remove(replaced)
 
 
-def _save_error(
-    error: OSError | SafetensorError, target: Path, snapshot: Snapshot
-) -> CheckpointError:
-    # safetensors reports what the system said only in its text.
-    found = re.search(r"os error (\d+)", str(error))
-    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-    if number not in DISK_FULL:
+def _save_error(error: OSError, target: Path, num_bytes: int) -> CheckpointError:
+    if error.errno not in DISK_FULL:
         return CheckpointError(f"cannot save {target}: {error}; earlier checkpoints are untouched")
-    return CheckpointError(
-        f"cannot save {target}: the disk is full or over quota; "
-        f"{_needed_bytes(snapshot)} bytes are needed, {_free_bytes(target)} are free; earlier "
-        "checkpoints are untouched: free space, or keep fewer of them, and resume"
-    )
-
-
-def _needed_bytes(snapshot: Snapshot) -> int:
-    states = (value for state in snapshot.optimizer.values() for value in state.values())
-    tensors = [*snapshot.model.values(), *(v for v in states if isinstance(v, Tensor))]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _free_bytes(target: Path) -> int:
     folder = next(parent for parent in target.parents if parent.exists())
-    return shutil.disk_usage(folder).free
+    needed = f"{num_bytes} bytes are needed, " if num_bytes else ""
+    return CheckpointError(
+        f"cannot save {target}: the disk is full or over quota; {needed}"
+        f"{shutil.disk_usage(folder).free} are free; earlier checkpoints are untouched: free "
+        "space, or keep fewer of them, and resume"
+    )

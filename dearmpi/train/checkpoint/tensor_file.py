@@ -1,31 +1,12 @@
-"""Tensor file: named tensors in one safetensors file, with tied tensors stored once."""
+"""Tensor file: a model's tensors in one safetensors file, for readers of other libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-
-from dearmpi.errors import CheckpointError
-
-STORABLE = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-    }
-)
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -42,32 +23,13 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Write ``tensors`` to ``path``; return the aliases, whose tensors are stored only once.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors`` to ``path``, each under its own name.
 
-    Raises CheckpointError for a dtype that the format lacks, OSError or SafetensorError when the
-    file cannot be written.
+    Raises OSError or SafetensorError when the file cannot be written.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in STORABLE or tensor.layout != torch.strided:
-            raise CheckpointError(
-                f"tensor {name!r} is {tensor.dtype} in {tensor.layout} layout, which safetensors "
-                "cannot hold; convert it to a dense tensor of a common dtype"
-            )
-    aliases = find_aliases(tensors)
-    unique = _separate({n: t for n, t in tensors.items() if n not in aliases})
     # Readers of other libraries look at this key to know whose tensors these are.
-    save_file(unique, path, metadata={"format": "pt"})
-    return aliases
-
-
-def read_tensors(path: Path, *, aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read all tensors of ``path``; an alias is the very tensor that it names.
-
-    The tensors own their memory: nothing refers to the file afterwards.
-    """
-    stored = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    return stored | {name: stored[owner] for name, owner in aliases.items()}
+    save_file(_separate(tensors), path, metadata={"format": "pt"})
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

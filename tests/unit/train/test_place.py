@@ -49,7 +49,7 @@ def test_auto_goes_on_where_there_is_a_checkpoint_and_begins_where_there_is_none
 
 def test_auto_says_which_checkpoints_it_passed_over(tmp_path: Path) -> None:
     run = make_run(tmp_path, "a", 3, 6)
-    (run / "checkpoints" / "step-00000006" / "model.safetensors").unlink()
+    (run / "checkpoints" / "step-00000006" / "part-00000.safetensors").unlink()
     found = find(tmp_path, name="a", resume="auto")
     assert found.checkpoint == run / "checkpoints" / "step-00000003"
     assert "step-00000006" in found.notes[0]

@@ -39,11 +39,12 @@ def test_reading_with_one_pending_does_not_wait_for_the_newest() -> None:
 def test_all_ranks_learn_of_a_bad_loss_and_of_a_stop_on_one() -> None:
     def work(world: World) -> StepTotal:
         tally = Tally(world)
-        tally.post(7, loss=math.inf if world.rank == 1 else 1.0, stop=world.rank == 2)
+        loss = math.inf if world.rank == 1 else 1.0
+        tally.post(7, loss=loss, stop=world.rank == 2, num_saved=world.rank)
         (total,) = tally.read()
         tally.close()
         return total
 
     for total in run_ranks(3, work):
-        assert (total.step, total.num_bad, total.num_stops) == (7, 1, 1)
+        assert (total.step, total.num_bad, total.num_stops, total.num_saved) == (7, 1, 1, 3)
         assert math.isnan(total.loss)

@@ -270,8 +270,9 @@ def test_bad_parameters_are_not_saved_even_if_the_loss_is_finite(
     alone: World, tmp_path: Path
 ) -> None:
     settings = RunSettings(max_steps=1, **SGD)
-    with pytest.raises(NonFiniteLossError, match="not finite after step 1"):
+    with pytest.raises(AgreedError, match="not finite after step 1") as caught:
         train(make_job(alone, settings, make_task(infinite_slope, eval_count=0)), tmp_path)
+    assert caught.value.exit_code == NonFiniteLossError.exit_code
     assert checkpoint.find_latest(tmp_path) is None
 
 

@@ -40,18 +40,18 @@ def test_a_checkpoint_is_described(run: Path) -> None:
         "head is tied to embed",
         "optimizer: 1 tensors, 6 elements, F32",
         "group 0: 2 parameters, lr 0.25",
-        "model.safetensors: ",
+        "part-00000.safetensors: ",
     ):
         assert part in text
-    assert sum(line.endswith("verified") for line in lines) == 2
+    assert sum(line.endswith("verified") for line in lines) == 1
     assert max(map(len, lines)) < 200
 
 
 def test_a_damaged_checkpoint_is_not_described(run: Path) -> None:
-    path = run / "checkpoints/step-00001000/model.safetensors"
+    path = run / "checkpoints/step-00001000/part-00000.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupted"):
+    with pytest.raises(CheckpointError, match=r"part-00000\.safetensors is corrupted"):
         inspection.describe(run)
 
 

@@ -1,0 +1,122 @@
+"""Part: what one rank writes of a checkpoint, as pieces of tensors and plain data.
+
+Tensors that are the same on all ranks are divided by elements, so that every rank writes as much;
+of sharded ones each rank writes what it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dearmpi.engine.buffers import flattened, is_dense
+from dearmpi.errors import CheckpointError
+
+STORABLE: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring elements of a tensor.
+
+    values: 1-D, in the order in which the whole tensor lies in memory.
+    start: the first of them. shape, stride: of the whole tensor.
+    """
+
+    values: Tensor
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, values: Tensor, *, start: int, like: Tensor) -> Piece:
+        """``values`` as the elements from ``start`` on of a tensor shaped like ``like``."""
+        stride = like.stride() if is_dense(like) else torch.empty(like.shape).stride()
+        return cls(values, start, tuple(like.shape), stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part.
+
+    pieces: by the name of the tensor. about: plain data that JSON can hold.
+    data: the values of all pieces, one after the other, once they are copied.
+    """
+
+    pieces: Mapping[str, Piece]
+    about: Mapping[str, Any]
+    data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all values."""
+        return sum(piece.values.nbytes for piece in self.pieces.values())
+
+
+class CopyBuffer:
+    """Memory for the copy of a part, made at the first and used again for every other one."""
+
+    def __init__(self) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def copy(self, part: Part) -> Part:
+        """``part`` with values of its own. The copy before it must not be in use any more."""
+        if self._data.numel() < part.num_bytes:
+            self._data = torch.empty(part.num_bytes, dtype=torch.uint8)
+        pieces: dict[str, Piece] = {}
+        end = 0
+        # Wide elements first: each piece then begins at a multiple of its element size.
+        names = sorted(part.pieces, key=lambda name: -part.pieces[name].values.itemsize)
+        for name in names:
+            values = part.pieces[name].values
+            start, end = end, end + values.nbytes
+            copied = self._data[start:end].view(values.dtype)
+            copied.copy_(values)
+            pieces[name] = replace(part.pieces[name], values=copied)
+        return Part(pieces, part.about, self._data[:end])
+
+
+def divide(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> dict[str, Piece]:
+    """The share of ``rank`` in tensors that all ``size`` ranks hold alike, equal up to an element.
+
+    Raises CheckpointError, with the name, for a tensor that a checkpoint cannot hold.
+    """
+    for name, tensor in tensors.items():
+        check_storable(name, tensor)
+    total = sum(tensor.numel() for tensor in tensors.values())
+    first, last = total * rank // size, total * (rank + 1) // size
+    pieces: dict[str, Piece] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel()
+        start, stop = max(first, begin), min(last, end)
+        if start < stop or (rank == 0 and tensor.numel() == 0):
+            values = flattened(tensor)[max(0, start - begin) : max(0, stop - begin)]
+            pieces[name] = Piece.of(values, start=max(0, start - begin), like=tensor)
+    return pieces
+
+
+def check_storable(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError, with the name, for a tensor that a checkpoint cannot hold."""
+    if tensor.dtype not in STORABLE or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"tensor {name!r} is {tensor.dtype} in {tensor.layout} layout, which safetensors "
+            "cannot hold; convert it to a dense tensor of a common dtype"
+        )
