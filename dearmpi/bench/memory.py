@@ -6,6 +6,8 @@ import ctypes
 import gc
 from pathlib import Path
 
+from dearmpi.engine.memory import give_back_freed
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -31,9 +33,7 @@ def reuse_pages() -> None:
 def start_peak() -> int:
     """Give back what is free, forget the peak, and return the bytes in use now."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    give_back_freed()
     try:
         _CLEAR.write_text(_RESET_PEAK)
     except OSError:

@@ -19,6 +19,7 @@ from dearmpi.engine.check import Checks, steps_between_checks
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
 from dearmpi.engine.master import is_half
+from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.probe import require_elementwise, require_separable
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.update import read_options
@@ -93,6 +94,7 @@ def assemble(
         )
         for plan in layout
     ]
+    give_back_freed()
     updates = _build_updates(optimizer, buckets, rank=world.rank, config=config)
     engine = Engine(
         world,
