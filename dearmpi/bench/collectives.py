@@ -4,7 +4,6 @@ beside computation.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from typing import get_args
 
 import torch
 
-from dearmpi.bench.link import Start, run_all, start_gather, start_reduce
 from dearmpi.bench.table import align
 from dearmpi.bench.wire import measure_wire
+from dearmpi.comm.trial import Start, run_all, slowest_median, start_gather, start_reduce
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import EngineConfig, ReduceScatter
 from dearmpi.errors import ConfigError
@@ -100,12 +99,12 @@ def measure_overlap(world: World, channel: Channel, start: Start, *, repeats: in
     Nothing is measured in the first, extra repetition.
     """
     run_all(world, channel, [start])
-    pure_s = _slowest(world, [run_all(world, channel, [start]) for _ in range(repeats)])
+    pure_s = slowest_median(world, [run_all(world, channel, [start]) for _ in range(repeats)])
     both = [_run_beside(world, channel, start, pure_s) for _ in range(repeats)]
     return Overlap(
         pure_s,
-        _slowest(world, [compute_s for compute_s, _ in both]),
-        _slowest(world, [together_s for _, together_s in both]),
+        slowest_median(world, [compute_s for compute_s, _ in both]),
+        slowest_median(world, [together_s for _, together_s in both]),
     )
 
 
@@ -160,7 +159,7 @@ def _measure(
     length = min(_MOST, max(_FEWEST, round(_BYTES_BACK_TO_BACK / nbytes)))
     many = [start(buffers[i % len(buffers)]) for i in range(length)]
     overlap = measure_overlap(world, channel, many[0], repeats=repeats)
-    each_s = _slowest(world, [run_all(world, channel, many) / length for _ in range(repeats)])
+    each_s = slowest_median(world, [run_all(world, channel, many) / length for _ in range(repeats)])
     sent_bits = 8 * nbytes * (world.size - 1) / world.size
     return CollectiveTimes(name, nbytes, overlap, each_s, sent_bits / each_s)
 
@@ -179,8 +178,3 @@ def _run_beside(
     time.sleep(seconds)
     world.progress.wait_until(lambda: bool(done), what="the benchmark's collective")
     return compute_s, time.perf_counter() - before
-
-
-def _slowest(world: World, own: Sequence[float]) -> float:
-    """The median of the slowest rank's times (collective)."""
-    return statistics.median(world.all_reduce(own, "max"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,11 @@ def run_all(world: World, channel: Channel, starts: Sequence[Start]) -> float:
         channel.submit("trial", start, lambda: done.append(time.perf_counter()))
     world.progress.wait_until(lambda: len(done) == len(starts), what="the trial's collectives")
     return max(done, default=begin) - begin
+
+
+def slowest_median(world: World, own: Sequence[float]) -> float:
+    """The median of the slowest rank's times (collective)."""
+    return statistics.median(world.all_reduce(own, "max"))
 
 
 def start_reduce(buffer: Any, algorithm: ReduceScatter, collectives: Collectives) -> Request:

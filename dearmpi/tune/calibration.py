@@ -1,0 +1,165 @@
+"""Calibration: what the collectives of one job cost, as measured, and where that was.
+
+Imports no torch, so that costs can be read where nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from dearmpi.config import ReduceScatter
+from dearmpi.errors import ConfigError
+from dearmpi.plan.cost import Costs, LinkFit, fit_link
+from dearmpi.plan.fields import Fields, read_fields
+from dearmpi.version import __version__
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SizeTimes:
+    """An operation on a buffer of ``nbytes``, in seconds: the slowest rank's median.
+
+    alone_s: with nothing else in flight. pair_s: until two started together were both complete.
+    """
+
+    nbytes: int
+    alone_s: float
+    pair_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Times of both operations at several sizes, and where they were measured.
+
+    hosts: of each rank. library: the MPI library, in words. algorithm: of the reduce-scatters.
+    update_s, update_s_per_byte, main_thread_s: as in ``Costs``; 0 as long as nobody measured them.
+
+    Raises ConfigError where the times are too few, or no times at all.
+    """
+
+    hosts: tuple[str, ...]
+    library: str
+    algorithm: ReduceScatter
+    reduce_scatter: tuple[SizeTimes, ...]
+    all_gather: tuple[SizeTimes, ...]
+    update_s: float = 0.0
+    update_s_per_byte: float = 0.0
+    main_thread_s: float = 0.0
+    version: str = __version__
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in get_args(ReduceScatter):
+            raise ConfigError(
+                f"the reduce-scatters were of the kind {self.algorithm!r}; it must be one of "
+                f"{', '.join(get_args(ReduceScatter))}"
+            )
+        _ = self.costs  # the fits look at every time
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that measured."""
+        return len(self.hosts)
+
+    @property
+    def fits(self) -> tuple[LinkFit, LinkFit]:
+        """Of the reduce-scatter, and of the all-gather."""
+        return _fit(self.reduce_scatter), _fit(self.all_gather)
+
+    @property
+    def costs(self) -> Costs:
+        """What a plan is judged by."""
+        reduce_scatter, all_gather = self.fits
+        return Costs(
+            self.world_size,
+            reduce_scatter.link,
+            all_gather.link,
+            update_s=self.update_s,
+            update_s_per_byte=self.update_s_per_byte,
+            main_thread_s=self.main_thread_s,
+        )
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ConfigError unless it was measured with ``world_size`` ranks."""
+        if world_size != self.world_size:
+            raise ConfigError(
+                f"the link was measured with {self.world_size} ranks (on "
+                f"{', '.join(dict.fromkeys(self.hosts))}), but this job has {world_size}; measure "
+                "it again with dear-train calibrate"
+            )
+
+    def to_json(self) -> str:
+        """The whole, with what was fitted for people to read."""
+        plain = {"format": FORMAT, "world_size": self.world_size, **asdict(self)}
+        for key, fit in zip(("reduce_scatter", "all_gather"), self.fits, strict=True):
+            samples = plain[key]
+            plain[key] = {
+                **asdict(fit.link),
+                "relative_error": fit.relative_error,
+                "samples": samples,
+            }
+        return json.dumps(plain, indent=1) + "\n"
+
+
+def parse_calibration(text: str, place: str) -> Calibration:
+    """What ``Calibration.to_json`` wrote; ``place`` names it in errors.
+
+    The fits are made anew from the samples. Raises ConfigError for a field that is missing or
+    wrong, and for samples too few to fit.
+    """
+    data = read_fields(text, place)
+    form = data.integer("format")
+    if form != FORMAT:
+        raise ConfigError(
+            f"{place} has format {form}, and this is dearmpi {__version__}, which reads format "
+            f"{FORMAT}; measure the link again with dear-train calibrate"
+        )
+    hosts = data.texts("hosts")
+    if data.integer("world_size", least=2) != len(hosts):
+        raise data.problem(
+            "hosts", f"has {len(hosts)} names for {data.integer('world_size')} ranks"
+        )
+    algorithm: Any = data.text("algorithm")
+    try:
+        return Calibration(
+            hosts,
+            data.text("library"),
+            algorithm,
+            _parse_samples(data.fields("reduce_scatter")),
+            _parse_samples(data.fields("all_gather")),
+            update_s=data.number("update_s", 0.0),
+            update_s_per_byte=data.number("update_s_per_byte", 0.0),
+            main_thread_s=data.number("main_thread_s", 0.0),
+            version=data.text("version"),
+        )
+    except ConfigError as error:
+        raise error if place in str(error) else ConfigError(f"{place}: {error}") from None
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """The calibration in the file at ``path``. Raises ConfigError if it is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the calibration {path}: {error}") from None
+    return parse_calibration(text, str(path))
+
+
+def _parse_samples(data: Fields) -> tuple[SizeTimes, ...]:
+    return tuple(
+        SizeTimes(
+            sample.integer("nbytes", least=1), sample.number("alone_s"), sample.number("pair_s")
+        )
+        for sample in data.each("samples")
+    )
+
+
+def _fit(samples: Sequence[SizeTimes]) -> LinkFit:
+    return fit_link(
+        [(sample.nbytes, sample.alone_s) for sample in samples],
+        pairs=[(sample.nbytes, sample.pair_s) for sample in samples],
+    )

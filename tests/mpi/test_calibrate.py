@@ -1,0 +1,26 @@
+"""Calibration over MPI: what every rank holds is the same, and is what the wire did."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from dearmpi.comm.world import World
+from dearmpi.config import ReduceScatter
+from dearmpi.tune.calibrate import calibrate
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+@pytest.mark.parametrize("algorithm", get_args(ReduceScatter))
+def test_all_ranks_hold_the_same_costs(world: World, algorithm: ReduceScatter) -> None:
+    result = calibrate(world, reduce_scatter=algorithm, library="as told", budget_s=0.05)
+    texts = world.all_gather_text(result.to_json())
+    assert texts == [texts[0]] * world.size
+    result.check_world_size(world.size)
+    assert (result.hosts, result.algorithm) == (world.hosts, algorithm)
+    for samples in (result.reduce_scatter, result.all_gather):
+        assert all(times.alone_s > 0 and times.pair_s > 0 for times in samples)
+    costs = result.costs
+    assert costs.reduce_scatter.alone_s(2**20) > 0 and costs.all_gather.alone_s(2**20) > 0

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+from dearmpi.tune.calibrate import calibrate
+from dearmpi.tune.calibration import Calibration
+
+ALPHA_S, BETA = 2e-3, 1e-8
+
+
+def seconds(label: str, nbytes: int) -> float:
+    """Reduce-scatters take three times as long as all-gathers."""
+    return (3 if label == "RS" else 1) * (ALPHA_S + BETA * nbytes)
+
+
+def measure(world: World, budget_s: float = 0.5) -> Calibration:
+    return calibrate(world, reduce_scatter="exchange", library="none at all", budget_s=budget_s)
+
+
+def test_all_ranks_agree_on_what_the_wire_needs_at_least() -> None:
+    hub = FakeHub(3, seconds=seconds, hosts=["a", "b", "b"])
+    one, *others = run_ranks(3, measure, hub=hub)
+    assert all(other == one for other in others)
+    assert one.hosts == ("a", "b", "b")
+    assert (one.library, one.algorithm) == ("none at all", "exchange")
+    for label, samples in (("RS", one.reduce_scatter), ("AG", one.all_gather)):
+        for times in samples:
+            wire_s = seconds(label, times.nbytes)
+            assert times.alone_s >= wire_s
+            assert times.pair_s >= 2 * wire_s  # this wire carries one at a time
+
+
+@pytest.mark.parametrize(("budget_s", "num_sizes"), [(0.0, 3), (60.0, 4)])
+def test_sizes_go_as_far_as_the_time_allows(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, num_sizes: int
+) -> None:
+    monkeypatch.setattr("dearmpi.tune.calibrate._SIZES", tuple(2**n for n in (8, 10, 12, 14)))
+    for result in run_ranks(2, lambda world: measure(world, budget_s)):
+        sizes = [times.nbytes for times in result.all_gather]
+        assert sizes == [2**8 * 4**n for n in range(num_sizes)]
+        assert sizes == [times.nbytes for times in result.reduce_scatter]
+
+
+def test_sizes_are_whole_shards() -> None:
+    for result in run_ranks(3, lambda world: measure(world, 0.0)):
+        assert all(times.nbytes % (4 * 3) == 0 for times in result.all_gather)
+
+
+def test_a_world_of_one_is_refused() -> None:
+    world = World(AloneCollectives(), progress="poll")
+    with pytest.raises(ConfigError, match="start several with mpirun"):
+        calibrate(world)
+    world.close()

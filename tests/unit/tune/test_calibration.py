@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dearmpi.errors import ConfigError
+from dearmpi.tune.calibration import (
+    Calibration,
+    SizeTimes,
+    parse_calibration,
+    read_calibration,
+)
+
+ALPHA_S, BETA = 1e-3, 8e-9
+
+
+def exact(alpha_s: float, beta: float) -> tuple[SizeTimes, ...]:
+    """What a link without any noise gives, which is busy all the time."""
+    return tuple(
+        SizeTimes(n, alpha_s + beta * n, max(alpha_s + beta * n, 2 * beta * n))
+        for n in (2**14, 2**17, 2**20)
+    )
+
+
+def made(**changes: Any) -> Calibration:
+    whole = Calibration(
+        hosts=("n0", "n0", "n1"),
+        library="MPICH 5.0.2",
+        algorithm="ring",
+        reduce_scatter=exact(ALPHA_S, BETA),
+        all_gather=exact(2 * ALPHA_S, BETA / 2),
+    )
+    return replace(whole, **changes)
+
+
+def test_the_costs_are_fitted() -> None:
+    costs = made(update_s=1e-4, update_s_per_byte=1e-10, main_thread_s=1e-5).costs
+    assert costs.world_size == 3
+    assert costs.reduce_scatter.alpha_s == pytest.approx(ALPHA_S)
+    assert costs.reduce_scatter.beta_s_per_byte == pytest.approx(BETA)
+    assert costs.all_gather.alpha_s == pytest.approx(2 * ALPHA_S)
+    assert costs.all_gather.beta_s_per_byte == pytest.approx(BETA / 2)
+    assert (costs.update_s, costs.update_s_per_byte, costs.main_thread_s) == (1e-4, 1e-10, 1e-5)
+    assert made().fits[0].relative_error < 1e-9
+
+
+def test_a_file_tells_all_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(made(update_s=1e-4).to_json())
+    assert read_calibration(path) == made(update_s=1e-4)
+    plain = json.loads(path.read_text())
+    assert plain["reduce_scatter"]["beta_s_per_byte"] == pytest.approx(BETA)
+    assert plain["reduce_scatter"]["relative_error"] < 1e-9
+    assert plain["hosts"] == ["n0", "n0", "n1"] and plain["library"] == "MPICH 5.0.2"
+
+
+def test_another_world_size_is_refused() -> None:
+    made().check_world_size(3)
+    with pytest.raises(ConfigError, match=r"3 ranks \(on n0, n1\), but this job has 4"):
+        made().check_world_size(4)
+
+
+def test_one_size_is_too_few() -> None:
+    with pytest.raises(ConfigError, match="two sizes"):
+        made(all_gather=exact(ALPHA_S, BETA)[:1])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("format",), 7, ("format 7", "format 1")),
+        (("world_size",), 4, ("3 names for 4 ranks",)),
+        (("world_size",), 1, ("world_size", "1")),
+        (("algorithm",), "tree", ("'tree'", "ring")),
+        (("all_gather", "samples"), [], ("two sizes",)),
+        (("all_gather", "samples", 0, "alone_s"), -1.0, ("all_gather: samples[0]", "alone_s")),
+        (("reduce_scatter", "samples", 1, "pair_s"), float("nan"), ("samples[1]", "nan")),
+        (("reduce_scatter", "samples", 1, "alone_s"), 0.0, ("131072 bytes in 0.0 s",)),
+        (("update_s",), "much", ("update_s", "'much'")),
+        (("library",), None, ("library",)),
+    ],
+)
+def test_a_wrong_file_is_refused(path: tuple[Any, ...], value: object, words: Any) -> None:
+    plain = json.loads(made().to_json())
+    inside = plain
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    with pytest.raises(ConfigError) as caught:
+        parse_calibration(json.dumps(plain), "link.json")
+    assert all(word in str(caught.value) for word in ("link.json", *words))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the calibration .*missing\.json"):
+        read_calibration(tmp_path / "missing.json")
+
+
+def test_costs_can_be_read_without_torch() -> None:
+    code = "import sys, dearmpi.tune.calibration; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "False\n"
