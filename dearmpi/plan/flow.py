@@ -130,7 +130,8 @@ class Flow:
         landed = []
         for flight in self._flights:
             flight.left -= flight.speed * passed
-            if flight.left <= 1e-9:
+            # What is left may take less than the next number after ``now``.
+            if flight.left <= 1e-9 or now + flight.left / flight.speed <= now:
                 landed.append(flight)
         for flight in landed:
             self._flights.remove(flight)

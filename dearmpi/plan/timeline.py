@@ -115,19 +115,24 @@ def simulate(
     eager: bool,
     window: int,
     gather: Gather = "parameters",
+    not_before_s: Sequence[float] | None = None,
 ) -> Timeline:
     """Walk one steady iteration of ``schedule`` over ``layout``.
 
-    eager, window, gather: as in ``EngineConfig``.
+    eager, window, gather: as in ``EngineConfig``. not_before_s: by bucket, when its reduce-scatter
+    may be posted at the earliest, for systems that look for ready buckets now and then.
 
     The work is in proportion to layers and buckets, and the same for any world size. Raises
     ConfigError if layout, schedule, costs and profile do not belong together.
     """
     _check(profile, layout, schedule, costs)
     backprop = _run_backprop(profile, layout, costs)
+    ready = [
+        max(pair) for pair in zip(backprop.ready_s, not_before_s or backprop.ready_s, strict=True)
+    ]
     loads = [
         bucket_load(bucket, costs, ready_s=ready_s, gather=gather) if is_active(bucket) else None
-        for bucket, ready_s in zip(layout, backprop.ready_s, strict=True)
+        for bucket, ready_s in zip(layout, ready, strict=True)
     ]
     flow = Flow(
         loads,

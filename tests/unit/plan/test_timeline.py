@@ -318,6 +318,21 @@ def test_the_work_grows_with_buckets_and_not_with_ranks(world_size: int) -> None
     assert len(timeline.spans) == 2 * 202 + 3 * 398
 
 
+def test_an_operation_that_costs_nothing_ends() -> None:
+    layout, free = per_tensor(equal(3)), LinkModel(0.0, 0.0)
+    costs = Costs(2, LinkModel(0.1, 1 / 7), free)
+    timeline = simulate(equal(3), layout, dear(3), costs, eager=True, window=1)
+    assert timeline.iteration_s == pytest.approx(1 + 3 * (0.1 + 8 / 7) + 3)
+
+
+def test_a_reduce_scatter_waits_until_it_may_be_posted() -> None:
+    layout = per_tensor(equal(2))
+    timeline = simulate(
+        equal(2), layout, dear(2), COSTS, eager=True, window=1, not_before_s=(0.0, 1.5)
+    )
+    assert times(timeline, "reduce-scatter") == {"RS1": (1.5, 2.5), "RS0": (2.5, 3.5)}
+
+
 def test_parts_that_do_not_belong_together_are_refused() -> None:
     profile = equal(2)
     layout = per_tensor(profile)
