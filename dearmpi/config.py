@@ -11,6 +11,7 @@ ScheduleName = Literal["serial", "wfbp", "dear"]
 Gather = Literal["parameters", "gradients"]
 ReduceScatter = Literal["native", "ring", "exchange"]
 Buffers = Literal["keep", "broadcast", "average"]
+WireDtype = Literal["bf16", "fp16"]
 ProgressMode = Literal["thread", "poll"]
 
 MIB = 1024 * 1024

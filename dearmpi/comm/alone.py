@@ -6,7 +6,7 @@ import os
 import socket
 
 from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
-from dearmpi.config import ReduceScatter
+from dearmpi.config import ReduceScatter, WireDtype
 
 
 class AloneCollectives:
@@ -20,11 +20,13 @@ class AloneCollectives:
         """The name of this host."""
         return socket.gethostname()
 
-    def start_reduce_scatter(self, buffer: Buffer, algorithm: ReduceScatter) -> Request:
+    def start_reduce_scatter(
+        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+    ) -> Request:
         """The sum over one rank is there already."""
         return Completed()
 
-    def start_all_gather(self, buffer: Buffer) -> Request:
+    def start_all_gather(self, buffer: Buffer, *, wire_dtype: WireDtype | None = None) -> Request:
         """The only shard is the whole."""
         return Completed()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from dearmpi.config import ReduceScatter
+from dearmpi.config import ReduceScatter, WireDtype
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -54,15 +54,27 @@ class Collectives(Protocol):
     @property
     def host(self) -> str: ...
 
-    def start_reduce_scatter(self, buffer: Buffer, algorithm: ReduceScatter) -> Request:
+    def start_reduce_scatter(
+        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+    ) -> Request:
         """Sum ``buffer`` over the ranks; this rank's shard of it then holds its shard of the sum.
 
         The length must be a multiple of the world size. The other shards are left undefined.
+
+        wire_dtype: in what to send a wider buffer; sums are formed in the buffer's own dtype.
+        ``exchange`` rounds each rank's contribution once: with u = 2**-8 (bf16) or 2**-11 (fp16)
+        an element is off by at most u times the sum of the contributions' magnitudes. ``ring``
+        rounds the partial sum at each of P - 1 hops: by at most (1 + u)**(P - 1) - 1 times it.
+        ``native`` cannot. What fp16 cannot hold becomes infinite, or zero.
         """
         ...
 
-    def start_all_gather(self, buffer: Buffer) -> Request:
-        """Fill ``buffer`` with every rank's shard of it, in place."""
+    def start_all_gather(self, buffer: Buffer, *, wire_dtype: WireDtype | None = None) -> Request:
+        """Fill ``buffer`` with every rank's shard of it, in place.
+
+        wire_dtype: in what to send a wider buffer; the own shard is then rounded as the others
+        receive it, so that all ranks hold the same bits. With one rank nothing is rounded.
+        """
         ...
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:

@@ -11,8 +11,29 @@ from dearmpi.comm.api import Buffer
 from dearmpi.comm.host import HostBuffer
 
 
-def nbytes_of(buffer: Buffer | None) -> int:
-    return 0 if buffer is None else buffer.numel() * buffer.element_size()
+def nbytes_of(buffer: Buffer | None, carrier: Buffer | None = None) -> int:
+    """The bytes of ``buffer``, as elements of ``carrier`` if there is one."""
+    return (
+        0
+        if buffer is None
+        else buffer.numel() * (buffer if carrier is None else carrier).element_size()
+    )
+
+
+def as_sent(buffer: Any, carrier: Any) -> Any:
+    """A copy of ``buffer`` with what is left of its values in the dtype of ``carrier``."""
+    if buffer is None or carrier is buffer:
+        return None if buffer is None else buffer.clone()
+    return buffer.clone().copy_(carrier.new_empty(buffer.numel()).copy_(buffer))
+
+
+def signature_of(label: str, detail: Any, buffer: Buffer | None, carrier: Buffer | None) -> str:
+    """What ranks must agree on."""
+    what = label if detail is None else f"{label}({detail})"
+    if buffer is None or carrier is None:
+        return what
+    what += f" of {buffer.numel()} {buffer.dtype}"
+    return what if carrier is buffer else f"{what} sent as {carrier.dtype}"
 
 
 def bytes_of(buffer: Buffer) -> bytes:

@@ -21,8 +21,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
-from dearmpi.comm.contents import bytes_of, combine, nbytes_of, shard_of, spoil
-from dearmpi.config import ReduceScatter
+from dearmpi.comm.contents import (
+    as_sent,
+    bytes_of,
+    combine,
+    nbytes_of,
+    shard_of,
+    signature_of,
+    spoil,
+)
+from dearmpi.comm.scratch import carrier_of
+from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.errors import CommError
 
 Action = Literal["refuse", "break", "stall", "delay"]
@@ -156,20 +165,32 @@ class FakeHub:
             self.failure = self.failure or reason
 
     def post(
-        self, rank: int, communicator: int, kind: str, buffer: Any, detail: Any = None
+        self,
+        rank: int,
+        communicator: int,
+        kind: str,
+        buffer: Any,
+        detail: Any = None,
+        carrier: Any = None,
     ) -> tuple[Request, _Operation]:
-        """Post an operation; ``detail`` is its reduction, its root, or its algorithm."""
+        """Post an operation.
+
+        detail: its reduction, its root, or its algorithm. carrier: something of the dtype in which
+        ``buffer`` travels, if not its own.
+        """
+        carrier = buffer if carrier is None else carrier
         label = kind if buffer is None else kind + self._name(buffer)
         with self.lock:
             self.records.append(Record(rank, communicator, label))
-            operation = self._join(rank, communicator, kind, label, buffer, detail)
+            what = signature_of(label, detail, buffer, carrier)
+            operation = self._join(rank, communicator, kind, label, detail, what)
             fault = self._meet_fault(rank, communicator, label)
             if fault is not None and fault.action == "refuse":
                 raise CommError(f"rank {rank}: {label} was refused (injected)")
             if fault is None or fault.action != "stall":
-                operation.contents[rank] = None if buffer is None else buffer.clone()
+                operation.contents[rank] = as_sent(buffer, carrier)
             if len(operation.contents) == self.size and not operation.error:
-                self._match(operation, nbytes_of(buffer))
+                self._match(operation, nbytes_of(buffer, carrier))
             self._count_in_flight(rank, communicator, +1)
             return _FakeRequest(self, operation, rank, buffer, fault), operation
 
@@ -186,15 +207,12 @@ class FakeHub:
         communicator: int,
         kind: str,
         label: str,
-        buffer: Buffer | None,
         detail: Any,
+        what: str,
     ) -> _Operation:
         """The operation that this post belongs to, made by the first rank to come."""
         place = communicator, self._num_posted[rank, communicator]
         self._num_posted[rank, communicator] += 1
-        what = label if detail is None else f"{label}({detail})"
-        if buffer is not None:
-            what += f" of {buffer.numel()} {buffer.dtype}"
         operation = self._operations.get(place)
         if operation is None:
             operation = _Operation(place, kind, label, detail, what, rank)
@@ -301,13 +319,15 @@ class FakeCollectives:
         self.rank, self.size, self.host = rank, hub.size, hub.hosts[rank]
         self._hub, self._communicator = hub, communicator
 
-    def start_reduce_scatter(self, buffer: Buffer, algorithm: ReduceScatter) -> Request:
-        """Sum in rank order, in the buffer's own dtype."""
-        return self._start("RS", buffer, algorithm)
+    def start_reduce_scatter(
+        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+    ) -> Request:
+        """Sum in rank order, in the buffer's own dtype, what is rounded once for the wire."""
+        return self._start("RS", buffer, algorithm, wire_dtype)
 
-    def start_all_gather(self, buffer: Buffer) -> Request:
+    def start_all_gather(self, buffer: Buffer, *, wire_dtype: WireDtype | None = None) -> Request:
         """Fill ``buffer`` with every rank's shard of it."""
-        return self._start("AG", buffer)
+        return self._start("AG", buffer, wire_dtype=wire_dtype)
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         """Reduce ``buffer`` in rank order."""
@@ -340,10 +360,17 @@ class FakeCollectives:
         self._hub.fail(f"rank {self.rank} aborted the job with exit status {code}")
         raise SystemExit(code)
 
-    def _start(self, kind: str, buffer: Buffer, detail: Any = None) -> Request:
+    def _start(
+        self,
+        kind: str,
+        buffer: Buffer,
+        detail: Any = None,
+        wire_dtype: WireDtype | None = None,
+    ) -> Request:
         if buffer.numel() % self.size:
             raise CommError(
                 f"{kind} of {buffer.numel()} elements over {self.size} ranks: the length must be "
                 "a multiple of the world size"
             )
-        return self._hub.post(self.rank, self._communicator, kind, buffer, detail)[0]
+        carrier = buffer if self.size == 1 else carrier_of(buffer, wire_dtype)
+        return self._hub.post(self.rank, self._communicator, kind, buffer, detail, carrier)[0]

@@ -7,6 +7,7 @@ its width, since MPI has no portable half precision.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from mpi4py import MPI
 
 from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
 from dearmpi.comm.library import Library
-from dearmpi.comm.ring import CHUNK_BYTES, RingReduceScatter, num_receives
-from dearmpi.config import ReduceScatter
+from dearmpi.comm.ring import CHUNK_BYTES, RingReduceScatter, num_scratch
+from dearmpi.comm.scratch import Scratch, ScratchRequest, add_in_order, carrier_of
+from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.errors import CommError, ConfigError
 
 _ARITHMETIC = {
@@ -62,7 +64,7 @@ class MpiCollectives:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
         self._num_started = 0
-        self._scratch: dict[tuple[Any, ...], list[Any]] = {}
+        self._scratch = Scratch()
 
     @property
     def rank(self) -> int:
@@ -79,7 +81,9 @@ class MpiCollectives:
         """The name of this rank's host."""
         return MPI.Get_processor_name()
 
-    def start_reduce_scatter(self, buffer: Buffer, algorithm: ReduceScatter) -> Request:
+    def start_reduce_scatter(
+        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+    ) -> Request:
         """Sum ``buffer`` over the ranks into this rank's shard of it."""
         if buffer.numel() % self.size:
             raise CommError(
@@ -88,17 +92,30 @@ class MpiCollectives:
             )
         if self.size == 1:
             return Completed()
+        carrier = carrier_of(buffer, wire_dtype)
         if algorithm == "ring":
-            return self._start_ring(buffer)
+            return self._start_ring(buffer, carrier)
         if algorithm == "native":
-            return self._start_native(buffer)
-        return self._start_exchange(buffer)
+            return self._start_native(buffer, carrier)
+        return self._start_exchange(buffer, carrier)
 
-    def start_all_gather(self, buffer: Buffer) -> Request:
+    def start_all_gather(self, buffer: Buffer, *, wire_dtype: WireDtype | None = None) -> Request:
         """Fill ``buffer`` with every rank's shard of it, in place."""
         count = buffer.numel() // self.size
-        request = self._comm.Iallgather(MPI.IN_PLACE, _spec(buffer, count, moved=True))
-        return MpiRequest(request, buffer)
+        carrier = carrier_of(buffer, wire_dtype) if self.size > 1 else buffer
+        sent = buffer
+        if carrier is not buffer:
+            sent = self._scratch.take(carrier, buffer.numel())
+            self._own_shard(sent).copy_(self._own_shard(buffer))
+        request = MpiRequest(
+            self._comm.Iallgather(MPI.IN_PLACE, _spec(sent, count, moved=True)), sent
+        )
+        if sent is buffer:
+            return request
+        # The own shard too, so that all ranks hold the same.
+        return ScratchRequest(
+            self._scratch, request, held=[sent], finish=partial(_copy, sent, into=buffer)
+        )
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         """Reduce ``buffer`` over the ranks, in place."""
@@ -114,7 +131,7 @@ class MpiCollectives:
         comm, request = self._comm.Idup()
         # The error handler is inherited; setting it again must wait for the request.
         twin = MpiCollectives.__new__(MpiCollectives)
-        twin._comm, twin._num_started, twin._scratch = comm, 0, {}
+        twin._comm, twin._num_started, twin._scratch = comm, 0, Scratch()
         return twin, MpiRequest(request, comm)
 
     def free(self) -> None:
@@ -148,14 +165,16 @@ class MpiCollectives:
         """Receive into ``buffer`` from one rank."""
         return MpiRequest(self._comm.Irecv(_spec(buffer, moved=True), source, tag), buffer)
 
-    def _start_ring(self, buffer: Buffer) -> Request:
+    def _start_ring(self, buffer: Buffer, carrier: Buffer) -> Request:
         self._num_started += 1
-        shard_numel = buffer.numel() // self.size
+        shard_numel, width = buffer.numel() // self.size, carrier.element_size()
         # A power of two, so that buckets of all sizes share what lies on the free list.
-        numel = min(1 << shard_numel.bit_length(), CHUNK_BYTES // buffer.element_size())
-        scratch = [
-            self._take_scratch(buffer, numel) for _ in range(num_receives(buffer, self.size))
-        ]
+        numel = min(1 << shard_numel.bit_length(), CHUNK_BYTES // width)
+        num = num_scratch(shard_numel, width, self.size)
+        scratch = [self._scratch.take(carrier, numel) for _ in range(num)]
+        outgoing = []
+        if carrier is not buffer:
+            outgoing = [self._scratch.take(carrier, numel) for _ in range(num)]
         ring = RingReduceScatter(
             self,
             buffer,
@@ -163,89 +182,48 @@ class MpiCollectives:
             size=self.size,
             tag=self._num_started % _NUM_TAGS,
             scratch=scratch,
+            outgoing=outgoing,
         )
-        return _Reduction(self, ring, scratch, buffer)
+        return ScratchRequest(self._scratch, ring, held=[*scratch, *outgoing])
 
-    def _start_native(self, buffer: Buffer) -> Request:
-        dtype = _name(buffer)
+    def _start_native(self, buffer: Buffer, carrier: Buffer) -> Request:
+        dtype = _name(carrier)
         if dtype not in _ARITHMETIC:
             raise ConfigError(
                 f"reduce_scatter is 'native', but MPI cannot add {dtype}; use 'exchange' (fp32 "
                 "sums) or 'ring'"
             )
         count = buffer.numel() // self.size
-        scratch = self._take_scratch(buffer, count)
-        request = self._comm.Ireduce_scatter_block(
-            _spec(buffer, count), _spec(scratch, count), MPI.SUM
+        total = self._scratch.take(buffer, count)
+        request = MpiRequest(
+            self._comm.Ireduce_scatter_block(_spec(buffer, count), _spec(total, count), MPI.SUM),
+            buffer,
+            total,
         )
-        return _NativeReduction(self, MpiRequest(request, buffer, scratch), [scratch], buffer)
+        finish = partial(_copy, total, into=self._own_shard(buffer))
+        return ScratchRequest(self._scratch, request, held=[total], finish=finish)
 
-    def _start_exchange(self, buffer: Buffer) -> Request:
-        count = buffer.numel() // self.size
-        scratch = self._take_scratch(buffer, buffer.numel())
+    def _start_exchange(self, buffer: Buffer, carrier: Buffer) -> Request:
+        count, sent = buffer.numel() // self.size, buffer
+        arrived = self._scratch.take(carrier, buffer.numel())
+        held = [arrived]
+        if carrier is not buffer:
+            sent = self._scratch.take(carrier, buffer.numel())
+            _copy(buffer, into=sent)
+            held.append(sent)
         request = self._comm.Ialltoall(
-            _spec(buffer, count, moved=True), _spec(scratch, count, moved=True)
+            _spec(sent, count, moved=True), _spec(arrived, count, moved=True)
         )
-        return _ExchangeReduction(self, MpiRequest(request, buffer, scratch), [scratch], buffer)
+        parts = [arrived[i * count : (i + 1) * count] for i in range(self.size)]
+        finish = partial(add_in_order, parts, into=self._own_shard(buffer))
+        return ScratchRequest(
+            self._scratch, MpiRequest(request, sent, arrived), held=held, finish=finish
+        )
 
-    def own_shard(self, buffer: Buffer) -> Any:
+    def _own_shard(self, buffer: Buffer) -> Any:
         """The slice of ``buffer`` that belongs to this rank."""
         count = buffer.numel() // self.size
         return buffer[self.rank * count : (self.rank + 1) * count]
-
-    def _take_scratch(self, like: Buffer, numel: int) -> Any:
-        """A buffer from the free list: fresh pages cost more than the copy they serve."""
-        free = self._scratch.get((like.dtype, getattr(like, "device", None), numel))
-        return free.pop() if free else like.new_empty(numel)
-
-    def give_back(self, scratch: Any) -> None:
-        """Return a scratch buffer to the free list."""
-        key = (scratch.dtype, getattr(scratch, "device", None), scratch.numel())
-        self._scratch.setdefault(key, []).append(scratch)
-
-
-class _Reduction:
-    """A reduce-scatter with scratch memory, which goes back to the free list at its end."""
-
-    def __init__(
-        self, owner: MpiCollectives, request: Request, scratch: list[Any], buffer: Buffer
-    ) -> None:
-        self._owner, self._request = owner, request
-        self._scratch, self._buffer = scratch, buffer
-        self._done = False
-
-    def test(self) -> bool:
-        """True once the sum stands in this rank's shard."""
-        if not self._done and self._request.test():
-            self.reduce(self._owner.own_shard(self._buffer))
-            for scratch in self._scratch:
-                self._owner.give_back(scratch)
-            self._done = True
-        return self._done
-
-    def reduce(self, shard: Any) -> None:
-        """Put the sum into ``shard``; nothing to do where it was formed in place."""
-
-
-class _NativeReduction(_Reduction):
-    def reduce(self, shard: Any) -> None:
-        shard.copy_(self._scratch[0])
-
-
-class _ExchangeReduction(_Reduction):
-    def reduce(self, shard: Any) -> None:
-        """Add in rank order, half precision in fp32, so that every rank rounds alike and once."""
-        count = shard.numel()
-        parts = [self._scratch[0][i * count : (i + 1) * count] for i in range(self._owner.size)]
-        if shard.element_size() >= 4:
-            shard.copy_(parts[0])
-            total = shard
-        else:
-            total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        if total is not shard:
-            shard.copy_(total)
 
 
 def connect() -> MpiCollectives:
@@ -277,6 +255,10 @@ def library() -> Library:
         thread_level=_THREAD_LEVELS[MPI.Query_thread()],
         device=next((said.strip() for key, _, said in lines if key.endswith("Device")), ""),
     )
+
+
+def _copy(source: Any, *, into: Any) -> None:
+    into.copy_(source)
 
 
 def _name(buffer: Buffer) -> str:

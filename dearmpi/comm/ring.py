@@ -5,7 +5,7 @@ Bandwidth-optimal on any MPI, since each round is one full-duplex exchange with 
 device buffers work wherever point-to-point does. A small state machine, driven by ``test``.
 
 Shards travel in chunks: while one is added the next ones are on the wire, and what a rank needs of
-scratch memory does not grow with the bucket.
+scratch memory does not grow with the bucket. They may travel in half precision, at half the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from dearmpi.comm.api import Buffer, Request
 
 CHUNK_BYTES = 1 << 20
-_MOST_RECEIVES = 4
+_MOST_SCRATCH = 4
 
 
 @runtime_checkable
@@ -29,15 +29,14 @@ class PointToPoint(Protocol):
     def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request: ...
 
 
-def num_chunks(buffer: Buffer, size: int) -> int:
-    """In how many messages one shard of ``buffer`` travels over ``size`` ranks."""
-    shard_bytes = buffer.numel() // size * buffer.element_size()
-    return max(1, -(-shard_bytes // CHUNK_BYTES))
+def num_chunks(shard_numel: int, element_size: int) -> int:
+    """In how many messages a shard travels as elements of ``element_size`` bytes."""
+    return max(1, -(-shard_numel * element_size // CHUNK_BYTES))
 
 
-def num_receives(buffer: Buffer, size: int) -> int:
-    """How many scratch buffers, of a chunk each, a ring over ``buffer`` can use."""
-    return min(_MOST_RECEIVES, (size - 1) * num_chunks(buffer, size))
+def num_scratch(shard_numel: int, element_size: int, size: int) -> int:
+    """How many scratch buffers, of a chunk each, a ring over ``size`` ranks can use."""
+    return min(_MOST_SCRATCH, (size - 1) * num_chunks(shard_numel, element_size))
 
 
 class RingReduceScatter:
@@ -46,7 +45,9 @@ class RingReduceScatter:
     Round s sends shard ``rank - 1 - s`` and adds the incoming shard ``rank - 2 - s``, chunk by
     chunk; what is added in one round is what the next one sends, and after P - 1 rounds it is the
     rank's own shard. ``scratch``: buffers of a chunk each, at least one, into which receives are
-    posted before what came last is added.
+    posted before what came last is added. ``outgoing``: likewise, into which chunks are copied to
+    be sent; none: they are sent from where they are. Where both are of a narrower dtype, partial
+    sums are rounded once a hop, P - 1 times, and added in the buffer's own.
     """
 
     def __init__(
@@ -58,42 +59,58 @@ class RingReduceScatter:
         size: int,
         tag: int,
         scratch: Sequence[Any],
+        outgoing: Sequence[Any] = (),
     ) -> None:
         self._transport = transport
         self._buffer, self._shard_numel = buffer, buffer.numel() // size
         self._rank, self._size, self._tag = rank, size, tag
-        self._num_chunks = num_chunks(buffer, size)
+        element_size = scratch[0].element_size() if scratch else buffer.element_size()
+        self._num_chunks = num_chunks(self._shard_numel, element_size)
         self._chunk_numel = -(-self._shard_numel // self._num_chunks)
         self._num_messages = (size - 1) * self._num_chunks
-        self._num_added = 0
-        self._scratch = scratch
+        self._num_added = self._num_sent = 0
+        self._scratch, self._outgoing = scratch, outgoing
         self._receives: deque[Request] = deque()
         self._sends: deque[Request] = deque()
         for number in range(min(len(scratch), self._num_messages)):
             self._post_receive(number)
-        for number in range(min(self._num_chunks, self._num_messages)):
-            self._post_send(number)
+        self._post_sends()
 
     def test(self) -> bool:
         """Advance by as many chunks as have arrived; True when all are done."""
         while self._receives and self._receives[0].test():
             self._receives.popleft()
             self._finish_receive(self._num_added)
-        if self._receives:
+        while self._num_sent < self._num_ready and self._sends[0].test():
+            self._sends.popleft()
+            self._post_sends()
+        if self._num_sent < self._num_messages or self._receives:
             return False  # every poll of MPI costs, and drives the sends as well
         while self._sends and self._sends[0].test():
             self._sends.popleft()
         return not self._sends
+
+    @property
+    def _num_ready(self) -> int:
+        """How many messages may be sent: those of the first round, and what was added since."""
+        return min(self._num_messages, self._num_chunks + self._num_added)
 
     def _finish_receive(self, number: int) -> None:
         """Add what arrived, send it on, and let its scratch receive again."""
         target = self._part(self._rank - 2, number)
         target.add_(self._incoming(number, target.numel()))
         self._num_added += 1
-        if number + self._num_chunks < self._num_messages:
-            self._post_send(number + self._num_chunks)
+        self._post_sends()
         if number + len(self._scratch) < self._num_messages:
             self._post_receive(number + len(self._scratch))
+
+    def _post_sends(self) -> None:
+        """Post what is ready, as far as there is memory to send it from."""
+        while self._num_sent < self._num_ready:
+            if self._outgoing and len(self._sends) == len(self._outgoing):
+                return
+            self._post_send(self._num_sent)
+            self._num_sent += 1
 
     def _post_receive(self, number: int) -> None:
         numel = self._part(self._rank - 2, number).numel()
@@ -105,6 +122,9 @@ class RingReduceScatter:
 
     def _post_send(self, number: int) -> None:
         part = self._part(self._rank - 1, number)
+        if self._outgoing:
+            # Sends are taken back in order, so that this one's turn finds its memory free.
+            part = self._outgoing[number % len(self._outgoing)][: part.numel()].copy_(part)
         successor = (self._rank + 1) % self._size
         self._sends.append(self._transport.start_send(part, successor, self._tag))
 

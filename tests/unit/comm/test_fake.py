@@ -56,6 +56,36 @@ def test_reduce_scatter_leaves_only_the_own_shard(dtype: torch.dtype) -> None:
         assert is_spoiled(rest) if dtype.is_floating_point else bool((rest == -1).all())
 
 
+def test_half_precision_on_the_wire_rounds_what_is_sent_and_takes_half_the_bytes() -> None:
+    moved: list[int] = []
+
+    def seconds(label: str, nbytes: int) -> float:
+        moved.append(nbytes)
+        return 0.0
+
+    twins = channels(FakeHub(2, seconds=seconds))
+    third = torch.tensor(1 / 3)
+    buffers = [torch.full((4,), float(third)) for _ in range(4)]
+    requests = [
+        c.start_reduce_scatter(b, "ring", wire_dtype="bf16")
+        for c, b in zip(twins, buffers[:2], strict=True)
+    ]
+    requests += [
+        c.start_all_gather(b, wire_dtype="fp16") for c, b in zip(twins, buffers[2:], strict=True)
+    ]
+    assert all(request.test() for request in requests)
+    assert moved == [8, 8]
+    assert torch.equal(buffers[0][:2], (2 * third.bfloat16().float()).expand(2))
+    assert all(torch.equal(b, third.half().float().expand(4)) for b in buffers[2:])
+
+
+def test_one_rank_sends_nothing_so_nothing_is_rounded() -> None:
+    (twin,) = channels(FakeHub(1))
+    buffer = torch.full((3,), 1 / 3)
+    assert twin.start_all_gather(buffer, wire_dtype="bf16").test()
+    assert torch.equal(buffer, torch.full((3,), 1 / 3))
+
+
 def test_all_gather_spoils_what_is_in_flight_and_then_fills_it() -> None:
     hub = FakeHub(2)
     buffers = [torch.full((4,), float(rank)) for rank in range(2)]
@@ -110,6 +140,10 @@ def test_an_operation_waits_for_the_last_rank() -> None:
         (
             lambda c: c.start_reduce_scatter(torch.ones(4), "ring"),
             lambda c: c.start_reduce_scatter(torch.ones(4), "native"),
+        ),
+        (
+            lambda c: c.start_all_gather(torch.ones(4)),
+            lambda c: c.start_all_gather(torch.ones(4), wire_dtype="bf16"),
         ),
         (
             lambda c: c.start_broadcast(torch.ones(4), 0),

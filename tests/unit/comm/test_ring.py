@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dearmpi.comm import ring
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.ring import RingReduceScatter, num_receives
+from dearmpi.comm.ring import RingReduceScatter, num_chunks, num_scratch
 
 
 class Post:
@@ -68,8 +68,17 @@ class End:
         return post
 
 
-def start_rings(wires: Wires, inputs: list[Any], tag: int = 1) -> list[RingReduceScatter]:
-    size = len(inputs)
+def start_rings(
+    wires: Wires, inputs: list[Any], tag: int = 1, wire_dtype: torch.dtype | None = None
+) -> list[RingReduceScatter]:
+    size, shard_numel = len(inputs), inputs[0].numel() // len(inputs)
+    width = inputs[0].element_size() if wire_dtype is None else wire_dtype.itemsize
+    num = num_scratch(shard_numel, width, size)
+
+    def scratch(buffer: Any) -> list[Any]:
+        like = buffer if wire_dtype is None else buffer.to(wire_dtype)
+        return [like.new_empty(shard_numel) for _ in range(num)]
+
     return [
         RingReduceScatter(
             End(wires, rank),
@@ -77,9 +86,8 @@ def start_rings(wires: Wires, inputs: list[Any], tag: int = 1) -> list[RingReduc
             rank=rank,
             size=size,
             tag=tag,
-            scratch=[
-                buffer.new_empty(buffer.numel() // size) for _ in range(num_receives(buffer, size))
-            ],
+            scratch=scratch(buffer),
+            outgoing=() if wire_dtype is None else scratch(buffer),
         )
         for rank, buffer in enumerate(inputs)
     ]
@@ -139,6 +147,47 @@ def test_rings_under_way_at_once_do_not_mix(size: int, chance: random.Random) ->
     for whole, outputs in zip((first, second), buffers, strict=True):
         for rank, buffer in enumerate(outputs):
             assert torch.equal(shard(buffer, rank, size), shard(whole.sum(0), rank, size))
+
+
+@given(
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.integers(2, 6),
+    st.integers(1, 20),
+    st.sampled_from([4, 10, 1 << 20]),
+    st.randoms(use_true_random=False),
+)
+def test_half_precision_on_the_wire_is_off_by_one_rounding_a_hop(
+    wire_dtype: torch.dtype, size: int, shard_numel: int, chunk_bytes: int, chance: random.Random
+) -> None:
+    generator = torch.Generator().manual_seed(size * 7 + shard_numel)
+    whole = torch.randn(size, size * shard_numel, generator=generator)
+    exact, magnitude = whole.double().sum(0), whole.double().abs().sum(0)
+    buffers, wires = list(whole.clone()), Wires()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "CHUNK_BYTES", chunk_bytes)
+        run(wires, start_rings(wires, buffers, wire_dtype=wire_dtype), chance)
+    unit_roundoff = torch.finfo(wire_dtype).eps / 2
+    # fp32 sums add their own, tiny roundings; fp16 has an absolute one near zero.
+    bound = ((1 + unit_roundoff) ** (size - 1) - 1 + 1e-6) * magnitude + size * 1e-7
+    for rank, buffer in enumerate(buffers):
+        error = shard(buffer.double() - exact, rank, size).abs()
+        assert bool((error <= shard(bound, rank, size)).all())
+
+
+def test_what_the_wire_holds_exactly_arrives_exactly_with_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many more chunks than there is memory to send from: sends wait, and none is overwritten."""
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 2)
+    size, shard_numel = 3, 40
+    assert num_chunks(shard_numel, 2) == 40 and num_scratch(shard_numel, 2, size) == 4
+    whole = (torch.arange(size * size * shard_numel) % 17 - 8.0).reshape(size, -1)
+    buffers, wires = list(whole.clone()), Wires()
+    rings = start_rings(wires, buffers, wire_dtype=torch.bfloat16)
+    assert all(len(sends) == 4 for sends in wires.sends.values())
+    run(wires, rings, random.Random(0))
+    for rank, buffer in enumerate(buffers):
+        assert torch.equal(shard(buffer, rank, size), shard(whole.sum(0), rank, size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
