@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,12 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
     if outcome.hidden_share is not None:
         lines.append(f"communication: {outcome.hidden_share:.0%} hidden behind computation")
     return [*lines, f"run folder: {folder}"]
+
+
+def describe_stop(number: signal.Signals | None, max_time_s: float | None) -> str:
+    """Why a run stopped before its end: a signal ``number``, or the clock."""
+    cause = f"--max-time {max_time_s:g} s" if number is None else number.name
+    return f"stopped by {cause}; the same command with --name and --resume auto goes on"
 
 
 def _describe_metrics(metrics: Mapping[str, float]) -> list[str]:

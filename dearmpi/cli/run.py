@@ -14,7 +14,7 @@ from dearmpi.errors import ConfigError, LaunchError
 from dearmpi.train.layers import Layer, make_layer, merge, read_environment, read_file
 
 if TYPE_CHECKING:
-    from dearmpi.comm.world import World
+    from dearmpi.train.stop import StopRequest
 
 EPILOG = """\b
 Each flag may also be given in the environment (--batch-size as DEAR_TRAIN_BATCH_SIZE) or in
@@ -23,7 +23,8 @@ the file over what the task recommends.
 
 \b
 Exit codes: 0 done, 1 failure, 2 usage, 3 launch, 4 ranks differ, 5 data, 6 checkpoint,
-7 loss not finite, 8 communication, 75 stopped by SIGUSR1 or SIGTERM after a checkpoint."""
+7 loss not finite, 8 communication, 75 stopped by SIGUSR1, SIGTERM or --max-time after a
+checkpoint."""
 
 
 def _run(config: str | None, **given: object) -> int:
@@ -65,8 +66,18 @@ def read_layers(
 
 def run_together(failure: ConfigError | None, layers: Sequence[Layer] = ()) -> int:
     """Connect the ranks, then train, or tell of a ``failure`` once. Returns the exit code."""
+    from dearmpi.train.stop import StopRequest
+
+    with StopRequest() as stop:
+        return _connect_and_train(stop, failure, layers)
+
+
+def _connect_and_train(
+    stop: StopRequest, failure: ConfigError | None, layers: Sequence[Layer]
+) -> int:
     from dearmpi.cli.rank_log import rank_log
     from dearmpi.comm.world import connect
+    from dearmpi.train.agreement import share_failure
 
     try:
         chosen = {} if failure else merge(layers)
@@ -75,19 +86,12 @@ def run_together(failure: ConfigError | None, layers: Sequence[Layer] = ()) -> i
         if is_first_process():
             complain(f"error: {failure or error}")
         return exit_code(failure or error)
+    stop.listen()
     with rank_log(speaks=world.is_root) as log:
         try:
-            return _train(world, failure, layers, log)
+            share_failure(world, failure)
+            from dearmpi.cli.session import run_session
+
+            return run_session(world, layers, stop=stop, log=log, command=sys.argv)
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
-
-
-def _train(world: World, failure: ConfigError | None, layers: Sequence[Layer], log: Any) -> int:
-    from dearmpi.train.agreement import share_failure
-    from dearmpi.train.stop import StopRequest
-
-    share_failure(world, failure)
-    with StopRequest() as stop:
-        from dearmpi.cli.session import run_session
-
-        return run_session(world, layers, stop=stop, log=log, command=sys.argv)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.rank_log import RankLog
-from dearmpi.cli.report import Report, describe_outcome, describe_start
+from dearmpi.cli.report import Report, describe_outcome, describe_start, describe_stop
 from dearmpi.comm.world import World
 from dearmpi.train.agreement import together
 from dearmpi.train.job import Job
@@ -28,7 +28,7 @@ def run_session(
     """Run to the end or to a stop (collective); returns the exit code."""
     console = Console(speaks=world.is_root, launched=world.size > 1)
     session = open_session(world, layers)
-    console.say_all(session.place.notes)
+    console.say_all((*session.place.notes, *session.threads.warnings))
     folder = make_folder(session, command)
     with together(world):
         log.open(folder.log(world.rank), session.describe_rank())
@@ -36,6 +36,7 @@ def run_session(
     outcome = _train(session.job, folder, console, stop)
     console.say_all(describe_outcome(session.job, outcome, folder.path))
     if outcome.stopped:
+        console.say(describe_stop(stop.agreed(world), session.job.settings.max_time_s))
         return EXIT_PREEMPTED
     task = session.job.task
     if world.is_root and task.summarize is not None:
@@ -46,9 +47,8 @@ def run_session(
 def _train(job: Job, folder: RunFolder, console: Console, stop: StopRequest) -> Outcome:
     metrics = open_metrics(job, folder)
     report = Report(job, console, metrics)
-    trainer = Trainer(
-        job, folder.path, listener=report, stop_asked=lambda: stop.received is not None
-    )
+    stop.limit(job.settings.max_time_s)
+    trainer = Trainer(job, folder.path, listener=report, stop_asked=lambda: stop.is_due)
     try:
         return trainer.run()
     finally:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dearmpi.comm.world import World
-from dearmpi.errors import ConfigError
+from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train.agreement import together
 from dearmpi.train.checkpoint.survey import resolve, survey
 from dearmpi.train.run_folder import RunFolder, free_name
@@ -53,7 +54,35 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
             )
     root, name, checkpoint, continued, notes = json.loads(world.broadcast_text(text))
     found = None if checkpoint is None else Path(checkpoint)
+    with together(world):
+        if found is not None and not found.is_dir():
+            raise CheckpointError(
+                f"{found.absolute()} is no folder here, but rank 0 on {world.hosts[0]} found a "
+                "checkpoint there; give a --run-folder that all hosts share"
+            )
     return Place(Path(root), name, found, continued, tuple(notes))
+
+
+def check_shared(world: World, folder: Path) -> None:
+    """Raise AgreedError on all ranks unless every one sees the same run folder (collective).
+
+    Rank 0 puts a file into it, under a name that nobody has looked for before: network file
+    systems remember for a while what was not there.
+    """
+    mark = folder / f".seen-{world.broadcast_text(uuid.uuid4().hex)}"
+    with together(world, root_only=True):
+        if world.is_root:
+            mark.touch()
+    try:
+        with together(world):
+            if not mark.exists():
+                raise ConfigError(
+                    f"{folder.absolute()} is not the folder of that name that rank 0 on "
+                    f"{world.hosts[0]} made; give a --run-folder that all hosts share"
+                )
+    finally:
+        if world.is_root:
+            mark.unlink(missing_ok=True)
 
 
 def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:

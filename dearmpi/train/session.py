@@ -32,7 +32,7 @@ from dearmpi.train.job import Job, check_position, make_plan, prepare
 from dearmpi.train.layers import Layer, from_checkpoint, from_task, merge, resolve
 from dearmpi.train.metrics import MetricsLog
 from dearmpi.train.optimizers import OptimizerChoice, choose_optimizer
-from dearmpi.train.place import Place, agree_on_place
+from dearmpi.train.place import Place, agree_on_place, check_shared
 from dearmpi.train.run_folder import RunFolder
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings, check_resumable
@@ -134,8 +134,8 @@ def make_folder(session: Session, command: Sequence[str]) -> RunFolder:
                     folder=Path.cwd(),
                 )
             )
-    with together(world):
-        return RunFolder.open(place.root / place.name)
+    check_shared(world, place.root / place.name)
+    return RunFolder.open(place.root / place.name)
 
 
 def open_metrics(job: Job, folder: RunFolder) -> MetricsLog | None:

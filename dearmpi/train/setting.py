@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from dearmpi.errors import ConfigError
 
-Kind = Literal["integer", "number", "text", "choice", "switch", "texts", "literals", "numbers"]
+Kind = Literal[
+    "integer", "number", "duration", "text", "choice", "switch", "texts", "literals", "numbers"
+]
 Section = Literal["Task", "Length", "Optimizer", "Communication", "Numerics", "Run"]
 
 _SWITCH = {"true": True, "yes": True, "on": True, "1": True} | {
@@ -20,6 +22,7 @@ _SWITCH = {"true": True, "yes": True, "on": True, "1": True} | {
     "off": False,
     "0": False,
 }
+_SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Setting:
 
     kind: ``texts`` are pairs of a name and text, ``literals`` pairs of a name and a plain Python
         value, ``numbers`` several numbers.
+        A ``duration`` is in seconds, or text such as 90m.
     flag: without the dashes; the environment variable and the file's key follow from the name.
     metavar: how the value is shown in help.
     least, above, most: bounds of a number.
@@ -60,6 +64,8 @@ class Setting:
                 return self._check_bounds(_to_integer(value, label), label)
             case "number":
                 return self._check_bounds(_to_number(value, label), label)
+            case "duration":
+                return self._check_bounds(_to_seconds(value, label), label)
             case "switch":
                 return _to_switch(value, label)
             case "choice":
@@ -110,6 +116,7 @@ def named(about: Setting, name: str) -> Setting:
 _METAVARS = {
     "integer": "N",
     "number": "X",
+    "duration": "TIME",
     "text": "TEXT",
     "texts": "NAME=VALUE",
     "literals": "NAME=VALUE",
@@ -139,6 +146,13 @@ def _to_number(value: object, label: str) -> float:
             if math.isfinite(number):
                 return number
     raise ConfigError(f"{label} is {value!r}; it must be a number")
+
+
+def _to_seconds(value: object, label: str) -> float:
+    unit = value[-1:] if isinstance(value, str) else ""
+    if unit not in _SECONDS_OF:
+        return _to_number(value, f"{label} (in seconds, or with a unit: 90s, 45m, 1.5h, 1d)")
+    return _to_number(str(value)[:-1], label) * _SECONDS_OF[unit]
 
 
 def _to_switch(value: object, label: str) -> bool:

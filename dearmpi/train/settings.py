@@ -203,6 +203,14 @@ class RunSettings:
         "go on from a checkpoint or run folder; auto: from the run NAME where it has one",
         metavar="auto|PATH",
     )
+    max_time_s: float | None = setting(
+        None,
+        "Run",
+        "duration",
+        "save and stop after this long, with exit code 75: seconds, or 90m, 1.5h ...",
+        flag="max-time",
+        above=0,
+    )
     checkpoint_interval: int = setting(
         0, "Run", "integer", "steps between checkpoints; 0: one, at the end", metavar="N", least=0
     )
@@ -274,8 +282,11 @@ class RunSettings:
         )
 
     def as_plain(self) -> dict[str, Any]:
-        """What was chosen, as plain data that a config file can hold; without the run's place."""
-        values = {name: getattr(self, name) for name in SETTINGS if name not in ("name", "resume")}
+        """What was chosen, as plain data that a config file can hold; without the run's place and
+        the time that this start of it may take.
+        """
+        left_out = ("name", "resume", "max_time_s")
+        values = {name: getattr(self, name) for name in SETTINGS if name not in left_out}
         return {
             name: _plain(value)
             for name, value in values.items()

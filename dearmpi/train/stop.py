@@ -1,4 +1,4 @@
-"""Stop request: a signal asks the run to save and end at the next step.
+"""Stop request: a signal, or the clock, asks the run to save and end at the next step.
 
 SIGUSR1 (what SLURM sends ahead of the time limit) and SIGTERM (preemption) only set a flag: saving
 inside a handler could meet a collective half done. Ranks see a signal at different times, so they
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -32,18 +33,33 @@ class StopRequest:
     """Notes the signals of SIGNALS while it is entered, and restores their handlers after, except
     that SIGUSR1 is ignored where it would end the process.
 
-    Enter it in the main thread, after MPI has been initialised (MPI may install handlers of its
-    own) and early, as an unhandled SIGUSR1 ends the process; leave it as late as possible.
+    Enter it in the main thread and early, as an unhandled SIGUSR1 ends the process; ``listen``
+    again once MPI has been initialised, which may install handlers of its own; leave it as late as
+    possible. The clock starts when it is made.
     """
 
     def __init__(self) -> None:
         self._received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Handler] = {}
+        self._began_s = time.monotonic()
+        self._limit_s: float | None = None
 
     @property
     def received(self) -> signal.Signals | None:
         """The first signal that this rank got, None until then."""
         return self._received
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank should stop: it got a signal, or its time is up."""
+        elapsed_s = time.monotonic() - self._began_s
+        return self._received is not None or (
+            self._limit_s is not None and elapsed_s >= self._limit_s
+        )
+
+    def limit(self, seconds: float | None) -> None:
+        """Let the clock ask as well, that long after the start; None: not at all."""
+        self._limit_s = seconds
 
     def agreed(self, world: ReducingWorld) -> signal.Signals | None:
         """Return the signal that any rank got, the same on all ranks, or None.
@@ -57,8 +73,14 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signals can be handled only in the main thread; enter it there")
         for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.getsignal(number)
+        self.listen()
         return self
+
+    def listen(self) -> None:
+        """Handle the signals from now on, whoever took them over since."""
+        for number in SIGNALS:
+            signal.signal(number, self._note)
 
     def __exit__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -27,10 +27,23 @@ class TextWorld(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """How many threads, and why, for people to read."""
+    """How many threads, and why, for people to read.
+
+    warnings: a line for each host whose ranks compute on more threads than they have cores there.
+    """
 
     count: int
     reason: str
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankCores:
+    """The cores that a rank may run on, and how many threads it computes with."""
+
+    host: str
+    cores: Sequence[int]
+    num_threads: int
 
 
 def share_of_cores(own: Iterable[int], others: Sequence[Iterable[int]], *, helper: bool) -> int:
@@ -69,4 +82,23 @@ def choose_threads(
         reason = f"cores: {len(cores)}, ranks on this host: {len(neighbours) + 1}"
         choice = ThreadChoice(count, reason)
     torch.set_num_threads(choice.count)
-    return choice
+    told = world.all_gather_text(json.dumps([world.host, cores, choice.count]))
+    return replace(choice, warnings=find_crowded([RankCores(*json.loads(text)) for text in told]))
+
+
+def find_crowded(ranks: Iterable[RankCores]) -> tuple[str, ...]:
+    """A warning for each host with more threads than cores, over all of its ranks."""
+    by_host: dict[str, list[RankCores]] = {}
+    for rank in ranks:
+        by_host.setdefault(rank.host, []).append(rank)
+    warnings = []
+    for host, members in by_host.items():
+        num_threads = sum(member.num_threads for member in members)
+        num_cores = len({core for member in members for core in member.cores})
+        if num_threads > num_cores:
+            warnings.append(
+                f"warning: ranks on {host}: {len(members)}, their threads: {num_threads}, cores "
+                f"they may use: {num_cores}; they will wait for each other: start fewer ranks "
+                "there, give them more cores, or lower --threads"
+            )
+    return tuple(warnings)

@@ -200,6 +200,20 @@ def test_a_run_stopped_on_one_rank_resumes_bit_by_bit(world: World, folder: Path
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+def test_the_clock_stops_all_ranks_at_one_step_and_resume_has_time_of_its_own(
+    world: World, folder: Path
+) -> None:
+    assert run(world, folder, "whole") == 0
+    # It is up at once, which all learn with the totals of the first step, one step later.
+    assert run(world, folder, "a", max_time_s="1e-6s") == EXIT_PREEMPTED
+    world.barrier()
+    assert (folder / "runs" / "a" / "latest").read_text() == "checkpoints/step-00000002\n"
+    assert run(world, folder, "a", resume="auto") == 0
+    world.barrier()
+    whole, parts = saved_model(folder, "whole", 12), saved_model(folder, "a", 12)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
 def test_one_process_goes_on_where_many_ranks_stopped(world: World, folder: Path) -> None:
     run(world, folder, "a", max_steps=7, momentum=0.9)
     world.barrier()
@@ -261,6 +275,41 @@ def test_another_model_on_one_rank_ends_all(world: World, folder: Path) -> None:
             run(world, folder, "a", task="points.py:make")
     finally:
         os.chdir(before)
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("others", ["have none", "have another of that name"])
+def test_hosts_that_do_not_share_the_run_folder_end_all(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    own = folder / f"disk-{min(world.rank, 1)}"
+    if others == "have none":
+        own.mkdir(exist_ok=True)
+    else:
+        (own / "runs" / "a" / "checkpoints").mkdir(parents=True, exist_ok=True)
+    world.barrier()
+    monkeypatch.chdir(own)
+    with pytest.raises(AgreedError, match="not the folder of that name that rank 0") as caught:
+        run(world, folder, "a", run_folder="runs", resume="auto")
+    assert caught.value.exit_code == 2
+    assert "rank 1 on " in str(caught.value) and "rank 0 on" in str(caught.value)
+    assert f"{folder / 'disk-1' / 'runs' / 'a'} is not" in str(caught.value)
+    world.barrier()
+    assert not list(own.glob("runs/a/.seen-*"))
+
+
+@pytest.mark.ranks(at_least=2)
+def test_a_checkpoint_that_only_rank_0_sees_ends_all(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(world, folder, "a", max_steps=2) == 0
+    world.barrier()
+    own = folder if world.is_root else folder / "elsewhere"
+    own.mkdir(exist_ok=True)
+    monkeypatch.chdir(own)
+    with pytest.raises(AgreedError, match="is no folder here, but rank 0") as caught:
+        run(world, folder, "a", run_folder="runs", resume="auto")
+    assert caught.value.exit_code == 6
 
 
 def test_checkpoints_that_only_some_ranks_can_read_end_all(world: World, folder: Path) -> None:

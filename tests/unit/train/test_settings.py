@@ -18,6 +18,10 @@ from dearmpi.train.settings import SETTINGS, RunSettings, check_resumable
         ("deterministic", "yes", True),
         ("deterministic", False, False),
         ("data", "some/path", "some/path"),
+        ("max_time_s", "90", 90.0),
+        ("max_time_s", 90, 90.0),
+        ("max_time_s", "1.5h", 5400.0),
+        ("max_time_s", "2d", 172800.0),
         ("lr_milestones", "0.3,0.6", (0.3, 0.6)),
         ("lr_milestones", [0.3, 0.6], (0.3, 0.6)),
         ("task_options", ["width=64", "data=a=b"], {"width": "64", "data": "a=b"}),
@@ -49,6 +53,9 @@ def test_values_of_flags_and_files_are_converted(name: str, text: object, value:
         ("task_options", ["width"], "--task-option 'width' must be NAME=VALUE"),
         ("task_options", ["width=1", "width=2"], "--task-option gives width twice"),
         ("data", ["a"], "must be text"),
+        ("max_time_s", "1:30", "90s, 45m, 1.5h, 1d) is '1:30'; it must be a number"),
+        ("max_time_s", "m", "--max-time is ''; it must be a number"),
+        ("max_time_s", "0m", "--max-time is 0.0; it must be above 0"),
     ],
 )
 def test_wrong_values_are_refused_by_the_name_the_user_gave(

@@ -55,6 +55,23 @@ def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals) -> 
     assert all(signal.getsignal(other) is untouched for other in SIGNALS)
 
 
+def test_the_clock_asks_as_a_signal_does() -> None:
+    stop = StopRequest()
+    assert not stop.is_due
+    stop.limit(1e6)
+    assert not stop.is_due
+    stop.limit(1e-9)
+    assert stop.is_due and stop.received is None
+
+
+def test_handlers_that_were_taken_over_are_taken_back() -> None:
+    with StopRequest() as stop:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as MPI may do when it begins
+        stop.listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.is_due
+
+
 def test_the_first_signal_counts() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)

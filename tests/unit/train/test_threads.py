@@ -9,7 +9,7 @@ import torch
 
 from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.world import World
-from dearmpi.train.threads import choose_threads, share_of_cores
+from dearmpi.train.threads import RankCores, choose_threads, find_crowded, share_of_cores
 
 
 @pytest.fixture
@@ -48,3 +48,26 @@ def test_what_the_user_asks_for_comes_before_the_environment(alone: World) -> No
     preset = choose_threads(alone, asked=None, progress_thread=False, environment=environment)
     assert (preset.count, torch.get_num_threads()) == (3, 3)
     assert "OMP_NUM_THREADS" in preset.reason
+
+
+def test_a_host_with_more_threads_than_cores_is_named_with_the_numbers() -> None:
+    (warning,) = find_crowded(
+        [
+            RankCores("roomy", range(8), 4),
+            RankCores("tight", [0, 1], 2),
+            RankCores("roomy", range(8), 4),
+            RankCores("tight", [0, 1], 2),
+            RankCores("tight", [2, 3], 2),
+        ]
+    )
+    assert "ranks on tight: 3, their threads: 6, cores they may use: 4" in warning
+
+
+def test_ranks_bound_to_one_core_crowd_it_whatever_the_host_has() -> None:
+    assert find_crowded([RankCores("host", [5], 4)])
+    assert not find_crowded([RankCores("host", [4, 5], 1), RankCores("host", [4, 5], 1)])
+
+
+def test_the_choice_carries_the_warning(alone: World) -> None:
+    asked = choose_threads(alone, asked=4096, progress_thread=False)
+    assert len(asked.warnings) == 1 and "their threads: 4096" in asked.warnings[0]
