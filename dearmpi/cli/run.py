@@ -14,6 +14,7 @@ from dearmpi.errors import ConfigError, LaunchError
 from dearmpi.train.layers import Layer, make_layer, merge, read_environment, read_file
 
 if TYPE_CHECKING:
+    from dearmpi.comm.watchdog import StallLimits
     from dearmpi.train.stop import StopRequest
 
 EPILOG = """\b
@@ -81,7 +82,7 @@ def _connect_and_train(
 
     try:
         chosen = {} if failure else merge(layers)
-        world = connect(chosen.get("progress"))
+        world = connect(chosen.get("progress"), stall_limits=_stall_limits(chosen))
     except (ConfigError, LaunchError) as error:
         if is_first_process():
             complain(f"error: {failure or error}")
@@ -95,3 +96,11 @@ def _connect_and_train(
             return run_session(world, layers, stop=stop, log=log, command=sys.argv)
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
+
+
+def _stall_limits(chosen: Mapping[str, Any]) -> StallLimits:
+    """What was chosen of the limits of a wait. The world needs them before the other settings."""
+    from dearmpi.comm.watchdog import StallLimits
+
+    names = {"stall_warning_s": "warning_s", "stall_abort_s": "abort_s"}
+    return StallLimits(**{names[n]: value for n, value in chosen.items() if n in names})

@@ -24,6 +24,7 @@ from dearmpi.comm.api import Request
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
+_NUM_LOOKS = 32  # MPI's one look may only fetch what lies before a message, and not yet find it
 _ANSWER_S = 2.0  # how long answers may take
 _NUM_FRAMES = 6
 
@@ -161,8 +162,9 @@ class Watchdog:
             return
         self._tended_at = now
         self._sends = [send for send in self._sends if not send.test()]
-        while (message := self._messenger.receive_message()) is not None:
-            self._handle(*message)
+        for _ in range(_NUM_LOOKS):
+            if (message := self._messenger.receive_message()) is not None:
+                self._handle(*message)
         curious = self._waiting and not self._left and not self._spared
         if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
             self._ask(now)

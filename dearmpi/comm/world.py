@@ -17,7 +17,7 @@ from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.progress import Lane, Progress, Work
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode
-from dearmpi.errors import CommError, ConfigError, LaunchError
+from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
 
 # What launchers say about the number of ranks; under hydra SLURM counts nodes, so it comes last.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -267,6 +267,7 @@ def _abort_on_exception(world: World) -> None:
     ) -> None:
         lines = traceback.format_exception(kind, error, trace)
         sys.stderr.write("".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines))
-        world.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        code = error.exit_code if isinstance(error, DearError) else 1
+        world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
 
     sys.excepthook = report

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from dearmpi.comm.watchdog import StallLimits
 from dearmpi.config import (
     EngineConfig,
     Gather,
@@ -21,6 +22,7 @@ LrSchedule = Literal["constant", "cosine", "step"]
 OnNan = Literal["stop", "skip"]
 
 _ENGINE = EngineConfig()
+_LIMITS = StallLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,20 @@ class RunSettings:
         "who drives MPI: a thread, or polls between layers",
         choices=get_args(ProgressMode),
     )
+    stall_warning_s: float = setting(
+        _LIMITS.warning_s,
+        "Communication",
+        "number",
+        "seconds of waiting for other ranks after which to say what every rank does",
+        above=0,
+    )
+    stall_abort_s: float = setting(
+        _LIMITS.abort_s,
+        "Communication",
+        "number",
+        "seconds of waiting for other ranks after which the run is given up",
+        above=0,
+    )
 
     precision: Precision = setting(
         "fp32",
@@ -239,6 +255,7 @@ class RunSettings:
                     "give one of them"
                 )
         self._check_step_schedule()
+        self.stall_limits()
         if self.deterministic and self.reduce_scatter == "auto":
             raise ConfigError(
                 "deterministic needs a fixed reduce_scatter: with auto, timing would choose the "
@@ -265,6 +282,10 @@ class RunSettings:
     def all_task_options(self) -> dict[str, str]:
         """The task's options, ``data`` among them."""
         return {**self.task_options, **({} if self.data is None else {"data": self.data})}
+
+    def stall_limits(self) -> StallLimits:
+        """How long a wait for other ranks may last; raises ConfigError where that makes no sense."""
+        return StallLimits(self.stall_warning_s, self.stall_abort_s)
 
     def engine(self) -> EngineConfig:
         """The part that the engine reads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,13 +86,20 @@ SCRIPT = """
 import os, signal, sys, time
 import torch
 import dearmpi
+from dearmpi.comm.watchdog import StallLimits
 
-world = dearmpi.connect()
+world = dearmpi.connect(stall_limits=StallLimits(1.0, 3.0))
 model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
 optimizer = dearmpi.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_cap_mb=1e-6
 )
 how = sys.argv[1]
+
+
+def read_a_batch_that_never_comes():
+    time.sleep(1000)
+
+
 for step in range(1_000_000):
     optimizer.zero_grad()
     loss = model(torch.ones(2, 8)).square().mean()
@@ -101,6 +109,12 @@ for step in range(1_000_000):
             os._exit(3)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "load":
+            read_a_batch_that_never_comes()
+        if how == "leave":
+            break
         if how == "raise":
             raise ValueError("a mistake of one rank's own")
         if how == "raise in backward":
@@ -168,3 +182,23 @@ def test_one_rank_killed_from_outside_ends_the_job_in_time(script: Path) -> None
         ended = job.wait()
     assert ended.returncode not in (0, 124), ended.output
     assert ended.duration_s - before_s < END_S and ended.left_over == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("freeze", "rank 2 on {host}: does not answer (stopped, or its host is)"),
+        ("load", "read_a_batch_that_never_comes"),
+        ("leave", "rank 2 has ended after 5 iterations"),
+    ],
+)
+def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_job(
+    how: str, told: str, script: Path
+) -> None:
+    ended, seconds = run(script, how)
+    assert ended.returncode in (8, signal.SIGKILL), ended.output
+    assert told.format(host=socket.gethostname()) in ended.output
+    assert "waits" in ended.output and "script.py:" in ended.output
+    assert seconds < 3.0 + END_S and ended.left_over == 0

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
+from dearmpi.comm.api import Completed, Request
 from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
-from dearmpi.comm.watchdog import StallLimits, Status
+from dearmpi.comm.watchdog import StallLimits, Status, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, StallError
 
@@ -133,3 +134,26 @@ def test_limits_that_make_no_sense_are_refused() -> None:
 
 def test_ranks_leave_together() -> None:
     run_ranks(3, lambda world: world.leave())
+
+
+class Shy:
+    """Shows a question only to who looks several times; keeps the answers."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.answers: list[int] = []
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        self.looks += 1
+        return (1, b'{"ask": true}') if self.looks == 5 else None
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        self.answers.append(destination)
+        return Completed()
+
+
+def test_a_question_behind_other_messages_is_answered_at_once() -> None:
+    """A rank that computes looks for questions rarely; MPI may need several looks to find one."""
+    messenger = Shy()
+    Watchdog(messenger, rank=0, size=2, limits=LIMITS).tend()
+    assert messenger.answers == [1]
