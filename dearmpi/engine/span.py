@@ -20,7 +20,10 @@ class Lane(IntEnum):
     @property
     def label(self) -> str:
         """The lane in words."""
-        return self.name.lower().replace("_", "-")
+        return _LABELS[self]
+
+
+_LABELS = {lane: lane.name.lower().replace("_", "-") for lane in Lane}
 
 
 class Span(NamedTuple):

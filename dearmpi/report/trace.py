@@ -1,0 +1,165 @@
+"""Traces of a run: read them, whole or torn, and check that they belong together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dearmpi.errors import ConfigError
+
+FOLDER = "trace"
+_NAME = re.compile(r"rank-(\d+)\.json")
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One rank's trace; times in microseconds.
+
+    run_id: the same in all traces of one run. offset_us: makes this rank's times those of rank 0,
+    within uncertainty_us.
+    events: all of them, metadata included, as they stand in the file.
+    torn: the file ends in the middle, since its rank was killed.
+    """
+
+    path: Path
+    rank: int
+    world_size: int
+    run: str
+    run_id: str
+    offset_us: float
+    uncertainty_us: float
+    events: tuple[Event, ...]
+    torn: bool
+
+    def aligned(self) -> Iterator[Event]:
+        """The events, at the times of rank 0's clock."""
+        for event in self.events:
+            if "ts" in event:
+                yield {**event, "ts": round(event["ts"] + self.offset_us, 3)}
+            else:
+                yield event
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """All traces of one run, by rank, and what is wrong with them, in sentences."""
+
+    traces: tuple[Trace, ...]
+    notes: tuple[str, ...]
+
+
+def trace_path(run_folder: Path, rank: int) -> Path:
+    """Where the trace of ``rank`` is."""
+    return run_folder / FOLDER / f"rank-{rank:05d}.json"
+
+
+def find_traces(run_folder: Path) -> dict[int, Path]:
+    """The trace files of the run at ``run_folder``, by rank."""
+    found = {
+        int(match[1]): path
+        for path in (run_folder / FOLDER).glob("rank-*.json")
+        if (match := _NAME.fullmatch(path.name))
+    }
+    return dict(sorted(found.items()))
+
+
+def read_traces(run_folder: Path) -> Traces:
+    """All traces of the run at ``run_folder``.
+
+    A rank whose trace is missing, empty or torn is told of in the notes. Raises ConfigError where
+    there is no trace at all, for a file that is no trace, and for one of another run.
+    """
+    if not run_folder.is_dir():
+        raise ConfigError(f"{run_folder} is no folder; name the folder of a run")
+    traces: list[Trace] = []
+    notes: list[str] = []
+    found = find_traces(run_folder)
+    for rank, path in found.items():
+        trace = read_trace(path)
+        if trace is None:
+            notes.append(f"rank {rank}: {path.name} holds nothing; its rank had not begun")
+            continue
+        _check_run(trace, traces)
+        traces.append(trace)
+        if trace.torn:
+            notes.append(f"rank {rank}: {path.name} ends in the middle; read as far as it goes")
+    if not traces:
+        raise ConfigError(
+            f"{run_folder} has no traces; record some with dear-train run --trace START:STOP"
+        )
+    missing = [str(rank) for rank in range(traces[0].world_size) if rank not in found]
+    if missing:
+        notes.append(f"no trace of {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}")
+    return Traces(tuple(traces), tuple(notes))
+
+
+def read_trace(path: Path) -> Trace | None:
+    """The trace in the file at ``path``; None if its rank had not begun to write.
+
+    Raises ConfigError for a file that cannot be read or is no trace.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    events, torn = parse_events(text, path)
+    facts = {event["name"]: event.get("args", {}) for event in events if event.get("ph") == "M"}
+    if not events:
+        return None
+    try:
+        run, clock = facts["run"], facts["clock"]
+        return Trace(
+            path=path,
+            rank=int(run["rank"]),
+            world_size=int(run["world_size"]),
+            run=str(run["name"]),
+            run_id=str(run["id"]),
+            offset_us=float(clock["offset_us"]),
+            uncertainty_us=float(clock["uncertainty_us"]),
+            events=tuple(events),
+            torn=torn,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if torn:
+            return None
+        raise ConfigError(f"{path} is no trace of dear-train: it does not say its run") from error
+
+
+def parse_events(text: str, path: Path) -> tuple[list[Event], bool]:
+    """The events of a trace, and whether its end is missing. Raises ConfigError for other text."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if isinstance(whole, list) and all(_is_event(event) for event in whole):
+        return whole, False
+    if whole is not None or not "[".startswith(text[:1]):
+        raise ConfigError(f"{path} is no trace: it does not hold an array of events")
+    events = []
+    for line in text[1:].split("\n"):  # one event to a line
+        try:
+            event = json.loads(line.rstrip(","))
+        except ValueError:
+            continue
+        if _is_event(event):
+            events.append(event)
+    return events, True
+
+
+def _is_event(value: object) -> bool:
+    return isinstance(value, dict) and "name" in value and "ph" in value
+
+
+def _check_run(trace: Trace, others: list[Trace]) -> None:
+    for other in others[:1]:
+        if trace.run_id != other.run_id:
+            raise ConfigError(
+                f"{trace.path} is of run {trace.run} ({trace.run_id}), {other.path.name} of run "
+                f"{other.run} ({other.run_id}); remove the one that does not belong here"
+            )

@@ -1,0 +1,200 @@
+"""Trace writer: one rank's spans as a Chrome trace, which Perfetto and chrome://tracing open.
+
+The file is a JSON array of events (Trace Event Format, array form), complete after every write:
+each write begins where the closing bracket stands and ends with a new one. A process that is killed
+between writes leaves a whole file; one killed within a write leaves a torn end, which the format
+allows and ``report/trace.py`` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dearmpi.engine.span import Lane, Span
+
+MOST_SPANS = 200_000  # of one rank: about 30 MB, more than a viewer handles well
+SLOT_STRIDE = 10  # the second of two overlapping spans goes to track lane + 10, and so on
+_END = b"\n]\n"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """What is said about a trace at its start.
+
+    run, run_id: the run's name, and what tells its trace from that of any other run.
+    iterations: the first, and the one before which recording stops.
+    bucket_bytes: by bucket, in feed-forward order.
+    origin_s: what this rank's ``time.perf_counter`` showed where the trace's time is 0.
+    offset_s, uncertainty_s: to be added to this rank's times to get those of rank 0, give or take.
+    """
+
+    run: str
+    run_id: str
+    rank: int
+    world_size: int
+    host: str
+    iterations: tuple[int, int]
+    schedule: str
+    bucket_bytes: tuple[int, ...]
+    origin_s: float = 0.0
+    offset_s: float = 0.0
+    uncertainty_s: float = 0.0
+
+
+class TraceWriter:
+    """Records spans in memory, and writes them when told to. A ``Recorder``.
+
+    A failure to write ends the trace with a warning: no training is lost for its picture.
+    """
+
+    def __init__(self, path: Path, *, most_spans: int = MOST_SPANS) -> None:
+        """Make the file at ``path``, empty; raises OSError where that fails."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._file.write(b"[" + _END)
+        self._offset = 1
+        self._header: TraceHeader | None = None
+        self._spans: list[Span] = []
+        self._left = most_spans
+        self._most = most_spans
+        self._busy_until: dict[int, float] = {}
+
+    def begin(self, header: TraceHeader) -> None:
+        """Write what the trace is of."""
+        self._header = header
+        self._write(_to_lines(describe(header)))
+
+    def add(self, span: Span) -> None:
+        """Keep ``span`` until the next ``flush``; of too many, the rest is dropped."""
+        if self._left > 0:
+            self._spans.append(span)
+        self._left -= 1
+
+    def flush(self) -> None:
+        """Write what was added since the last time."""
+        assert self._header is not None
+        spans, self._spans = self._spans, []
+        self._write([line for span in spans for line in self._lines(span)])
+
+    def close(self) -> None:
+        """Write the rest, and where spans were dropped how many. Safe to call twice."""
+        if self._file.closed:
+            return
+        if self._header is not None:
+            self.flush()
+            if self._left < 0:
+                self._write(_to_lines([self._note_of_cap()]))
+        self._file.close()
+
+    def _lines(self, span: Span) -> list[str]:
+        assert self._header is not None
+        tid, rank = self._track(span), self._header.rank
+        first_of_slot = tid >= SLOT_STRIDE and tid not in self._busy_until
+        self._busy_until[tid] = span.stop_s
+        line = _span_line(span, rank=rank, tid=tid, origin_s=self._header.origin_s)
+        if not first_of_slot:
+            return [line]
+        slot = tid // SLOT_STRIDE + 1
+        return [*_to_lines(_name_track(rank, tid, f"{span.lane.label} ({slot})")), line]
+
+    def _track(self, span: Span) -> int:
+        """Viewers drop what overlaps on one track, except for layers within layers."""
+        tid = int(span.lane)
+        if span.lane is not Lane.COMPUTE:
+            while span.start_s < self._busy_until.get(tid, span.start_s):
+                tid += SLOT_STRIDE
+        return tid
+
+    def _note_of_cap(self) -> dict[str, Any]:
+        assert self._header is not None
+        text = f"trace full: {-self._left} more than the {self._most} spans that are kept"
+        return {"ph": "M", "pid": self._header.rank, "name": "note", "args": {"text": text}}
+
+    def _write(self, lines: list[str]) -> None:
+        if not lines or self._file.closed:
+            return
+        text = ",".join("\n" + line for line in lines)
+        data = (("," if self._offset > 1 else "") + text).encode()
+        try:
+            _write_at(self._file.fileno(), data + _END, self._offset)
+        except OSError as error:
+            self._file.close()
+            logging.getLogger("dearmpi").warning(
+                "cannot write the trace %s: %s; it ends here", self._path, error.strerror
+            )
+        self._offset += len(data)
+
+
+def describe(header: TraceHeader) -> list[dict[str, Any]]:
+    """The events that say what the trace is of, and what its tracks are called."""
+    rank = header.rank
+    offset_us, within_us = header.offset_s * 1e6, header.uncertainty_s * 1e6
+    label = f"clock {offset_us:+.1f} us to rank 0, within {within_us:.1f} us"
+    facts: dict[str, dict[str, Any]] = {
+        "process_name": {"name": f"rank {rank} on {header.host}"},
+        "process_sort_index": {"sort_index": rank},
+        "process_labels": {"labels": label},
+        "run": {
+            "name": header.run,
+            "id": header.run_id,
+            "rank": rank,
+            "world_size": header.world_size,
+            "host": header.host,
+            "iterations": list(header.iterations),
+        },
+        "clock": {
+            "offset_us": round(offset_us, 3),
+            "uncertainty_us": round(within_us, 3),
+            "reference": "rank 0",
+        },
+        "plan": {"schedule": header.schedule, "bucket_bytes": list(header.bucket_bytes)},
+    }
+    events = [{"ph": "M", "pid": rank, "name": name, "args": args} for name, args in facts.items()]
+    return events + [event for lane in Lane for event in _name_track(rank, int(lane), lane.label)]
+
+
+def _name_track(rank: int, tid: int, name: str) -> list[dict[str, Any]]:
+    sort_index = tid % SLOT_STRIDE * 100 + tid // SLOT_STRIDE
+    facts = {"thread_name": {"name": name}, "thread_sort_index": {"sort_index": sort_index}}
+    return [
+        {"ph": "M", "pid": rank, "tid": tid, "name": key, "args": args}
+        for key, args in facts.items()
+    ]
+
+
+def _to_lines(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [json.dumps(event, separators=(",", ":")) for event in events]
+
+
+def _span_line(span: Span, *, rank: int, tid: int, origin_s: float) -> str:
+    """The event of a span; put together by hand, which takes a third of the time."""
+    args = f'"iteration":{span.iteration}'
+    if span.bucket is not None:
+        args += f',"bucket":{span.bucket},"bytes":{span.nbytes}'
+    if span.queued_s is not None:
+        args += f',"queued_us":{(span.start_s - span.queued_s) * 1e6:.1f}'
+    if span.progress_s is not None:
+        args += f',"first_progress_us":{(span.progress_s - span.start_s) * 1e6:.1f}'
+    return (
+        f'{{"ph":"X","pid":{rank},"tid":{tid},"name":{_quoted(span.name)},'
+        f'"cat":"{span.lane.label}","ts":{(span.start_s - origin_s) * 1e6:.3f},'
+        f'"dur":{(span.stop_s - span.start_s) * 1e6:.3f},"args":{{{args}}}}}'
+    )
+
+
+_quoted = cache(json.dumps)  # names are few, and come in every iteration
+
+
+def _write_at(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of ``data``: the system may take it in parts."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
