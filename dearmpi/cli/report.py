@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.cli.console import Console, bar, duration
 from dearmpi.train.job import Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
+from dearmpi.train.rank_times import Straggler, find_straggler
 from dearmpi.train.threads import ThreadChoice
+from dearmpi.train.tracing import Tracing
 from dearmpi.train.trainer import Outcome
 
 
@@ -19,35 +22,57 @@ class Report:
     """Listens to the trainer: writes metrics on rank 0 and tells the console.
 
     metrics: None on all ranks but 0.
+    tracing: None unless iterations are recorded.
     """
 
     job: Job
     console: Console
     metrics: MetricsLog | None
+    tracing: Tracing | None = None
     _line: str = ""
+    _step_s: float = 0.0
+    _slow_rank: int | None = None
 
     def stepped(self, step: int) -> None:
-        """Move the bar."""
+        """Move the bar; the next iteration comes."""
+        if self.tracing is not None:
+            self.tracing.begin_iteration(step + 1)
         if self.console.is_live:
             total = self.job.total_steps
-            self.console.show(f"{bar(step, total)} {step}/{total}  {self._line}")
+            self.console.show(f"{bar(step, total)} {step}/{total}  {self._line}{self._eta(step)}")
 
     def measured(self, row: MetricsRow) -> None:
         """Write a row; say it in a line."""
         if self.metrics is not None:
             self.metrics.append(row)
-        self._line = describe_row(self.job, row)
+        self._line, self._step_s = describe_row(self.job, row), row.step_s or 0.0
         if not self.console.is_live or row.eval_loss is not None:
-            self.console.say(f"step {row.step}/{self.job.total_steps}  {self._line}")
+            eta = self._eta(row.step)
+            self.console.say(f"step {row.step}/{self.job.total_steps}  {self._line}{eta}")
+        self._name_straggler(row)
 
     def saved(self, checkpoint: Path | None) -> None:
         """Say where a checkpoint was written."""
         if checkpoint is not None:
             self.console.say(f"saved {checkpoint}")
 
+    def _eta(self, step: int) -> str:
+        """How long it will go on, as fast as it went since the row before."""
+        rest = self.job.total_steps - step
+        return f"  {duration(rest * self._step_s)} left" if rest and self._step_s else ""
+
+    def _name_straggler(self, row: MetricsRow) -> None:
+        """Say which rank holds the others up, once until it is another or none."""
+        straggler = find_straggler(row.ranks)
+        if straggler is not None and straggler.rank != self._slow_rank:
+            line = describe_straggler(straggler, self.job.world.hosts)
+            self.console.say(line)
+            logging.getLogger("dearmpi").info("step %d: %s", row.step, line)
+        self._slow_rank = None if straggler is None else straggler.rank
+
 
 def describe_row(job: Job, row: MetricsRow) -> str:
-    """One line: loss as the task shows it, learning rate, throughput, exposed communication."""
+    """One line: loss as the task shows it, learning rate, throughput, what communication costs."""
     task, parts = job.task, []
     if row.loss is not None:
         parts.append(f"{task.loss_scale_name} {row.loss * task.loss_scale:.4f}")
@@ -60,7 +85,20 @@ def describe_row(job: Job, row: MetricsRow) -> str:
         parts.append(f"{job.units(row.samples_per_s):,.0f} {task.unit}/s")
     if job.world.size > 1 and row.exposed_s is not None and row.step_s:
         parts.append(f"exposed {min(1.0, row.exposed_s / row.step_s):.0%}")
+        if row.communication_s:
+            hidden = max(0.0, 1.0 - row.exposed_s / row.communication_s)
+            parts.append(f"hidden {hidden:.0%}")
     return "  ".join(parts)
+
+
+def describe_straggler(straggler: Straggler, hosts: Sequence[str]) -> str:
+    """Which rank is slow, by how much, and what it costs the others."""
+    return (
+        f"rank {straggler.rank} on {hosts[straggler.rank]} is slow: busy for "
+        f"{straggler.own_s:.3g} s per step, the other ranks for {straggler.typical_s:.3g} s, and "
+        f"they wait {straggler.waited_s:.3g} s for it; see what else runs there, its cores and its "
+        "data"
+    )
 
 
 def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
@@ -80,7 +118,8 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
         lines.append(
             f"communication: schedule {settings.schedule}, gather {settings.gather}, reduce-"
             f"scatter {settings.reduce_scatter}, {_count(num_buckets, 'bucket')}, progress by "
-            f"{world.progress.mode}; exposed: share of step time spent waiting for it"
+            f"{world.progress.mode}; exposed: share of step time spent waiting for it; hidden: "
+            "share of it that computation covered"
         )
     epochs = job.total_steps / job.plan.steps_per_epoch
     lines.append(

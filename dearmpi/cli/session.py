@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dearmpi.cli.console import Console
 from dearmpi.cli.rank_log import RankLog
 from dearmpi.cli.report import Report, describe_outcome, describe_start, describe_stop
+from dearmpi.cli.tracing import open_tracing
 from dearmpi.comm.world import World
 from dearmpi.train.agreement import together
 from dearmpi.train.job import Job
@@ -46,12 +47,17 @@ def run_session(
 
 def _train(job: Job, folder: RunFolder, console: Console, stop: StopRequest) -> Outcome:
     metrics = open_metrics(job, folder)
-    report = Report(job, console, metrics)
+    tracing = open_tracing(job, folder)
+    report = Report(job, console, metrics, tracing)
+    if tracing is not None:
+        tracing.begin_iteration(job.start_step + 1)
     stop.limit(job.settings.max_time_s)
     trainer = Trainer(job, folder.path, listener=report, stop_asked=lambda: stop.is_due)
     try:
         return trainer.run()
     finally:
+        if tracing is not None:
+            tracing.close()
         console.finish()
         if metrics is not None:
             metrics.close()

@@ -111,6 +111,7 @@ class Progress:
         self._closing = False
         self._watchdog: Watchdog | None = None
         self._thread: threading.Thread | None = None
+        self.waited_s = 0.0  # in wait_until, since the start
         if mode == "thread":
             self._thread = threading.Thread(target=self._run, name="dearmpi-progress", daemon=True)
             self._thread.start()
@@ -156,7 +157,7 @@ class Progress:
         """
         if ready():
             return
-        watchdog = self._watchdog
+        watchdog, began_s = self._watchdog, time.perf_counter()
         if watchdog is not None:
             watchdog.begin_wait(what)
         try:
@@ -170,6 +171,7 @@ class Progress:
                 if watchdog is not None:
                     watchdog.check_wait()
         finally:
+            self.waited_s += time.perf_counter() - began_s
             if watchdog is not None:
                 watchdog.end_wait()
 

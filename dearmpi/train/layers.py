@@ -130,8 +130,10 @@ def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]
 
 
 def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Layer:
-    """The settings of the run that wrote a checkpoint; those unknown by now are passed over."""
-    known = {name: value for name, value in stored.items() if name in SETTINGS}
+    """The settings of the run that wrote a checkpoint; those unknown by now are passed over, and
+    so are the iterations that it recorded, which have been.
+    """
+    known = {name: value for name, value in stored.items() if name in SETTINGS and name != "trace"}
     return make_layer("checkpoint", known, origin=origin)
 
 

@@ -5,25 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dearmpi.engine.clock import IterationTimes
+from dearmpi.train.rank_times import RankTimes
 
 
 @dataclass(slots=True)
 class Sums:
-    """What some steps took together; seconds are this rank's."""
+    """What some steps took together; seconds are this rank's.
+
+    waited_s: it waited for other ranks, be it for gradients, parameters or totals.
+    """
 
     num_steps: int = 0
     num_samples: int = 0
     seconds: float = 0.0
     exposed_s: float = 0.0
     communication_s: float = 0.0
+    waited_s: float = 0.0
 
-    def add(self, seconds: float, num_samples: int, times: IterationTimes) -> None:
+    def add(
+        self, seconds: float, num_samples: int, times: IterationTimes, *, waited_s: float = 0.0
+    ) -> None:
         """Count one step."""
         self.num_steps += 1
         self.num_samples += num_samples
         self.seconds += seconds
         self.exposed_s += times.exposed_s
         self.communication_s += times.communication_s
+        self.waited_s += waited_s
+
+    @property
+    def per_step(self) -> RankTimes:
+        """This rank's means."""
+        num_steps = max(1, self.num_steps)
+        return RankTimes(self.seconds / num_steps, self.waited_s / num_steps)
 
     @property
     def samples_per_s(self) -> float:
@@ -43,16 +57,19 @@ class Meter:
     steady: Sums = field(default_factory=Sums)
     _started: bool = False
 
-    def add(self, seconds: float, num_samples: int, times: IterationTimes) -> None:
+    def add(
+        self, seconds: float, num_samples: int, times: IterationTimes, *, waited_s: float = 0.0
+    ) -> None:
         """Count one step."""
-        self.interval.add(seconds, num_samples, times)
+        self.interval.add(seconds, num_samples, times, waited_s=waited_s)
         if self._started:
-            self.steady.add(seconds, num_samples, times)
+            self.steady.add(seconds, num_samples, times, waited_s=waited_s)
         self._started = True
 
     def wait(self, seconds: float) -> None:
         """Count time spent waiting for the last step's communication outside of steps."""
         self.interval.seconds += seconds
+        self.interval.waited_s += seconds
         if self.steady.num_steps:
             self.steady.seconds += seconds
 

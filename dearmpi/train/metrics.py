@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Self
 
 from dearmpi.errors import ConfigError, DearError, UsageError
 from dearmpi.train import durable
+from dearmpi.train.rank_times import RankTimes
 from dearmpi.train.tensor_board import TensorBoard
 
 Number = int | float | None
@@ -26,6 +27,7 @@ class MetricsRow:
     grad_norm: norm of the whole gradient before clipping.
     step_s, exposed_s, communication_s: means per step since the row before.
     extra: the task's own metrics by name.
+    ranks: every rank's means per step since the row before; in metrics.jsonl only.
     """
 
     step: int
@@ -40,14 +42,16 @@ class MetricsRow:
     communication_s: float | None = None
     eval_loss: float | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple[RankTimes, ...] = ()
 
     def values(self) -> dict[str, Number]:
         """Return the row's values by column."""
         return {name: getattr(self, name) for name in COLUMNS} | dict(self.extra)
 
 
-COLUMNS = tuple(f.name for f in fields(MetricsRow) if f.name != "extra")
+COLUMNS = tuple(f.name for f in fields(MetricsRow) if f.name not in ("extra", "ranks"))
 INTEGERS = ("step", "epoch")
+_OF_RANKS = ("rank_step_s", "rank_wait_s")
 
 
 class MetricsLog:
@@ -99,7 +103,7 @@ class MetricsLog:
             raise UsageError(f"metrics {unknown} were not announced; name them in extra")
         try:
             self._csv.write(self._csv_line({n: _to_text(v) for n, v in values.items()}).encode())
-            self._jsonl.write((_to_json(values) + "\n").encode())
+            self._jsonl.write((_to_json(values, row.ranks) + "\n").encode())
         except OSError as error:
             raise DearError(f"cannot write {self._csv.name}: {error.strerror}") from error
         self._last_step = row.step
@@ -147,7 +151,7 @@ def read(run_folder: Path) -> list[MetricsRow]:
 
 def _check_names(names: Sequence[str]) -> None:
     for name in names:
-        if name in (*COLUMNS, "extra") or not re.fullmatch(r"[\w.@/ -]+", name):
+        if name in (*COLUMNS, "extra", *_OF_RANKS) or not re.fullmatch(r"[\w.@/ -]+", name):
             raise ConfigError(
                 f"metric {name!r} cannot be a column of metrics.csv; use letters, digits and _, "
                 f"and another name than {', '.join(COLUMNS)}"
@@ -189,8 +193,12 @@ def _to_text(value: Number) -> str:
     return "" if value is None else repr(value)
 
 
-def _to_json(values: Mapping[str, Number]) -> str:
+def _to_json(values: Mapping[str, Number], ranks: Sequence[RankTimes]) -> str:
     # JSON has no NaN: such a value is null, and exact in the CSV file.
-    return json.dumps(
-        {n: v if math.isfinite(v) else None for n, v in values.items() if v is not None}
-    )
+    row: dict[str, Any] = {
+        n: v if math.isfinite(v) else None for n, v in values.items() if v is not None
+    }
+    if ranks:
+        times = zip(*((round(one.step_s, 6), round(one.wait_s, 6)) for one in ranks), strict=True)
+        row |= dict(zip(_OF_RANKS, times, strict=True))
+    return json.dumps(row)

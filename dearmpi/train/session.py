@@ -39,6 +39,7 @@ from dearmpi.train.settings import RunSettings, check_resumable
 from dearmpi.train.task import Task
 from dearmpi.train.tasks import build_task
 from dearmpi.train.threads import ThreadChoice, choose_threads
+from dearmpi.train.tracing import check_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,9 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
     fingerprints = argument_fingerprints(settings.as_plain())
     compare(world, fingerprints | model_fingerprints(task.model.state_dict()))
     job = prepare(world, settings, task, choice=choice, snapshot=snapshot)
+    with together(world):
+        if settings.trace is not None:
+            check_window(settings.trace, job)
     return Session(place, job, threads)
 
 

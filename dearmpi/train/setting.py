@@ -12,7 +12,16 @@ from typing import Any, Literal
 from dearmpi.errors import ConfigError
 
 Kind = Literal[
-    "integer", "number", "duration", "text", "choice", "switch", "texts", "literals", "numbers"
+    "integer",
+    "number",
+    "duration",
+    "text",
+    "choice",
+    "switch",
+    "texts",
+    "literals",
+    "numbers",
+    "range",
 ]
 Section = Literal["Task", "Length", "Optimizer", "Communication", "Numerics", "Run"]
 
@@ -30,7 +39,7 @@ class Setting:
     """One setting.
 
     kind: ``texts`` are pairs of a name and text, ``literals`` pairs of a name and a plain Python
-        value, ``numbers`` several numbers.
+        value, ``numbers`` several numbers, ``range`` two whole ones, as START:STOP.
         A ``duration`` is in seconds, or text such as 90m.
     flag: without the dashes; the environment variable and the file's key follow from the name.
     metavar: how the value is shown in help.
@@ -74,6 +83,8 @@ class Setting:
                 return _to_text(value, label)
             case "numbers":
                 return _to_numbers(value, label)
+            case "range":
+                return _to_range(value, label)
             case "texts":
                 pairs = _to_pairs(value, label)
                 return {name: _to_text(text, f"{label}: {name}") for name, text in pairs.items()}
@@ -121,6 +132,7 @@ _METAVARS = {
     "texts": "NAME=VALUE",
     "literals": "NAME=VALUE",
     "numbers": "X,X,...",
+    "range": "START:STOP",
 }
 
 
@@ -176,6 +188,21 @@ def _to_numbers(value: object, label: str) -> tuple[float, ...]:
     if not isinstance(parts, Sequence) or not parts:
         raise ConfigError(f"{label} is {value!r}; it must be numbers, separated by commas")
     return tuple(_to_number(part, label) for part in parts)
+
+
+def _to_range(value: object, label: str) -> tuple[int, int]:
+    parts = value.split(":") if isinstance(value, str) else value
+    if not isinstance(parts, Sequence) or len(parts) != 2:
+        # YAML 1.1 reads 10:20 as a number of base 60.
+        quoted = "; in a file put it in quotes" if isinstance(value, int) else ""
+        raise ConfigError(f"{label} is {value!r}; it must be START:STOP{quoted}")
+    start, stop = (_to_integer(part, label) for part in parts)
+    if not 1 <= start < stop:
+        raise ConfigError(
+            f"{label} is {start}:{stop}; START must be at least 1, and STOP, which is not part of "
+            "it, above START"
+        )
+    return start, stop
 
 
 def _to_pairs(value: object, label: str) -> dict[str, object]:

@@ -242,6 +242,12 @@ class RunSettings:
         least=0,
     )
     tensorboard: bool = setting(False, "Run", "switch", "also write TensorBoard events")
+    trace: tuple[int, int] | None = setting(
+        None,
+        "Run",
+        "range",
+        "iterations to record, from 1 on and without STOP, in the run's trace/",
+    )
 
     def __post_init__(self) -> None:
         for name, about in SETTINGS.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dearmpi.engine.span import Lane
 from dearmpi.errors import NonFiniteLossError, TaskError
 from dearmpi.train.data import MicroBatch, load_batch
 from dearmpi.train.job import Job
@@ -66,7 +67,8 @@ def _go_forward(job: Job, share: MicroBatch) -> Tensor | None:
     if not share.indices:
         return None
     precision = job.settings.precision
-    batch = convert_batch(load_batch(job.task, job.task.train_data, share.indices), precision)
+    with job.optimizer.spans.span(Lane.DATA, "data"):
+        batch = convert_batch(load_batch(job.task, job.task.train_data, share.indices), precision)
     with computing(job.task.model, precision):
         loss = job.task.loss(job.task.model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dearmpi.engine.span import Lane
 from dearmpi.errors import NonFiniteLossError
 from dearmpi.train.agreement import AgreedError, is_agreed
 from dearmpi.train.evaluation import Evaluation
 from dearmpi.train.job import Job
 from dearmpi.train.meter import Meter
 from dearmpi.train.metrics import MetricsRow
+from dearmpi.train.rank_times import TimesExchange
 from dearmpi.train.saving import Saver, synchronize
 from dearmpi.train.stepping import StepResult, take_step
 from dearmpi.train.tally import StepTotal, Tally
@@ -81,6 +83,7 @@ class Trainer:
         self._listener = listener
         self._stop_asked = stop_asked
         self._tally = Tally(job.world)
+        self._times = TimesExchange(job.world)
         self._meter = Meter()
         self._began_s = time.perf_counter()
         self._saver = Saver(job, folder, saved=listener.saved)
@@ -117,7 +120,7 @@ class Trainer:
 
     def _take_step(self) -> None:
         """Phases 1 and 2."""
-        begin_s = time.perf_counter()
+        begin_s, waited_s = time.perf_counter(), self._job.world.progress.waited_s
         self._job.task.model.train()
         self._last = take_step(self._job, self._step)
         self._step += 1
@@ -130,7 +133,14 @@ class Trainer:
         )
         self._read_totals(pending=1)
         seconds = time.perf_counter() - begin_s
-        self._meter.add(seconds, self._samples_of_step(), self._job.optimizer.times)
+        self._meter.add(
+            seconds,
+            self._samples_of_step(),
+            self._job.optimizer.times,
+            waited_s=self._job.world.progress.waited_s - waited_s,
+        )
+        if self._row_due():
+            self._times.share(self._meter.interval.per_step)
         self._listener.stepped(self._step)
 
     def _samples_of_step(self) -> int:
@@ -150,7 +160,9 @@ class Trainer:
 
     def _read_totals(self, *, pending: int) -> None:
         """Phase 2, for all steps but the last ``pending``."""
-        for total in self._tally.read(pending=pending):
+        with self._job.optimizer.spans.span(Lane.WAIT, "the totals of all ranks"):
+            totals = self._tally.read(pending=pending)
+        for total in totals:
             self._stopping = self._stopping or total.num_stops > 0
             if not total.num_bad:
                 self._losses.append(total.loss)
@@ -223,18 +235,20 @@ class Trainer:
             learning_rate=self._last.lr,
             grad_norm=self._last.grad_norm,
             samples_per_s=sums.samples_per_s,
-            step_s=sums.seconds / num_steps,
+            step_s=sums.per_step.step_s,
             exposed_s=sums.exposed_s / num_steps,
             communication_s=sums.communication_s / num_steps,
             eval_loss=None if evaluation is None else evaluation.loss,
             extra={} if evaluation is None else evaluation.metrics,
+            ranks=self._times.read(),
         )
 
     def _save(self) -> None:
         """Phase 4."""
         self._read_totals(pending=0)
-        self._catch_up()
-        self._saver.start(self._step)
+        with self._job.optimizer.spans.span(Lane.CHECKPOINT, "checkpoint"):
+            self._catch_up()
+            self._saver.start(self._step)
 
     def _finish(self) -> None:
         """What is due at the end, or when asked to stop."""
@@ -275,4 +289,5 @@ class Trainer:
         self._job.optimizer.synchronize()
         self._saver.close()
         self._tally.close()
+        self._times.close()
         self._job.optimizer.close()

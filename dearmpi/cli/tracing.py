@@ -1,0 +1,75 @@
+"""The trace of a run: from its settings to a file of each rank."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, replace
+
+from dearmpi.comm.clock_offset import ClockOffset
+from dearmpi.engine.span import Span
+from dearmpi.report.trace import find_traces, trace_path
+from dearmpi.report.trace_writer import TraceHeader, TraceWriter
+from dearmpi.train.agreement import together
+from dearmpi.train.job import Job
+from dearmpi.train.run_folder import RunFolder
+from dearmpi.train.tracing import Tracing
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """A trace file that knows what it is of."""
+
+    writer: TraceWriter
+    header: TraceHeader
+
+    def begin(self, clock: ClockOffset, origin_s: float) -> None:
+        """Say what the trace is of, and by which clock."""
+        self.writer.begin(
+            replace(
+                self.header,
+                origin_s=origin_s,
+                offset_s=clock.offset_s,
+                uncertainty_s=clock.uncertainty_s,
+            )
+        )
+
+    def add(self, span: Span) -> None:
+        """Keep ``span``."""
+        self.writer.add(span)
+
+    def flush(self) -> None:
+        """Write what was added."""
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Write the rest."""
+        self.writer.close()
+
+
+def open_tracing(job: Job, folder: RunFolder) -> Tracing | None:
+    """What records the iterations that are to be traced, if any (collective).
+
+    Traces of an earlier part of the run go. Raises AgreedError where a file cannot be made.
+    """
+    window, world = job.settings.trace, job.world
+    if window is None:
+        return None
+    run_id = world.broadcast_text(uuid.uuid4().hex[:12])
+    with together(world, root_only=True):
+        if world.is_root:
+            for path in find_traces(folder.path).values():
+                path.unlink()
+    optimizer = job.optimizer
+    header = TraceHeader(
+        run=folder.path.name,
+        run_id=run_id,
+        rank=world.rank,
+        world_size=world.size,
+        host=world.host,
+        iterations=window,
+        schedule=optimizer.schedule.name,
+        bucket_bytes=tuple(bucket.nbytes for bucket in optimizer.layout),
+    )
+    with together(world):
+        writer = TraceWriter(trace_path(folder.path, world.rank))
+    return Tracing(job, window, RankTrace(writer, header))

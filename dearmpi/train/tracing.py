@@ -1,0 +1,88 @@
+"""Tracing: has some iterations of a job recorded, and costs nothing in the others."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from dearmpi.comm.clock_offset import ClockOffset, measure_clock
+from dearmpi.engine.layer_spans import LayerSpans
+from dearmpi.engine.span import Recorder, Span
+from dearmpi.errors import ConfigError
+from dearmpi.train.job import Job
+
+
+class TraceFile(Recorder, Protocol):
+    """Where spans go: ``begin`` says by which clock, ``flush`` is called between iterations.
+
+    clock: of times that are counted from ``origin_s`` on.
+    """
+
+    def begin(self, clock: ClockOffset, origin_s: float) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracing:
+    """Records the iterations ``window`` of ``job``: the first, and the one before which it stops.
+
+    The all-gathers of the last one run during the one after it, and are recorded too.
+    """
+
+    def __init__(self, job: Job, window: tuple[int, int], file: TraceFile) -> None:
+        self._job = job
+        self._start, self._stop = window
+        self._file = file
+        self._layers: LayerSpans | None = None
+        self._recording = False
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Iteration number ``iteration``, from 1, comes next (collective at the first one)."""
+        spans = self._job.optimizer.spans
+        spans.iteration = iteration
+        if self._start <= iteration < self._stop and not self._recording:
+            self._begin()
+        if not self._recording:
+            return
+        spans.recorder = self
+        self._file.flush()
+        if iteration >= self._stop:
+            self._detach()
+        if iteration > self._stop:
+            self.close()
+
+    def add(self, span: Span) -> None:
+        """Record ``span`` if it belongs to the iterations that are wanted."""
+        if span.iteration < self._stop:
+            self._file.add(span)
+
+    def close(self) -> None:
+        """Stop recording. Safe to call twice."""
+        self._detach()
+        self._job.optimizer.spans.recorder = None
+        self._recording = False
+        self._file.close()
+
+    def _begin(self) -> None:
+        origin_s = time.perf_counter()
+        self._file.begin(measure_clock(self._job.world, origin_s=origin_s), origin_s)
+        self._layers = LayerSpans(self._job.task.model, self._job.optimizer.spans)
+        self._recording = True
+
+    def _detach(self) -> None:
+        if self._layers is not None:
+            self._layers.remove()
+            self._layers = None
+
+
+def check_window(window: tuple[int, int], job: Job) -> None:
+    """Raise ConfigError if ``job`` takes none of the iterations in ``window``."""
+    first, last = job.start_step + 1, job.total_steps
+    start, stop = window
+    if start > last or stop <= first:
+        raise ConfigError(
+            f"trace is {start}:{stop}, but this run takes the iterations {first} to {last}; "
+            "choose some of them"
+        )
