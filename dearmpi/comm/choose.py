@@ -8,22 +8,25 @@ from typing import get_args
 from dearmpi.comm.api import Buffer
 from dearmpi.comm.trial import run_all, start_reduce
 from dearmpi.comm.world import World
-from dearmpi.config import ReduceScatter
+from dearmpi.config import ReduceScatter, WireDtype
 
 _NUM_TRIALS = 3
 
 
-def fastest_reduce_scatter(world: World, buffer: Buffer) -> ReduceScatter:
+def fastest_reduce_scatter(
+    world: World, buffer: Buffer, *, wire_dtype: WireDtype | None = None
+) -> ReduceScatter:
     """The algorithm with the least time for ``buffer``, whose contents are lost (collective).
 
+    wire_dtype: in what a wider buffer is to be sent, for which ``native`` is no choice.
     The slowest rank's best of a few trials counts, so that every rank chooses alike.
     """
     channel = world.open_channel("trial", window=1)
     best: dict[ReduceScatter, float] = {}
     for algorithm in get_args(ReduceScatter):
-        if algorithm == "native" and buffer.element_size() < 4:
+        if algorithm == "native" and (wire_dtype is not None or buffer.element_size() < 4):
             continue  # MPI has no portable half-precision sum
-        start = partial(start_reduce, buffer, algorithm)
+        start = partial(start_reduce, buffer, algorithm, wire_dtype=wire_dtype)
         best[algorithm] = min(run_all(world, channel, [start]) for _ in range(_NUM_TRIALS))
     channel.close()
     slowest = world.all_reduce(list(best.values()), "max")

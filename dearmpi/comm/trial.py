@@ -9,7 +9,7 @@ from typing import Any
 
 from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.world import Channel, World
-from dearmpi.config import ReduceScatter
+from dearmpi.config import ReduceScatter, WireDtype
 
 Start = Callable[[Collectives], Request]
 
@@ -30,11 +30,19 @@ def slowest_median(world: World, own: Sequence[float]) -> float:
     return statistics.median(world.all_reduce(own, "max"))
 
 
-def start_reduce(buffer: Any, algorithm: ReduceScatter, collectives: Collectives) -> Request:
+def start_reduce(
+    buffer: Any,
+    algorithm: ReduceScatter,
+    collectives: Collectives,
+    *,
+    wire_dtype: WireDtype | None = None,
+) -> Request:
     """Post the reduce-scatter of ``buffer``."""
-    return collectives.start_reduce_scatter(buffer, algorithm)
+    return collectives.start_reduce_scatter(buffer, algorithm, wire_dtype=wire_dtype)
 
 
-def start_gather(buffer: Any, collectives: Collectives) -> Request:
+def start_gather(
+    buffer: Any, collectives: Collectives, *, wire_dtype: WireDtype | None = None
+) -> Request:
     """Post the all-gather of ``buffer``."""
-    return collectives.start_all_gather(buffer)
+    return collectives.start_all_gather(buffer, wire_dtype=wire_dtype)

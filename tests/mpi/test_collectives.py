@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Buffer, Collectives, ReduceOp, Request
+from dearmpi.comm.choose import fastest_reduce_scatter
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.errors import CommError, ConfigError
@@ -360,3 +361,10 @@ def test_native_refuses_half_precision_and_names_what_serves(
 def test_native_refuses_half_precision_on_the_wire(collectives: Collectives, world: World) -> None:
     with pytest.raises(ConfigError, match="'native', but MPI cannot add bfloat16; .*'exchange'"):
         collectives.start_reduce_scatter(torch.ones(world.size), "native", wire_dtype="bf16")
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bf16"])
+def test_the_fastest_is_one_that_serves(world: World, wire_dtype: WireDtype | None) -> None:
+    chosen = fastest_reduce_scatter(world, torch.ones(world.size), wire_dtype=wire_dtype)
+    assert set(world.all_gather_text(chosen)) == {chosen}
+    assert chosen in ALGORITHMS and (wire_dtype is None or chosen != "native")
