@@ -131,7 +131,9 @@ def simulate(
         max(pair) for pair in zip(backprop.ready_s, not_before_s or backprop.ready_s, strict=True)
     ]
     loads = [
-        bucket_load(bucket, costs, ready_s=ready_s, gather=gather) if is_active(bucket) else None
+        make_load(bucket.numel, bucket.itemsize, costs, ready_s=ready_s, gather=gather)
+        if is_active(bucket)
+        else None
         for bucket, ready_s in zip(layout, ready, strict=True)
     ]
     flow = Flow(
@@ -166,15 +168,16 @@ def simulate(
     )
 
 
-def bucket_load(bucket: Bucket, costs: Costs, *, ready_s: float, gather: Gather) -> Load:
-    """What ``bucket`` brings by ``costs``."""
-    shard_bytes = bucket.shard_numel * bucket.itemsize
-    updated_bytes = shard_bytes if gather == "parameters" else bucket.numel * bucket.itemsize
+def make_load(numel: int, itemsize: int, costs: Costs, *, ready_s: float, gather: Gather) -> Load:
+    """What a bucket of ``numel`` elements brings by ``costs``, padding included."""
+    shard_bytes = -(-numel // costs.world_size) * itemsize
+    nbytes = shard_bytes * costs.world_size
+    updated_bytes = shard_bytes if gather == "parameters" else numel * itemsize
     return Load(
         ready_s=ready_s,
-        reduce=transfer(costs.reduce_scatter, bucket.nbytes),
+        reduce=transfer(costs.reduce_scatter, nbytes),
         update_s=costs.update_s + costs.update_s_per_byte * updated_bytes,
-        gather=transfer(costs.all_gather, bucket.nbytes),
+        gather=transfer(costs.all_gather, nbytes),
     )
 
 

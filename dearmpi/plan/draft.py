@@ -1,0 +1,79 @@
+"""Draft: a plan in the making, and the time that it is judged to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dearmpi.plan.interleaving import interleave
+from dearmpi.plan.problem import Buckets, Cuts, Problem
+from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, serial, wfbp
+
+PATIENCES = (0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Cuts with a schedule. patience: how its gathers were interleaved; None: in another way."""
+
+    seconds: float
+    cuts: Cuts
+    schedule: Schedule
+    window: int
+    patience: float | None = None
+
+
+class Drafts:
+    """Makes drafts for one problem and judges them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def interleaved(self, cuts: Cuts, *, window: int, patience: float) -> Draft:
+        """Gathers in the wire's idle time (``interleave``)."""
+        buckets = self._problem.buckets(cuts)
+        waits = not self._problem.eager
+        gathers = interleave(
+            buckets,
+            released_s=buckets.step_s if waits else 0.0,
+            window=window,
+            patience=patience,
+        )
+        return self._judge(cuts, buckets, _overlapped(buckets, gathers), window, patience)
+
+    def tied(self, cuts: Cuts, gathers: Sequence[AllGather], *, window: int) -> Draft:
+        """Gathers as given."""
+        buckets = self._problem.buckets(cuts)
+        return self._judge(cuts, buckets, _overlapped(buckets, gathers), window)
+
+    def dear(self, cuts: Cuts, *, window: int) -> Draft:
+        """All gathers after the last reduce-scatter, in feed-forward order."""
+        buckets = self._problem.buckets(cuts)
+        gathers = [AllGather(bucket, buckets.order[-1]) for bucket in reversed(buckets.order)]
+        return self._judge(cuts, buckets, _overlapped(buckets, gathers), window)
+
+    def plain(self, cuts: Cuts, *, window: int) -> Iterator[Draft]:
+        """The schedules without overlap of the feed-forward: serial and WFBP."""
+        buckets = self._problem.buckets(cuts)
+        for make in (serial, wfbp):
+            schedule = make(len(buckets.order))
+            if schedule.reduce_scatters == buckets.order:
+                yield self._judge(cuts, buckets, schedule, window)
+
+    def _judge(
+        self,
+        cuts: Cuts,
+        buckets: Buckets,
+        schedule: Schedule,
+        window: int,
+        patience: float | None = None,
+    ) -> Draft:
+        seconds = self._problem.judge(buckets, schedule, window=window)
+        return Draft(seconds, cuts, schedule, window, patience)
+
+
+def _overlapped(buckets: Buckets, gathers: Sequence[AllGather]) -> Schedule:
+    """Reduce-scatters as they become ready; the feed-forward waits bucket by bucket."""
+    return Schedule(
+        "dear", buckets.order, tuple(gathers), Launch.GRADIENTS_READY, Wait.FEED_FORWARD
+    )

@@ -1,0 +1,178 @@
+"""Improvement: from good drafts to better ones by small steps, for models of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+
+from dearmpi.plan.draft import PATIENCES, Draft, Drafts
+from dearmpi.plan.problem import Cuts, Problem
+from dearmpi.plan.schedule import AllGather, Wait
+
+_NUM_CAPS = (3, 5, 8, 12, 18, 27, 40, 60, 90)  # buckets that a model is cut into, about
+_ENDS = (1.0, 0.25, 1 / 16)  # size of the first and last buckets, in caps
+_GROWTHS = (0.25, 1.0)  # how fast they grow, per byte before or behind
+_WINDOWS = (1, 2, 3, 4)
+_NUM_KEPT = 4  # layouts of the family that are looked at more closely
+_NUM_STARTS = 8
+_LEAST_GAIN = 1e-5
+_MOST_EVENTS = 250_000  # of all simulations together: about a second
+
+
+def improve(problem: Problem, *, enough_s: float) -> Draft:
+    """The best draft that is found before the effort is spent, or one within ``enough_s``.
+
+    No schedule but serial and WFBP is without overlap of the feed-forward, which comes first where
+    both take the same time: what comes late then holds up less.
+
+    First over a family of layouts, whose buckets grow from both ends of the model to a cap: what
+    is reduced last and gathered first is exposed, what is reduced first leaves the wire idle
+    until then. Then, from the best of these, by moving, removing and adding single cuts, and by
+    tying single gathers to another reduce-scatter, as long as that helps.
+    """
+    drafts = Drafts(problem)
+    first = sorted(_first_drafts(problem, drafts), key=lambda draft: draft.seconds)
+    kept = list(dict.fromkeys(draft.cuts for draft in first))[:_NUM_KEPT]
+    starts: dict[tuple[Cuts, int], Draft] = {}
+    for draft in sorted(_siblings(drafts, kept), key=lambda draft: draft.seconds):
+        starts.setdefault((draft.cuts, draft.window), draft)
+    best = min(starts.values(), key=lambda draft: draft.seconds)
+    for draft in list(starts.values())[:_NUM_STARTS]:
+        climb = _Climb(problem, draft, enough_s=enough_s)
+        climb.move_cuts()
+        climb.move_ties()
+        best = min(best, climb.best, key=lambda draft: draft.seconds)
+        if climb.over:
+            break
+    return best
+
+
+def capped_cuts(problem: Problem, cap: float, *, ends: float, growth: float) -> Cuts:
+    """Buckets that are closed once they hold their target, all of which is ``cap`` bytes inside.
+
+    ends: the target of the first and last bucket, in caps. growth: what it grows by per byte
+    between the bucket and its end of the model.
+    """
+    total = sum(problem.nbytes)
+    cuts, size, before = [], 0, 0
+    for number, nbytes in enumerate(problem.nbytes):
+        behind = total - before
+        target = min(cap, ends * cap + growth * before, ends * cap + growth * (behind - cap))
+        too_much = size > 0 and size + nbytes > 2 * target and nbytes > target
+        if number in problem.forced or size >= target or too_much:
+            cuts.append(number)
+            before += size
+            size = 0
+        size += nbytes
+    return tuple(cuts)
+
+
+def _first_drafts(problem: Problem, drafts: Drafts) -> Iterator[Draft]:
+    total = sum(problem.nbytes)
+    cuts = dict.fromkeys(
+        capped_cuts(problem, total / count, ends=ends, growth=growth)
+        for count, ends, growth in product(_NUM_CAPS, _ENDS, _GROWTHS)
+    )
+    for one in cuts:
+        yield drafts.dear(one, window=2)
+        for window in (1, 2):
+            yield drafts.interleaved(one, window=window, patience=0.5)
+
+
+def _siblings(drafts: Drafts, many: Sequence[Cuts]) -> Iterator[Draft]:
+    """The same cuts with every window and schedule, the plain ones last."""
+    for cuts, window in product(many, _WINDOWS):
+        yield drafts.dear(cuts, window=window)
+        for patience in PATIENCES:
+            yield drafts.interleaved(cuts, window=window, patience=patience)
+        yield from drafts.plain(cuts, window=window)
+
+
+class _Climb:
+    """Goes from the best draft to a better neighbour, until there is none or effort is spent."""
+
+    def __init__(self, problem: Problem, best: Draft, *, enough_s: float) -> None:
+        self._problem, self._drafts = problem, Drafts(problem)
+        self._enough_s = enough_s
+        self.best = best
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to gain or to spend."""
+        return self.best.seconds <= self._enough_s or self._problem.num_events > _MOST_EVENTS
+
+    def move_cuts(self) -> None:
+        """Remove, move and add cuts, one at a time, from the first layers on."""
+        gained = True
+        while gained:
+            gained = False
+            number = 0
+            while number < len(self.best.cuts):
+                for cuts in _neighbours(self._problem, self.best.cuts, number):
+                    if self.over:
+                        return
+                    gained |= self._take(self._redo(cuts))
+                number += 1
+
+    def move_ties(self) -> None:
+        """Tie gathers to the reduce-scatter before or behind, and swap neighbours."""
+        gained = self.best.schedule.wait is Wait.FEED_FORWARD
+        while gained:
+            gained = False
+            for number in range(len(self.best.cuts)):
+                gathers = self.best.schedule.all_gathers
+                for other in _other_ties(gathers, self.best.schedule.reduce_scatters, number):
+                    if self.over:
+                        return
+                    gained |= self._take(
+                        self._drafts.tied(self.best.cuts, other, window=self.best.window)
+                    )
+
+    def _take(self, draft: Draft) -> bool:
+        if draft.seconds >= self.best.seconds * (1 - _LEAST_GAIN):
+            return False
+        self.best = draft
+        return True
+
+    def _redo(self, cuts: Cuts) -> Draft:
+        """What the best draft is, with other cuts."""
+        window, patience = self.best.window, self.best.patience
+        if patience is not None:
+            return self._drafts.interleaved(cuts, window=window, patience=patience)
+        if self.best.schedule.wait is Wait.FEED_FORWARD:
+            return self._drafts.dear(cuts, window=window)
+        same = (
+            draft
+            for draft in self._drafts.plain(cuts, window=window)
+            if draft.schedule.name == self.best.schedule.name
+        )
+        return next(same, self.best)
+
+
+def _neighbours(problem: Problem, cuts: Cuts, number: int) -> Iterator[Cuts]:
+    """Cuts without the given one, with it moved by a tensor, and with another one behind it."""
+    here = cuts[number]
+    stop = cuts[number + 1] if number + 1 < len(cuts) else len(problem.tensors)
+    if here not in problem.forced:
+        yield (*cuts[:number], *cuts[number + 1 :])
+        for moved in (here - 1, here + 1):
+            if cuts[number - 1] < moved < stop:
+                yield (*cuts[:number], moved, *cuts[number + 1 :])
+    if stop - here > 1:
+        sums = [*accumulate(problem.nbytes[here:stop])]
+        middle = min(range(1, stop - here), key=lambda at: abs(2 * sums[at - 1] - sums[-1]))
+        yield (*cuts[: number + 1], here + middle, *cuts[number + 1 :])
+
+
+def _other_ties(
+    gathers: Sequence[AllGather], order: Sequence[int], number: int
+) -> Iterator[tuple[AllGather, ...]]:
+    gather = gathers[number]
+    at = order.index(gather.after)
+    for moved in (at - 1, at + 1):
+        if 0 <= moved < len(order):
+            other = AllGather(gather.bucket, order[moved])
+            yield (*gathers[:number], other, *gathers[number + 1 :])
+    if number + 1 < len(gathers):
+        behind = gathers[number + 1]
+        yield (*gathers[:number], behind, gather, *gathers[number + 2 :])

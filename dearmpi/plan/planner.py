@@ -1,0 +1,89 @@
+"""Planner: the plan of least simulated iteration time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dearmpi.config import Gather
+from dearmpi.errors import ConfigError
+from dearmpi.plan.bound import least_iteration_s
+from dearmpi.plan.cost import Costs
+from dearmpi.plan.draft import Draft
+from dearmpi.plan.exhaustive import MOST_TENSORS, best_of_all
+from dearmpi.plan.improvement import improve
+from dearmpi.plan.layout import build_layout
+from dearmpi.plan.plan import Plan, Prediction, fingerprint
+from dearmpi.plan.problem import Problem
+from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.schedule import AllGather, Schedule
+from dearmpi.plan.timeline import simulate
+
+_CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact
+
+
+def make_plan(
+    profile: ModelProfile,
+    costs: Costs,
+    *,
+    world_size: int,
+    eager: bool,
+    gather: Gather = "parameters",
+) -> Plan:
+    """The plan for ``profile`` over ``world_size`` ranks, whose ``costs`` these are.
+
+    Decides on contiguous buckets of any sizes, on the gathers that run during backprop (with eager
+    updates), their order and what they are tied to, and on the window; serial and WFBP are among
+    the schedules. Up to four tensors the plan is the best of all (``exhaustive``); beyond, it is
+    the best found (``improvement``), and ``prediction.bound_s`` tells how far from it any other
+    plan could be. The same arguments make the same plan.
+
+    Raises ConfigError for costs of another world size, and for a model that has nothing to train.
+    """
+    if costs.world_size != world_size:
+        raise ConfigError(
+            f"the plan is for {world_size} ranks, but the costs are those of {costs.world_size}; "
+            f"measure with as many, or give costs.at({world_size})"
+        )
+    problem = Problem(profile, costs, eager=eager, gather=gather)
+    if not problem.tensors:
+        raise ConfigError(f"{profile.workload.name} has no parameter that is trained")
+    bound_s = least_iteration_s(profile, costs, eager=eager, gather=gather)
+    exact = len(problem.tensors) <= MOST_TENSORS
+    if exact:
+        draft = best_of_all(problem, enough_s=bound_s)
+    else:
+        draft = improve(problem, enough_s=bound_s * (1 + _CLOSE))
+    groups = problem.groups(draft.cuts)
+    layout = build_layout(groups, world_size)
+    schedule = _with_idle(draft, len(groups))
+    timeline = simulate(
+        profile, layout, schedule, costs, eager=eager, window=draft.window, gather=gather
+    )
+    specs = list(profile.workload.params())
+    how = "the best of all plans" if exact else "the best plan found"
+    return Plan(
+        parameters=tuple(spec.name for spec in specs),
+        buckets=tuple(bucket.names for bucket in layout),
+        schedule=schedule,
+        window=draft.window,
+        eager=eager,
+        world_size=world_size,
+        fingerprint=fingerprint(specs),
+        prediction=Prediction(
+            iteration_s=timeline.iteration_s,
+            compute_s=timeline.compute_s,
+            communication_s=timeline.communication_s,
+            bound_s=bound_s,
+        ),
+        origin=f"{how} for {profile.workload.name} on {profile.device}",
+    )
+
+
+def _with_idle(draft: Draft, num_buckets: int) -> Schedule:
+    """The draft's schedule over all buckets, those that never travel at the end."""
+    idle = range(len(draft.cuts), num_buckets)
+    return replace(
+        draft.schedule,
+        reduce_scatters=(*draft.schedule.reduce_scatters, *idle),
+        all_gathers=(*draft.schedule.all_gathers, *(AllGather(i, after=i) for i in idle)),
+    )
