@@ -14,9 +14,10 @@ import torch
 
 from dearmpi.bench.table import align
 from dearmpi.bench.wire import measure_wire
+from dearmpi.comm.scratch import carrier_of
 from dearmpi.comm.trial import Start, run_all, slowest_median, start_gather, start_reduce
 from dearmpi.comm.world import Channel, World
-from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 
 _BYTES_BACK_TO_BACK = 50e6
@@ -61,21 +62,32 @@ class CollectiveTimes:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesResult:
-    """All of them. wire_bits_s: the rate of a plain TCP stream."""
+    """All of them.
+
+    wire_dtype: in what the fp32 buffers were sent; None: as they are. wire_bits_s: the rate of a
+    plain TCP stream.
+    """
 
     world_size: int
     hosts: int
     window: int
+    wire_dtype: WireDtype | None
     wire_bits_s: float
     rows: tuple[CollectiveTimes, ...]
 
 
 def measure_collectives(
-    world: World, sizes_mb: Sequence[float], *, repeats: int, tell: Callable[[str], None]
+    world: World,
+    sizes_mb: Sequence[float],
+    *,
+    repeats: int,
+    tell: Callable[[str], None],
+    wire_dtype: WireDtype | None = None,
 ) -> CollectivesResult:
     """Measure every reduce-scatter and the all-gather on every size (collective).
 
     sizes_mb: of the whole buffer, in millions of bytes. Times are those of the slowest rank.
+    wire_dtype: in what to send the fp32 buffers.
     """
     if world.size == 1:
         raise ConfigError("one rank has no collectives; start several with mpirun")
@@ -86,11 +98,12 @@ def measure_collectives(
     rows = []
     for megabytes in sizes_mb:
         count = max(1, int(megabytes * 1e6 / 4 / world.size)) * world.size
-        for name, start in _starts().items():
-            rows.append(_measure(world, channel, name, count, start, repeats=repeats))
+        for name, start in _starts(wire_dtype).items():
+            rows.append(_measure(world, channel, name, count, start, wire_dtype, repeats=repeats))
         tell(f"{megabytes:g} MB done")
     channel.close()
-    return CollectivesResult(world.size, len(set(world.hosts)), window, wire, tuple(rows))
+    hosts = len(set(world.hosts))
+    return CollectivesResult(world.size, hosts, window, wire_dtype, wire, tuple(rows))
 
 
 def measure_overlap(world: World, channel: Channel, start: Start, *, repeats: int) -> Overlap:
@@ -126,6 +139,7 @@ def describe_collectives(result: CollectivesResult) -> list[str]:
     return [
         f"{result.world_size} ranks on {result.hosts} host(s); a TCP stream carries "
         f"{result.wire_bits_s / 1e6:.0f} Mbit/s",
+        *([f"MB in fp32, sent as {result.wire_dtype}"] if result.wire_dtype else []),
         f"each: back to back, {result.window} in flight; IMB, OSU: overlap with computation that "
         "needs no core, as those benchmarks define it",
         "",
@@ -133,16 +147,20 @@ def describe_collectives(result: CollectivesResult) -> list[str]:
     ]
 
 
-def _starts() -> dict[str, Callable[[torch.Tensor], Start]]:
+def _starts(wire_dtype: WireDtype | None) -> dict[str, Callable[[torch.Tensor], Start]]:
     starts: dict[str, Callable[[torch.Tensor], Start]] = {}
     for algorithm in get_args(ReduceScatter):
-        starts[f"reduce-scatter {algorithm}"] = partial(_reduce_with, algorithm)
-    starts["all-gather"] = lambda buffer: partial(start_gather, buffer)
+        if algorithm == "native" and wire_dtype is not None:
+            continue  # MPI has no portable half-precision sum
+        starts[f"reduce-scatter {algorithm}"] = partial(_reduce_with, algorithm, wire_dtype)
+    starts["all-gather"] = lambda buffer: partial(start_gather, buffer, wire_dtype=wire_dtype)
     return starts
 
 
-def _reduce_with(algorithm: ReduceScatter, buffer: torch.Tensor) -> Start:
-    return partial(start_reduce, buffer, algorithm)
+def _reduce_with(
+    algorithm: ReduceScatter, wire_dtype: WireDtype | None, buffer: torch.Tensor
+) -> Start:
+    return partial(start_reduce, buffer, algorithm, wire_dtype=wire_dtype)
 
 
 def _measure(
@@ -151,6 +169,7 @@ def _measure(
     name: str,
     count: int,
     start: Callable[[torch.Tensor], Start],
+    wire_dtype: WireDtype | None,
     *,
     repeats: int,
 ) -> CollectiveTimes:
@@ -160,7 +179,8 @@ def _measure(
     many = [start(buffers[i % len(buffers)]) for i in range(length)]
     overlap = measure_overlap(world, channel, many[0], repeats=repeats)
     each_s = slowest_median(world, [run_all(world, channel, many) / length for _ in range(repeats)])
-    sent_bits = 8 * nbytes * (world.size - 1) / world.size
+    sent_bytes = count * carrier_of(buffers[0], wire_dtype).element_size()
+    sent_bits = 8 * sent_bytes * (world.size - 1) / world.size
     return CollectiveTimes(name, nbytes, overlap, each_s, sent_bits / each_s)
 
 

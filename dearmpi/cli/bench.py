@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
+from dearmpi.config import WireDtype
 from dearmpi.errors import ConfigError, DearError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _METHODS = "serial,wfbp,dear,ddp"
 _STALL_S = (300.0, 900.0)  # a bucket of a large model over a slow wire takes its time
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_FOR_COLLECTIVES = frozenset({"collectives", "sizes_mb", "num_iters", "json_path"})
+_FOR_COLLECTIVES = frozenset({"collectives", "sizes_mb", "comm_dtype", "num_iters", "json_path"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,13 @@ class Contents:
     metavar="LIST",
     help="sizes for --collectives, in millions of bytes",
 )
+@click.option(
+    "--comm-dtype",
+    type=click.Choice(["fp32", *get_args(WireDtype)]),
+    default="fp32",
+    show_default=True,
+    help="in what --collectives are to send fp32 buffers",
+)
 @click.pass_context
 def bench(
     context: click.Context, /, json_path: Path | None, picture_path: Path | None, **given: Any
@@ -137,7 +145,7 @@ def _check_combination(context: click.Context) -> None:
         useless = given - _FOR_COLLECTIVES
         reason = "has no effect together with --collectives"
     else:
-        useless = given & {"sizes_mb"}
+        useless = given & {"sizes_mb", "comm_dtype"}
         reason = "has an effect together with --collectives only"
     for option in context.command.params:
         if option.name in useless:
@@ -206,7 +214,11 @@ def _measure_collectives(
         if world.size == 1:
             raise ConfigError("one rank has no collectives; start several with mpirun")
     result = measure_collectives(
-        world, sizes_mb, repeats=max(1, given["num_iters"]), tell=console.say
+        world,
+        sizes_mb,
+        repeats=max(1, given["num_iters"]),
+        tell=console.say,
+        wire_dtype=None if given["comm_dtype"] == "fp32" else given["comm_dtype"],
     )
     return describe_collectives(result), Contents(collectives_json(result)), 0
 

@@ -192,3 +192,13 @@ def test_collectives_are_measured_on_every_size(world: World) -> None:
     assert all(row.each_s > 0 and 0 <= row.overlap.imb <= 1 for row in result.rows)
     assert len(describe_collectives(result)) == 4 + len(result.rows)
     assert len(json.loads(collectives_json(result))["rows"]) == 8
+
+
+@pytest.mark.ranks(2)
+def test_collectives_in_half_precision_are_those_that_can(world: World) -> None:
+    result = measure_collectives(world, [0.1], repeats=1, tell=lambda line: None, wire_dtype="bf16")
+    names = ["reduce-scatter ring", "reduce-scatter exchange", "all-gather"]
+    assert [row.name for row in result.rows] == names
+    for row in result.rows:  # half of each buffer goes to the other rank, at two bytes an element
+        assert row.wire_bits_s * row.each_s == pytest.approx(8 * row.nbytes / 4)
+    assert "sent as bf16" in "\n".join(describe_collectives(result))
