@@ -1,0 +1,44 @@
+"""A cluster for all tests here; they are skipped, with the reason, where it cannot be made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.job import clean_environment
+from tests.slurm.cluster import Cluster, missing_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: Debian's packages slurm-wlm and munge")
+    environment = {
+        name: value
+        for name, value in clean_environment().items()
+        if not name.startswith(("SLURM_", "SBATCH_", "DEARMPI_", "DEAR_TRAIN_"))
+    }
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment["DEARMPI_VENV"] = sys.prefix
+    environment["PYTHONPATH"] = str(ROOT)
+    environment["OMP_NUM_THREADS"] = "1"
+    # A test run that is ended from outside must still end the cluster.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="dear-slurm-"))
+    folder.chmod(0o711)
+    try:
+        with Cluster(folder, environment=environment) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
