@@ -15,6 +15,7 @@ from dearmpi.cli.doctor import doctor
 from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
 from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
+from dearmpi.cli.run_report import report
 from dearmpi.cli.settings import CONTEXT
 from dearmpi.cli.slurm import slurm
 from dearmpi.errors import ConfigError, DearError
@@ -28,6 +29,7 @@ def group() -> None:
 
 group.add_command(run)
 group.add_command(bench)
+group.add_command(report)
 group.add_command(checkpoint)
 group.add_command(doctor)
 group.add_command(requeue)

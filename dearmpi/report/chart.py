@@ -16,7 +16,7 @@ _GAP = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points (step, value) in order of steps. dots: for series of few points."""
+    """Points (step, value), finite, in order of steps. dots: for series of few points."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -32,14 +32,12 @@ def draw_chart(
     unit: str,
     width: float,
     from_zero: bool = True,
-) -> Picture | None:
-    """A chart of ``series`` over steps; None where none of them has a finite value.
+) -> Picture:
+    """A chart of ``series`` over steps; at least one of them has points.
 
     unit: what the values are, in words; it stands above the axis.
     """
-    shown = [one for one in map(_finite, series) if one.points]
-    if not shown:
-        return None
+    shown = [_thinned(one) for one in series if one.points]
     keys = [Key(one.name, one.colour) for one in shown]
     legend, top = draw_legend(keys if len(keys) > 1 else [], width=width, top=30)
     bottom = top + (150 if width < 600 else 190)
@@ -80,12 +78,11 @@ def _draw_series(series: Series, x: Axis, y: Axis) -> list[Shape]:
     return shapes
 
 
-def _finite(series: Series) -> Series:
-    """The series without values that cannot be drawn, thinned to means of neighbours."""
-    points = [point for point in series.points if math.isfinite(point[1])]
-    size = -(-len(points) // _MOST_POINTS) or 1
+def _thinned(series: Series) -> Series:
+    """The series with means of neighbours where it has more points than can be seen."""
+    size = -(-len(series.points) // _MOST_POINTS)
     thinned = []
-    for start in range(0, len(points), size):
-        group = points[start : start + size]
+    for start in range(0, len(series.points), size):
+        group = series.points[start : start + size]
         thinned.append((group[-1][0], math.fsum(value for _, value in group) / len(group)))
     return Series(series.name, tuple(thinned), series.colour, series.dots)

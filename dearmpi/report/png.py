@@ -1,4 +1,4 @@
-"""Draws a picture as PNG, by Pillow, in the light palette and at twice the size."""
+"""Draws a picture as PNG, by Pillow, in the light palette, at twice the size, under its title."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 _SCALE = 2  # pixels of the file for one of the picture
 _FINER = 2  # drawn so much finer first, since Pillow's lines have hard edges
+_MARGIN, _HEAD, _TITLE = 16.0, 30.0, 15.0  # around, above, and the title's size
 _DASH, _GAP = 4.0, 3.0
 
 
 def draw(picture: Picture) -> bytes:
     """The file's content. Raises ConfigError where Pillow is not installed."""
     try:
-        from PIL import Image, ImageDraw
+        from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
         raise ConfigError(
             "PNG pictures need Pillow: pip install 'dearmpi[images]'; the page has the same as SVG"
@@ -35,10 +36,15 @@ def draw(picture: Picture) -> bytes:
             _draw_line(canvas, shape)
         else:
             _draw_label(canvas, shape)
+    margin, head = round(_MARGIN * _SCALE), round(_HEAD * _SCALE)
+    sheet = Image.new("RGB", (size[0] + 2 * margin, size[1] + 2 * margin + head), LIGHT["paper"])
+    sheet.paste(image.resize(size, Image.Resampling.LANCZOS), (margin, margin + head))
+    font = ImageFont.load_default(_TITLE * _SCALE)
+    place = (margin, margin + _TITLE * _SCALE)
+    ImageDraw.Draw(sheet).text(place, picture.title, fill=LIGHT["ink"], font=font, anchor="ls")
     file = io.BytesIO()
     # 256 colours are more than a picture has, and take a third of the space.
-    small = image.resize(size, Image.Resampling.LANCZOS)
-    small.quantize(256).save(file, "PNG", optimize=True)
+    sheet.quantize(256).save(file, "PNG", optimize=True)
     return file.getvalue()
 
 

@@ -19,7 +19,6 @@ def element(picture: Picture) -> str:
     """An ``svg`` element to stand in a page with ``style()`` and ``definitions()``."""
     return (
         f'<svg viewBox="0 0 {_number(picture.width)} {_number(picture.height)}" role="img" '
-        f'style="max-width:{_number(picture.width)}px" '
         f'aria-label="{escape(picture.title)}">{_draw(picture)}</svg>'
     )
 

@@ -29,8 +29,8 @@ def time_unit(longest_s: float) -> TimeUnit:
 
 
 def time_text(seconds: float) -> str:
-    """A time with three digits and its unit, as ``1.43 s``; nought is ``0 s``."""
-    if seconds == 0:
+    """A time with three digits and its unit, as ``1.43 s``; less than half a us is ``0 s``."""
+    if abs(seconds) < 5e-7:
         return "0 s"
     unit = time_unit(abs(seconds))
     return f"{digits(unit.of(seconds))} {unit.name}"

@@ -1,0 +1,35 @@
+"""dear-train report: a page with pictures of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="where to write report.html and report/; default: the run folder",
+)
+def report(run: Path, out: Path | None) -> None:
+    """Say what limits the run in the folder RUN, and write a page with its pictures.
+
+    The page RUN/report.html needs nothing else to be shown; the pictures stand in RUN/report/ as
+    PNG as well. A run that was started with --trace START:STOP shows an iteration in full.
+    """
+    from dearmpi.report.report import write_report
+    from dearmpi.train.run_folder import RunFolder
+
+    folder = RunFolder.open(run)
+    written = write_report(folder.path, out or folder.path)
+    if written.verdict is not None:
+        click.echo(written.verdict.sentence)
+    for note in written.notes:
+        click.echo(f"note: {note}")
+    click.echo(f"wrote {written.page}")
+    if written.pictures:
+        click.echo(f"wrote {len(written.pictures)} pictures in {written.pictures[0].parent}")

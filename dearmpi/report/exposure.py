@@ -1,0 +1,106 @@
+"""Exposure: which bucket's communication a rank waited for, and which was hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dearmpi.engine.span import Lane, Span
+from dearmpi.report.interval import Interval, total, union
+from dearmpi.report.recording import Window
+
+_NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTime:
+    """A bucket's reduce-scatter and all-gather, in seconds per iteration.
+
+    in_flight_s: both together. exposed_s: of it, the main thread waited; where several operations
+    were in flight, each bears an equal part.
+    """
+
+    bucket: int
+    in_flight_s: float
+    exposed_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        """What computation covered."""
+        return max(0.0, self.in_flight_s - self.exposed_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """What one rank waited for, in seconds per iteration.
+
+    communication_s: something was in flight.
+    first_s: for the first bucket at the boundary between two iterations, when no other bucket is
+        left to reduce. idle_s: while nothing was in flight, such as for an update.
+    """
+
+    buckets: tuple[BucketTime, ...]
+    communication_s: float
+    first_s: float
+    idle_s: float
+
+    @property
+    def waited_s(self) -> float:
+        """All waiting."""
+        return sum(bucket.exposed_s for bucket in self.buckets) + self.idle_s
+
+
+def measure_exposure(spans: Sequence[Span], windows: Sequence[Window]) -> Exposure:
+    """The exposure of the rank that recorded ``spans``: means over ``windows`` (at least one)."""
+    in_flight: dict[int, float] = {}
+    exposed: dict[int, float] = {}
+    communication_s = first_s = idle_s = 0.0
+    for window in windows:
+        operations = [s for s in spans if s.lane in _NETWORK and window.clip(s)]
+        for span in operations:
+            start_s, stop_s = window.clip(span) or (0.0, 0.0)
+            bucket = _bucket(span)
+            in_flight[bucket] = in_flight.get(bucket, 0.0) + stop_s - start_s
+        clipped = (window.clip(span) for span in operations)
+        communication_s += total(union(part for part in clipped if part is not None))
+        for wait in _waits(spans, window):
+            for length_s, active in _pieces(wait, operations):
+                for span in active:
+                    bucket = _bucket(span)
+                    exposed[bucket] = exposed.get(bucket, 0.0) + length_s / len(active)
+                idle_s += 0.0 if active else length_s
+                first_s += length_s if _only_first(active) else 0.0
+    count = len(windows)
+    return Exposure(
+        tuple(
+            BucketTime(bucket, seconds / count, exposed.get(bucket, 0.0) / count)
+            for bucket, seconds in sorted(in_flight.items())
+        ),
+        communication_s / count,
+        first_s / count,
+        idle_s / count,
+    )
+
+
+def _waits(spans: Sequence[Span], window: Window) -> list[Interval]:
+    clipped = (window.clip(span) for span in spans if span.lane is Lane.WAIT)
+    return union(interval for interval in clipped if interval is not None)
+
+
+def _pieces(wait: Interval, spans: Sequence[Span]) -> Iterator[tuple[float, list[Span]]]:
+    """Parts of ``wait`` during which the same spans were active: length, spans."""
+    start, stop = wait
+    edges = {edge for span in spans for edge in (span.start_s, span.stop_s) if start < edge < stop}
+    for low, high in pairwise(sorted({start, stop} | edges)):
+        yield high - low, [s for s in spans if s.start_s <= low and s.stop_s >= high]
+
+
+def _only_first(active: Sequence[Span]) -> bool:
+    reduced = {_bucket(span) for span in active if span.lane is Lane.REDUCE_SCATTER}
+    return any(_bucket(span) == 0 for span in active) and reduced <= {0}
+
+
+def _bucket(span: Span) -> int:
+    assert span.bucket is not None, f"{span.name} is no bucket's"
+    return span.bucket

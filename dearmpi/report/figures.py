@@ -1,0 +1,183 @@
+"""Figures: what a run took, from its metrics and its recording."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from dearmpi.engine.span import Lane
+from dearmpi.report.exposure import Exposure, measure_exposure
+from dearmpi.report.history import History
+from dearmpi.report.recording import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What one rank took, in seconds per step; host is empty where not known.
+
+    wait_s: its main thread waited for communication. data_s: it loaded data.
+    """
+
+    rank: int
+    host: str
+    step_s: float
+    wait_s: float
+    data_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """What is neither: computation, and whatever slows it down."""
+        return max(0.0, self.step_s - self.wait_s - self.data_s)
+
+    @property
+    def label(self) -> str:
+        """The rank and its host."""
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a step took, in seconds.
+
+    ranks: at least rank 0's. communication_s: a collective was in flight, exposed_s: its main
+    thread waited for one, on rank 0.
+    first_s: the rank that waits least waited for the first bucket, see ``Exposure``.
+    traced: whether data and first bucket could be told apart.
+    """
+
+    step_s: float
+    communication_s: float
+    exposed_s: float
+    ranks: tuple[RankTimes, ...]
+    first_s: float
+    schedule: str
+    traced: bool
+
+    @property
+    def slowest(self) -> RankTimes:
+        """The rank that computes longest."""
+        return max(self.ranks, key=lambda times: times.compute_s)
+
+    @property
+    def straggling_s(self) -> float:
+        """How much longer the slowest rank computes than the median of the others."""
+        others = [times.compute_s for times in self.ranks if times is not self.slowest]
+        return self.slowest.compute_s - median(others) if others else 0.0
+
+    @property
+    def least_waiting(self) -> RankTimes:
+        """The rank that waits least: the others wait for that rank as well as for the network."""
+        return min(self.ranks, key=lambda times: times.wait_s)
+
+    @property
+    def network_s(self) -> float:
+        """What the network alone costs: the wait of the rank that waits least."""
+        return self.least_waiting.wait_s
+
+    @property
+    def data_s(self) -> float:
+        """What loading data costs: the longest of all ranks."""
+        return max(times.data_s for times in self.ranks)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of rank 0's communication that computation covered; None without any."""
+        if self.communication_s <= 0:
+            return None
+        return max(0.0, 1.0 - self.exposed_s / self.communication_s)
+
+
+def measure(
+    history: History, recording: Recording, *, hosts: tuple[str, ...], schedule: str
+) -> Figures | None:
+    """The figures of a run; None where no step was measured.
+
+    Times are those of the metrics, which cover the whole run, and of the recording what metrics do
+    not tell. hosts: of each rank, as far as known.
+    """
+    traced = _traced_ranks(recording)
+    ranks = _metric_ranks(history, hosts) or tuple(traced.values())
+    if not ranks:
+        return None
+    ranks = tuple(
+        RankTimes(
+            times.rank,
+            times.host,
+            times.step_s,
+            times.wait_s,
+            traced[times.rank].data_s if times.rank in traced else 0.0,
+        )
+        for times in _with_all(ranks, traced)
+    )
+    step_s = history.typical(lambda row: row.step_s) or median(t.step_s for t in ranks)
+    communication_s = history.typical(lambda row: row.communication_s)
+    exposed_s = history.typical(lambda row: row.exposed_s)
+    return Figures(
+        step_s=step_s,
+        communication_s=_in_flight(recording) if communication_s is None else communication_s,
+        exposed_s=ranks[0].wait_s if exposed_s is None else exposed_s,
+        ranks=ranks,
+        first_s=_first_bucket(recording, ranks),
+        schedule=recording.schedule or schedule,
+        traced=bool(traced),
+    )
+
+
+def _with_all(
+    ranks: tuple[RankTimes, ...], traced: Mapping[int, RankTimes]
+) -> tuple[RankTimes, ...]:
+    """The recording's ranks, where the metrics tell of rank 0 alone."""
+    return ranks if len(ranks) >= len(traced) else tuple(traced.values())
+
+
+def _metric_ranks(history: History, hosts: tuple[str, ...]) -> tuple[RankTimes, ...]:
+    times = history.typical_ranks()
+    step_s = history.typical(lambda row: row.step_s)
+    if not times and step_s is not None:
+        times = ((step_s, history.typical(lambda row: row.exposed_s) or 0.0),)
+    names = dict(enumerate(hosts))
+    return tuple(
+        RankTimes(rank, names.get(rank, ""), step_s, wait_s)
+        for rank, (step_s, wait_s) in enumerate(times)
+    )
+
+
+def _traced_ranks(recording: Recording) -> dict[int, RankTimes]:
+    """Medians over the recorded iterations of each rank."""
+    found = {}
+    for rank, spans in recording.spans.items():
+        windows = recording.windows(rank)
+        if not windows:
+            continue
+        sums = {lane: [0.0] * len(windows) for lane in (Lane.WAIT, Lane.DATA)}
+        for place, window in enumerate(windows):
+            for span in spans:
+                clipped = window.clip(span)
+                if span.lane in sums and clipped is not None:
+                    sums[span.lane][place] += clipped[1] - clipped[0]
+        found[rank] = RankTimes(
+            rank,
+            recording.hosts.get(rank, ""),
+            median(window.length_s for window in windows),
+            median(sums[Lane.WAIT]),
+            median(sums[Lane.DATA]),
+        )
+    return found
+
+
+def exposure_of(recording: Recording, rank: int) -> Exposure | None:
+    """The exposure of ``rank``; None where it recorded no iteration from end to end."""
+    windows = recording.windows(rank) if rank in recording.spans else ()
+    return measure_exposure(recording.spans[rank], windows) if windows else None
+
+
+def _first_bucket(recording: Recording, ranks: tuple[RankTimes, ...]) -> float:
+    least = min(ranks, key=lambda times: times.wait_s)
+    exposure = exposure_of(recording, least.rank)
+    return 0.0 if exposure is None else exposure.first_s
+
+
+def _in_flight(recording: Recording) -> float:
+    exposure = exposure_of(recording, min(recording.spans, default=0))
+    return 0.0 if exposure is None else exposure.communication_s

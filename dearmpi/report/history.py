@@ -1,0 +1,123 @@
+"""History: the rows of metrics.jsonl that the report shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dearmpi.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRow:
+    """What was measured up to one step; None where it was not. Units as in metrics.csv.
+
+    rank_step_s, rank_wait_s: of every rank; empty where not known.
+    """
+
+    step: int
+    loss: float | None = None
+    eval_loss: float | None = None
+    learning_rate: float | None = None
+    samples_per_s: float | None = None
+    step_s: float | None = None
+    exposed_s: float | None = None
+    communication_s: float | None = None
+    rank_step_s: tuple[float, ...] = ()
+    rank_wait_s: tuple[float, ...] = ()
+
+
+_NUMBERS = tuple(name for name in HistoryRow.__slots__[1:] if not name.startswith("rank_"))
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Rows in order of steps. notes: what could not be read, in words."""
+
+    rows: tuple[HistoryRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def column(
+        self, value: Callable[[HistoryRow], float | None]
+    ) -> tuple[tuple[float, float], ...]:
+        """(step, value) of the rows that have it."""
+        found = ((float(row.step), value(row)) for row in self.rows)
+        return tuple((step, number) for step, number in found if number is not None)
+
+    def typical(self, value: Callable[[HistoryRow], float | None]) -> float | None:
+        """The median over rows, without the first, which pays for starting, if there are more."""
+        numbers = [number for _, number in self.column(value)]
+        return median(numbers[1:] or numbers) if numbers else None
+
+    def typical_ranks(self) -> tuple[tuple[float, float], ...]:
+        """Of each rank the medians of step and wait, in seconds; without the first row as well."""
+        rows = [row for row in self.rows if row.rank_step_s]
+        rows = [row for row in rows[1:] or rows if len(row.rank_step_s) == self._num_ranks()]
+        return tuple(
+            (
+                median(row.rank_step_s[rank] for row in rows),
+                median(row.rank_wait_s[rank] for row in rows),
+            )
+            for rank in range(self._num_ranks())
+        )
+
+    def _num_ranks(self) -> int:
+        """Of the last row: a run may go on with another number of ranks."""
+        return next((len(row.rank_step_s) for row in reversed(self.rows) if row.rank_step_s), 0)
+
+
+def read_history(path: Path) -> History:
+    """Read ``path``. A run that has measured nothing yet has no rows; lines that are no rows, such
+    as the last half line of a writer that was killed, are left out and noted.
+
+    Raises DataError where the file is there but cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return History(notes=(f"There are no metrics: {path.name} is missing.",))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    rows = [_parse(line) for line in lines]
+    good = {row.step: row for row in rows if row is not None}
+    notes = []
+    if len(lines) > sum(row is not None for row in rows):
+        bad = [number for number, row in enumerate(rows, 1) if row is None]
+        notes.append(
+            f"{len(bad)} of {len(lines)} lines of {path.name} are broken and left out, "
+            f"the first is line {bad[0]}."
+        )
+    if not good:
+        notes.append(f"{path.name} holds no row yet.")
+    return History(tuple(good[step] for step in sorted(good)), tuple(notes))
+
+
+def _parse(line: str) -> HistoryRow | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        return None
+    fields: dict[str, Any] = {name: _number(values.get(name)) for name in _NUMBERS}
+    steps_s, waits_s = (_number_list(values.get(name)) for name in ("rank_step_s", "rank_wait_s"))
+    if len(steps_s) == len(waits_s):
+        fields |= {"rank_step_s": steps_s, "rank_wait_s": waits_s}
+    return HistoryRow(values["step"], **fields)
+
+
+def _number(value: Any) -> float | None:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _number_list(values: Any) -> tuple[float, ...]:
+    numbers = [_number(value) for value in values] if isinstance(values, list) else []
+    found = tuple(number for number in numbers if number is not None)
+    return found if len(found) == len(numbers) else ()

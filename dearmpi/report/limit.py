@@ -1,0 +1,127 @@
+"""Limit: what keeps a run from being faster, in one sentence with what to try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from dearmpi.report.figures import Figures
+from dearmpi.report.unit import share_text, time_text
+
+# A part of less than this share of a step is not worth anybody's time.
+WORTH = 0.10
+
+
+class Limit(Enum):
+    """What limits a run."""
+
+    COMPUTE = "compute"
+    NETWORK = "network"
+    FIRST_BUCKET = "first bucket"
+    STRAGGLER = "straggler"
+    DATA = "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The limit, in a sentence. lost_s: what a step would gain at most without it."""
+
+    limit: Limit
+    sentence: str
+    lost_s: float
+
+
+def judge(figures: Figures) -> Verdict:
+    """Name what costs most of a step beyond its computation, or computation itself.
+
+    A step of the slowest rank consists of its computation, its data and its waits. Its waits are
+    the network's, since nobody else makes it wait; the part of it spent on the first bucket alone
+    is the boundary's. What it computes longer than the others is what they wait for it.
+    """
+    lost = {
+        Limit.STRAGGLER: figures.straggling_s,
+        Limit.DATA: figures.data_s,
+        Limit.FIRST_BUCKET: min(figures.first_s, figures.network_s),
+        Limit.NETWORK: figures.network_s - min(figures.first_s, figures.network_s),
+    }
+    # The first bucket and the network are one kind of loss: only together they compete.
+    waits_s = lost[Limit.FIRST_BUCKET] + lost[Limit.NETWORK]
+    kinds = {
+        max(Limit.NETWORK, Limit.FIRST_BUCKET, key=lambda limit: lost[limit]): waits_s,
+        Limit.STRAGGLER: lost[Limit.STRAGGLER],
+        Limit.DATA: lost[Limit.DATA],
+    }
+    limit = max(kinds, key=lambda one: kinds[one])
+    if kinds[limit] < WORTH * figures.step_s:
+        limit = Limit.COMPUTE
+    lost_s = kinds.get(limit, 0.0)
+    return Verdict(limit, _SENTENCES[limit](figures, lost_s), lost_s)
+
+
+def _of_step(figures: Figures, seconds: float) -> str:
+    """``0.61 s of 1.71 s per step (36 %)``."""
+    share = share_text(seconds / figures.step_s)
+    return f"{time_text(seconds)} of {time_text(figures.step_s)} per step ({share})"
+
+
+def _say_compute(figures: Figures, _lost_s: float) -> str:
+    hidden = figures.hidden_share
+    if hidden is None:
+        said = "nothing is communicated"
+    else:
+        said = (
+            f"of {time_text(figures.step_s)} per step {time_text(figures.network_s)} "
+            f"({share_text(figures.network_s / figures.step_s)}) is spent waiting, and "
+            f"{share_text(hidden)} of the communication is hidden"
+        )
+    return (
+        f"Computation limits this run: {said}. To go faster try more ranks, --precision bf16, or "
+        "a faster model; a faster network would hardly help."
+    )
+
+
+def _say_network(figures: Figures, lost_s: float) -> str:
+    cure = "try a larger --batch-size, which communicates less often, or a faster link"
+    if figures.schedule and figures.schedule != "dear":
+        cure = f"try --schedule dear (this was {figures.schedule}), then a larger --batch-size"
+    hint = "" if figures.traced else "; record a --trace to see which buckets are waited for"
+    return (
+        f"The network limits this run: {_of_step(figures, lost_s)} is spent waiting for "
+        f"communication, which takes {time_text(figures.communication_s)} in all; {cure}{hint}."
+    )
+
+
+def _say_first_bucket(figures: Figures, lost_s: float) -> str:
+    first_s = min(figures.first_s, lost_s)
+    return (
+        f"The first bucket limits this run: {_of_step(figures, first_s)} is spent waiting for the "
+        "reduce-scatter, update and all-gather of the first layers between two iterations, which "
+        "nothing can hide; try a smaller --bucket-cap-mb, so that less is left for the end."
+    )
+
+
+def _say_straggler(figures: Figures, lost_s: float) -> str:
+    slowest = figures.slowest
+    others_s = slowest.compute_s - lost_s
+    subject = slowest.label[0].upper() + slowest.label[1:]
+    return (
+        f"{subject} limits this run: it computes for {time_text(slowest.compute_s)} per step, the "
+        f"others for {time_text(others_s)}, and they wait for it; look for other work, fewer cores "
+        "or a slower clock there, or leave that host out."
+    )
+
+
+def _say_data(figures: Figures, lost_s: float) -> str:
+    return (
+        f"Loading data limits this run: {_of_step(figures, lost_s)} goes into it; try to prepare "
+        "samples once beforehand, keep them in memory, or decode less per sample."
+    )
+
+
+_SENTENCES = {
+    Limit.COMPUTE: _say_compute,
+    Limit.NETWORK: _say_network,
+    Limit.FIRST_BUCKET: _say_first_bucket,
+    Limit.STRAGGLER: _say_straggler,
+    Limit.DATA: _say_data,
+}

@@ -1,0 +1,192 @@
+"""Overlap: sections on an iteration, its ranks and its buckets, from what was recorded."""
+
+from __future__ import annotations
+
+from dearmpi.engine.span import Lane
+from dearmpi.report.bars import Bar, draw_bars
+from dearmpi.report.exposure import BucketTime
+from dearmpi.report.figures import Figures, exposure_of
+from dearmpi.report.interval import total, union
+from dearmpi.report.legend import Key
+from dearmpi.report.recording import Window
+from dearmpi.report.run import Run
+from dearmpi.report.section import Section
+from dearmpi.report.shape import Picture
+from dearmpi.report.strip import draw_strip
+from dearmpi.report.tracks import Track, draw_tracks
+from dearmpi.report.unit import share_text, size_text, time_text, time_unit
+
+MOST_TRACKS = 4
+MOST_BARS = 24
+
+
+def overlap_sections(run: Run, figures: Figures) -> list[Section]:
+    """The sections for which there are figures, most telling first."""
+    found = (_iteration(run, figures), _ranks(figures), _exposure(run, figures), _layout(run))
+    return [section for section in found if section is not None]
+
+
+def _iteration(run: Run, figures: Figures) -> Section | None:
+    recording = run.recording
+    window = recording.typical()
+    if window is None:
+        return None
+    times = {one.rank: one for one in figures.ranks}
+    ranks = _choose_ranks(sorted(recording.spans), figures)
+
+    def draw(width: float) -> Picture:
+        tracks = [
+            Track(
+                times[rank].label if rank in times else f"rank {rank}",
+                recording.spans[rank],
+                f"waited {time_text(_waited(run, rank, window))}",
+            )
+            for rank in ranks
+        ]
+        title = f"Iteration {window.iteration} of {run.name}, by rank"
+        return draw_tracks("iteration", title, tracks, window, width=width, axis_s=window.length_s)
+
+    shown = (
+        ""
+        if len(ranks) == len(recording.spans)
+        else (f" Shown are {len(ranks)} of {len(recording.spans)} ranks, among them the slowest.")
+    )
+    caption = (
+        f"Iteration {window.iteration}, of median length among those recorded: "
+        f"{time_text(window.length_s)}. It begins where the backprop before it ended.{shown}"
+    )
+    return Section("One iteration", draw, caption)
+
+
+def _choose_ranks(ranks: list[int], figures: Figures) -> list[int]:
+    """At most ``MOST_TRACKS`` ranks: the slowest, the first, and others evenly spread."""
+    if len(ranks) <= MOST_TRACKS:
+        return ranks
+    stride = (len(ranks) - 1) / (MOST_TRACKS - 2)
+    spread = [ranks[round(place * stride)] for place in range(MOST_TRACKS - 1)]
+    return sorted({*spread, figures.slowest.rank} & set(ranks))
+
+
+def _waited(run: Run, rank: int, window: Window) -> float:
+    waits = [span for span in run.recording.spans[rank] if span.lane is Lane.WAIT]
+    clipped = (window.clip(span) for span in waits)
+    return total(union(part for part in clipped if part is not None))
+
+
+def _ranks(figures: Figures) -> Section | None:
+    if len(figures.ranks) < 2:
+        return None
+    unit = time_unit(figures.step_s)
+    keys = [Key("computes", "plain"), Key("waits for communication", "lost", hatched=True)]
+    if figures.data_s > 0:
+        keys.append(Key("loads data", "data"))
+    ranks = figures.ranks
+    if len(ranks) > MOST_BARS:
+        by_compute = sorted(ranks, key=lambda times: -times.compute_s)
+        ranks = tuple(by_compute[: MOST_BARS // 2] + by_compute[-MOST_BARS // 2 :])
+
+    def draw(width: float) -> Picture:
+        bars = [
+            Bar(
+                times.label,
+                tuple(map(unit.of, (times.compute_s, times.wait_s, times.data_s)))[: len(keys)],
+                f"waits {time_text(times.wait_s)}",
+            )
+            for times in ranks
+        ]
+        title = "What each rank does in a step"
+        return draw_bars("ranks", title, bars, keys=keys, unit=f"{unit.name} per step", width=width)
+
+    some = (
+        ""
+        if ranks == figures.ranks
+        else (
+            f" Shown are the {MOST_BARS // 2} slowest and the {MOST_BARS // 2} fastest of "
+            f"{len(figures.ranks)}."
+        )
+    )
+    return Section("Ranks", draw, _compare_ranks(figures) + some)
+
+
+def _compare_ranks(figures: Figures) -> str:
+    slowest, more_s = figures.slowest, figures.straggling_s
+    if more_s < 0.05 * figures.step_s:
+        return f"All ranks compute about as long, at most {time_text(slowest.compute_s)}."
+    label = slowest.label[0].upper() + slowest.label[1:]
+    return (
+        f"{label} computes longest, {time_text(slowest.compute_s)}; that is {time_text(more_s)} "
+        "more than the median of the others."
+    )
+
+
+def _exposure(run: Run, figures: Figures) -> Section | None:
+    rank = figures.least_waiting.rank
+    exposure = exposure_of(run.recording, rank)
+    if exposure is None or not exposure.buckets:
+        return None
+    sizes = run.recording.bucket_bytes
+    groups = _group(exposure.buckets)
+    unit = time_unit(max(group[1].in_flight_s for group in groups))
+    keys = (Key("hidden behind computation", "first"), Key("exposed", "lost", hatched=True))
+
+    def draw(width: float) -> Picture:
+        bars = [
+            Bar(
+                label,
+                (unit.of(times.hidden_s), unit.of(times.exposed_s)),
+                f"{share_text(times.hidden_s / (times.in_flight_s or 1.0))} hidden",
+            )
+            for label, times in groups
+        ]
+        title = "Hidden and exposed communication by bucket"
+        name = f"{unit.name} in flight per iteration"
+        return draw_bars("buckets", title, bars, keys=keys, unit=name, width=width)
+
+    waited_s, idle_s = exposure.waited_s, exposure.idle_s
+    caption = (
+        f"Rank {rank}, which waits least, waits {time_text(waited_s)} per iteration: "
+        f"{time_text(exposure.first_s)} for the first bucket at the boundary, "
+        f"{time_text(idle_s)} while nothing was in flight."
+    )
+    head = ("bucket", "size", "in flight", "exposed", "hidden")
+    rows = tuple(
+        (
+            str(one.bucket),
+            size_text(sizes[one.bucket]) if one.bucket < len(sizes) else "",
+            time_text(one.in_flight_s),
+            time_text(one.exposed_s),
+            share_text(one.hidden_s / one.in_flight_s),
+        )
+        for one in exposure.buckets
+        if one.in_flight_s > 0
+    )
+    return Section("Hidden and exposed communication", draw, caption, (head, *rows))
+
+
+def _group(buckets: tuple[BucketTime, ...]) -> list[tuple[str, BucketTime]]:
+    """At most ``MOST_BARS`` labelled sums of neighbouring buckets."""
+    size = -(-len(buckets) // MOST_BARS)
+    groups = []
+    for start in range(0, len(buckets), size):
+        part = buckets[start : start + size]
+        first, last = part[0].bucket, part[-1].bucket
+        label = f"bucket {first}" if first == last else f"buckets {first} to {last}"
+        in_flight_s = sum(one.in_flight_s for one in part)
+        exposed_s = sum(one.exposed_s for one in part)
+        groups.append((label, BucketTime(first, in_flight_s, exposed_s)))
+    return groups
+
+
+def _layout(run: Run) -> Section | None:
+    sizes = [size for size in run.recording.bucket_bytes if size > 0]
+    if not sizes:
+        return None
+    caption = (
+        f"Schedule {run.recording.schedule}. {len(sizes)} buckets of {size_text(min(sizes))} to "
+        f"{size_text(max(sizes))}, in feed-forward order."
+    )
+    return Section(
+        "Buckets",
+        lambda width: draw_strip("layout", "The model's buckets", sizes, width=width),
+        caption,
+    )

@@ -1,0 +1,113 @@
+"""Recording: the spans of some iterations of a run, by rank, as its trace holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dearmpi.engine.span import Lane, Span
+from dearmpi.report.trace import Event, Traces
+from dearmpi.report.trace_writer import SLOT_STRIDE
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Spans of each rank, all on one clock.
+
+    hosts: by rank. bucket_bytes: by bucket; empty where not known. notes: what is missing or
+    could not be read, in words.
+    """
+
+    spans: Mapping[int, tuple[Span, ...]] = field(default_factory=dict)
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    bucket_bytes: tuple[int, ...] = ()
+    schedule: str = ""
+    notes: tuple[str, ...] = ()
+
+    def windows(self, rank: int) -> tuple[Window, ...]:
+        """The iterations that ``rank`` recorded from end to end.
+
+        One reaches from the end of the backprop before it to the end of its own, so that it holds
+        the waits at the boundary, its feed-forward with the all-gathers of the iteration before,
+        and its backprop with its own reduce-scatters.
+        """
+        ends: dict[int, float] = {}
+        for span in self.spans[rank]:
+            if span.lane is Lane.COMPUTE and span.name.startswith("B"):
+                ends[span.iteration] = max(span.stop_s, ends.get(span.iteration, span.stop_s))
+        return tuple(
+            Window(number, ends[number - 1], stop_s)
+            for number, stop_s in sorted(ends.items())
+            if number - 1 in ends
+        )
+
+    def typical(self) -> Window | None:
+        """Of the iterations that all ranks recorded, the one of median length, over all ranks."""
+        by_rank = [{w.iteration: w for w in self.windows(rank)} for rank in self.spans]
+        shared = set.intersection(*map(set, by_rank)) if by_rank else set()
+        spanning = [
+            Window(
+                number,
+                min(windows[number].start_s for windows in by_rank),
+                max(windows[number].stop_s for windows in by_rank),
+            )
+            for number in sorted(shared)
+        ]
+        spanning.sort(key=lambda window: window.length_s)
+        return spanning[(len(spanning) - 1) // 2] if spanning else None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """From when to when an iteration lasted, in seconds on the recording's clock."""
+
+    iteration: int
+    start_s: float
+    stop_s: float
+
+    @property
+    def length_s(self) -> float:
+        """Seconds."""
+        return self.stop_s - self.start_s
+
+    def clip(self, span: Span) -> tuple[float, float] | None:
+        """The part of ``span`` that lies within, as (start, stop); None where it does not."""
+        start_s, stop_s = max(span.start_s, self.start_s), min(span.stop_s, self.stop_s)
+        return (start_s, stop_s) if stop_s > start_s else None
+
+
+def record(traces: Traces) -> Recording:
+    """What ``traces`` hold; events that are no spans of dearmpi are passed over."""
+    spans = {}
+    hosts = {}
+    plan: Event = {}
+    for trace in traces.traces:
+        found = (_span(event) for event in trace.aligned())
+        spans[trace.rank] = tuple(span for span in found if span is not None)
+        for event in trace.events:
+            if event["name"] == "run":
+                hosts[trace.rank] = str(event["args"].get("host", ""))
+            elif event["name"] == "plan":
+                plan = event["args"]
+    return Recording(
+        spans=spans,
+        hosts=hosts,
+        bucket_bytes=tuple(int(size) for size in plan.get("bucket_bytes", ())),
+        schedule=str(plan.get("schedule", "")),
+        notes=traces.notes,
+    )
+
+
+def _span(event: Event) -> Span | None:
+    try:
+        if event["ph"] != "X":
+            return None
+        lane = Lane(event["tid"] % SLOT_STRIDE)
+        start_s, length_s = event["ts"] / 1e6, event["dur"] / 1e6
+        args = event["args"]
+        bucket = args.get("bucket")
+        return Span(
+            lane, str(event["name"]), start_s, start_s + length_s, args["iteration"], bucket
+        )
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,68 @@
+"""Report: reads a run folder, and writes its page and pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dearmpi.errors import ConfigError, DearError
+from dearmpi.report import png
+from dearmpi.report.course import course_sections
+from dearmpi.report.figures import measure
+from dearmpi.report.limit import Verdict, judge
+from dearmpi.report.overlap import overlap_sections
+from dearmpi.report.page import WIDE, draw_page
+from dearmpi.report.run import read_run
+from dearmpi.report.section import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was written. verdict: None for a run that has measured nothing.
+
+    notes: what is missing, in sentences.
+    """
+
+    page: Path
+    pictures: tuple[Path, ...]
+    verdict: Verdict | None
+    notes: tuple[str, ...]
+
+
+def write_report(run_folder: Path, destination: Path) -> Report:
+    """Write ``destination``/report.html, and its pictures as PNG to ``destination``/report/.
+
+    Without Pillow there are no PNG pictures, which a note says. Raises DearError where nothing can
+    be written.
+    """
+    run = read_run(run_folder)
+    figures = measure(
+        run.history,
+        run.recording,
+        hosts=run.hosts,
+        schedule=str(run.settings.get("schedule", "")),
+    )
+    verdict = None if figures is None else judge(figures)
+    sections = [] if figures is None else overlap_sections(run, figures)
+    sections += course_sections(run)
+    page = destination / "report.html"
+    notes = run.notes
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+        page.write_text(draw_page(run, figures, verdict, sections), encoding="utf-8")
+        try:
+            pictures = _write_pictures(sections, destination / "report")
+        except ConfigError as error:
+            pictures, notes = (), (*notes, f"{error}.")
+    except OSError as error:
+        raise DearError(f"cannot write {error.filename}: {error.strerror}") from error
+    return Report(page, pictures, verdict, notes)
+
+
+def _write_pictures(sections: list[Section], folder: Path) -> tuple[Path, ...]:
+    drawn = [section.draw(WIDE) for section in sections]
+    files = [(folder / f"{picture.name}.png", png.draw(picture)) for picture in drawn]
+    folder.mkdir(exist_ok=True)
+    for path, content in files:
+        path.write_bytes(content)
+    return tuple(path for path, _ in files)

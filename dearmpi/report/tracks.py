@@ -1,0 +1,155 @@
+"""Tracks: an iteration over time, as lanes of computation and network, one below the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dearmpi.engine.span import Lane, Span
+from dearmpi.report.axis import Axis, tick_step, tick_text
+from dearmpi.report.interval import subtract, union
+from dearmpi.report.legend import Key, draw_legend
+from dearmpi.report.palette import bucket_colour, on_bucket_colour
+from dearmpi.report.recording import Window
+from dearmpi.report.shape import Anchor, Box, Label, Line, Picture, Shape, text_width
+from dearmpi.report.unit import time_text, time_unit
+
+_ROW, _BETWEEN, _HEAD, _TAIL = 22.0, 4.0, 20.0, 12.0
+_NAMES = ("compute", "reduce-scatter", "all-gather")
+_TOUCH_S = 2e-6  # times in traces are rounded
+_SHORT_NAMES = ("compute", "reduce", "gather")
+_KEYS = (
+    Key("feed-forward", "feed-forward"),
+    Key("backprop", "backprop"),
+    Key("waits for communication", "lost", hatched=True),
+)
+_DATA = Key("loads data", "data")
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One rank's spans. note: said at its right end."""
+
+    label: str
+    spans: tuple[Span, ...]
+    note: str = ""
+
+
+def draw_tracks(
+    name: str, title: str, tracks: Sequence[Track], window: Window, *, width: float, axis_s: float
+) -> Picture:
+    """``tracks`` within ``window``. axis_s: the time that the width stands for, so that pictures
+    of several windows can be compared.
+    """
+    narrow = width < 600
+    names = _SHORT_NAMES if narrow else _NAMES
+    left = max(map(text_width, names)) + 6
+    x = Axis(window.start_s, window.start_s + axis_s, left, width - 1)
+    spans = [span for track in tracks for span in track.spans]
+    has_data = any(span.lane is Lane.DATA and window.clip(span) for span in spans)
+    shapes, y = draw_legend([*_KEYS, _DATA] if has_data else _KEYS, width=width, top=0)
+    shapes.append(Label(0, y + 8, "Colours and numbers: buckets", colour="faint"))
+    y += 20
+    top = y
+    for track in tracks:
+        shapes.append(Label(0, y + 13, track.label))
+        shapes.append(Label(width, y + 13, track.note, "end", "faint"))
+        y += _HEAD
+        for row, row_name in enumerate(names):
+            shapes.append(Label(left - 6, y + 15, row_name, "end", "faint"))
+            shapes.append(Line(((left, y + _ROW), (width, y + _ROW)), "grid", 1))
+            if row == 0:
+                shapes += _draw_compute(track, window, x, y)
+            else:
+                lane = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)[row - 1]
+                shapes += _draw_network(track, lane, window, x, y)
+            y += _ROW + _BETWEEN
+        y += _TAIL
+    axis = _draw_axis(x, axis_s, top + _HEAD, y - _TAIL, most=4 if narrow else 9)
+    return Picture(name, title, width, y + 28, (*axis, *shapes))
+
+
+def _draw_axis(x: Axis, axis_s: float, top: float, bottom: float, *, most: int) -> list[Shape]:
+    unit = time_unit(axis_s)
+    shapes: list[Shape] = []
+    scaled = Axis(0.0, unit.of(axis_s), x.start, x.stop)
+    step = tick_step(scaled.high, most)
+    for tick in scaled.ticks(most):
+        place = scaled.place(tick)
+        shapes.append(Line(((place, top), (place, bottom)), "grid", 1))
+        anchor: Anchor = "end" if place > x.stop - 12 else "middle"
+        shapes.append(Label(place, bottom + 15, tick_text(tick, step), anchor))
+    middle = (x.start + x.stop) / 2
+    text = f"{unit.name} since backprop ended"
+    return [*shapes, Label(middle, bottom + 33, text, "middle", "faint")]
+
+
+def _draw_compute(track: Track, window: Window, x: Axis, y: float) -> list[Shape]:
+    """What the main thread does; a layer's spans hold its waits, which are cut out."""
+    pixel_s = (x.high - x.low) / (x.stop - x.start)
+    parts = {
+        lane: [part for s in track.spans if s.lane is lane and (part := window.clip(s))]
+        for lane in (Lane.WAIT, Lane.DATA)
+    }
+    waits = union(parts[Lane.WAIT])
+    shapes: list[Shape] = []
+    for first, colour in (("F", "feed-forward"), ("B", "backprop")):
+        spans = [s for s in track.spans if s.lane is Lane.COMPUTE and s.name.startswith(first)]
+        found = union((part for s in spans if (part := window.clip(s))), gap_s=pixel_s / 2)
+        left = subtract(found, waits)
+        shapes += _boxes(left, x, y, colour, colour, hatched=False)
+    shapes += _boxes(union(parts[Lane.DATA]), x, y, "data", "loads data", hatched=False)
+    return shapes + _boxes(waits, x, y, "lost", "waits for communication", hatched=True)
+
+
+def _boxes(
+    parts: Sequence[tuple[float, float]],
+    x: Axis,
+    y: float,
+    colour: str,
+    what: str,
+    *,
+    hatched: bool,
+) -> list[Shape]:
+    return [
+        Box(
+            x.place(start),
+            y,
+            x.place(stop) - x.place(start),
+            _ROW,
+            colour,
+            hatched,
+            f"{what}: {time_text(stop - start)}",
+        )
+        for start, stop in parts
+    ]
+
+
+def _draw_network(track: Track, lane: Lane, window: Window, x: Axis, y: float) -> list[Shape]:
+    """Operations of one lane; those in flight at once lie side by side."""
+    spans = sorted(
+        (s for s in track.spans if s.lane is lane and window.clip(s)), key=lambda s: s.start_s
+    )
+    ends: list[float] = []
+    slots = []
+    for span in spans:
+        slot = next((n for n, end in enumerate(ends) if end <= span.start_s + _TOUCH_S), len(ends))
+        ends[slot : slot + 1] = [span.stop_s]
+        slots.append(slot)
+    height = _ROW / max(1, len(ends))
+    shapes: list[Shape] = []
+    for span, slot in zip(spans, slots, strict=True):
+        start, stop = map(x.place, window.clip(span) or (0.0, 0.0))
+        bucket = span.bucket or 0
+        top = y + slot * height
+        hint = f"{span.name}: {time_text(span.stop_s - span.start_s)}"
+        # A gap of half a pixel parts neighbours.
+        box = Box(start, top, stop - start - 0.5, height - 0.5, bucket_colour(bucket), hint=hint)
+        shapes.append(box)
+        text, size = str(bucket), 10.0
+        if height >= size and stop - start > text_width(text, size=size) + 2:
+            middle = (start + stop) / 2
+            place = top + height / 2 + size * 0.36
+            colour = on_bucket_colour(bucket)
+            shapes.append(Label(middle, place, text, "middle", colour, size))
+    return shapes

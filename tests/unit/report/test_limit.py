@@ -1,0 +1,89 @@
+"""The sentence on top: what limits a run, and what to try."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dearmpi.report.figures import Figures, RankTimes
+from dearmpi.report.limit import WORTH, Limit, judge
+
+EVEN = (RankTimes(0, "n0", 1.0, 0.05), RankTimes(1, "n1", 1.0, 0.06))
+FIGURES = Figures(
+    step_s=1.0,
+    communication_s=0.8,
+    exposed_s=0.05,
+    ranks=EVEN,
+    first_s=0.01,
+    schedule="dear",
+    traced=True,
+)
+
+
+def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
+    return tuple(RankTimes(r, f"n{r}", 1.0, wait_s, data_s) for r, wait_s in enumerate(waits))
+
+
+@pytest.mark.parametrize(
+    ("figures", "limit", "words"),
+    [
+        (FIGURES, Limit.COMPUTE, ["Computation", "50.0 ms", "5 %", "94 %", "more ranks"]),
+        (
+            replace(FIGURES, ranks=_with_waits(0.4, 0.42)),
+            Limit.NETWORK,
+            ["network", "400 ms of 1.00 s", "40 %", "800 ms", "--batch-size"],
+        ),
+        (
+            replace(FIGURES, ranks=_with_waits(0.4, 0.42), first_s=0.3),
+            Limit.FIRST_BUCKET,
+            ["first bucket", "300 ms", "--bucket-cap-mb"],
+        ),
+        (
+            replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.1, 0.52)),
+            Limit.STRAGGLER,
+            ["Rank 2 on n2", "900 ms", "500 ms", "wait for it"],
+        ),
+        (
+            replace(FIGURES, ranks=_with_waits(0.1, 0.1, data_s=0.3)),
+            Limit.DATA,
+            ["data", "300 ms of 1.00 s", "30 %"],
+        ),
+    ],
+)
+def test_the_limit_is_named_with_its_numbers(
+    figures: Figures, limit: Limit, words: list[str]
+) -> None:
+    verdict = judge(figures)
+    assert verdict.limit is limit
+    assert all(word in verdict.sentence for word in words), verdict.sentence
+
+
+def test_a_baseline_is_told_to_use_dear_first() -> None:
+    figures = replace(FIGURES, ranks=_with_waits(0.4, 0.4), schedule="wfbp")
+    assert "--schedule dear (this was wfbp)" in judge(figures).sentence
+
+
+def test_without_a_trace_one_is_asked_for() -> None:
+    figures = replace(FIGURES, ranks=_with_waits(0.4, 0.4), traced=False)
+    assert "--trace" in judge(figures).sentence
+    assert "--trace" not in judge(replace(figures, traced=True)).sentence
+
+
+def test_a_process_alone_computes() -> None:
+    figures = replace(FIGURES, ranks=_with_waits(0.0), communication_s=0.0, first_s=0.0)
+    verdict = judge(figures)
+    assert verdict.limit is Limit.COMPUTE and "nothing is communicated" in verdict.sentence
+
+
+@pytest.mark.parametrize(("more", "limit"), [(-0.01, Limit.COMPUTE), (0.01, Limit.NETWORK)])
+def test_what_is_not_worth_the_trouble_is_no_limit(more: float, limit: Limit) -> None:
+    wait_s = WORTH + more
+    assert judge(replace(FIGURES, ranks=_with_waits(wait_s, wait_s))).limit is limit
+
+
+def test_waiting_for_a_slow_rank_is_not_blamed_on_the_network() -> None:
+    """Rank 0 sees the same waits in both; only all ranks' waits tell them apart."""
+    slow, network = _with_waits(0.5, 0.02), _with_waits(0.5, 0.5)
+    assert judge(replace(FIGURES, ranks=slow)).limit is Limit.STRAGGLER
+    assert judge(replace(FIGURES, ranks=network)).limit is Limit.NETWORK
