@@ -5,30 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 
+from dearmpi.config import MIB, EngineConfig
 from dearmpi.plan.draft import PATIENCES, Draft, Drafts
+from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.problem import Cuts, Problem
 from dearmpi.plan.schedule import AllGather, Wait
 
 _NUM_CAPS = (3, 5, 8, 12, 18, 27, 40, 60, 90)  # buckets that a model is cut into, about
 _ENDS = (1.0, 0.25, 1 / 16)  # size of the first and last buckets, in caps
 _GROWTHS = (0.25, 1.0)  # how fast they grow, per byte before or behind
+_FIXED_CAPS_MIB = (1, 2, 4, 8, 16, 25, 64)
 _WINDOWS = (1, 2, 3, 4)
 _NUM_KEPT = 4  # layouts of the family that are looked at more closely
 _NUM_STARTS = 8
 _LEAST_GAIN = 1e-5
-_MOST_EVENTS = 250_000  # of all simulations together: about a second
+_MOST_EVENTS = 200_000  # of all simulations together: about a second
 
 
 def improve(problem: Problem, *, enough_s: float) -> Draft:
     """The best draft that is found before the effort is spent, or one within ``enough_s``.
 
-    No schedule but serial and WFBP is without overlap of the feed-forward, which comes first where
-    both take the same time: what comes late then holds up less.
+    Where serial or WFBP takes the same time, overlap of the feed-forward is preferred: what comes
+    late then holds up less.
 
-    First over a family of layouts, whose buckets grow from both ends of the model to a cap: what
-    is reduced last and gathered first is exposed, what is reduced first leaves the wire idle
-    until then. Then, from the best of these, by moving, removing and adding single cuts, and by
-    tying single gathers to another reduce-scatter, as long as that helps.
+    First over what fixed caps make with every plain schedule, so that no plan is worse, and over a
+    family of layouts whose buckets grow from both ends of the model to a cap: what is reduced last
+    and gathered first is exposed, what is reduced first leaves the wire idle until then. Then, from
+    the best of these, by moving, removing and adding single cuts, and by tying single gathers to
+    another reduce-scatter, as long as that helps.
     """
     drafts = Drafts(problem)
     first = sorted(_first_drafts(problem, drafts), key=lambda draft: draft.seconds)
@@ -36,7 +40,7 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     starts: dict[tuple[Cuts, int], Draft] = {}
     for draft in sorted(_siblings(drafts, kept), key=lambda draft: draft.seconds):
         starts.setdefault((draft.cuts, draft.window), draft)
-    best = min(starts.values(), key=lambda draft: draft.seconds)
+    best = min((*first[:1], *starts.values()), key=lambda draft: draft.seconds)
     for draft in list(starts.values())[:_NUM_STARTS]:
         climb = _Climb(problem, draft, enough_s=enough_s)
         climb.move_cuts()
@@ -48,16 +52,16 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
 
 
 def capped_cuts(problem: Problem, cap: float, *, ends: float, growth: float) -> Cuts:
-    """Buckets that are closed once they hold their target, all of which is ``cap`` bytes inside.
+    """Buckets that are closed once they hold their target, ``cap`` bytes in the middle.
 
-    ends: the target of the first and last bucket, in caps. growth: what it grows by per byte
+    ends: the target of the first and the last bucket, in caps. growth: what it grows by per byte
     between the bucket and its end of the model.
     """
     total = sum(problem.nbytes)
     cuts, size, before = [], 0, 0
     for number, nbytes in enumerate(problem.nbytes):
-        behind = total - before
-        target = min(cap, ends * cap + growth * before, ends * cap + growth * (behind - cap))
+        behind = max(0.0, total - before - cap)
+        target = min(cap, ends * cap + growth * before, ends * cap + growth * behind)
         too_much = size > 0 and size + nbytes > 2 * target and nbytes > target
         if number in problem.forced or size >= target or too_much:
             cuts.append(number)
@@ -67,16 +71,29 @@ def capped_cuts(problem: Problem, cap: float, *, ends: float, growth: float) -> 
     return tuple(cuts)
 
 
+def fused_cuts(problem: Problem, cap_bytes: int) -> Cuts:
+    """The buckets that a fixed cap makes (``fuse_by_cap``)."""
+    specs = [tensor.spec for tensor in problem.tensors]
+    numbers = {spec.name: number for number, spec in enumerate(specs)}
+    return tuple(sorted(numbers[group[0].name] for group in fuse_by_cap(specs, cap_bytes)))
+
+
 def _first_drafts(problem: Problem, drafts: Drafts) -> Iterator[Draft]:
     total = sum(problem.nbytes)
-    cuts = dict.fromkeys(
+    fixed = dict.fromkeys(
+        fused_cuts(problem, cap_bytes)
+        for cap_bytes in (EngineConfig().cap_bytes(total), *(mib * MIB for mib in _FIXED_CAPS_MIB))
+    )
+    for cuts in fixed:
+        yield from drafts.plain(cuts, window=2)
+    grown = dict.fromkeys(
         capped_cuts(problem, total / count, ends=ends, growth=growth)
         for count, ends, growth in product(_NUM_CAPS, _ENDS, _GROWTHS)
     )
-    for one in cuts:
-        yield drafts.dear(one, window=2)
+    for cuts in fixed | grown:
+        yield drafts.dear(cuts, window=2)
         for window in (1, 2):
-            yield drafts.interleaved(one, window=window, patience=0.5)
+            yield drafts.interleaved(cuts, window=window, patience=0.5)
 
 
 def _siblings(drafts: Drafts, many: Sequence[Cuts]) -> Iterator[Draft]:

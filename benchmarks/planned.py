@@ -1,0 +1,121 @@
+"""Simulated iterations of the paper's models: the default settings, WFBP, and the planner's plan.
+
+    python benchmarks/planned.py [--world-size 4] [--gigabits 1] [--split-mb 4]
+
+Communication over computation is 0.5, 1 and 2; backprop takes twice as long as feed-forward. Times
+are over ``max(compute, communication)``, communication being both ways of all bytes on the wire.
+The column ``split`` is the plan of the same model with its large tensors cut up, which the engine
+cannot do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+from dearmpi.config import EngineConfig, ScheduleName
+from dearmpi.plan.cost import Costs, ring_cost
+from dearmpi.plan.fusion import fuse_by_cap
+from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.plan.plan import Plan
+from dearmpi.plan.planner import make_plan
+from dearmpi.plan.profile import ModelProfile, profile_workload
+from dearmpi.plan.schedule import build_schedule
+from dearmpi.plan.timeline import simulate
+from dearmpi.plan.workload import LayerSpec, Workload, read_workload, workload_names
+
+ALPHA_S = 0.5e-3  # of a collective over 4 hosts, and in proportion over more
+COLUMNS = ("bound", "dear", "wfbp", "plan", "split")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world-size", type=int, default=4)
+    parser.add_argument("--gigabits", type=float, default=1.0)
+    parser.add_argument("--split-mb", type=float, default=4.0)
+    given = parser.parse_args()
+    link = ring_cost(ALPHA_S / 3, 8e-9 / given.gigabits, given.world_size)
+    costs = Costs(given.world_size, link, link, update_s=1e-3, main_thread_s=1e-4)
+    print(f"{'workload':<13} ratio  {'  '.join(f'{name:>6}' for name in COLUMNS)}  plan")
+    for name in workload_names():
+        workload = read_workload(name)
+        pieces = split(workload, int(given.split_mb * 1e6))
+        for ratio in (0.5, 1.0, 2.0):
+            print(f"{name:<13} {ratio:5}  {row(workload, pieces, costs, ratio=ratio)}", flush=True)
+
+
+def row(workload: Workload, pieces: Workload, costs: Costs, *, ratio: float) -> str:
+    """One line: times relative to the larger of computation and communication."""
+    profile = timed(workload, costs, ratio=ratio)
+    start = time.process_time()
+    plan = planned(profile, costs)
+    took = time.process_time() - start
+    times = (
+        plan.prediction.bound_s,
+        by_default(profile, costs, schedule="dear"),
+        by_default(profile, costs, schedule="wfbp"),
+        plan.prediction.iteration_s,
+        planned(timed(pieces, costs, ratio=ratio), costs).prediction.iteration_s,
+    )
+    communication_s = communication_of(workload, costs)
+    bound_s = max(profile.feed_forward_s + profile.backprop_s, communication_s)
+    cells = "  ".join(f"{seconds / bound_s:6.3f}" for seconds in times)
+    return f"{cells}  {len(plan.buckets)} buckets, window {plan.window}, {took:.1f} s to find"
+
+
+def split(workload: Workload, most_bytes: int) -> Workload:
+    """``workload`` with its tensors cut into pieces of ``most_bytes`` at most."""
+    pieces = {spec.name: cut(spec, most_bytes) for spec in workload.params()}
+    layers = tuple(
+        LayerSpec(
+            layer.name,
+            tuple(piece for spec in layer.params for piece in pieces[spec.name]),
+            layer.flops,
+            tuple(piece.name for name in layer.uses for piece in pieces[name]),
+        )
+        for layer in workload.layers
+    )
+    return replace(workload, layers=layers)
+
+
+def cut(spec: ParamSpec, most_bytes: int) -> list[ParamSpec]:
+    """``spec`` in equal pieces."""
+    count = -(-spec.nbytes // most_bytes)
+    bounds = [spec.numel * number // count for number in range(count + 1)]
+    return [
+        replace(spec, name=f"{spec.name}[{start}:{stop}]", shape=(stop - start,))
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def communication_of(workload: Workload, costs: Costs) -> float:
+    """Seconds that all bytes need on the wire, both ways."""
+    nbytes = sum(spec.nbytes for spec in workload.params())
+    return costs.reduce_scatter.wire_s(nbytes) + costs.all_gather.wire_s(nbytes)
+
+
+def timed(workload: Workload, costs: Costs, *, ratio: float) -> ModelProfile:
+    """``workload`` with ``ratio`` times as much communication as computation."""
+    compute_s = communication_of(workload, costs) / ratio
+    return profile_workload(workload, feed_forward_s=compute_s / 3, backprop_s=compute_s * 2 / 3)
+
+
+def by_default(profile: ModelProfile, costs: Costs, *, schedule: ScheduleName) -> float:
+    """Seconds of an iteration with the engine's default settings, but for eager updates."""
+    config = EngineConfig(schedule=schedule)
+    specs = list(profile.workload.params())
+    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
+    layout = build_layout(fuse_by_cap(specs, cap_bytes), costs.world_size)
+    made = build_schedule(schedule, len(layout))
+    return simulate(profile, layout, made, costs, eager=True, window=config.window).iteration_s
+
+
+def planned(profile: ModelProfile, costs: Costs) -> Plan:
+    """The planner's plan, with eager updates."""
+    return make_plan(profile, costs, world_size=costs.world_size, eager=True)
+
+
+if __name__ == "__main__":
+    main()
