@@ -18,6 +18,7 @@ from dearmpi.cli.run import run
 from dearmpi.cli.run_report import report
 from dearmpi.cli.settings import CONTEXT
 from dearmpi.cli.slurm import slurm
+from dearmpi.cli.trace import trace
 from dearmpi.errors import ConfigError, DearError
 
 
@@ -31,6 +32,7 @@ group.add_command(run)
 group.add_command(bench)
 group.add_command(report)
 group.add_command(checkpoint)
+group.add_command(trace)
 group.add_command(doctor)
 group.add_command(requeue)
 group.add_command(slurm)

@@ -32,7 +32,7 @@ class Buffer(Protocol):
 
 
 class Request(Protocol):
-    """An operation under way."""
+    """An operation under way; one that knows how much of it has come in has ``num_arrived``."""
 
     def test(self) -> bool:
         """Make progress; True once the operation is complete. Safe to call again after that."""

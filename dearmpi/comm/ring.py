@@ -91,6 +91,11 @@ class RingReduceScatter:
         return not self._sends
 
     @property
+    def num_arrived(self) -> int:
+        """How many messages have come in so far."""
+        return self._num_added
+
+    @property
     def _num_ready(self) -> int:
         """How many messages may be sent: those of the first round, and what was added since."""
         return min(self._num_messages, self._num_chunks + self._num_added)

@@ -82,3 +82,8 @@ class ScratchRequest:
                 self._scratch.give_back(buffer)
             self._done = True
         return self._done
+
+    @property
+    def num_arrived(self) -> int:
+        """How many messages have come in, as far as ``request`` can tell; else 0."""
+        return int(getattr(self._request, "num_arrived", 0))

@@ -1,0 +1,37 @@
+"""dear-train trace: put the traces of all ranks together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def trace() -> None:
+    """Work with traces, which dear-train run --trace START:STOP records."""
+
+
+@trace.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="default: trace/merged.json in the run folder",
+)
+def merge(run: Path, out: Path | None) -> None:
+    """Put the traces of all ranks of the run folder RUN into one file, their clocks aligned.
+
+    Open it at https://ui.perfetto.dev or in chrome://tracing.
+    """
+    from dearmpi.report.trace_merge import merge as merge_traces
+
+    merged = merge_traces(run, out)
+    ranks = "1 rank" if merged.num_ranks == 1 else f"{merged.num_ranks} ranks"
+    click.echo(
+        f"wrote {merged.path}: {merged.num_events} events of {ranks}, clocks aligned within "
+        f"{merged.uncertainty_us / 1e3:.2f} ms"
+    )
+    for note in merged.notes:
+        click.echo(f"note: {note}")
