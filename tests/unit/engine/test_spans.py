@@ -1,0 +1,203 @@
+"""Spans: what the engine tells of an iteration, and that nobody listening changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.engine.layer_spans import LayerSpans
+from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.spans import Spans
+from tests.unit.engine.chain import Chain
+
+
+@dataclass
+class Heard:
+    """A recorder that remembers."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, span: Span) -> None:
+        self.spans.append(span)
+
+    def named(self, name: str, iteration: int) -> Span:
+        (span,) = (s for s in self.spans if s.name == name and s.iteration == iteration)
+        return span
+
+    def names(self) -> list[str]:
+        return [span.name for span in self.spans]
+
+
+def train(world: World, *, num_steps: int = 3, **settings: Any) -> Heard:
+    heard, model = Heard(), Chain(3)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        world=world,
+        bucket_cap_mb=1e-6,
+        **settings,
+    )
+    optimizer.spans.recorder = heard
+    for step in range(num_steps):
+        optimizer.spans.iteration = step + 1
+        model.backward()
+        optimizer.step()
+    optimizer.synchronize()
+    optimizer.spans.recorder = None
+    model.backward()
+    optimizer.step()
+    optimizer.close()
+    return heard
+
+
+@pytest.mark.parametrize("settings", [{}, {"eager": True}, {"schedule": "wfbp"}])
+def test_a_bucket_is_reduced_then_updated_then_gathered(settings: dict[str, Any]) -> None:
+    for heard in run_ranks(2, lambda world: train(world, **settings)):
+        for iteration in (1, 2, 3):
+            for bucket in range(3):
+                reduced = heard.named(f"RS{bucket}", iteration)
+                updated = heard.named(f"U{bucket}", iteration)
+                gathered = heard.named(f"AG{bucket}", iteration)
+                assert reduced.queued_s is not None and reduced.queued_s <= reduced.start_s
+                assert reduced.start_s <= reduced.stop_s <= updated.start_s
+                assert updated.stop_s <= gathered.start_s <= gathered.stop_s
+                assert (reduced.lane, updated.lane) == (Lane.REDUCE_SCATTER, Lane.UPDATE)
+                assert (gathered.bucket, gathered.lane) == (bucket, Lane.ALL_GATHER)
+                assert reduced.nbytes == gathered.nbytes == 4 * 16 * (bucket + 1) * (bucket + 2)
+        assert {span.iteration for span in heard.spans} == {1, 2, 3}
+
+
+def test_gathered_gradients_are_updated_after_the_gather() -> None:
+    for heard in run_ranks(2, lambda world: train(world, gather="gradients")):
+        assert heard.named("RS1", 2).stop_s <= heard.named("AG1", 2).start_s
+        assert heard.named("AG1", 2).stop_s <= heard.named("U1", 2).start_s
+
+
+def test_waits_of_the_main_thread_are_told() -> None:
+    for heard in run_ranks(2, lambda world: train(world, schedule="serial")):
+        waits = [span.name for span in heard.spans if span.lane is Lane.WAIT]
+        assert "the last step's gathers" in waits
+
+
+def test_alone_the_update_is_told(world: World) -> None:
+    assert train(world).names() == ["update"] * 3
+
+
+@pytest.fixture
+def world() -> World:
+    from dearmpi.comm.alone import AloneCollectives
+
+    return World(AloneCollectives(), progress="poll")
+
+
+def test_torchs_profiler_sees_the_engines_spans() -> None:
+    def work(world: World) -> None:
+        train(world, num_steps=1)
+
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as seen:
+        run_ranks(2, work)
+    names = {event.name for event in seen.events()}
+    assert names >= {"dearmpi U0", "dearmpi RS0 posted", "dearmpi RS0 done", "dearmpi AG2 done"}
+
+
+class Nested(nn.Module):
+    """A module with parameters of its own around others, one of which passes its input on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.first, self.same, self.last = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.same(self.first(inputs * self.scale)))
+
+
+def watch(model: nn.Module, inputs: Tensor) -> tuple[Heard, LayerSpans]:
+    spans, heard = Spans(), Heard()
+    spans.recorder, spans.iteration = heard, 7
+    layers = LayerSpans(model, spans)
+    model(inputs).sum().backward()
+    return heard, layers
+
+
+def check_nesting(spans: Sequence[Span]) -> None:
+    """Of two spans, one lies in the other or they are apart."""
+    for one in spans:
+        for other in spans:
+            if one.start_s < other.start_s:
+                assert other.start_s >= one.stop_s or other.stop_s <= one.stop_s, (one, other)
+
+
+def test_layers_are_told_in_feed_forward_and_backprop() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    heard, _ = watch(model, torch.ones(2, 4))
+    assert heard.names() == ["F 0", "F 1", "F 2", "B 2", "B 1", "B 0"]
+    assert {(span.lane, span.iteration) for span in heard.spans} == {(Lane.COMPUTE, 7)}
+    check_nesting(heard.spans)
+
+
+def test_layers_within_layers_nest_and_one_that_passes_on_has_no_backprop() -> None:
+    heard, _ = watch(Nested(), torch.ones(2, 4))
+    assert heard.names() == ["F first", "F same", "F last", "F Nested", "B last", "B first"]
+    check_nesting(heard.spans)
+
+
+def test_checkpointed_layers_are_told_again_within_backprop() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)
+
+        def forward(self, inputs: Tensor) -> Any:
+            inner = torch.utils.checkpoint.checkpoint(self.inner, inputs, use_reentrant=False)
+            return self.last(inner)
+
+    heard, _ = watch(Checkpointed(), torch.ones(2, 4))
+    assert heard.names().count("F inner.0") == 2
+    check_nesting(heard.spans)
+
+
+def test_evaluation_and_a_removed_listener_tell_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    heard, layers = watch(model, torch.ones(2, 4))
+    before = len(heard.spans)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    layers.remove()
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(heard.spans) == before
+
+
+def test_a_layer_that_fails_leaves_nothing_open() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 1))
+    spans, heard = Spans(), Heard()
+    spans.recorder = heard
+    layers = LayerSpans(model, spans)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 4))
+    assert heard.names() == ["F 0", "F 1"]
+    layers.remove()
+
+
+def test_watching_changes_no_number() -> None:
+    def gradients(*, watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Nested()
+        if watched:
+            watch(model, torch.ones(2, 4))
+        else:
+            model(torch.ones(2, 4)).sum().backward()
+        return [param.grad for param in model.parameters() if param.grad is not None]
+
+    for one, other in zip(gradients(watched=True), gradients(watched=False), strict=True):
+        assert torch.equal(one, other)
