@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum, auto
@@ -203,10 +204,20 @@ def _describe_device(param: nn.Parameter) -> str:
 
 
 def slowest_profile(world: World, profile: ModelProfile) -> ModelProfile:
-    """Rank 0's layers, each with the times of the rank that took longest (collective)."""
+    """Rank 0's layers, with the mean of their times, as a whole as slow as the slowest rank's.
+
+    Not each layer's slowest time: noise, which differs between ranks, would add up (collective).
+    """
     whole = parse_profile(world.broadcast_text(profile.to_json()), "the profile of rank 0")
     own = {layer.name: times for layer, times in profile.layers()}
     mine = [own.get(layer.name, LayerTimes(0.0, 0.0)) for layer in whole.workload.layers]
-    feed_forward = world.all_reduce([times.feed_forward_s for times in mine], "max")
-    backprop = world.all_reduce([times.backprop_s for times in mine], "max")
+    feed_forward = _as_slow_as_the_slowest(world, [times.feed_forward_s for times in mine])
+    backprop = _as_slow_as_the_slowest(world, [times.backprop_s for times in mine])
     return replace(whole, times=tuple(map(LayerTimes, feed_forward, backprop)))
+
+
+def _as_slow_as_the_slowest(world: World, seconds: list[float]) -> list[float]:
+    sums = world.all_reduce(seconds, "sum")
+    slowest = world.all_reduce([math.fsum(seconds)], "max")[0]
+    factor = slowest / math.fsum(sums) if any(sums) else 0.0
+    return [total * factor for total in sums]

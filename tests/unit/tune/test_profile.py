@@ -14,7 +14,7 @@ from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.plan.profile import LayerTimes, ModelProfile
+from dearmpi.plan.profile import ModelProfile
 from dearmpi.tune.profile import LayerTimer, slowest_profile
 from dearmpi.tune.stopwatch import DeviceStopwatch, HostStopwatch, Stopwatch
 from tests.unit.engine.chain import Chain
@@ -471,7 +471,7 @@ def test_events_of_a_device_serve_as_marks() -> None:
     assert shown(watch.finish()) == [("0", 1, 10), ("1", 2, 20), ("2", 3, 30)]
 
 
-def test_the_slowest_rank_counts_on_all() -> None:
+def test_all_ranks_get_mean_times_that_add_up_to_the_slowest_rank_s() -> None:
     def profile_on(world: World) -> ModelProfile:
         clock = FakeClock()
         model = chain(clock)
@@ -483,4 +483,8 @@ def test_the_slowest_rank_counts_on_all() -> None:
     one, other = run_ranks(2, profile_on)
     assert one == other
     assert one.workload.name == "of rank 0"
-    assert one.times == (LayerTimes(50, 500), LayerTimes(50, 500), LayerTimes(3, 30))
+    # Rank 0 took 50, 2 and 3 s, rank 1 took 1, 50 and 3 s.
+    assert one.feed_forward_s == pytest.approx(55)
+    assert one.backprop_s == pytest.approx(550)
+    shares = [times.feed_forward_s / 55 for times in one.times]
+    assert shares == pytest.approx([51 / 109, 52 / 109, 6 / 109])
