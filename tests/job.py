@@ -153,6 +153,10 @@ class Job:
         """Send a signal to one rank."""
         os.kill(self.rank_pids()[rank], number)
 
+    def signal_launcher(self, number: signal.Signals) -> None:
+        """Send a signal to mpiexec."""
+        self._process.send_signal(number)
+
     def wait(self) -> Ended:
         """Wait for the end, or bring it about at the limit."""
         timed_out = False

@@ -103,7 +103,7 @@ def read_file(path: Path) -> Layer:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"cannot read the config file {path}: {reason}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a 13th month
         raise ConfigError(f"the config file {path} is no YAML: {error}") from error
     if content is None:
         content = {}

@@ -26,6 +26,11 @@ class FileRecord:
     bytes: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        """Raise TypeError for a field of another type."""
+        if type(self.bytes) is not int or not isinstance(self.sha256, str):
+            raise TypeError(f"{self.bytes!r} and {self.sha256!r} are no size and checksum")
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

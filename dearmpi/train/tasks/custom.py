@@ -52,7 +52,9 @@ def build_custom(name: str, options: Mapping[str, str]) -> Task:
     if not place or not attribute:
         raise TaskError(f"task {name!r} names no function; write {name.strip(':')}:FUNCTION")
     is_file = place.endswith(".py")
-    path = Path(place).expanduser().resolve()
+    with _explained(f"task {name!r}: its place cannot be read"):
+        path = Path(place).expanduser().resolve()
+        path.exists()  # raises for what cannot be a path at all
     with _importable(path.parent if is_file else Path.cwd()):
         module = _load_file(path, name) if is_file else _import(place, name)
         factory = _find(module, attribute, name)

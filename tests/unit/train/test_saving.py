@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from dearmpi.train.checkpoint.part import CopyBuffer, Part, Piece
 from dearmpi.train.job import Job, prepare
 from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.optimizers import choose_optimizer
+from dearmpi.train.run_folder import RunFolder
 from dearmpi.train.saving import Saver, synchronize
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
@@ -257,3 +259,18 @@ def test_one_copy_serves_for_all_checkpoints() -> None:
     second = buffer.copy(part)
     assert first.data.data_ptr() == second.data.data_ptr()
     assert torch.equal(second.pieces["a"].values, torch.arange(10.0) + 1.0)
+
+
+def test_a_run_is_private_where_the_umask_asks_for_it(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        folder = RunFolder.create(tmp_path, "a")
+        folder.write_config("lr: 1\n")
+        run_ranks(
+            2, lambda w: Trainer(make_job(w, max_steps=1), folder.path, listener=Notes()).run()
+        )
+    finally:
+        os.umask(before)
+    written = [folder.path, *folder.path.rglob("*")]
+    assert len(written) > 6
+    assert [path for path in written if path.stat().st_mode & 0o077] == []

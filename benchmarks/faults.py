@@ -1,0 +1,278 @@
+"""What is left of a run that is killed at random moments, again and again?
+
+Usage: python -m benchmarks.faults [--kills N] [--seed S] [--kinds KIND ...] [--seconds S]
+
+A small training that saves every three steps is ended by a fault, checked, and resumed with
+``--resume auto`` until it reaches its end; then the next one begins, on 2, 3 or 4 ranks in turn.
+After each fault the newest checkpoint must load with all checksums, and none that was announced may
+be lost; at the end every step's loss and the parameters must be those of a run without faults, bit
+for bit. Prints a table, and exits with 1 if anything was otherwise.
+
+Kinds: rank, mpirun, all (SIGKILL of these), term (SIGTERM to mpirun), stop (SIGSTOP of a rank, with
+a stall limit of 4 s), disk (the file system of the run folder, a tmpfs, fills up; needs root).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dearmpi.train import checkpoint, metrics
+from tests.job import Job
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("rank", "mpirun", "all", "term", "stop", "disk")
+WORLD_SIZES = (2, 3, 4)
+NUM_STEPS = 240
+STALL_S = 4.0
+MOST_MOMENT_S = 1.5  # after a run's first step, in which the fault comes
+END_S = 20.0  # how long a job may go on after a fault, the stall limit aside
+LIMIT_S = 150.0
+DISK_BYTES = 64 << 20
+
+TASK = """
+import time
+import torch
+from torch import nn
+from dearmpi.train.task import Task
+
+def loss(model, batch):
+    time.sleep(0.005)
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+def make(options):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 32, generator=generator)
+    data = [(x, x.sum().sin().reshape(1)) for x in inputs]
+    model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Dropout(0.1), nn.Linear(256, 256),
+                          nn.Tanh(), nn.Linear(256, 1))
+    return Task("sines", model, data, loss)
+"""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the faults of one kind."""
+
+    count: int = 0
+    codes: set[int] = field(default_factory=set)
+    longest_s: float = 0.0
+    steps_lost: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class Campaign:
+    """Faults one after the other, and what came of them; ``folder`` is where the runs live."""
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        self.tallies: dict[str, Tally] = defaultdict(Tally)
+        self.num_finished = 0
+        self._folder, self._chance = folder, random.Random(seed)
+        self._number = 0
+        self._references: dict[int, Path] = {}
+        (folder / "sines.py").write_text(TASK)
+
+    @property
+    def world_size(self) -> int:
+        """Of the run at hand."""
+        return WORLD_SIZES[self._number % len(WORLD_SIZES)]
+
+    def strike(self, kind: str) -> None:
+        """Go on with the run at hand until a fault of ``kind``, then check what is left; a run that
+        reaches its end first is compared, and the fault strikes the next one.
+        """
+        while True:
+            name = f"run-{self._number:03d}"
+            with self._start(name, self.world_size) as job:
+                began = job.wait_for("step ", timeout_s=LIMIT_S)
+                wait_s = self._chance.uniform(0.0, MOST_MOMENT_S)
+                deadline = time.monotonic() + wait_s
+                while job.is_running() and time.monotonic() < deadline:
+                    time.sleep(0.005)
+                if began and len(job.rank_pids()) == self.world_size:
+                    self._fault(kind, job, name)
+                    return
+                ended = job.wait()
+                if ended.returncode != 0:
+                    self.tallies[kind].problems.append(f"ended by itself: {ended.output[-2000:]}")
+                    return
+            self._compare(name)
+
+    def _start(self, name: str, world_size: int) -> Job:
+        arguments = [
+            *("run", "--task", str(self._folder / "sines.py") + ":make", "--name", name),
+            *("--run-folder", str(self._folder / "runs"), "--resume", "auto"),
+            *("--max-steps", str(NUM_STEPS), "--batch-size", "16", "--log-interval", "1"),
+            *("--checkpoint-interval", "3", "--lr", "0.001", "--bucket-cap-mb", "0.1"),
+            *("--stall-warning-s", str(STALL_S / 2), "--stall-abort-s", str(STALL_S)),
+        ]
+        return Job(
+            [sys.executable, "-m", "dearmpi.cli.main", *arguments],
+            ranks=world_size,
+            limit_s=LIMIT_S,
+            folder=self._folder,
+            environment={"PYTHONPATH": str(ROOT)},
+        )
+
+    def _fault(self, kind: str, job: Job, name: str) -> None:
+        tally = self.tallies[kind]
+        tally.count += 1
+        filler = self._folder / "filler"
+        before_s = job.duration_s
+        match kind:
+            case "rank":
+                job.signal_rank(self._chance.randrange(self.world_size), signal.SIGKILL)
+            case "stop":
+                job.signal_rank(self._chance.randrange(self.world_size), signal.SIGSTOP)
+            case "mpirun":
+                job.signal_launcher(signal.SIGKILL)
+            case "term":
+                job.signal_launcher(signal.SIGTERM)
+            case "all":
+                for pid in job.rank_pids().values():
+                    os.kill(pid, signal.SIGKILL)
+                job.signal_launcher(signal.SIGKILL)
+            case "disk":
+                fill_up(filler)
+        while job.is_running() or job.rank_pids():
+            if job.duration_s - before_s > END_S + STALL_S:
+                break
+            time.sleep(0.02)
+        seconds = job.duration_s - before_s
+        ended = job.end()
+        filler.unlink(missing_ok=True)
+        tally.codes.add(ended.returncode)
+        tally.longest_s = max(tally.longest_s, seconds)
+        if seconds >= END_S + STALL_S or ended.left_over:
+            tally.problems.append(f"{name}: went on for {seconds:.0f} s: {ended.output[-1000:]}")
+        self._check_state(tally, name, ended.output)
+        print(
+            f"{name} on {self.world_size} ranks: {kind}, {ended.returncode}, {seconds:.1f} s",
+            file=sys.stderr,
+        )
+
+    def _check_state(self, tally: Tally, name: str, output: str) -> None:
+        """The newest checkpoint loads, and is not older than what was announced."""
+        saved = [int(step) for step in re.findall(r"saved \S*step-(\d+)", output)]
+        taken = [int(step) for step in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
+        latest = checkpoint.find_latest(self._folder / "runs" / name)
+        step = 0
+        if latest is not None:
+            try:
+                step = checkpoint.load(latest).step
+            except Exception as error:
+                tally.problems.append(f"{name}: {error}")
+        if saved and step < max(saved):
+            tally.problems.append(f"{name}: step {max(saved)} was announced, {step} is there")
+        tally.steps_lost = max(tally.steps_lost, max(taken, default=0) - step)
+
+    def _compare(self, name: str) -> None:
+        """A run that has reached its end is the one without faults, bit for bit."""
+        runs = self._folder / "runs"
+        reference = self._reference(self.world_size)
+        rows, expected = read_losses(runs / name), read_losses(reference)
+        if rows != expected:
+            wrong = next((r for r, e in zip(rows, expected, strict=False) if r != e), rows[-1])
+            self.tallies["comparison"].problems.append(f"{name}: row {wrong} differs")
+        found, wanted = (
+            checkpoint.load(p / "checkpoints" / f"step-{NUM_STEPS:08d}").model
+            for p in (runs / name, reference)
+        )
+        if not all(torch.equal(found[key], wanted[key]) for key in wanted):
+            self.tallies["comparison"].problems.append(f"{name}: parameters differ")
+        self.num_finished += 1
+        self._number += 1
+        shutil.rmtree(runs / name)
+
+    def _reference(self, world_size: int) -> Path:
+        name = f"reference-{world_size}"
+        if world_size not in self._references:
+            with self._start(name, world_size) as job:
+                ended = job.wait()
+            assert ended.returncode == 0, ended.output
+            self._references[world_size] = self._folder / "runs" / name
+        return self._references[world_size]
+
+
+def read_losses(run_folder: Path) -> list[tuple[int, float | None]]:
+    """Every step's loss."""
+    return [(row.step, row.loss) for row in metrics.read(run_folder)]
+
+
+def fill_up(path: Path) -> None:
+    """Take all space that the file system has left."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                pass
+
+
+@contextmanager
+def small_disk(*, wanted: bool) -> Iterator[Path]:
+    """A folder on a small file system of its own, if ``wanted``; else just a folder."""
+    folder = Path(tempfile.mkdtemp(prefix="dear-faults-"))
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    try:
+        if wanted:
+            subprocess.run(mount, check=True)
+        yield folder
+    finally:
+        if wanted:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
+    chosen = parser.parse_args()
+    kinds = [kind for kind in chosen.kinds if kind != "disk" or os.geteuid() == 0]
+    start_s = time.monotonic()
+    with small_disk(wanted="disk" in kinds) as folder:
+        campaign = Campaign(folder, seed=chosen.seed)
+        order = (kinds * (chosen.kills // len(kinds) + 1))[: chosen.kills]
+        random.Random(chosen.seed).shuffle(order)
+        for kind in order:
+            if time.monotonic() - start_s > chosen.seconds:
+                break
+            campaign.strike(kind)
+    return report(campaign)
+
+
+def report(campaign: Campaign) -> int:
+    """Print the table; 1 if there were problems."""
+    print(f"{'fault':10} {'times':>5} {'exit codes':>14} {'longest':>10} {'most steps lost':>16}")
+    for kind, tally in campaign.tallies.items():
+        codes = " ".join(map(str, sorted(tally.codes)))
+        seconds = f"{tally.longest_s:.1f} s"
+        print(f"{kind:10} {tally.count:5} {codes:>14} {seconds:>10} {tally.steps_lost:16}")
+    problems = [f"{k}: {p}" for k, tally in campaign.tallies.items() for p in tally.problems]
+    total = sum(tally.count for tally in campaign.tallies.values())
+    print(f"{total} faults, {campaign.num_finished} runs compared, {len(problems)} problems")
+    print("\n".join(problems))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
