@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dearmpi.engine.span import Lane, Span
-from dearmpi.report.interval import Interval, total, union
-from dearmpi.report.recording import Window
+from dearmpi.report.interval import Interval, intersect, total, union
+from dearmpi.report.recording import Recording, Window
 
 _NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
 
@@ -81,6 +81,24 @@ def measure_exposure(spans: Sequence[Span], windows: Sequence[Window]) -> Exposu
         first_s / count,
         idle_s / count,
     )
+
+
+def shared_wait(recording: Recording) -> float:
+    """The share of the least waiting rank's waits in which all other ranks waited as well, 0 to 1.
+
+    Then the network is what they wait for; else a rank that still computes. 1 where nothing tells.
+    """
+    windows = [recording.windows(rank) for rank in recording.spans]
+    if not windows or not all(windows):
+        return 1.0
+    start_s, stop_s = max(w[0].start_s for w in windows), min(w[-1].stop_s for w in windows)
+    whole = Window(0, start_s, stop_s)
+    waits = [_waits(spans, whole) for spans in recording.spans.values()]
+    least_s = min(map(total, waits))
+    shared = waits[0]
+    for others in waits[1:]:
+        shared = intersect(shared, others)
+    return total(shared) / least_s if least_s > 0 else 1.0
 
 
 def _waits(spans: Sequence[Span], window: Window) -> list[Interval]:

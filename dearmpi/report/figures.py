@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from dearmpi.engine.span import Lane
-from dearmpi.report.exposure import Exposure, measure_exposure
+from dearmpi.report.exposure import Exposure, measure_exposure, shared_wait
 from dearmpi.report.history import History
 from dearmpi.report.recording import Recording
 
@@ -43,6 +43,7 @@ class Figures:
     ranks: at least rank 0's. communication_s: a collective was in flight, exposed_s: its main
     thread waited for one, on rank 0.
     first_s: the rank that waits least waited for the first bucket, see ``Exposure``.
+    shared_wait: see ``exposure.shared_wait``.
     traced: whether data and first bucket could be told apart.
     """
 
@@ -53,6 +54,7 @@ class Figures:
     first_s: float
     schedule: str
     traced: bool
+    shared_wait: float = 1.0
 
     @property
     def slowest(self) -> RankTimes:
@@ -72,8 +74,13 @@ class Figures:
 
     @property
     def network_s(self) -> float:
-        """What the network alone costs: the wait of the rank that waits least."""
-        return self.least_waiting.wait_s
+        """What the network alone costs: the wait of the rank that waits least, while all wait."""
+        return self.least_waiting.wait_s * self.shared_wait
+
+    @property
+    def uneven_s(self) -> float:
+        """What that rank waits for others that still compute: each is late now and then."""
+        return self.least_waiting.wait_s - self.network_s
 
     @property
     def data_s(self) -> float:
@@ -121,6 +128,7 @@ def measure(
         first_s=_first_bucket(recording, ranks),
         schedule=recording.schedule or schedule,
         traced=bool(traced),
+        shared_wait=shared_wait(recording),
     )
 
 

@@ -33,6 +33,11 @@ def subtract(intervals: Iterable[Interval], holes: Sequence[Interval]) -> list[I
     return left
 
 
+def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What both cover; each of them is in order and apart."""
+    return subtract(some, subtract(some, others))
+
+
 def total(intervals: Iterable[Interval]) -> float:
     """The sum of their lengths."""
     return sum(stop - start for start, stop in intervals)

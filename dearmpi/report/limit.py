@@ -19,6 +19,7 @@ class Limit(Enum):
     NETWORK = "network"
     FIRST_BUCKET = "first bucket"
     STRAGGLER = "straggler"
+    UNEVEN = "uneven ranks"
     DATA = "data"
 
 
@@ -34,22 +35,17 @@ class Verdict:
 def judge(figures: Figures) -> Verdict:
     """Name what costs most of a step beyond its computation, or computation itself.
 
-    A step of the slowest rank consists of its computation, its data and its waits. Its waits are
-    the network's, since nobody else makes it wait; the part of it spent on the first bucket alone
-    is the boundary's. What it computes longer than the others is what they wait for it.
+    A step of the slowest rank consists of its computation, its data and its waits. While all ranks
+    wait, they wait for the network; else for a rank that is late this time. What the slowest rank
+    computes longer than the others is what they wait for it.
     """
-    lost = {
-        Limit.STRAGGLER: figures.straggling_s,
-        Limit.DATA: figures.data_s,
-        Limit.FIRST_BUCKET: min(figures.first_s, figures.network_s),
-        Limit.NETWORK: figures.network_s - min(figures.first_s, figures.network_s),
-    }
     # The first bucket and the network are one kind of loss: only together they compete.
-    waits_s = lost[Limit.FIRST_BUCKET] + lost[Limit.NETWORK]
+    is_first = figures.first_s > figures.network_s / 2
     kinds = {
-        max(Limit.NETWORK, Limit.FIRST_BUCKET, key=lambda limit: lost[limit]): waits_s,
-        Limit.STRAGGLER: lost[Limit.STRAGGLER],
-        Limit.DATA: lost[Limit.DATA],
+        Limit.FIRST_BUCKET if is_first else Limit.NETWORK: figures.network_s,
+        Limit.STRAGGLER: figures.straggling_s,
+        Limit.UNEVEN: figures.uneven_s,
+        Limit.DATA: figures.data_s,
     }
     limit = max(kinds, key=lambda one: kinds[one])
     if kinds[limit] < WORTH * figures.step_s:
@@ -69,9 +65,10 @@ def _say_compute(figures: Figures, _lost_s: float) -> str:
     if hidden is None:
         said = "nothing is communicated"
     else:
+        wait_s = figures.least_waiting.wait_s
         said = (
-            f"of {time_text(figures.step_s)} per step {time_text(figures.network_s)} "
-            f"({share_text(figures.network_s / figures.step_s)}) is spent waiting, and "
+            f"of {time_text(figures.step_s)} per step {time_text(wait_s)} "
+            f"({share_text(wait_s / figures.step_s)}) is spent waiting, and "
             f"{share_text(hidden)} of the communication is hidden"
         )
     return (
@@ -111,6 +108,14 @@ def _say_straggler(figures: Figures, lost_s: float) -> str:
     )
 
 
+def _say_uneven(figures: Figures, lost_s: float) -> str:
+    return (
+        f"Ranks that are late in turn limit this run: {_of_step(figures, lost_s)} is spent waiting "
+        "while another rank still computes; try fewer --threads or ranks per host, so that each "
+        "has cores of its own, and look for other work on the hosts."
+    )
+
+
 def _say_data(figures: Figures, lost_s: float) -> str:
     return (
         f"Loading data limits this run: {_of_step(figures, lost_s)} goes into it; try to prepare "
@@ -123,5 +128,6 @@ _SENTENCES = {
     Limit.NETWORK: _say_network,
     Limit.FIRST_BUCKET: _say_first_bucket,
     Limit.STRAGGLER: _say_straggler,
+    Limit.UNEVEN: _say_uneven,
     Limit.DATA: _say_data,
 }

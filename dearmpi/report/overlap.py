@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dearmpi.config import EngineConfig
 from dearmpi.engine.span import Lane
 from dearmpi.report.bars import Bar, draw_bars
 from dearmpi.report.exposure import BucketTime
@@ -9,6 +10,7 @@ from dearmpi.report.figures import Figures, exposure_of
 from dearmpi.report.interval import total, union
 from dearmpi.report.legend import Key
 from dearmpi.report.recording import Window
+from dearmpi.report.replica import replica_spans, replicate
 from dearmpi.report.run import Run
 from dearmpi.report.section import Section
 from dearmpi.report.shape import Picture
@@ -34,28 +36,40 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     times = {one.rank: one for one in figures.ranks}
     ranks = _choose_ranks(sorted(recording.spans), figures)
 
-    def draw(width: float) -> Picture:
-        tracks = [
-            Track(
-                times[rank].label if rank in times else f"rank {rank}",
-                recording.spans[rank],
-                f"waited {time_text(_waited(run, rank, window))}",
-            )
-            for rank in ranks
-        ]
-        title = f"Iteration {window.iteration} of {run.name}, by rank"
-        return draw_tracks("iteration", title, tracks, window, width=width, axis_s=window.length_s)
-
-    shown = (
-        ""
-        if len(ranks) == len(recording.spans)
-        else (f" Shown are {len(ranks)} of {len(recording.spans)} ranks, among them the slowest.")
-    )
+    tracks = [
+        Track(
+            times[rank].label if rank in times else f"rank {rank}",
+            recording.spans[rank],
+            window,
+            f"waited {time_text(_waited(run, rank, window))}",
+        )
+        for rank in ranks
+    ]
     caption = (
         f"Iteration {window.iteration}, of median length among those recorded: "
-        f"{time_text(window.length_s)}. It begins where the backprop before it ended.{shown}"
+        f"{time_text(window.length_s)}. It begins where the backprop before it ended."
     )
-    return Section("One iteration", draw, caption)
+    if len(ranks) < len(recording.spans):
+        caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
+    timeline = replicate(recording, figures.least_waiting.rank, window=_window(run))
+    if timeline is not None:
+        exposed = f"waits {time_text(timeline.exposed_s)}"
+        tracks.append(Track("simulated", *replica_spans(timeline), exposed))
+        caption += (
+            f" Simulated, with these buckets over a link that carries what this one did per second "
+            f"in flight, and nothing in between: {time_text(timeline.iteration_s)}."
+        )
+    title = f"Iteration {window.iteration} of {run.name}, by rank"
+    return Section(
+        "One iteration",
+        lambda width: draw_tracks("iteration", title, tracks, width=width),
+        caption,
+    )
+
+
+def _window(run: Run) -> int:
+    window = run.settings.get("window")
+    return window if isinstance(window, int) and window > 0 else EngineConfig().window
 
 
 def _choose_ranks(ranks: list[int], figures: Figures) -> list[int]:

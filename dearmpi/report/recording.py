@@ -9,6 +9,8 @@ from dearmpi.engine.span import Lane, Span
 from dearmpi.report.trace import Event, Traces
 from dearmpi.report.trace_writer import SLOT_STRIDE
 
+_OF_BUCKETS = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:
@@ -105,9 +107,17 @@ def _span(event: Event) -> Span | None:
         lane = Lane(event["tid"] % SLOT_STRIDE)
         start_s, length_s = event["ts"] / 1e6, event["dur"] / 1e6
         args = event["args"]
-        bucket = args.get("bucket")
+        if lane in _OF_BUCKETS and type(args["bucket"]) is not int:
+            return None
+        queued_us = args.get("queued_us")
         return Span(
-            lane, str(event["name"]), start_s, start_s + length_s, args["iteration"], bucket
+            lane,
+            str(event["name"]),
+            start_s,
+            start_s + length_s,
+            args["iteration"],
+            args.get("bucket"),
+            queued_s=None if queued_us is None else start_s - queued_us / 1e6,
         )
     except (KeyError, TypeError, ValueError):
         return None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from dearmpi.engine.span import Lane, Span
 from dearmpi.report.axis import Axis, tick_step, tick_text
-from dearmpi.report.interval import subtract, union
+from dearmpi.report.interval import Interval, subtract, union
 from dearmpi.report.legend import Key, draw_legend
 from dearmpi.report.palette import bucket_colour, on_bucket_colour
 from dearmpi.report.recording import Window
@@ -23,30 +24,38 @@ _KEYS = (
     Key("backprop", "backprop"),
     Key("waits for communication", "lost", hatched=True),
 )
+_PASSES = {"F": "feed-forward", "B": "backprop"}
 _DATA = Key("loads data", "data")
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One rank's spans. note: said at its right end."""
+    """One rank's spans. window: what is shown of them. note: said at its right end."""
 
     label: str
     spans: tuple[Span, ...]
+    window: Window
     note: str = ""
 
+    def parts(self, lane: Lane) -> list[tuple[Span, Interval]]:
+        """The spans of ``lane`` in order, with what the window shows of them, from its start."""
+        origin = self.window.start_s
+        found = [
+            (span, (part[0] - origin, part[1] - origin))
+            for span in self.spans
+            if span.lane is lane and (part := self.window.clip(span))
+        ]
+        return sorted(found, key=lambda pair: pair[1])
 
-def draw_tracks(
-    name: str, title: str, tracks: Sequence[Track], window: Window, *, width: float, axis_s: float
-) -> Picture:
-    """``tracks`` within ``window``. axis_s: the time that the width stands for, so that pictures
-    of several windows can be compared.
-    """
+
+def draw_tracks(name: str, title: str, tracks: Sequence[Track], *, width: float) -> Picture:
+    """``tracks`` (at least one), each from the start of its own window, on one scale."""
     narrow = width < 600
     names = _SHORT_NAMES if narrow else _NAMES
     left = max(map(text_width, names)) + 6
-    x = Axis(window.start_s, window.start_s + axis_s, left, width - 1)
-    spans = [span for track in tracks for span in track.spans]
-    has_data = any(span.lane is Lane.DATA and window.clip(span) for span in spans)
+    longest_s = max(track.window.length_s for track in tracks)
+    x = Axis(0.0, longest_s, left, width - 1)
+    has_data = any(track.parts(Lane.DATA) for track in tracks)
     shapes, y = draw_legend([*_KEYS, _DATA] if has_data else _KEYS, width=width, top=0)
     shapes.append(Label(0, y + 8, "Colours and numbers: buckets", colour="faint"))
     y += 20
@@ -59,13 +68,13 @@ def draw_tracks(
             shapes.append(Label(left - 6, y + 15, row_name, "end", "faint"))
             shapes.append(Line(((left, y + _ROW), (width, y + _ROW)), "grid", 1))
             if row == 0:
-                shapes += _draw_compute(track, window, x, y)
+                shapes += _draw_compute(track, x, y)
             else:
                 lane = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)[row - 1]
-                shapes += _draw_network(track, lane, window, x, y)
+                shapes += _draw_network(track, lane, x, y)
             y += _ROW + _BETWEEN
         y += _TAIL
-    axis = _draw_axis(x, axis_s, top + _HEAD, y - _TAIL, most=4 if narrow else 9)
+    axis = _draw_axis(x, longest_s, top + _HEAD, y - _TAIL, most=4 if narrow else 9)
     return Picture(name, title, width, y + 28, (*axis, *shapes))
 
 
@@ -84,21 +93,20 @@ def _draw_axis(x: Axis, axis_s: float, top: float, bottom: float, *, most: int) 
     return [*shapes, Label(middle, bottom + 33, text, "middle", "faint")]
 
 
-def _draw_compute(track: Track, window: Window, x: Axis, y: float) -> list[Shape]:
-    """What the main thread does; a layer's spans hold its waits, which are cut out."""
-    pixel_s = (x.high - x.low) / (x.stop - x.start)
-    parts = {
-        lane: [part for s in track.spans if s.lane is lane and (part := window.clip(s))]
-        for lane in (Lane.WAIT, Lane.DATA)
-    }
-    waits = union(parts[Lane.WAIT])
+def _draw_compute(track: Track, x: Axis, y: float) -> list[Shape]:
+    """What the main thread does; waits and data are cut out of a pass."""
+    waits = union(part for _, part in track.parts(Lane.WAIT))
+    data = union(part for _, part in track.parts(Lane.DATA))
     shapes: list[Shape] = []
-    for first, colour in (("F", "feed-forward"), ("B", "backprop")):
-        spans = [s for s in track.spans if s.lane is Lane.COMPUTE and s.name.startswith(first)]
-        found = union((part for s in spans if (part := window.clip(s))), gap_s=pixel_s / 2)
-        left = subtract(found, waits)
-        shapes += _boxes(left, x, y, colour, colour, hatched=False)
-    shapes += _boxes(union(parts[Lane.DATA]), x, y, "data", "loads data", hatched=False)
+    for kind, group in groupby(track.parts(Lane.COMPUTE), key=lambda pair: pair[0].name[:1]):
+        if kind not in _PASSES:
+            continue
+        # From the first layer to the last: what lies between layers is computation as well.
+        parts = [part for _, part in group]
+        whole = min(start for start, _ in parts), max(stop for _, stop in parts)
+        left = subtract([whole], union([*waits, *data]))
+        shapes += _boxes(left, x, y, _PASSES[kind], _PASSES[kind], hatched=False)
+    shapes += _boxes(data, x, y, "data", "loads data", hatched=False)
     return shapes + _boxes(waits, x, y, "lost", "waits for communication", hatched=True)
 
 
@@ -125,21 +133,19 @@ def _boxes(
     ]
 
 
-def _draw_network(track: Track, lane: Lane, window: Window, x: Axis, y: float) -> list[Shape]:
+def _draw_network(track: Track, lane: Lane, x: Axis, y: float) -> list[Shape]:
     """Operations of one lane; those in flight at once lie side by side."""
-    spans = sorted(
-        (s for s in track.spans if s.lane is lane and window.clip(s)), key=lambda s: s.start_s
-    )
+    parts = track.parts(lane)
     ends: list[float] = []
     slots = []
-    for span in spans:
-        slot = next((n for n, end in enumerate(ends) if end <= span.start_s + _TOUCH_S), len(ends))
-        ends[slot : slot + 1] = [span.stop_s]
+    for _, (start, stop) in parts:
+        slot = next((n for n, end in enumerate(ends) if end <= start + _TOUCH_S), len(ends))
+        ends[slot : slot + 1] = [stop]
         slots.append(slot)
     height = _ROW / max(1, len(ends))
     shapes: list[Shape] = []
-    for span, slot in zip(spans, slots, strict=True):
-        start, stop = map(x.place, window.clip(span) or (0.0, 0.0))
+    for (span, part), slot in zip(parts, slots, strict=True):
+        start, stop = map(x.place, part)
         bucket = span.bucket or 0
         top = y + slot * height
         hint = f"{span.name}: {time_text(span.stop_s - span.start_s)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dearmpi.engine.span import Lane, Span
-from dearmpi.report.exposure import measure_exposure
+from dearmpi.report.exposure import measure_exposure, shared_wait
 from dearmpi.report.interval import subtract, total, union
 from dearmpi.report.recording import Recording, Window
 
@@ -54,6 +54,20 @@ def test_means_are_over_all_windows_and_nothing_outside_counts() -> None:
     exposure = measure_exposure(spans, [WINDOW, Window(2, 10.0, 20.0)])
     (bucket,) = exposure.buckets
     assert (bucket.in_flight_s, bucket.exposed_s) == (1.5, 0.5)
+
+
+def test_a_wait_is_shared_while_all_ranks_wait() -> None:
+    def rank(*waits: tuple[float, float]) -> tuple[Span, ...]:
+        ends = [Span(Lane.COMPUTE, "B fc", stop - 1, stop, stop) for stop in (1, 11)]
+        ends[1] = ends[1]._replace(iteration=2)
+        return (*ends, *(_wait(*wait) for wait in waits))
+
+    both = {0: rank((2, 5), (6, 7)), 1: rank((1, 3), (4, 9))}
+    assert shared_wait(Recording(both)) == 3 / 4
+    assert shared_wait(Recording({0: rank((2, 5)), 1: rank((2, 5))})) == 1
+    assert shared_wait(Recording({0: rank((2, 5)), 1: rank()})) == 1
+    assert shared_wait(Recording({0: (), 1: rank((2, 5))})) == 1
+    assert shared_wait(Recording()) == 1
 
 
 @pytest.mark.parametrize(

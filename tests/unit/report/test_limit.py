@@ -45,6 +45,11 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
             ["Rank 2 on n2", "900 ms", "500 ms", "wait for it"],
         ),
         (
+            replace(FIGURES, ranks=_with_waits(0.4, 0.42), shared_wait=0.25),
+            Limit.UNEVEN,
+            ["late in turn", "300 ms of 1.00 s", "30 %", "--threads"],
+        ),
+        (
             replace(FIGURES, ranks=_with_waits(0.1, 0.1, data_s=0.3)),
             Limit.DATA,
             ["data", "300 ms of 1.00 s", "30 %"],

@@ -1,0 +1,146 @@
+"""Replica: a recorded run as the planner's model sees it, to set beside what was measured.
+
+Each bucket becomes a layer. Its backprop takes from the readiness of the bucket before it to its
+own, its feed-forward the same share of the whole; the link carries as many bytes per second as it
+did while the recording's collectives were in flight, and nothing disturbs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from dearmpi.config import ScheduleName
+from dearmpi.engine.span import Lane, Span
+from dearmpi.errors import ConfigError
+from dearmpi.plan.cost import Costs, LinkModel
+from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.plan.profile import LayerTimes, ModelProfile
+from dearmpi.plan.schedule import build_schedule
+from dearmpi.plan.timeline import Timeline, simulate
+from dearmpi.plan.workload import LayerSpec, Workload
+from dearmpi.report.interval import subtract, total, union
+from dearmpi.report.recording import Recording, Window
+
+_LANES = {
+    "compute": Lane.COMPUTE,
+    "reduce-scatter": Lane.REDUCE_SCATTER,
+    "update": Lane.UPDATE,
+    "all-gather": Lane.ALL_GATHER,
+}
+_NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
+
+
+def replicate(recording: Recording, rank: int, *, window: int) -> Timeline | None:
+    """The iteration of ``rank`` (the least waiting one tells most) simulated.
+
+    window: as in ``EngineConfig``. None for a schedule of a plan, and where the recording lacks
+    bytes or readiness.
+    """
+    spans, windows = recording.spans[rank], recording.windows(rank)
+    sizes = recording.bucket_bytes
+    names: dict[str, ScheduleName] = {"dear": "dear", "wfbp": "wfbp", "serial": "serial"}
+    ready = [_ready_s(spans, windows, bucket) for bucket in range(len(sizes))]
+    link = _link(spans, windows, sizes)
+    if link is None or None in ready or recording.schedule not in names:
+        return None
+    specs = [ParamSpec(f"bucket{i}", (size,), itemsize=1) for i, size in enumerate(sizes)]
+    layers = tuple(LayerSpec(spec.name, (spec,)) for spec in specs)
+    times = _times(
+        [seconds or 0.0 for seconds in ready],
+        forward_s=_typical(spans, windows, "F"),
+        backward_s=_typical(spans, windows, "B"),
+    )
+    world_size = len(recording.hosts)
+    update_s = median([s.stop_s - s.start_s for s in spans if s.lane is Lane.UPDATE] or [0.0])
+    try:
+        return simulate(
+            ModelProfile(Workload("replica", "a recording", layers, 1, "samples"), times),
+            build_layout([[spec] for spec in specs], world_size),
+            build_schedule(names[recording.schedule], len(sizes)),
+            Costs(world_size, link, link, update_s=update_s),
+            eager=False,
+            window=window,
+        )
+    except ConfigError:
+        return None
+
+
+def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:
+    """The spans of ``timeline`` from the end of backprop on, with waits where computation waits,
+    and the window that they fill.
+    """
+    spans = [
+        Span(_LANES[s.lane], s.name, s.start_s, s.stop_s, 0, _bucket(s.name))
+        for s in timeline.spans
+    ]
+    length_s = timeline.iteration_s
+    computed = union((s.start_s, s.stop_s) for s in spans if s.lane is Lane.COMPUTE)
+    gaps = subtract([(0.0, length_s)], computed)
+    spans += [Span(Lane.WAIT, "", start, stop, 0) for start, stop in gaps]
+    # Steady iterations follow each other: what happens before backprop ends comes round again.
+    again = [s._replace(start_s=s.start_s + length_s, stop_s=s.stop_s + length_s) for s in spans]
+    window = Window(0, timeline.step_s, timeline.step_s + length_s)
+    return (*spans, *again), window
+
+
+def _bucket(name: str) -> int | None:
+    digits = name.lstrip("RSAGUH")
+    return int(digits) if digits.isdigit() else None
+
+
+def _ready_s(spans: Sequence[Span], windows: Sequence[Window], bucket: int) -> float | None:
+    """When ``bucket`` was handed over, counted from the start of backprop."""
+    found = []
+    for window in windows:
+        begin = [s.start_s for s in spans if _is_pass(s, "B") and s.iteration == window.iteration]
+        for span in spans:
+            is_own = span.lane is Lane.REDUCE_SCATTER and span.bucket == bucket
+            if is_own and span.iteration == window.iteration and span.queued_s is not None:
+                found.append(span.queued_s - min(begin))
+    return median(found) if found else None
+
+
+def _times(
+    ready_s: Sequence[float], *, forward_s: float, backward_s: float
+) -> tuple[LayerTimes, ...]:
+    """Of each bucket's layers, in feed-forward order."""
+    times, before = [], 0.0
+    for bucket in reversed(range(len(ready_s))):
+        now = min(max(before, ready_s[bucket]), backward_s) if bucket else backward_s
+        share = (now - before) / backward_s if backward_s else 0.0
+        times.append(LayerTimes(share * forward_s, now - before))
+        before = now
+    return tuple(reversed(times))
+
+
+def _link(
+    spans: Sequence[Span], windows: Sequence[Window], sizes: Sequence[int]
+) -> LinkModel | None:
+    """One figure for both collectives: mean time in flight per byte."""
+    busy_s = num_bytes = 0.0
+    for window in windows:
+        found = [(s, part) for s in spans if s.lane in _NETWORK and (part := window.clip(s))]
+        busy_s += total(union(part for _, part in found))
+        num_bytes += sum(
+            sizes[span.bucket or 0] * (stop - start) / (span.stop_s - span.start_s)
+            for span, (start, stop) in found
+            if span.bucket in range(len(sizes))
+        )
+    return LinkModel(0.0, busy_s / num_bytes) if num_bytes else None
+
+
+def _typical(spans: Sequence[Span], windows: Sequence[Window], kind: str) -> float:
+    """The median over iterations of a pass, from its first layer to its last, without waits."""
+    found = []
+    for window in windows:
+        parts = [part for s in spans if _is_pass(s, kind) and (part := window.clip(s))]
+        if parts:
+            whole = [(min(start for start, _ in parts), max(stop for _, stop in parts))]
+            waits = union(part for s in spans if s.lane is Lane.WAIT and (part := window.clip(s)))
+            found.append(total(subtract(whole, waits)))
+    return median(found) if found else 0.0
+
+
+def _is_pass(span: Span, kind: str) -> bool:
+    return span.lane is Lane.COMPUTE and span.name.startswith(kind)
