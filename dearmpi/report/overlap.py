@@ -47,7 +47,7 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     ]
     caption = (
         f"Iteration {window.iteration}, of median length among those recorded: "
-        f"{time_text(window.length_s)}. It begins where the backprop before it ended."
+        f"{time_text(window.length_s)}. It begins where the last rank ended the backprop before."
     )
     if len(ranks) < len(recording.spans):
         caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
@@ -56,8 +56,8 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
         exposed = f"waits {time_text(timeline.exposed_s)}"
         tracks.append(Track("simulated", *replica_spans(timeline), exposed))
         caption += (
-            f" Simulated, with these buckets over a link that carries what this one did per second "
-            f"in flight, and nothing in between: {time_text(timeline.iteration_s)}."
+            " Simulated, with these buckets, a link that carries what this one did while it was "
+            f"busy, and no rank late: {time_text(timeline.iteration_s)}."
         )
     title = f"Iteration {window.iteration} of {run.name}, by rank"
     return Section(

@@ -44,13 +44,16 @@ class Recording:
         )
 
     def typical(self) -> Window | None:
-        """Of the iterations that all ranks recorded, the one of median length, over all ranks."""
+        """Of the iterations that all ranks recorded, the one of median length.
+
+        It reaches from where the last rank ended one backprop to where the last ended the next.
+        """
         by_rank = [{w.iteration: w for w in self.windows(rank)} for rank in self.spans]
         shared = set.intersection(*map(set, by_rank)) if by_rank else set()
         spanning = [
             Window(
                 number,
-                min(windows[number].start_s for windows in by_rank),
+                max(windows[number].start_s for windows in by_rank),
                 max(windows[number].stop_s for windows in by_rank),
             )
             for number in sorted(shared)
