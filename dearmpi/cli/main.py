@@ -17,6 +17,7 @@ from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
 from dearmpi.cli.run_report import report
 from dearmpi.cli.settings import CONTEXT
+from dearmpi.cli.simulate import simulate
 from dearmpi.cli.slurm import slurm
 from dearmpi.cli.trace import trace
 from dearmpi.errors import ConfigError, DearError
@@ -30,6 +31,7 @@ def group() -> None:
 
 group.add_command(run)
 group.add_command(bench)
+group.add_command(simulate)
 group.add_command(report)
 group.add_command(checkpoint)
 group.add_command(trace)

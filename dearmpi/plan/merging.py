@@ -7,6 +7,7 @@ the cost of an all-reduce. A bucket also ends where the dtype or device changes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -99,12 +100,13 @@ def fuse_by_cycle(
     cycle begins with backprop.
     """
     merged: list[Merged] = []
+    times = [arrival.ready_s for arrival in arrivals]
     now_s, place = 0.0, 0
     while place < len(arrivals):
         if arrivals[place].ready_s > now_s:
             idle = math.ceil((arrivals[place].ready_s - now_s) / cycle_s)
             now_s = max(now_s + idle * cycle_s, arrivals[place].ready_s)
-        ready = [arrival for arrival in arrivals[place:] if arrival.ready_s <= now_s]
+        ready = arrivals[place : bisect_right(times, now_s)]
         end_s = now_s
         for bucket in _split_by_cap(ready, cap_bytes):
             merged.append(Merged(tuple(arrival.spec for arrival in bucket), now_s))

@@ -27,7 +27,10 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([name, "--help"] for name in ("run", "checkpoint", "bench", "doctor"))],
+    [
+        ["--help"],
+        *([name, "--help"] for name in ("run", "checkpoint", "bench", "simulate", "doctor")),
+    ],
 )
 def test_help_needs_neither_torch_nor_mpi(arguments: list[str]) -> None:
     script = (

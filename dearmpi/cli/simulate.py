@@ -1,0 +1,235 @@
+"""dear-train simulate: what an iteration would take, by method, network and number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dearmpi.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dearmpi.cli.console import Console
+    from dearmpi.plan.comparison import Comparison
+    from dearmpi.plan.methods import Method
+    from dearmpi.plan.network import Network
+    from dearmpi.plan.profile import ModelProfile
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
+_GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_MOST_RANKS = 1 << 20
+_FOR_PAPER = frozenset({"compare_paper", "json_path"})
+
+
+@click.command()
+@click.option(
+    "--workload",
+    default="resnet50",
+    show_default=True,
+    metavar="NAME",
+    help="resnet50, densenet201, inception_v4, bert_base, bert_large or equal:MB[:LAYERS]",
+)
+@click.option("--profile", type=_FILE, metavar="FILE", help="of `dear-train profile`, instead")
+@click.option(
+    "--feed-forward-s",
+    type=float,
+    metavar="S",
+    help="time of the feed-forward, divided among layers by FLOPs  [default: of an RTX 2080 Ti]",
+)
+@click.option("--backprop-s", type=float, metavar="S", help="time of the backprop")
+@click.option("--world-size", type=int, default=64, show_default=True, metavar="N", help="ranks")
+@click.option(
+    "--network",
+    default="10GbE",
+    show_default=True,
+    metavar="NETWORK",
+    help="10GbE, 100GbIB, alpha,beta in seconds and seconds per byte of one message, or a file of "
+    "`dear-train calibrate`",
+)
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    default=("all",),
+    show_default="all",
+    metavar="NAME",
+    help="serial, wfbp, ddp, horovod, mg-wfbp, bytescheduler, dear-unfused, dear, dear-plan; "
+    "ddp:8, horovod:128 and dear:8 set the bucket cap in MiB; may be repeated",
+)
+@click.option("--json", "json_path", type=_FILE, metavar="FILE", help="write all figures there")
+@click.option(
+    "--picture",
+    "picture_path",
+    type=_FILE,
+    metavar="FILE.svg|FILE.png",
+    help="draw iteration time over the number of ranks and over bandwidth",
+)
+@click.option(
+    "--compare-paper",
+    is_flag=True,
+    help="the paper's five models, 64 GPUs and two networks, beside its claims",
+)
+@click.pass_context
+def simulate(context: click.Context, /, **given: Any) -> int:
+    """Predict an iteration of other systems and of this one, without running any:
+
+    \b
+      dear-train simulate --workload bert_base --world-size 256 --network 100GbIB
+      dear-train simulate --profile profile.json --network link.json --method ddp --method dear-plan
+      dear-train simulate --compare-paper
+    """
+    from dearmpi.cli.console import Console
+    from dearmpi.plan.comparison import comparisons_json
+
+    _check_combination(context)
+    for path in (given["json_path"], given["picture_path"]):
+        _check_place(path)
+    console = Console(speaks=True)
+    comparisons = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
+    if given["json_path"] is not None:
+        given["json_path"].write_text(comparisons_json(comparisons), encoding="utf-8")
+        console.say("", f"wrote {given['json_path']}")
+    return 0
+
+
+def _check_combination(context: click.Context) -> None:
+    """Refuse flags that have no effect beside others."""
+    given = {
+        name
+        for name in context.params
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    }
+    useless: set[str] = set()
+    if "compare_paper" in given:
+        useless, beside = given - _FOR_PAPER, "--compare-paper"
+    elif "profile" in given:
+        useless, beside = given & {"workload", "feed_forward_s", "backprop_s"}, "--profile"
+    for option in context.command.params:
+        if option.name in useless:
+            raise click.UsageError(f"{option.opts[0]} has no effect beside {beside}", context)
+
+
+def _check_place(path: Path | None) -> None:
+    """Raise ConfigError for a file that cannot be written: simulating takes its time."""
+    if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"cannot write {path}: {path.absolute().parent} is no folder that can be written to; "
+            "make it or name another"
+        )
+
+
+def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
+    from dearmpi.bench.table import align
+    from dearmpi.plan.comparison import compare
+    from dearmpi.report.comparison import comparison_rows, describe_comparison
+
+    world_size, picture_path = given["world_size"], given["picture_path"]
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise ConfigError(f"--world-size is {world_size}; it must be from 1 to {_MOST_RANKS} ranks")
+    if picture_path is not None and picture_path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--picture is {picture_path}; its name must end in .svg or .png")
+    profile, network = _read_profile(given), _read_network(given["network"])
+    methods = _read_methods(given["methods"])
+    comparison = compare(profile, network, world_size, methods)
+    console.say(*describe_comparison(comparison), "", *align(comparison_rows(comparison)))
+    if picture_path is not None:
+        _draw(console, comparison, picture_path)
+        console.say("", f"wrote {picture_path}")
+    return [comparison]
+
+
+def _read_profile(given: dict[str, Any]) -> ModelProfile:
+    from dearmpi.plan.paper import paper_profile
+    from dearmpi.plan.profile import profile_workload, read_profile
+    from dearmpi.plan.workload import read_workload
+
+    if given["profile"] is not None:
+        return read_profile(given["profile"])
+    workload = read_workload(given["workload"])
+    feed_forward_s, backprop_s = given["feed_forward_s"], given["backprop_s"]
+    if feed_forward_s is None and backprop_s is None:
+        return paper_profile(workload)
+    if feed_forward_s is None or backprop_s is None:
+        missing = "--feed-forward-s" if feed_forward_s is None else "--backprop-s"
+        raise ConfigError(f"{missing} is missing; give both times or neither")
+    return profile_workload(workload, feed_forward_s=feed_forward_s, backprop_s=backprop_s)
+
+
+def _read_network(text: str) -> Network:
+    from dearmpi.plan.network import PRESETS, Network, parse_network
+    from dearmpi.tune.calibration import read_calibration
+
+    network = parse_network(text)
+    if network is not None:
+        return network
+    if not Path(text).exists():
+        raise ConfigError(
+            f"there is no network {text!r}, nor a file of that name; choose one of "
+            f"{', '.join(preset.name for preset in PRESETS)}, write alpha,beta, or name a file of "
+            "dear-train calibrate"
+        )
+    calibration = read_calibration(text)
+    source = f"measured with {calibration.world_size} ranks, {calibration.library}"
+    return Network(Path(text).name, calibration.costs, source)
+
+
+def _read_methods(names: Sequence[str]) -> list[Method]:
+    from dearmpi.plan.methods import METHODS, parse_method
+
+    if "all" in names:
+        return list(METHODS)
+    methods = [parse_method(name) for name in names]
+    for method in methods:
+        count = sum(method.name == other.name for other in methods)
+        if count > 1:
+            raise ConfigError(f"method {method.name} is given {count} times")
+    return methods
+
+
+def _draw(console: Console, comparison: Comparison, path: Path) -> None:
+    """The same methods over other numbers of ranks, and over other bandwidths."""
+    from dearmpi.plan.comparison import compare
+    from dearmpi.report import png, svg
+    from dearmpi.report.comparison import draw_comparisons
+
+    methods = [row.method for row in comparison.rows]
+    profile, network = comparison.profile, comparison.network
+    by_size, by_rate = [], []
+    for world_size in _WORLD_SIZES:
+        console.show(f"simulating {world_size} ranks")
+        by_size.append(compare(profile, network, world_size, methods))
+    for gigabits in _GIGABITS:
+        console.show(f"simulating {gigabits:g} Gbit/s")
+        scaled = network.with_bandwidth(gigabits / 8e-9)
+        by_rate.append(compare(profile, scaled, comparison.world_size, methods))
+    console.finish()
+    picture = draw_comparisons(by_size, by_rate)
+    if path.suffix == ".png":
+        path.write_bytes(png.draw(picture))
+    else:
+        path.write_text(svg.document(picture), encoding="utf-8")
+
+
+def _compare_paper(console: Console) -> list[Comparison]:
+    from dearmpi.bench.table import align
+    from dearmpi.plan.network import PRESETS
+    from dearmpi.plan.paper import DEVICE, WORLD_SIZE, paper_gains
+    from dearmpi.report.comparison import describe_gains, gain_rows
+
+    console.say(
+        f"{WORLD_SIZE} ranks. {DEVICE}.",
+        "gain: of DeAR over the best of the others, each with fusion or each without.",
+        "overlap: WFBP's bound over DeAR's, for DeAR's buckets; limit: 1 + t_ff / (2 t_bp).",
+        "rest: what is left of the gain, from start-up, fusion and the ends of both passes.",
+    )
+    comparisons = []
+    for network in PRESETS:
+        gains = paper_gains(network)
+        console.say("", f"{network.name}: {network.source}", "", *align(gain_rows(gains)))
+        console.say("", *describe_gains(gains))
+        comparisons += [gain.comparison for gain in gains]
+    return comparisons

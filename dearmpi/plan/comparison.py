@@ -1,0 +1,112 @@
+"""Comparison: methods side by side on one model, network and world size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dearmpi.plan.methods import Method
+from dearmpi.plan.network import Network
+from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a method takes."""
+
+    method: Method
+    num_buckets: int
+    timeline: Timeline
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds from one backprop to the next."""
+        return self.timeline.iteration_s
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rows in the order asked for. wire_s: of all gradients, there and back, without start-up."""
+
+    profile: ModelProfile
+    network: Network
+    world_size: int
+    rows: tuple[Row, ...]
+    wire_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of computation alone."""
+        return self.profile.feed_forward_s + self.profile.backprop_s
+
+    @property
+    def bound_s(self) -> float:
+        """What no method can beat: computation, or the bytes that every rank must send."""
+        return max(self.compute_s, self.wire_s)
+
+    @property
+    def best_other(self) -> Row | None:
+        """The fastest of the methods that are not DeAR."""
+        others = [row for row in self.rows if not row.method.is_dear]
+        return min(others, key=lambda row: row.iteration_s, default=None)
+
+    def speed_up(self, row: Row) -> float | None:
+        """Of ``row`` over the best of the others; None where there is none."""
+        return self.best_other.iteration_s / row.iteration_s if self.best_other else None
+
+
+def compare(
+    profile: ModelProfile, network: Network, world_size: int, methods: Iterable[Method]
+) -> Comparison:
+    """Simulate ``methods`` on ``profile`` over ``world_size`` ranks."""
+    costs = network.at(world_size)
+    num_bytes = sum(spec.nbytes for spec in profile.workload.params() if spec.trained)
+    rows = []
+    for method in methods:
+        setup = method.prepare(profile, costs)
+        rows.append(Row(method, len(setup.layout), setup.run()))
+    halves = (costs.reduce_scatter, costs.all_gather)
+    wire_s = sum(half.wire_s(num_bytes) for half in halves)
+    return Comparison(profile, network, world_size, tuple(rows), wire_s)
+
+
+def comparisons_json(comparisons: Sequence[Comparison]) -> str:
+    """All figures of all comparisons."""
+    return json.dumps([_plain(comparison) for comparison in comparisons], indent=1) + "\n"
+
+
+def _plain(comparison: Comparison) -> dict[str, Any]:
+    workload, network = comparison.profile.workload, comparison.network
+    return {
+        "workload": workload.name,
+        "batch_size": workload.batch_size,
+        "world_size": comparison.world_size,
+        "network": {
+            "name": network.name,
+            "source": network.source,
+            **{key: asdict(getattr(network.at(comparison.world_size), key)) for key in _HALVES},
+        },
+        "device": comparison.profile.device,
+        "feed_forward_s": comparison.profile.feed_forward_s,
+        "backprop_s": comparison.profile.backprop_s,
+        "bound_s": comparison.bound_s,
+        "methods": [
+            {
+                "name": row.method.name,
+                "about": row.method.about,
+                "source": row.method.source,
+                "num_buckets": row.num_buckets,
+                "iteration_s": row.iteration_s,
+                "exposed_s": row.timeline.exposed_s,
+                "over_bound": row.iteration_s / comparison.bound_s,
+                "speed_up": comparison.speed_up(row),
+            }
+            for row in comparison.rows
+        ],
+    }
+
+
+_HALVES = ("reduce_scatter", "all_gather")

@@ -1,0 +1,280 @@
+"""Methods: how other systems and this one would move a model's gradients, ready to be simulated.
+
+All-reduces are one operation each, one at a time in the order of their start: so NCCL, gloo and
+MPI do it for one communicator. That is a reduce-scatter that costs both halves, followed by an
+all-gather that costs nothing, with one in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from dearmpi.config import MIB, EngineConfig, Gather
+from dearmpi.errors import ConfigError
+from dearmpi.plan.cost import Costs, LinkModel
+from dearmpi.plan.fusion import fuse_by_cap
+from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
+from dearmpi.plan.merging import (
+    Merged,
+    fuse_by_cycle,
+    fuse_until,
+    gradient_arrivals,
+    merge_where_start_up_is_saved,
+)
+from dearmpi.plan.planner import make_plan
+from dearmpi.plan.priority import partition, prioritise
+from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, dear
+from dearmpi.plan.timeline import Timeline, simulate
+
+WINDOW = EngineConfig().window
+_NOTHING = LinkModel(0.0, 0.0)
+_FIRST_MB = 1.0
+_CYCLE_S = 1e-3
+_PARTITION_NUMEL, _CREDIT_NUMEL = 8_000_000, 16_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a method makes of a model and costs: the arguments of ``simulate``."""
+
+    profile: ModelProfile
+    layout: BucketLayout
+    schedule: Schedule
+    costs: Costs
+    window: int
+    gather: Gather = "parameters"
+    not_before_s: tuple[float, ...] | None = None
+
+    def run(self) -> Timeline:
+        """The steady iteration. Options are known when backprop begins, as in ``dear-train``."""
+        return simulate(
+            self.profile,
+            self.layout,
+            self.schedule,
+            self.costs,
+            eager=True,
+            window=self.window,
+            gather=self.gather,
+            not_before_s=self.not_before_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to train. cap_mb: most MiB of a bucket, where the method has a cap.
+
+    source: where it is described. is_dear: whether it gathers behind the feed-forward, as DeAR.
+    """
+
+    name: str
+    about: str
+    source: str
+    build: Callable[[ModelProfile, Costs, float | None], Setup]
+    cap_mb: float | None = None
+    takes_cap: bool = False
+    is_dear: bool = False
+
+    def prepare(self, profile: ModelProfile, costs: Costs) -> Setup:
+        """The method on one model, at the costs of one world size."""
+        return self.build(profile, costs, self.cap_mb)
+
+
+def parse_method(text: str) -> Method:
+    """The method called ``text``, such as ``mg-wfbp``, or ``ddp:8`` with another cap in MiB.
+
+    Raises ConfigError for any other name, with the choices.
+    """
+    name, colon, cap = text.partition(":")
+    known = {method.name: method for method in METHODS}
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ";"
+        raise ConfigError(f"there is no method {name!r}{hint} choose of {', '.join(known)}, or all")
+    method = known[name]
+    if not colon:
+        return method
+    if not method.takes_cap:
+        raise ConfigError(f"method {text!r}: {name} has no bucket cap")
+    try:
+        cap_mb = float(cap)
+    except ValueError:
+        cap_mb = 0.0
+    if not 0 < cap_mb <= 65536:
+        raise ConfigError(f"method {text!r}: the bucket cap must be above 0 and at most 65536 MiB")
+    return replace(method, name=text, cap_mb=cap_mb)
+
+
+def all_reduce_link(costs: Costs) -> LinkModel:
+    """An all-reduce: a reduce-scatter and an all-gather, one after the other."""
+    halves = (costs.reduce_scatter, costs.all_gather)
+    return LinkModel(
+        sum(half.alpha_s for half in halves), sum(half.beta_s_per_byte for half in halves)
+    )
+
+
+def _serial(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    merged = fuse_until(gradient_arrivals(profile), first_bytes=0, cap_bytes=0)
+    return _all_reduces(profile, costs, merged, launch=Launch.BACKPROP_END)
+
+
+def _wfbp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    merged = fuse_until(gradient_arrivals(profile), first_bytes=0, cap_bytes=0)
+    return _all_reduces(profile, costs, merged)
+
+
+def _ddp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    assert cap_mb is not None
+    first_mb = _FIRST_MB if cap_mb == _DDP.cap_mb else cap_mb  # torch's own rule
+    merged = fuse_until(
+        gradient_arrivals(profile), first_bytes=first_mb * MIB, cap_bytes=cap_mb * MIB
+    )
+    return _all_reduces(profile, costs, merged)
+
+
+def _horovod(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    assert cap_mb is not None
+    merged = fuse_by_cycle(
+        gradient_arrivals(profile),
+        all_reduce_link(costs),
+        cap_bytes=cap_mb * MIB,
+        cycle_s=_CYCLE_S,
+    )
+    return _all_reduces(profile, costs, merged)
+
+
+def _mg_wfbp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    arrivals = gradient_arrivals(profile)
+    merged = merge_where_start_up_is_saved(arrivals, all_reduce_link(costs))
+    return _all_reduces(profile, costs, merged)
+
+
+def _bytescheduler(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    pieces = partition(profile, most_numel=_PARTITION_NUMEL)
+    order = prioritise(
+        gradient_arrivals(pieces),
+        [spec.name for spec in pieces.workload.params()],
+        all_reduce_link(costs),
+        credit_numel=_CREDIT_NUMEL,
+    )
+    merged = [Merged((spec,), 0.0) for spec in order]
+    return _all_reduces(pieces, costs, merged, wait=Wait.FEED_FORWARD)
+
+
+def _dear_unfused(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    return _dear_by_cap(profile, costs, 0)
+
+
+def _dear(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    model_bytes = sum(spec.nbytes for spec in profile.workload.params())
+    return _dear_by_cap(profile, costs, EngineConfig(bucket_cap_mb=cap_mb).cap_bytes(model_bytes))
+
+
+def _dear_by_cap(profile: ModelProfile, costs: Costs, cap_bytes: int) -> Setup:
+    groups = fuse_by_cap(list(profile.workload.params()), cap_bytes)
+    layout = build_layout(groups, costs.world_size)
+    return Setup(profile, layout, dear(len(layout)), costs, WINDOW)
+
+
+def _dear_plan(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    plan = make_plan(profile, costs, world_size=costs.world_size, eager=True)
+    layout = plan.layout(profile.workload.params(), costs.world_size)
+    return Setup(profile, layout, plan.schedule, costs, plan.window)
+
+
+def _all_reduces(
+    profile: ModelProfile,
+    costs: Costs,
+    merged: Sequence[Merged],
+    *,
+    launch: Launch = Launch.GRADIENTS_READY,
+    wait: Wait = Wait.STEP,
+) -> Setup:
+    """All-reduces of ``merged`` in their order; parameters that are not trained lie idle."""
+    place = {spec.name: number for number, spec in enumerate(profile.workload.params())}
+    moving = sorted(merged, key=lambda one: min(place[spec.name] for spec in one.specs))
+    idle = fuse_by_cap([spec for spec in profile.workload.params() if not spec.trained], 2**62)
+    layout = build_layout(
+        [*(_in_order(one.specs, place) for one in moving), *idle], costs.world_size
+    )
+    index = {id(one): number for number, one in enumerate(moving)}
+    order = (*(index[id(one)] for one in merged), *range(len(moving), len(layout)))
+    gathers = tuple(AllGather(bucket, after=bucket) for bucket in order)
+    return Setup(
+        profile,
+        layout,
+        Schedule("all-reduce", order, gathers, launch, wait),
+        replace(costs, reduce_scatter=all_reduce_link(costs), all_gather=_NOTHING),
+        window=1,
+        gather="gradients",
+        not_before_s=(*(one.start_s for one in moving), *(0.0 for _ in idle)),
+    )
+
+
+def _in_order(specs: Sequence[ParamSpec], place: dict[str, int]) -> list[ParamSpec]:
+    return sorted(specs, key=lambda spec: place[spec.name])
+
+
+_DDP = Method(
+    "ddp",
+    "buckets of 25 MiB, the first of 1 MiB, all-reduced during backprop",
+    "torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020)",
+    _ddp,
+    cap_mb=25.0,
+    takes_cap=True,
+)
+
+METHODS: tuple[Method, ...] = (
+    Method("serial", "an all-reduce for each tensor, after backprop", "the plain loop", _serial),
+    Method(
+        "wfbp",
+        "an all-reduce for each tensor, during backprop",
+        "Poseidon (Zhang et al., ATC 2017)",
+        _wfbp,
+    ),
+    _DDP,
+    Method(
+        "horovod",
+        "what has become ready is fused up to 64 MiB and all-reduced, every 1 ms",
+        "Horovod's tensor fusion; 0.21 took the cycle from 5 to 1 ms, and the cap to 128 MiB",
+        _horovod,
+        cap_mb=64.0,
+        takes_cap=True,
+    ),
+    Method(
+        "mg-wfbp",
+        "a bucket waits for the next gradient where that saves start-up",
+        "MG-WFBP (Shi, Chu and Li, INFOCOM 2019)",
+        _mg_wfbp,
+    ),
+    Method(
+        "bytescheduler",
+        "tensors cut at 8 million elements, first layers first, 16 million on their way",
+        "ByteScheduler (Peng et al., SOSP 2019), sizes as its documents give for all-reduce",
+        _bytescheduler,
+    ),
+    Method(
+        "dear-unfused",
+        "DeAR, a bucket for each tensor",
+        "DeAR (Zhang et al., ICDCS 2023)",
+        _dear_unfused,
+        is_dear=True,
+    ),
+    Method(
+        "dear",
+        "DeAR, buckets as the engine makes them without a plan",
+        "DeAR (Zhang et al., ICDCS 2023)",
+        _dear,
+        takes_cap=True,
+        is_dear=True,
+    ),
+    Method(
+        "dear-plan",
+        "uneven buckets and gathers during backprop, as the planner finds them",
+        "this package",
+        _dear_plan,
+        is_dear=True,
+    ),
+)

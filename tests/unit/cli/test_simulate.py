@@ -1,0 +1,123 @@
+"""dear-train simulate: its table, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dearmpi
+from dearmpi.cli.main import main
+from dearmpi.plan.profile import profile_workload
+from dearmpi.plan.workload import read_workload
+
+SMALL = [
+    *("--workload", "equal:8:4", "--feed-forward-s", "0.1", "--backprop-s", "0.2"),
+    *("--world-size", "16"),
+]
+
+
+def test_a_table_and_json_of_all_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "simulated.json"
+    assert main(["simulate", *SMALL, "--json", str(path)]) == 0
+    text = capsys.readouterr().out
+    (result,) = json.loads(path.read_text())
+    names = [row["name"] for row in result["methods"]]
+    assert names[0] == "serial" and names[-1] == "dear-plan" and len(names) == 9
+    assert all(f"\n{name} " in text for name in names)
+    assert result["bound_s"] == pytest.approx(0.3)
+    best_s = min(row["iteration_s"] for row in result["methods"] if "dear" not in row["name"])
+    for row in result["methods"]:
+        assert row["speed_up"] == pytest.approx(best_s / row["iteration_s"])
+        assert row["exposed_s"] == pytest.approx(row["iteration_s"] - 0.3)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_picture_shows_every_method_over_ranks_and_bandwidth(tmp_path: Path, suffix: str) -> None:
+    if suffix == "png":
+        pytest.importorskip("PIL")
+    path = tmp_path / f"simulated.{suffix}"
+    methods = ["--method", "ddp", "--method", "dear"]
+    assert main(["simulate", *SMALL, *methods, "--picture", str(path)]) == 0
+    content = path.read_bytes()
+    if suffix == "png":
+        assert content.startswith(b"\x89PNG")
+    else:
+        text = content.decode()
+        assert text.startswith("<svg") and text.count("<polyline") > 6
+        assert all(f">{word}</text>" in text for word in ("ddp", "dear", "bound", "4096", "300"))
+        assert "ranks, over 10GbE" in text and "Gbit/s, 16 ranks" in text
+
+
+def test_a_profile_and_numbers_for_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    profile = profile_workload(read_workload("equal:8:4"), feed_forward_s=1, backprop_s=2)
+    path.write_text(profile.to_json())
+    arguments = ["--profile", str(path), "--network", "0,0", "--method", "ddp"]
+    assert main(["simulate", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "computation 3.0000 s" in text and "network: as given" in text
+    assert text.splitlines()[-1].split() == ["ddp", "2", "3.0000", "0.0000", "1.000", "1.000"]
+
+
+def test_the_paper_beside_what_is_simulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dearmpi.plan.paper.MODELS", ("resnet50",))
+    assert main(["simulate", "--compare-paper"]) == 0
+    text = capsys.readouterr().out
+    assert "the paper says up to 83%" in text and "the paper says up to 15%" in text
+    assert text.count("resnet50 ") == 4 and "2080 Ti" in text
+
+
+def test_it_needs_neither_torch_nor_mpi() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['mpi4py'] = sys.modules['torch'] = None\n"
+        "from dearmpi.cli.main import main\n"
+        "sys.exit(main(['simulate', '--method', 'ddp', '--method', 'dear']))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(dearmpi.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "\nddp " in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workload", "resnet51"], ["resnet51", "did you mean resnet50", "bert_large"]),
+        (["--workload", "equal:8"], ["equal:8", "--feed-forward-s"]),
+        (["--feed-forward-s", "1"], ["--backprop-s is missing"]),
+        (["--feed-forward-s", "nan", "--backprop-s", "1"], ["feed_forward_s is nan"]),
+        (["--method", "dpp"], ["dpp", "did you mean ddp", "mg-wfbp"]),
+        (["--method", "ddp", "--method", "ddp"], ["ddp", "2 times"]),
+        (["--network", "5GbE"], ["5GbE", "10GbE", "100GbIB", "alpha,beta"]),
+        (["--network", "nan,1e-9"], ["alpha_s is nan"]),
+        (["--world-size", "0"], ["0", "from 1"]),
+        (["--picture", "simulated.pdf"], ["simulated.pdf", ".svg or .png"]),
+        (["--json", "/nowhere/at/all.json"], ["/nowhere/at"]),
+        (["--profile", "/nowhere.json"], ["/nowhere.json"]),
+        (["--profile", "a.json", "--workload", "bert_base"], ["--workload", "--profile"]),
+        (["--compare-paper", "--world-size", "8"], ["--world-size", "--compare-paper"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *arguments]) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words), text
