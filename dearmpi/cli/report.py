@@ -29,7 +29,7 @@ class Report:
     console: Console
     metrics: MetricsLog | None
     tracing: Tracing | None = None
-    _line: str = ""
+    _live: Sequence[str] = ()
     _step_s: float = 0.0
     _slow_rank: int | None = None
 
@@ -39,16 +39,17 @@ class Report:
             self.tracing.begin_iteration(step + 1)
         if self.console.is_live:
             total = self.job.total_steps
-            self.console.show(f"{bar(step, total)} {step}/{total}  {self._line}{self._eta(step)}")
+            done = f"{bar(step, total, width=16)} {step}/{total}"
+            self.console.show("  ".join([done, *self._live, *self._rest(step)]))
 
     def measured(self, row: MetricsRow) -> None:
         """Write a row; say it in a line."""
         if self.metrics is not None:
             self.metrics.append(row)
-        self._line, self._step_s = describe_row(self.job, row), row.step_s or 0.0
+        self._live, self._step_s = describe_live(self.job, row), row.step_s or 0.0
         if not self.console.is_live or row.eval_loss is not None:
-            eta = self._eta(row.step)
-            self.console.say(f"step {row.step}/{self.job.total_steps}  {self._line}{eta}")
+            done = f"step {row.step}/{self.job.total_steps}"
+            self.console.say("  ".join([done, *describe_row(self.job, row), *self._rest(row.step)]))
         self._name_straggler(row)
 
     def saved(self, checkpoint: Path | None) -> None:
@@ -56,10 +57,10 @@ class Report:
         if checkpoint is not None:
             self.console.say(f"saved {checkpoint}")
 
-    def _eta(self, step: int) -> str:
+    def _rest(self, step: int) -> list[str]:
         """How long it will go on, as fast as it went since the row before."""
-        rest = self.job.total_steps - step
-        return f"  {duration(rest * self._step_s)} left" if rest and self._step_s else ""
+        rest_s = (self.job.total_steps - step) * self._step_s
+        return [f"{duration(rest_s)} left"] if rest_s else []
 
     def _name_straggler(self, row: MetricsRow) -> None:
         """Say which rank holds the others up, once until it is another or none."""
@@ -71,24 +72,41 @@ class Report:
         self._slow_rank = None if straggler is None else straggler.rank
 
 
-def describe_row(job: Job, row: MetricsRow) -> str:
-    """One line: loss as the task shows it, learning rate, throughput, what communication costs."""
-    task, parts = job.task, []
-    if row.loss is not None:
-        parts.append(f"{task.loss_scale_name} {row.loss * task.loss_scale:.4f}")
+def describe_row(job: Job, row: MetricsRow) -> list[str]:
+    """Loss as the task shows it, learning rate, throughput, what communication costs."""
+    parts = _describe_loss(job, row)
     if row.eval_loss is not None:
-        parts.append(f"held out {row.eval_loss * task.loss_scale:.4f}")
+        parts.append(f"held out {row.eval_loss * job.task.loss_scale:.4f}")
         parts += _describe_metrics(row.extra)
     if row.learning_rate is not None:
         parts.append(f"lr {row.learning_rate:.3g}")
-    if row.samples_per_s is not None:
-        parts.append(f"{job.units(row.samples_per_s):,.0f} {task.unit}/s")
+    parts += _describe_rate(job, row)
     if job.world.size > 1 and row.exposed_s is not None and row.step_s:
         parts.append(f"exposed {min(1.0, row.exposed_s / row.step_s):.0%}")
-        if row.communication_s:
-            hidden = max(0.0, 1.0 - row.exposed_s / row.communication_s)
-            parts.append(f"hidden {hidden:.0%}")
-    return "  ".join(parts)
+    return parts + _describe_hidden(row)
+
+
+def describe_live(job: Job, row: MetricsRow) -> list[str]:
+    """The same in short: it must fit beside a bar."""
+    return _describe_loss(job, row) + _describe_rate(job, row) + _describe_hidden(row)
+
+
+def _describe_loss(job: Job, row: MetricsRow) -> list[str]:
+    if row.loss is None:
+        return []
+    return [f"{job.task.loss_scale_name} {row.loss * job.task.loss_scale:.4f}"]
+
+
+def _describe_rate(job: Job, row: MetricsRow) -> list[str]:
+    if row.samples_per_s is None:
+        return []
+    return [f"{job.units(row.samples_per_s):,.0f} {job.task.unit}/s"]
+
+
+def _describe_hidden(row: MetricsRow) -> list[str]:
+    if row.exposed_s is None or not row.communication_s:
+        return []
+    return [f"hidden {max(0.0, 1.0 - row.exposed_s / row.communication_s):.0%}"]
 
 
 def describe_straggler(straggler: Straggler, hosts: Sequence[str]) -> str:

@@ -1,0 +1,77 @@
+"""What a run says while it goes on: lines, the live line, and which rank is slow."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import Any, cast
+
+from dearmpi.cli.console import Console
+from dearmpi.cli.report import Report
+from dearmpi.train.job import Job
+from dearmpi.train.metrics import MetricsRow
+from dearmpi.train.rank_times import RankTimes
+
+TASK = SimpleNamespace(loss_scale_name="loss", loss_scale=1.0, unit="samples")
+JOB = SimpleNamespace(
+    world=SimpleNamespace(size=2, hosts=("n0", "n1")),
+    task=TASK,
+    total_steps=10,
+    units=lambda number: number,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def make_report(out: io.StringIO, *, speaks: bool = True) -> Report:
+    return Report(cast(Job, JOB), Console(speaks=speaks, out=out), None)
+
+
+def make_row(step: int, **changes: Any) -> MetricsRow:
+    values = {"samples_per_s": 100.0, "step_s": 2.0, "exposed_s": 0.5, "communication_s": 1.0}
+    return MetricsRow(step, 0, loss=1.5, **{**values, **changes})
+
+
+def test_a_line_tells_throughput_what_is_hidden_and_how_long_it_goes_on() -> None:
+    out = io.StringIO()
+    report = make_report(out)
+    report.stepped(4)
+    report.measured(make_row(4))
+    report.measured(make_row(10))
+    assert out.getvalue().splitlines() == [
+        "step 4/10  loss 1.5000  100 samples/s  exposed 25%  hidden 50%  12 s left",
+        "step 10/10  loss 1.5000  100 samples/s  exposed 25%  hidden 50%",
+    ]
+
+
+def test_in_a_terminal_the_live_line_moves_with_every_step() -> None:
+    out = Terminal()
+    report = make_report(out)
+    report.measured(make_row(4))
+    assert out.getvalue() == ""
+    report.stepped(5)
+    assert " 5/10  loss 1.5000  100 samples/s" in out.getvalue()
+    assert out.getvalue().endswith("hidden 50%  10 s left")
+
+
+def test_ranks_that_do_not_speak_are_silent() -> None:
+    out = Terminal()
+    report = make_report(out, speaks=False)
+    report.stepped(4)
+    report.measured(make_row(4, eval_loss=1.0, ranks=(RankTimes(2, 0), RankTimes(2, 1.5))))
+    assert out.getvalue() == ""
+
+
+def test_a_slow_rank_is_named_once_with_its_host_and_again_after_it_recovered() -> None:
+    slow, even = (RankTimes(2, 1.5), RankTimes(2, 0)), (RankTimes(2, 0), RankTimes(2, 0))
+    out = io.StringIO()
+    report = make_report(out)
+    for step, ranks in enumerate((slow, slow, even, slow), 1):
+        report.measured(make_row(step, ranks=ranks))
+    lines = [line for line in out.getvalue().splitlines() if "slow" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith("rank 1 on n1 is slow: busy for 2 s per step, the other ranks for")
+    assert "0.5 s, and they wait 1.5 s for it" in lines[0]
