@@ -10,9 +10,11 @@ import click
 
 import dearmpi
 from dearmpi.cli.bench import bench
+from dearmpi.cli.calibrate import calibrate
 from dearmpi.cli.checkpoint import checkpoint
 from dearmpi.cli.doctor import doctor
 from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
+from dearmpi.cli.profile import profile
 from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
 from dearmpi.cli.run_report import report
@@ -31,6 +33,8 @@ def group() -> None:
 
 group.add_command(run)
 group.add_command(bench)
+group.add_command(calibrate)
+group.add_command(profile)
 group.add_command(simulate)
 group.add_command(report)
 group.add_command(checkpoint)

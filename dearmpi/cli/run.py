@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,12 @@ from dearmpi.errors import ConfigError, LaunchError
 from dearmpi.train.layers import Layer, make_layer, merge, read_environment, read_file
 
 if TYPE_CHECKING:
+    from dearmpi.cli.rank_log import RankLog
     from dearmpi.comm.watchdog import StallLimits
+    from dearmpi.comm.world import World
     from dearmpi.train.stop import StopRequest
+
+CarryOut = Callable[["World", Sequence[Layer], "StopRequest", "RankLog"], int]
 
 EPILOG = """\b
 Each flag may also be given in the environment (--batch-size as DEAR_TRAIN_BATCH_SIZE) or in
@@ -65,16 +69,29 @@ def read_layers(
     return layers
 
 
-def run_together(failure: ConfigError | None, layers: Sequence[Layer] = ()) -> int:
-    """Connect the ranks, then train, or tell of a ``failure`` once. Returns the exit code."""
+def _train(world: World, layers: Sequence[Layer], stop: StopRequest, log: RankLog) -> int:
+    from dearmpi.cli.session import run_session
+
+    return run_session(world, layers, stop=stop, log=log, command=sys.argv)
+
+
+def run_together(
+    failure: ConfigError | None, layers: Sequence[Layer] = (), *, carry_out: CarryOut = _train
+) -> int:
+    """Connect the ranks, then train, or ``carry_out`` something else with these settings; or tell
+    of a ``failure`` once. Returns the exit code.
+    """
     from dearmpi.train.stop import StopRequest
 
     with StopRequest() as stop:
-        return _connect_and_train(stop, failure, layers)
+        return _connect_and_carry_out(stop, failure, layers, carry_out)
 
 
-def _connect_and_train(
-    stop: StopRequest, failure: ConfigError | None, layers: Sequence[Layer]
+def _connect_and_carry_out(
+    stop: StopRequest,
+    failure: ConfigError | None,
+    layers: Sequence[Layer],
+    carry_out: CarryOut,
 ) -> int:
     from dearmpi.cli.rank_log import rank_log
     from dearmpi.comm.world import connect
@@ -91,9 +108,7 @@ def _connect_and_train(
     with rank_log(speaks=world.is_root) as log:
         try:
             share_failure(world, failure)
-            from dearmpi.cli.session import run_session
-
-            return run_session(world, layers, stop=stop, log=log, command=sys.argv)
+            return carry_out(world, layers, stop, log)
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,10 +15,23 @@ from dearmpi.config import ReduceScatter
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, SizeTimes, parse_calibration
 
-_SIZES = tuple(2**exponent for exponent in range(14, 26, 2))  # 16 KiB to 16 MiB
-_FEWEST_SIZES = 3
-_NUM_REPEATS = 5
-_WINDOW = 2  # as many in flight as a pair needs
+_NUM_REPEATS = 3  # fewer where even two sizes take longer than they may
+_WINDOWS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """Measured together: ``length`` operations of ``nbytes``, one after the other.
+
+    Several, as in training: what a network lets through at once after a pause shall not count.
+    """
+
+    nbytes: int
+    length: int
+
+
+_FEWEST_RUNGS = 2  # that a line can be drawn through
+LADDER = (Rung(1 << 16, 8), Rung(1 << 19, 2), Rung(1 << 22, 2), Rung(1 << 25, 2))
 
 Operation = Callable[[torch.Tensor], Start]
 
@@ -26,9 +41,10 @@ def calibrate(
 ) -> Calibration:
     """Measure both operations, on the engine's way, at sizes as large as the time allows.
 
-    Every operation runs alone and as one of two, and the slowest rank's median counts. The result
-    is the same on all ranks (collective). library: the MPI library, in words. budget_s: what all
-    measurements together may take; three sizes are measured even if that takes longer.
+    As in training, operations follow one another, with one and with two of them in flight; the
+    slowest rank's median counts. The result is the same on all ranks (collective). library: the
+    MPI library, in words. budget_s: what all measurements together may take; two sizes are
+    measured even if that takes longer.
 
     Raises ConfigError in a world of one, in which nothing is sent.
     """
@@ -38,33 +54,49 @@ def calibrate(
         lambda buffer: partial(start_reduce, buffer, reduce_scatter),
         lambda buffer: partial(start_gather, buffer),
     ]
-    ladders: list[list[SizeTimes]] = [[] for _ in operations]
-    channel = world.open_channel("trial", window=_WINDOW)
-    left_s = budget_s
-    for number, size in enumerate(_SIZES):
-        rung = [_measure(world, channel, operation, size) for operation in operations]
-        for ladder, times in zip(ladders, rung, strict=True):
-            ladder.append(times)
-        spent_s = sum((1 + _NUM_REPEATS) * (times.alone_s + times.pair_s) for times in rung)
-        left_s -= spent_s
-        # The times are the same on all ranks, so all of them stop here or none.
-        if number + 1 >= _FEWEST_SIZES and left_s < _growth(number) * spent_s:
+    times: list[list[SizeTimes]] = [[] for _ in operations]
+    channels = [world.open_channel("trial", window=window) for window in _WINDOWS]
+    begin = time.perf_counter()
+    for number, rung in enumerate(LADDER):
+        left_s = budget_s - world.all_reduce([time.perf_counter() - begin], "max")[0]
+        # What is compared is the same on all ranks, so all of them stop here or none.
+        if number >= _FEWEST_RUNGS and sum(_expect_s(found, rung) for found in times) > left_s:
             break
-    channel.close()
-    own = Calibration(world.hosts, library, reduce_scatter, tuple(ladders[0]), tuple(ladders[1]))
+        for operation, found in zip(operations, times, strict=True):
+            share_s = left_s / len(operations)
+            found.append(_measure(world, channels, operation, rung, budget_s=share_s))
+    for channel in channels:
+        channel.close()
+    own = Calibration(world.hosts, library, reduce_scatter, tuple(times[0]), tuple(times[1]))
     return parse_calibration(world.broadcast_text(own.to_json()), "the calibration of rank 0")
 
 
-def _growth(number: int) -> float:
-    """How much longer the next size may take than size ``number``; 0 behind the last."""
-    return _SIZES[number + 1] / _SIZES[number] if number + 1 < len(_SIZES) else 0.0
+def _expect_s(found: Sequence[SizeTimes], rung: Rung) -> float:
+    """What all repeats on ``rung`` take, as the last two sizes tell."""
+    one, other = found[-2:]
+    slope = (other.alone_s - one.alone_s) / (other.nbytes - one.nbytes)
+    alone_s = other.alone_s + slope * (rung.nbytes - other.nbytes)
+    num_operations = 1 + _NUM_REPEATS * len(_WINDOWS) * rung.length
+    return num_operations * max(alone_s, other.alone_s)
 
 
-def _measure(world: World, channel: Channel, operation: Operation, size: int) -> SizeTimes:
-    """Times of ``operation`` on ``size`` bytes, rounded to whole shards (collective)."""
-    count = -(-size // (4 * world.size)) * world.size
-    pair = [operation(torch.zeros(count)) for _ in range(2)]
-    run_all(world, channel, pair)
-    alone = [run_all(world, channel, pair[:1]) for _ in range(_NUM_REPEATS)]
-    both = [run_all(world, channel, pair) for _ in range(_NUM_REPEATS)]
-    return SizeTimes(4 * count, slowest_median(world, alone), slowest_median(world, both))
+def _measure(
+    world: World,
+    channels: Sequence[Channel],
+    operation: Operation,
+    rung: Rung,
+    *,
+    budget_s: float,
+) -> SizeTimes:
+    """Times of ``operation`` on ``rung``, its size rounded to whole shards (collective)."""
+    count = -(-rung.nbytes // (4 * world.size)) * world.size
+    # Filled, since a page that nobody has written to is slow at first.
+    starts = [operation(torch.empty(count).fill_(0.0)) for _ in range(rung.length)]
+    first_s = world.all_reduce([run_all(world, channels[0], starts[:1])], "max")[0]
+    affordable = budget_s / (len(channels) * rung.length * first_s)
+    repeats = int(min(_NUM_REPEATS, max(1, affordable)))
+    each_s = []
+    for channel in channels:
+        own = [run_all(world, channel, starts) for _ in range(repeats)]
+        each_s.append(slowest_median(world, own) / rung.length)
+    return SizeTimes(4 * count, each_s[0], 2 * each_s[1])

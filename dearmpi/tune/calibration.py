@@ -24,7 +24,8 @@ FORMAT = 1
 class SizeTimes:
     """An operation on a buffer of ``nbytes``, in seconds: the slowest rank's median.
 
-    alone_s: with nothing else in flight. pair_s: until two started together were both complete.
+    alone_s: of each of several, one after the other. pair_s: of every two of several with two in
+        flight.
     """
 
     nbytes: int

@@ -7,7 +7,7 @@ from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.tune.calibrate import calibrate
+from dearmpi.tune.calibrate import Rung, calibrate
 from dearmpi.tune.calibration import Calibration
 
 ALPHA_S, BETA = 2e-3, 1e-8
@@ -35,11 +35,12 @@ def test_all_ranks_agree_on_what_the_wire_needs_at_least() -> None:
             assert times.pair_s >= 2 * wire_s  # this wire carries one at a time
 
 
-@pytest.mark.parametrize(("budget_s", "num_sizes"), [(0.0, 3), (60.0, 4)])
+@pytest.mark.parametrize(("budget_s", "num_sizes"), [(0.0, 2), (60.0, 4)])
 def test_sizes_go_as_far_as_the_time_allows(
     monkeypatch: pytest.MonkeyPatch, budget_s: float, num_sizes: int
 ) -> None:
-    monkeypatch.setattr("dearmpi.tune.calibrate._SIZES", tuple(2**n for n in (8, 10, 12, 14)))
+    ladder = tuple(Rung(2**8 * 4**number, length=2) for number in range(4))
+    monkeypatch.setattr("dearmpi.tune.calibrate.LADDER", ladder)
     for result in run_ranks(2, lambda world: measure(world, budget_s)):
         sizes = [times.nbytes for times in result.all_gather]
         assert sizes == [2**8 * 4**n for n in range(num_sizes)]

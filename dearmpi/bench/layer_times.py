@@ -1,0 +1,47 @@
+"""Layer times: a few steps of a run, taken only to see how long each layer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dearmpi.comm.world import World
+from dearmpi.plan.profile import ModelProfile
+from dearmpi.train.agreement import together
+from dearmpi.train.job import Job
+from dearmpi.train.layers import Layer
+from dearmpi.train.session import open_session
+from dearmpi.train.stepping import take_step
+from dearmpi.tune.profile import LayerTimer, slowest_profile
+
+
+def measure_layers(
+    world: World, layers: Sequence[Layer], *, num_warmup: int, num_batches: int
+) -> ModelProfile:
+    """Train the run that ``layers`` of settings describe, and profile its model (collective).
+
+    Of ``num_warmup + num_batches`` steps the first do not count. The slowest rank's times do.
+    """
+    job = open_session(world, layers).job
+    optimizer, micro_batches = job.optimizer, job.plan.micro_batches
+    timer = LayerTimer(
+        job.task.model,
+        params=[param for group in optimizer.param_groups for param in group["params"]],
+        num_warmup=num_warmup * micro_batches,
+        waited=lambda: optimizer.waited_s,
+    )
+    for step in range(num_warmup + num_batches):
+        take_step(job, step)
+    optimizer.close()
+    with together(world):
+        profile = timer.finish(
+            name=job.task.name,
+            batch_size=_samples_of_a_pass(job),
+            unit=job.task.unit.removesuffix("s") if job.task.units_per_sample == 1 else "sample",
+            world_size=world.size,
+        )
+    return slowest_profile(world, profile)
+
+
+def _samples_of_a_pass(job: Job) -> int:
+    """Of one micro-batch of a full step, on the rank that has most."""
+    return -(-job.plan.batch_size // (job.world.size * job.plan.micro_batches))

@@ -1,0 +1,99 @@
+"""dear-train calibrate: what the collectives of this job cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import click
+
+from dearmpi.cli.console import Console
+from dearmpi.cli.measurement import OUT, check_place, measure_together, write
+from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dearmpi.comm.world import World
+    from dearmpi.tune.calibration import Calibration, SizeTimes
+
+_HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone ms")
+
+
+@click.command(short_help="Measure what the collectives of this job cost.")
+@click.option("--out", type=OUT, metavar="FILE", help="write everything there, as JSON")
+@click.option(
+    "--reduce-scatter",
+    "algorithm",
+    type=click.Choice(get_args(ReduceScatter)),
+    default=EngineConfig().reduce_scatter,
+    show_default=True,
+    help="the algorithm to measure",
+)
+@click.option("--seconds", type=float, default=1.0, show_default=True, help="how long it may take")
+def calibrate(out: Path | None, algorithm: ReduceScatter, seconds: float) -> int:
+    """Measure what reduce-scatters and all-gathers cost between the ranks of this job, alone and
+    with two in flight, and fit alpha + beta * bytes to it:
+
+    \b
+      mpirun -n 4 dear-train calibrate --out link.json
+
+    A plan and `dear-train simulate` take the file. It holds for as many ranks as it was made with.
+    """
+
+    def measure(world: World, console: Console) -> int:
+        from dearmpi.train.agreement import together
+        from dearmpi.train.session import mpi_library
+        from dearmpi.tune import calibrate as tuning
+
+        with together(world):
+            check_place(world, out)
+            if not seconds > 0:
+                raise ConfigError(f"--seconds is {seconds}; it must be above 0")
+            if world.size == 1:
+                raise ConfigError("one rank has no collectives; start several with mpirun")
+        result = tuning.calibrate(
+            world, reduce_scatter=algorithm, library=mpi_library(), budget_s=seconds
+        )
+        console.say(*describe_calibration(result))
+        write(world, console, out, result.to_json())
+        return 0
+
+    return measure_together(measure)
+
+
+def describe_calibration(result: Calibration) -> list[str]:
+    """Lines: where it was measured, a table of times, and what was fitted."""
+    from dearmpi.bench.table import align
+
+    names = (f"reduce-scatter {result.algorithm}", "all-gather")
+    halves = list(zip(names, (result.reduce_scatter, result.all_gather), result.fits, strict=True))
+    rows = [
+        _cells(name, times, fit.link.alone_s(times.nbytes))
+        for name, samples, fit in halves
+        for times in samples
+    ]
+    lines = [
+        f"{result.world_size} ranks on {', '.join(dict.fromkeys(result.hosts))}; {result.library}",
+        "",
+        *align([_HEADER, *rows]),
+        "",
+    ]
+    for name, _, fit in halves:
+        link = fit.link
+        rate = (result.world_size - 1) / result.world_size / link.beta_s_per_byte * 8e-6
+        lines.append(
+            f"{name}: {link.alpha_s * 1e3:.3f} ms + {link.beta_s_per_byte * 1e9:.3f} ns per byte "
+            f"({rate:.0f} Mbit/s sent), +-{fit.relative_error:.0%}; "
+            f"on the wire {link.wire_share:.0%} of the latter"
+        )
+    return lines
+
+
+def _cells(name: str, times: SizeTimes, fitted_s: float) -> tuple[str, ...]:
+    return (
+        name,
+        f"{times.nbytes / 1024:.0f}",
+        f"{times.alone_s * 1e3:.3f}",
+        f"{times.pair_s / 2 * 1e3:.3f}",
+        f"{fitted_s * 1e3:.3f}",
+    )

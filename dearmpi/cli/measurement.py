@@ -1,0 +1,65 @@
+"""Measurement: a command that all ranks carry out, and the file that rank 0 then writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dearmpi.cli.console import Console
+from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
+from dearmpi.cli.rank_log import rank_log
+from dearmpi.errors import ConfigError, DearError
+
+if TYPE_CHECKING:
+    from dearmpi.comm.watchdog import StallLimits
+    from dearmpi.comm.world import World
+
+OUT = click.Path(dir_okay=False, path_type=Path)
+
+
+def measure_together(
+    measure: Callable[[World, Console], int], *, stall_limits: StallLimits | None = None
+) -> int:
+    """Connect the ranks and call ``measure`` on all; a failure ends as that of a run.
+
+    Returns the exit code.
+    """
+    from dearmpi.comm.world import connect
+
+    try:
+        world = connect(stall_limits=stall_limits)
+    except DearError as error:
+        if is_first_process():
+            complain(f"error: {error}")
+        return exit_code(error)
+    with rank_log(speaks=world.is_root) as log:
+        try:
+            return measure(world, Console(speaks=world.is_root, launched=world.size > 1))
+        except (Exception, KeyboardInterrupt) as error:
+            return end_run(world, error, log)
+
+
+def check_place(world: World, *paths: Path | None) -> None:
+    """Raise ConfigError, on rank 0, for a file that cannot be written: measuring takes long."""
+    for path in paths if world.is_root else ():
+        if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"cannot write {path}: {path.absolute().parent} is no folder that can be "
+                "written to; make it or name another"
+            )
+
+
+def write(world: World, console: Console, path: Path | None, text: str) -> None:
+    """Have rank 0 write ``text``, if there is a ``path``, and say so (collective)."""
+    from dearmpi.train.agreement import together
+
+    if path is None:
+        return
+    with together(world, root_only=True):
+        if world.is_root:
+            path.write_text(text, encoding="utf-8")
+    console.say("", f"wrote {path}")

@@ -1,0 +1,143 @@
+"""dear-train profile: how long each layer of a task's model computes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dearmpi.cli.console import Console
+from dearmpi.cli.measurement import OUT, check_place, write
+from dearmpi.cli.run import read_layers, run_together
+from dearmpi.cli.settings import RunCommand, setting_options
+from dearmpi.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dearmpi.cli.rank_log import RankLog
+    from dearmpi.comm.world import World
+    from dearmpi.plan.profile import ModelProfile
+    from dearmpi.train.layers import Layer
+    from dearmpi.train.stop import StopRequest
+
+_HEADER = ("layer", "tensors", "MB", "feed-forward ms", "backprop ms", "ready ms")
+_MOST_ROWS = 40
+
+
+def _profile(
+    config: str | None, out: Path | None, num_warmup: int, num_batches: int, **given: object
+) -> int:
+    """Train for a few steps and measure how long each layer computes:
+
+    \b
+      dear-train profile --task digits --out digits.json
+      mpirun -n 4 dear-train profile --task digits --out digits.json
+
+    Takes the flags of `dear-train run`. Nothing is kept of what was trained, so those on saving,
+    evaluation and logging have no effect. With several ranks the slowest counts. `dear-train bench
+    --workload FILE` replays the result.
+    """
+
+    failure: ConfigError | None = None
+    layers: list[Layer] = []
+    try:
+        check_lengths(num_warmup, num_batches)
+        layers = read_layers(given, os.environ, config)
+    except ConfigError as error:
+        failure = error
+
+    def carry_out(world: World, layers: Sequence[Layer], _stop: StopRequest, _log: RankLog) -> int:
+        from dearmpi.bench.layer_times import measure_layers
+        from dearmpi.train.agreement import together
+
+        with together(world, root_only=True):
+            check_place(world, out)
+        console = Console(speaks=world.is_root, launched=world.size > 1)
+        profile = measure_layers(world, layers, num_warmup=num_warmup, num_batches=num_batches)
+        console.say(*describe_profile(profile))
+        write(world, console, out, profile.to_json())
+        return 0
+
+    return run_together(failure, layers, carry_out=carry_out)
+
+
+profile = RunCommand(
+    "profile",
+    callback=_profile,
+    params=[
+        click.Option(["--out"], type=OUT, metavar="FILE", help="write everything there, as JSON"),
+        click.Option(
+            ["--num-warmup-batches", "num_warmup"],
+            type=int,
+            default=2,
+            show_default=True,
+            metavar="N",
+            help="steps that do not count",
+        ),
+        click.Option(
+            ["--num-batches", "num_batches"],
+            type=int,
+            default=5,
+            show_default=True,
+            metavar="N",
+            help="steps that do; medians are told",
+        ),
+        *setting_options(),
+    ],
+    help=_profile.__doc__,
+    short_help="Measure how long each layer of a model computes.",
+)
+
+
+def check_lengths(num_warmup: int, num_batches: int) -> None:
+    """Raise ConfigError where there is nothing to measure."""
+    if num_warmup < 0 or num_batches < 1:
+        raise ConfigError(
+            f"{num_warmup} warm-up batches and {num_batches} that count; at least 0 and 1 are "
+            "needed"
+        )
+
+
+def describe_profile(profile: ModelProfile) -> list[str]:
+    """Lines: what was measured, and a table of the layers, or of the slowest if there are many."""
+    from dearmpi.bench.table import align
+
+    workload = profile.workload
+    rows = _rows(profile)
+    seconds = [times.feed_forward_s + times.backprop_s for times in profile.times]
+    slowest = sorted(sorted(range(len(rows)), key=lambda i: -seconds[i])[:_MOST_ROWS])
+    num_bytes = sum(spec.nbytes for spec in workload.params())
+    lines = [
+        f"{workload.name}: {len(rows)} layers, {workload.num_tensors} tensors, "
+        f"{num_bytes / 1e6:.1f} MB, batch size {workload.batch_size} per rank, "
+        f"{profile.world_size} rank(s), {profile.device}",
+        f"feed-forward {profile.feed_forward_s * 1e3:.2f} ms, backprop "
+        f"{profile.backprop_s * 1e3:.2f} ms; {workload.source}, waits left out",
+        "",
+        *align([_HEADER, *(rows[place] for place in slowest)]),
+    ]
+    if len(slowest) < len(rows):
+        rest_s = sum(seconds) - sum(seconds[place] for place in slowest)
+        lines.append(f"and {len(rows) - len(slowest)} faster ones, {rest_s * 1e3:.3f} ms in all")
+    return lines
+
+
+def _rows(profile: ModelProfile) -> list[tuple[str, ...]]:
+    """A row per layer. Backprop goes from the last to the first, which is ready at its end."""
+    rows: list[tuple[str, ...]] = []
+    ready_s = profile.backprop_s
+    for layer, times in profile.layers():
+        rows.append(
+            (
+                layer.name or "(the model itself)",
+                str(len(layer.params)),
+                f"{sum(spec.nbytes for spec in layer.params) / 1e6:.3f}",
+                f"{times.feed_forward_s * 1e3:.3f}",
+                f"{times.backprop_s * 1e3:.3f}",
+                f"{ready_s * 1e3:.3f}",
+            )
+        )
+        ready_s -= times.backprop_s
+    return rows

@@ -1,0 +1,93 @@
+"""dear-train profile and dear-train calibrate, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dearmpi.cli.calibrate import describe_calibration
+from dearmpi.cli.main import main
+from dearmpi.cli.profile import describe_profile
+from dearmpi.plan.profile import profile_workload, read_profile
+from dearmpi.plan.workload import read_workload
+from dearmpi.tune.calibration import Calibration, SizeTimes
+
+TASK = """
+import torch
+from torch import nn
+from dearmpi.train.task import Task
+
+def make(options):
+    data = [torch.full((3,), i / 7) for i in range(8)]
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    loss = lambda model, batch: model(batch).square().mean()
+    return Task("tiny", model, data, loss, unit="images")
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.py").write_text(TASK)
+    return f"{tmp_path}/tiny.py:make"
+
+
+def test_a_profile_is_told_and_written(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--task", task, "--batch-size", "4", "--gradient-accumulation-steps", "2"]
+    assert main(["profile", *arguments, "--num-batches", "2", "--out", "tiny.json"]) == 0
+    text = capsys.readouterr().out
+    assert "tiny: 2 layers, 4 tensors" in text and "batch size 2 per rank, 1 rank(s)" in text
+    assert "measured over 4 passes" in text and text.endswith("wrote tiny.json\n")
+    profile = read_profile("tiny.json")
+    assert [layer.name for layer in profile.workload.layers] == ["0", "2"]
+    assert profile.backprop_s > 0
+    assert (profile.workload.unit, profile.workload.batch_size) == ("image", 2)
+    assert sorted(path.name for path in Path().iterdir() if path.name != "__pycache__") == [
+        "tiny.json",
+        "tiny.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["profile", "--num-batches", "0"], ["0 that count"]),
+        (["profile", "--task", "no-such-task"], ["no-such-task"]),
+        (["profile", "--out", "/nowhere/at/all.json"], ["/nowhere/at"]),
+        (["calibrate", "--out", "/nowhere/at/all.json"], ["/nowhere/at"]),
+        (["calibrate", "--seconds", "0"], ["--seconds is 0"]),
+        (["calibrate", "--seconds", "nan"], ["--seconds is nan"]),
+        (["calibrate"], ["one rank", "mpirun"]),
+        (["calibrate", "--reduce-scatter", "tree"], ["tree", "ring"]),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words), text
+
+
+def test_a_table_of_many_layers_shows_the_slowest() -> None:
+    profile = profile_workload(read_workload("equal:1:50"), feed_forward_s=1.0, backprop_s=2.0)
+    lines = describe_profile(profile)
+    assert lines[-1] == "and 10 faster ones, 600.000 ms in all"
+    assert len(lines) == 4 + 40 + 1
+    first = next(line for line in lines if line.startswith("layer0 "))
+    assert first.split()[1:] == ["1", "0.020", "20.000", "40.000", "2000.000"]
+
+
+def test_a_table_of_costs() -> None:
+    samples = tuple(SizeTimes(n, 1e-3 + 6e-9 * n, 12e-9 * n) for n in (2**16, 2**19, 2**22))
+    lines = describe_calibration(
+        Calibration(("n0", "n1", "n1", "n2"), "MPICH 5", "exchange", samples, samples)
+    )
+    assert lines[0] == "4 ranks on n0, n1, n2; MPICH 5"
+    row = next(line for line in lines if line.startswith("reduce-scatter exchange  "))
+    assert row.split()[2:] == ["64", "1.393", "0.393", "1.393"]
+    assert lines[-1] == (
+        "all-gather: 1.000 ms + 6.000 ns per byte (1000 Mbit/s sent), +-0%; "
+        "on the wire 100% of the latter"
+    )
