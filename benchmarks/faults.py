@@ -38,9 +38,9 @@ from tests.job import Job
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("rank", "mpirun", "all", "term", "stop", "disk")
 WORLD_SIZES = (2, 3, 4)
-NUM_STEPS = 240
+NUM_STEPS = 60
 STALL_S = 4.0
-MOST_MOMENT_S = 1.5  # after a run's first step, in which the fault comes
+MOST_MOMENT_S = 1.0  # after a run's first step, in which the fault comes
 END_S = 20.0  # how long a job may go on after a fault, the stall limit aside
 LIMIT_S = 150.0
 DISK_BYTES = 64 << 20

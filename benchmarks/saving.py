@@ -31,7 +31,7 @@ from dearmpi.train.settings import RunSettings
 from dearmpi.train.task import Task
 from dearmpi.train.trainer import Trainer
 
-_NUM_INTERVALS = 4
+_NUM_INTERVALS = 2
 _BATCH_SIZE = 256
 
 

@@ -39,6 +39,11 @@ def main() -> None:
     )
     looks: list[tuple[int, int, int, int]] = []
     inputs = torch.ones(4, 16)
+    if world.is_root:
+        print(
+            f"{'iteration':>10} {'resident MiB':>13} {'file handles':>13} {'threads':>8}",
+            flush=True,
+        )
     begin_s = time.perf_counter()
     for iteration in range(1, num_iterations + 1):
         optimizer.zero_grad()
@@ -48,15 +53,17 @@ def main() -> None:
             optimizer.synchronize()
             handles = len(os.listdir("/proc/self/fd"))
             looks.append((iteration, resident_bytes(), handles, threading.active_count()))
+            if world.is_root:
+                _, resident, _, threads = looks[-1]
+                print(
+                    f"{iteration:10} {resident / 2**20:13.3f} {handles:13} {threads:8}", flush=True
+                )
     seconds = time.perf_counter() - begin_s
     steady = np.array(looks[_NUM_LOOKS // 4 :], dtype=np.float64)
     slope = float(np.polyfit(steady[:, 0], steady[:, 1], 1)[0])
     grown = max(looks[-1][2] - looks[0][2], looks[-1][3] - looks[0][3])
     most_slope, most_grown = world.all_reduce([slope, grown], "max")
     if world.is_root:
-        print(f"{'iteration':>10} {'resident MiB':>13} {'file handles':>13} {'threads':>8}")
-        for iteration, resident, handles, threads in looks:
-            print(f"{iteration:10} {resident / 2**20:13.3f} {handles:13} {threads:8}")
         print(
             f"{num_iterations} iterations on {world.size} ranks, gather {gather}, in {seconds:.0f} "
             f"s; steepest rank: {most_slope:+.2f} bytes per iteration; handles and threads grew "
