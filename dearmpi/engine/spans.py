@@ -44,6 +44,8 @@ class Spans:
 
     def update(self, bucket: Bucket) -> AbstractContextManager[None]:
         """A context in which ``bucket`` is updated."""
+        if self.recorder is None and not is_profiling():
+            return _UNSEEN
         return self.span(Lane.UPDATE, _label(Lane.UPDATE, bucket), bucket=bucket)
 
     def operation(self, lane: Lane, bucket: Bucket, start: Callable[[], Request]) -> Request:
