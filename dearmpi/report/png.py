@@ -43,8 +43,9 @@ def draw(picture: Picture) -> bytes:
     place = (margin, margin + _TITLE * _SCALE)
     ImageDraw.Draw(sheet).text(place, picture.title, fill=LIGHT["ink"], font=font, anchor="ls")
     file = io.BytesIO()
-    # 256 colours are more than a picture has, and take a third of the space.
-    sheet.quantize(256).save(file, "PNG", optimize=True)
+    # 256 colours take a third of the space; this way those of small areas are kept as well.
+    few = sheet.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(file, "PNG", optimize=True)
     return file.getvalue()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from dearmpi.engine.span import Lane, Span
+from dearmpi.report.interval import Interval
 from dearmpi.report.trace import Event, Traces
 from dearmpi.report.trace_writer import SLOT_STRIDE
 
@@ -75,10 +77,27 @@ class Window:
         """Seconds."""
         return self.stop_s - self.start_s
 
-    def clip(self, span: Span) -> tuple[float, float] | None:
+    def clip(self, span: Span) -> Interval | None:
         """The part of ``span`` that lies within, as (start, stop); None where it does not."""
         start_s, stop_s = max(span.start_s, self.start_s), min(span.stop_s, self.stop_s)
         return (start_s, stop_s) if stop_s > start_s else None
+
+    def passes(self, spans: Iterable[Span]) -> list[tuple[str, Interval]]:
+        """The feed-forwards (``F``) and backprops (``B``) within, in order.
+
+        Each reaches from its first layer to its last: what lies between layers is computation too.
+        """
+        computed = sorted(
+            (part, span.name[:1])
+            for span in spans
+            if span.lane is Lane.COMPUTE and (part := self.clip(span))
+        )
+        found = []
+        for kind, group in groupby(computed, key=lambda pair: pair[1]):
+            parts = [part for part, _ in group]
+            if kind in ("F", "B"):
+                found.append((kind, (parts[0][0], max(stop for _, stop in parts))))
+        return found
 
 
 def record(traces: Traces) -> Recording:

@@ -34,12 +34,14 @@ _NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
 def replicate(recording: Recording, rank: int, *, window: int) -> Timeline | None:
     """The iteration of ``rank`` (the least waiting one tells most) simulated.
 
-    window: as in ``EngineConfig``. None for a schedule of a plan, and where the recording lacks
-    bytes or readiness.
+    window: as in ``EngineConfig``. None for a schedule of a plan, for an iteration of several
+    micro-batches, and where the recording lacks bytes or readiness.
     """
     spans, windows = recording.spans[rank], recording.windows(rank)
     sizes = recording.bucket_bytes
     names: dict[str, ScheduleName] = {"dear": "dear", "wfbp": "wfbp", "serial": "serial"}
+    if any([kind for kind, _ in one.passes(spans)] != ["F", "B"] for one in windows):
+        return None
     ready = [_ready_s(spans, windows, bucket) for bucket in range(len(sizes))]
     link = _link(spans, windows, sizes)
     if link is None or None in ready or recording.schedule not in names:
@@ -93,11 +95,11 @@ def _ready_s(spans: Sequence[Span], windows: Sequence[Window], bucket: int) -> f
     """When ``bucket`` was handed over, counted from the start of backprop."""
     found = []
     for window in windows:
-        begin = [s.start_s for s in spans if _is_pass(s, "B") and s.iteration == window.iteration]
+        begin_s = next(part[0] for kind, part in window.passes(spans) if kind == "B")
         for span in spans:
             is_own = span.lane is Lane.REDUCE_SCATTER and span.bucket == bucket
             if is_own and span.iteration == window.iteration and span.queued_s is not None:
-                found.append(span.queued_s - min(begin))
+                found.append(span.queued_s - begin_s)
     return median(found) if found else None
 
 
@@ -131,16 +133,11 @@ def _link(
 
 
 def _typical(spans: Sequence[Span], windows: Sequence[Window], kind: str) -> float:
-    """The median over iterations of a pass, from its first layer to its last, without waits."""
+    """The median length of a pass over iterations, without waits and data."""
     found = []
     for window in windows:
-        parts = [part for s in spans if _is_pass(s, kind) and (part := window.clip(s))]
-        if parts:
-            whole = [(min(start for start, _ in parts), max(stop for _, stop in parts))]
-            waits = union(part for s in spans if s.lane is Lane.WAIT and (part := window.clip(s)))
-            found.append(total(subtract(whole, waits)))
-    return median(found) if found else 0.0
-
-
-def _is_pass(span: Span, kind: str) -> bool:
-    return span.lane is Lane.COMPUTE and span.name.startswith(kind)
+        other = (s for s in spans if s.lane in (Lane.WAIT, Lane.DATA))
+        holes = union(part for s in other if (part := window.clip(s)))
+        passes = [part for name, part in window.passes(spans) if name == kind]
+        found.append(total(subtract(passes, holes)))
+    return median(found)

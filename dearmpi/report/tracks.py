@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from dearmpi.engine.span import Lane, Span
 from dearmpi.report.axis import Axis, tick_step, tick_text
@@ -98,13 +97,9 @@ def _draw_compute(track: Track, x: Axis, y: float) -> list[Shape]:
     waits = union(part for _, part in track.parts(Lane.WAIT))
     data = union(part for _, part in track.parts(Lane.DATA))
     shapes: list[Shape] = []
-    for kind, group in groupby(track.parts(Lane.COMPUTE), key=lambda pair: pair[0].name[:1]):
-        if kind not in _PASSES:
-            continue
-        # From the first layer to the last: what lies between layers is computation as well.
-        parts = [part for _, part in group]
-        whole = min(start for start, _ in parts), max(stop for _, stop in parts)
-        left = subtract([whole], union([*waits, *data]))
+    origin = track.window.start_s
+    for kind, (start, stop) in track.window.passes(track.spans):
+        left = subtract([(start - origin, stop - origin)], union([*waits, *data]))
         shapes += _boxes(left, x, y, _PASSES[kind], _PASSES[kind], hatched=False)
     shapes += _boxes(data, x, y, "data", "loads data", hatched=False)
     return shapes + _boxes(waits, x, y, "lost", "waits for communication", hatched=True)

@@ -124,7 +124,9 @@ def test_the_picture_is_well_formed_and_bars_are_in_proportion() -> None:
     texts = [text.text for text in root.iter(f"{space}text")]
     assert {"alone", "dear", "<peer>:f", "failed", "bound of DeAR 3.500"} <= set(texts)
     width = float(root.attrib["width"])
-    assert all(0 <= float(line.attrib["x2"]) <= width for line in root.iter(f"{space}line"))
+    points = [line.attrib["points"].split() for line in root.iter(f"{space}polyline")]
+    assert points
+    assert all(0 <= float(point.partition(",")[0]) <= width for line in points for point in line)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Lane, Span
 from dearmpi.report.interval import total, union
 from dearmpi.report.recording import Recording, record
 from dearmpi.report.replica import replica_spans, replicate
@@ -53,5 +53,10 @@ def test_what_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
     recording = recorded(ExampleRun(), tmp_path)
     other = Recording(recording.spans, recording.hosts, recording.bucket_bytes, "of a plan")
     assert replicate(other, 0, window=2) is None
+    (begin,) = [s.start_s for s in recording.spans[0] if s.name == "B layer0" and s.iteration == 3]
+    again = Span(Lane.COMPUTE, "F layer0", begin - 0.01, begin, 3)
+    twice = {rank: (*spans, again) for rank, spans in recording.spans.items()}
+    more = Recording(twice, recording.hosts, recording.bucket_bytes, "dear")
+    assert replicate(more, 0, window=2) is None
     unknown = Recording(recording.spans, recording.hosts, (), "dear")
     assert replicate(unknown, 0, window=2) is None
