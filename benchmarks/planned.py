@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import time
+import timeit
+import tracemalloc
 from dataclasses import replace
 
 from dearmpi.config import EngineConfig, ScheduleName
@@ -44,6 +46,28 @@ def main() -> None:
         pieces = split(workload, int(given.split_mb * 1e6))
         for ratio in (0.5, 1.0, 2.0):
             print(f"{name:<13} {ratio:5}  {row(workload, pieces, costs, ratio=ratio)}", flush=True)
+    for world_size in (4, 4096):
+        print(simulation_cost(costs.at(world_size)))
+
+
+def simulation_cost(costs: Costs) -> str:
+    """What it takes to simulate one iteration of BERT-Large with a bucket per tensor."""
+    profile = timed(read_workload("bert_large"), costs, ratio=1.0)
+    layout = build_layout([[spec] for spec in profile.workload.params()], costs.world_size)
+    made = build_schedule("dear", len(layout))
+
+    def run() -> None:
+        simulate(profile, layout, made, costs, eager=True, window=2)
+
+    seconds = min(timeit.repeat(run, number=1, repeat=5))
+    tracemalloc.start()
+    run()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return (
+        f"simulating bert_large, {len(layout)} buckets, {costs.world_size} ranks: "
+        f"{seconds * 1e3:.0f} ms, {peak_bytes / 1e6:.1f} MB"
+    )
 
 
 def row(workload: Workload, pieces: Workload, costs: Costs, *, ratio: float) -> str:
