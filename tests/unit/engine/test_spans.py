@@ -119,7 +119,8 @@ class Nested(nn.Module):
         self.first, self.same, self.last = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.same(self.first(inputs * self.scale)))
+        outputs: Tensor = self.last(self.same(self.first(inputs * self.scale)))
+        return outputs
 
 
 def watch(model: nn.Module, inputs: Tensor) -> tuple[Heard, LayerSpans]:
