@@ -7,6 +7,8 @@ its width, since MPI has no portable half precision.
 
 from __future__ import annotations
 
+import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ _THREAD_LEVELS = {
     MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
     MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
 }
+_ABORT_S = 10  # how long an abort may take
 _MESSAGE_TAG = 32767  # the largest that every MPI has
 _NUM_TAGS = 32767  # those below it
 
@@ -154,7 +157,12 @@ class MpiCollectives:
         return status.source, bytes(data)
 
     def abort(self, code: int) -> None:
-        """End the whole job."""
+        """End the whole job; this process in any case, after a while."""
+        if threading.current_thread() is threading.main_thread():
+            # MPI waits for the launcher, for ever where that is cut off, and holds the
+            # interpreter's lock meanwhile: only the system can end the process then.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_ABORT_S)
         self._comm.Abort(code)
 
     def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
