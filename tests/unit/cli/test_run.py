@@ -1,0 +1,60 @@
+"""dear-train run, before its ranks have met."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dearmpi.cli.run import run_together
+from dearmpi.comm import world as module
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.world import World
+from dearmpi.train.layers import make_layer
+from dearmpi.train.stop import EXIT_PREEMPTED
+
+TASK = """
+import torch
+from torch import nn
+
+from dearmpi.train.task import Task
+
+
+def make(options):
+    data = [(torch.full((3,), i / 8), torch.tensor([i / 8])) for i in range(8)]
+
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    return Task("line", nn.Linear(3, 1), data, loss)
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "line.py"
+    path.write_text(TASK)
+    threads = torch.get_num_threads()
+    before = signal.getsignal(signal.SIGUSR1)
+    yield path
+    signal.signal(signal.SIGUSR1, before)
+    torch.set_num_threads(threads)
+
+
+def test_a_signal_while_mpi_begins_is_not_lost(
+    task_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_: object, **__: object) -> World:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as MPI may do
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return World(AloneCollectives(), progress="poll")
+
+    monkeypatch.setattr(module, "connect", connect)
+    folder = task_file.parent / "runs"
+    given = {"task": f"{task_file}:make", "run_folder": str(folder), "name": "a", "epochs": 9}
+    assert run_together(None, [make_layer("flag", given | {"batch_size": 4})]) == EXIT_PREEMPTED
+    assert (folder / "a" / "latest").read_text() == "checkpoints/step-00000002\n"
