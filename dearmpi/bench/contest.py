@@ -180,7 +180,7 @@ class _Trial:
         """Warm up, then take the time of each iteration."""
         assert self._entrant is not None
         loss = self._subject.losses()
-        for _ in range(self._length.num_warmup):
+        for _ in range(self._entrant.num_tuning + self._length.num_warmup):
             _iterate(self._entrant, loss)
         gc.disable()
         cpu_s = time.process_time()
@@ -197,7 +197,8 @@ class _Trial:
         self._entrant.finish()
         if self._method.label == "alone":
             return
-        steps = self._length.num_warmup + self._length.num_batches
+        length = self._length
+        steps = self._entrant.num_tuning + length.num_warmup + length.num_batches
         problem = self._subject.problem(self._model, steps)
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")

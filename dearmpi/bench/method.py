@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
 from dearmpi.errors import ConfigError
 
 ALONE = "alone"
-OURS = ("serial", "wfbp", "dear")
+SCHEDULES = ("serial", "wfbp", "dear")
+PLANNED = "planned"
+OURS = (*SCHEDULES, PLANNED)
 
 
 class Steps(Protocol):
@@ -40,12 +43,14 @@ class Entrant:
     """A model made ready to be trained by one method.
 
     An iteration is ``zero_grad``, the loss of ``model``, ``backward`` of it, ``step``.
+    num_tuning: iterations that it takes to tune itself, before those that warm up.
     finish: make the parameters those of the last step. close: give back what was taken.
     """
 
     model: nn.Module
     optimizer: Steps
     backward: Callable[[Tensor], None] = backpropagate
+    num_tuning: int = 0
     finish: Callable[[], None] = do_nothing
     close: Callable[[], None] = do_nothing
 
@@ -90,17 +95,25 @@ def alone(setup: Setup) -> Entrant:
 
 
 def ours(name: str) -> Factory:
-    """This package's engine with the schedule ``name``."""
+    """This package's engine with the schedule ``name``, or by a plan that it makes for itself."""
 
     def enter(setup: Setup) -> Entrant:
-        config = read_config({"schedule": name, "eager": "true", **setup.options})
+        planned = name == PLANNED
+        schedule = {} if planned else {"schedule": name}
         optimizer = DistributedOptimizer(
             setup.make_optimizer(setup.model.parameters()),
             setup.model,
             world=setup.world,
-            config=config,
+            config=read_config({**schedule, "eager": "true", **setup.options}),
+            plan="auto" if planned else None,
         )
-        return Entrant(setup.model, optimizer, finish=optimizer.synchronize, close=optimizer.close)
+        return Entrant(
+            setup.model,
+            optimizer,
+            num_tuning=NUM_WARMUP + NUM_PROFILED if planned else 0,
+            finish=optimizer.synchronize,
+            close=optimizer.close,
+        )
 
     return enter
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,14 +18,14 @@ class AloneEngine:
 
     waited_s = 0.0
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, spans: Spans) -> None:
         self._optimizer = optimizer
+        self._spans = spans
         self.times = IterationTimes()
-        self.spans = Spans()
 
     def step(self, *, joined: bool = False) -> None:
         """Update."""
-        with self.spans.span(Lane.UPDATE, "update"):
+        with self._spans.span(Lane.UPDATE, "update"):
             self._optimizer.step()
 
     def synchronize(self) -> None:
@@ -72,11 +71,3 @@ class AloneEngine:
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
-
-
-def shard_norm(shards: list[Tensor], norm_type: float) -> float:
-    """The sum of ``|x|**norm_type`` over all elements, or for ``inf`` the largest ``|x|``."""
-    norms = [float(torch.linalg.vector_norm(shard, norm_type)) for shard in shards]
-    if norm_type == float("inf"):
-        return max(norms, default=0.0)
-    return float(sum(norm**norm_type for norm in norms))

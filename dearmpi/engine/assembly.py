@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,13 +20,17 @@ from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
 from dearmpi.engine.master import is_half
 from dearmpi.engine.memory import give_back_freed
+from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.probe import require_elementwise, require_separable
 from dearmpi.engine.shard_update import ShardUpdate
+from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import read_options
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.fusion import fuse_by_cap
-from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
+from dearmpi.plan.layout import BucketLayout, build_layout
+from dearmpi.plan.parameter import spec_of
+from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule, build_schedule
 
 Updates = Sequence[ShardUpdate | WholeUpdate]
@@ -37,6 +41,7 @@ class Assembly:
     """What belongs together for as long as the set of parameters stays the same.
 
     names: the parameters under the optimizer, in the model's order.
+    reduce_scatter: the algorithm in use.
     updates, hooks: none in a world of one, where the optimizer works undisturbed.
     """
 
@@ -44,6 +49,7 @@ class Assembly:
     layout: BucketLayout
     schedule: Schedule
     engine: Engine | AloneEngine
+    reduce_scatter: ReduceScatter = "ring"
     updates: Updates = ()
     hooks: ModelHooks | None = None
     checks: Checks | None = None
@@ -58,19 +64,31 @@ class Assembly:
 
 
 def assemble(
-    optimizer: Optimizer, model: nn.Module, *, world: World, config: EngineConfig
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    world: World,
+    config: EngineConfig,
+    spans: Spans,
+    plan: Plan | None = None,
 ) -> Assembly:
     """Lay out, check against the other ranks, and build (collective).
+
+    ``plan`` goes before what ``config`` says of buckets, schedule and window.
 
     Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
     ranks' models, optimizers or settings differ.
     """
     names = _optimized_parameters(optimizer, model)
-    specs = _specs(names)
-    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
-    layout = build_layout(fuse_by_cap(specs, cap_bytes), world.size)
-    schedule = build_schedule(config.schedule, len(layout))
-    _check_agreement(world, optimizer, names, layout, config)
+    specs = [spec_of(param, name) for param, name in names.items()]
+    if plan is not None:
+        layout, schedule = plan.layout(specs, world.size), plan.schedule
+        config = replace(config, window=plan.window)
+    else:
+        cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
+        layout = build_layout(fuse_by_cap(specs, cap_bytes), world.size)
+        schedule = build_schedule(config.schedule, len(layout))
+    _check_agreement(world, optimizer, names, layout, schedule, config)
     if config.master_weights and not any(is_half(param) for param in names):
         raise ConfigError(
             "master_weights has no effect: no parameter of the optimizer is bf16 or fp16; convert "
@@ -78,7 +96,7 @@ def assemble(
         )
     if world.size == 1 and not config.master_weights:
         require_separable(optimizer)  # what cannot run on several ranks is refused on one already
-        return Assembly(names, layout, schedule, AloneEngine(optimizer))
+        return Assembly(names, layout, schedule, AloneEngine(optimizer, spans))
     shards = config.gather == "parameters"
     require = require_elementwise if shards else require_separable
     require(optimizer)
@@ -96,14 +114,18 @@ def assemble(
     ]
     give_back_freed()
     updates = _build_updates(optimizer, buckets, rank=world.rank, config=config)
-    engine = Engine(
+    reduce_scatter = _choose_reduce_scatter(world, buckets, config)
+    pipeline = Pipeline(
         world,
         buckets,
         updates,
         schedule=schedule,
         config=config,
-        reduce_scatter=_choose_reduce_scatter(world, buckets, config),
-        read_options=lambda: read_options(optimizer),
+        reduce_scatter=reduce_scatter,
+        spans=spans,
+    )
+    engine = Engine(
+        world, pipeline, eager=config.eager, read_options=lambda: read_options(optimizer)
     )
     places = {
         param: (bucket, slot) for bucket in buckets for slot, param in enumerate(bucket.params)
@@ -111,7 +133,7 @@ def assemble(
     hooks = ModelHooks(model, places, pre_forward=engine.pre_forward, grad_ready=engine.grad_ready)
     every = steps_between_checks(config.check_every)
     checks = Checks(world, model, buckets, every=every) if every else None
-    return Assembly(names, layout, schedule, engine, updates, hooks, checks)
+    return Assembly(names, layout, schedule, engine, reduce_scatter, updates, hooks, checks)
 
 
 def _optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
@@ -129,25 +151,12 @@ def _optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Par
     return names
 
 
-def _specs(names: Mapping[nn.Parameter, str]) -> list[ParamSpec]:
-    return [
-        ParamSpec(
-            name,
-            tuple(param.shape),
-            itemsize=param.element_size(),
-            dtype=str(param.dtype).removeprefix("torch."),
-            device=str(param.device),
-            trained=param.requires_grad,
-        )
-        for param, name in names.items()
-    ]
-
-
 def _check_agreement(
     world: World,
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
     layout: BucketLayout,
+    schedule: Schedule,
     config: EngineConfig,
 ) -> None:
     """Raise MismatchError unless all ranks have the same model, optimizer and settings."""
@@ -156,6 +165,7 @@ def _check_agreement(
         "settings": repr(config),
         "optimizer": f"{type(optimizer).__name__} {groups}",
         "model": repr([bucket.slots for bucket in layout]),
+        "schedule": repr(schedule),
     }
     for what, fact in facts.items():
         digest = hashlib.sha256(fact.encode()).hexdigest()[:12]

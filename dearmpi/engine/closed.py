@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.clock import IterationTimes
+from dearmpi.engine.spans import Spans
 from dearmpi.errors import UsageError
 
 
@@ -18,7 +19,7 @@ class ClosedEngine(AloneEngine):
     """Parameters are current and stay so; training on would go without the other ranks."""
 
     def __init__(self, optimizer: Optimizer, times: IterationTimes) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, Spans())
         self.times = times
 
     def step(self, *, joined: bool = False) -> NoReturn:

@@ -5,53 +5,43 @@ What happens to a bucket after its launch is the pipeline's part, on the driving
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig, ReduceScatter
 from dearmpi.engine.bucket import BucketRuntime, BucketState
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.join import pack, unpack
 from dearmpi.engine.pipeline import Pipeline
-from dearmpi.engine.update import Options, Update
+from dearmpi.engine.update import Options
 from dearmpi.errors import UsageError
-from dearmpi.plan.schedule import Launch, Schedule, Wait
+from dearmpi.plan.schedule import Launch, Wait
 
 
 class Engine:
-    """Reduces gradients, updates and gathers, bucket by bucket, as ``schedule`` says."""
+    """Reduces gradients, updates and gathers, bucket by bucket, in the pipeline's schedule.
+
+    eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment.
+    """
 
     def __init__(
         self,
         world: World,
-        buckets: Sequence[BucketRuntime],
-        updates: Sequence[Update],
+        pipeline: Pipeline,
         *,
-        schedule: Schedule,
-        config: EngineConfig,
-        reduce_scatter: ReduceScatter,
+        eager: bool,
         read_options: Callable[[], Options],
     ) -> None:
-        """``reduce_scatter`` is the algorithm chosen; ``config`` may still say ``auto``."""
         self._world = world
         self._progress = world.progress
-        self._buckets = tuple(buckets)
-        self._schedule = schedule
-        self._eager = config.eager
+        self._pipeline = pipeline
+        self._buckets = pipeline.buckets
+        self._schedule = pipeline.schedule
+        self._eager = eager
         self._read_options = read_options
-        self._pipeline = Pipeline(
-            world,
-            buckets,
-            updates,
-            schedule=schedule,
-            config=config,
-            reduce_scatter=reduce_scatter,
-        )
-        self.spans = self._pipeline.spans
         self._synchronizing = True
         self._joining = False
         self.times = IterationTimes()

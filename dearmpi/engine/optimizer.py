@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +14,23 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World, connect
 from dearmpi.config import EngineConfig
-from dearmpi.engine.alone import shard_norm
 from dearmpi.engine.assembly import assemble
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
+from dearmpi.engine.clipping import clip, scale
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
 from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.probe import elementwise_keys
+from dearmpi.engine.self_planning import SelfPlanning
+from dearmpi.engine.settings import check_plan, merge_settings
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.state import gather_state, load_state
 from dearmpi.engine.update import read_options
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
+from dearmpi.plan.plan import Plan, read_plan
 from dearmpi.plan.schedule import Schedule
 
 
@@ -38,6 +41,8 @@ class DistributedOptimizer(Optimizer):
     parameters and buffers are copied to all ranks at the start. After ``step`` parameters may be
     under way; whoever reads them through the model waits for them. References to parameters kept
     elsewhere need ``synchronize()`` first.
+
+    spans: where the engine tells what takes how long: set its ``recorder`` to listen.
     """
 
     def __init__(
@@ -47,11 +52,15 @@ class DistributedOptimizer(Optimizer):
         *,
         world: World | None = None,
         config: EngineConfig | None = None,
+        plan: Plan | Literal["auto"] | str | Path | None = None,
         **settings: Any,
     ) -> None:
         """Settings are the fields of ``EngineConfig``, given as ``config`` or by name.
 
-        Raises ConfigError for a setting, parameter or optimizer that cannot be served, and
+        ``plan`` says which parameters share a bucket and in what order buckets travel: a Plan, the
+        file of one, or ``auto`` to profile the first few iterations, plan, and go on by that.
+
+        Raises ConfigError for a setting, plan, parameter or optimizer that cannot be served, and
         MismatchError if the ranks' models or settings differ.
         """
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -60,9 +69,13 @@ class DistributedOptimizer(Optimizer):
         self._clips: list[tuple[float, float]] = []
         self._last_clips: list[tuple[float, float]] = []
         self.world = world if world is not None else connect()
-        self.config = _merge(config, settings)
-        self._assembly = assemble(optimizer, model, world=self.world, config=self.config)
-        self._adopt_state()
+        self.config = merge_settings(config, settings)
+        self.spans = Spans()
+        self._plan = read_plan(plan) if isinstance(plan, str | Path) and plan != "auto" else plan
+        check_plan(self._plan, self.config)
+        self._planning: SelfPlanning | None = None
+        self._waited_before_s = 0.0
+        self._assemble()
         broadcast_parameters(model, self.world)
         broadcast_buffers(model, self.world)
         self._buffers: BufferExchange | None = None
@@ -80,19 +93,19 @@ class DistributedOptimizer(Optimizer):
         return self._assembly.schedule
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed; None before there is one."""
+        return self._plan if isinstance(self._plan, Plan) else None
+
+    @property
     def times(self) -> IterationTimes:
         """Exposed and total communication time of the iteration that the last step ended."""
         return self._assembly.engine.times
 
     @property
-    def spans(self) -> Spans:
-        """Where the engine tells what takes how long: set its ``recorder`` to listen."""
-        return self._assembly.engine.spans
-
-    @property
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
-        return self._assembly.engine.waited_s
+        return self._waited_before_s + self._assembly.engine.waited_s
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take an optimizer step; returns before it is finished. Options are read now."""
@@ -110,6 +123,9 @@ class DistributedOptimizer(Optimizer):
         if checks is not None and checks.is_due():
             options = repr(read_options(self._optimizer))
             checks.compare_replicas(self._assembly.engine.take_posted(), options)
+        if self._planning is not None and self._planning.is_due():
+            self.synchronize()
+            self.follow(self._planning.plan(self._assembly.reduce_scatter))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -130,6 +146,7 @@ class DistributedOptimizer(Optimizer):
         A rank that reaches the end early takes part in the others' steps with zero gradients,
         which count in the average. It clips as it did in its own last step.
         """
+        self._abandon_planning()  # it counts steps, of which ranks take unequal numbers here
         with self._assembly.engine.join(self._shadow_step):
             yield
 
@@ -140,18 +157,8 @@ class DistributedOptimizer(Optimizer):
         Call it between backward and ``step``. Waits for the reduce-scatters. Returns the norm
         before clipping, of the averaged gradients, the same on every rank.
         """
-        if not max_norm > 0:
-            raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
+        norm = clip(self._assembly.engine, self.world, max_norm, norm_type)
         self._clips.append((max_norm, norm_type))
-        engine = self._assembly.engine
-        engine.wait_reduced()
-        part = shard_norm(engine.shards(), norm_type)
-        if norm_type == math.inf:
-            norm = self.world.all_reduce([part], "max")[0]
-        else:
-            norm = self.world.all_reduce([part], "sum")[0] ** (1.0 / norm_type)
-        if not norm <= max_norm:
-            engine.scale_gradients(max_norm / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
@@ -160,12 +167,7 @@ class DistributedOptimizer(Optimizer):
 
         Call it between backward and ``step``. Waits for the reduce-scatters.
         """
-        engine = self._assembly.engine
-        engine.refuse_in_join("scaling gradients, which may skip a step,")
-        engine.wait_reduced()
-        is_finite = all(bool(shard.isfinite().all()) for shard in engine.shards())
-        engine.scale_gradients(factor)
-        return self.world.all_reduce([float(is_finite)], "min")[0] > 0
+        return scale(self._assembly.engine, self.world, factor)
 
     def synchronize(self) -> None:
         """Wait until every parameter shows the last step."""
@@ -219,26 +221,77 @@ class DistributedOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         self._assembly.engine.drop_gradients()
+        if isinstance(self._plan, Plan):
+            raise ConfigError(
+                f"the plan is for {len(self._plan.parameters)} parameters, and add_param_group "
+                "adds some; add them before the plan is made, or leave plan out"
+            )
+        self._assemble_anew(lambda: self._optimizer.add_param_group(param_group))
+        broadcast_parameters(self._model, self.world)
+
+    def follow(self, plan: Plan) -> None:
+        """Go on by ``plan``, with the same parameters and state (collective).
+
+        Call it between ``step`` and the next backward; gradients that no step has used are
+        dropped. Raises ConfigError if it is for another model or world size.
+        """
+        check_plan(plan, self.config)
+        self._assembly.engine.drop_gradients()
+        self._plan = plan
+        self._assemble_anew(lambda: None)
+
+    def _assemble_anew(self, change: Callable[[], None]) -> None:
+        """Lay out again after ``change`` to the wrapped optimizer; the state is carried over."""
+        self._abandon_planning()
         state_dict = self.state_dict()
-        self._assembly.close()
-        self._optimizer.add_param_group(param_group)
-        self._assembly = assemble(
-            self._optimizer, self._model, world=self.world, config=self.config
-        )
+        self._waited_before_s, times = self.waited_s, self.times
+        self._close_assembly()
+        self._assembly = replace(self._assembly, updates=())  # their buffers are not needed now
+        change()
+        self._assemble()
+        self._assembly.engine.times = times
         self.load_state_dict(
             {**state_dict, "param_groups": self._optimizer.state_dict()["param_groups"]}
         )
-        broadcast_parameters(self._model, self.world)
+
+    def _assemble(self) -> None:
+        self._assembly = assemble(
+            self._optimizer,
+            self._model,
+            world=self.world,
+            config=self.config,
+            plan=self.plan,
+            spans=self.spans,
+        )
+        self._adopt_state()
+        if self._plan == "auto" and self.world.size > 1:
+            self._planning = SelfPlanning(
+                self._model,
+                self._assembly.names,
+                world=self.world,
+                config=self.config,
+                waited=lambda: self.waited_s,
+                spans=self.spans,
+            )
+
+    def _abandon_planning(self) -> None:
+        if self._planning is not None:
+            self._planning.abandon()
+            self._planning = None
 
     def close(self) -> None:
         """Finish the last step and detach from the model, which is then an ordinary one.
 
         Safe to call twice; the state can still be saved.
         """
-        self._assembly.close()
+        self._abandon_planning()
         if self._buffers is not None:
             self._buffers.close()
             self._buffers = None
+        self._close_assembly()
+
+    def _close_assembly(self) -> None:
+        self._assembly.close()
         closed = ClosedEngine(self._optimizer, self.times)
         self._assembly = replace(self._assembly, engine=closed, hooks=None, checks=None)
 
@@ -266,13 +319,3 @@ class DistributedOptimizer(Optimizer):
     def _read_state(self) -> dict[Tensor, Any]:
         params = [param for group in self.param_groups for param in group["params"]]
         return {params[index]: entries for index, entries in self.state_dict()["state"].items()}
-
-
-def _merge(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
-    unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
-    if unknown:
-        raise ConfigError(
-            f"unknown setting {', '.join(sorted(unknown))}; settings are "
-            f"{', '.join(EngineConfig.__dataclass_fields__)}"
-        )
-    return replace(config or EngineConfig(), **settings)

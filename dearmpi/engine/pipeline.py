@@ -29,6 +29,7 @@ from dearmpi.plan.schedule import Schedule, Wait
 class Pipeline:
     """Carries launched buckets through the rest of ``cycle``, in the schedule's order.
 
+    buckets: in feed-forward order. schedule: over them.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
     """
 
@@ -41,20 +42,21 @@ class Pipeline:
         schedule: Schedule,
         config: EngineConfig,
         reduce_scatter: ReduceScatter,
+        spans: Spans,
     ) -> None:
         """``reduce_scatter`` is the algorithm chosen; ``config`` may still say ``auto``."""
         self._world = world
         self._progress = world.progress
-        self._buckets = tuple(buckets)
+        self.buckets = tuple(buckets)
         self._updates = tuple(updates)
-        self._schedule = schedule
+        self.schedule = schedule
         self._reduce_scatter: ReduceScatter = reduce_scatter
         self._gathers_gradients = config.gather == "gradients"
         self._reduce_channel = world.open_channel("reduce-scatter", window=config.window)
         self._gather_channel = world.open_channel("all-gather", window=config.window)
         self._control_channel = world.open_channel("roll call", window=1)
         self._update_lane = self._progress.open_lane("update", window=1)
-        self.spans = Spans()
+        self.spans = spans
         self.clock = CommunicationClock(self.spans)
         self._checked = steps_between_checks(config.check_every) > 0
         self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
@@ -83,7 +85,7 @@ class Pipeline:
         """Let all ranks know which parameters had a gradient on any of them."""
         flags = [
             slot not in bucket.missing
-            for bucket in self._buckets
+            for bucket in self.buckets
             for slot in range(len(bucket.params))
         ]
         roll = torch.tensor(flags, dtype=torch.uint8)
@@ -112,9 +114,9 @@ class Pipeline:
     def is_settled(self) -> bool:
         """Whether all that may happen before the options are known has happened."""
         last = BucketState.REDUCED
-        if self._gathers_gradients and self._schedule.wait is Wait.STEP:
+        if self._gathers_gradients and self.schedule.wait is Wait.STEP:
             last = BucketState.GATHERED
-        return all(self._buckets[index].state is last for index in self.cycle.active)
+        return all(self.buckets[index].state is last for index in self.cycle.active)
 
     def take_posted(self) -> str:
         """Reduce-scatters and all-gathers posted since the last call, in order; lanes idle."""
@@ -151,13 +153,13 @@ class Pipeline:
         self._post_gathers()
 
     def _step_seen(self) -> None:
-        for gather in self._schedule.all_gathers:
-            self._try_update(self._buckets[gather.bucket])
+        for gather in self.schedule.all_gathers:
+            self._try_update(self.buckets[gather.bucket])
         self._post_gathers()
 
     def _roll_called(self, cycle: Cycle, roll: Tensor) -> None:
         cycle.used = bytes(roll.tolist())
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             self._try_update(bucket)
 
     def _try_update(self, bucket: BucketRuntime) -> None:
@@ -188,20 +190,20 @@ class Pipeline:
         if not bucket.missing:
             return frozenset()
         assert self.cycle.used is not None
-        first = sum(len(other.params) for other in self._buckets[: bucket.index])
+        first = sum(len(other.params) for other in self.buckets[: bucket.index])
         return frozenset(slot for slot in bucket.missing if not self.cycle.used[first + slot])
 
     def _post_gathers(self) -> None:
         """Post all-gathers in the schedule's order, as far as their buckets allow."""
         cycle = self.cycle
         before = BucketState.REDUCED if self._gathers_gradients else BucketState.UPDATED
-        if cycle.options is None and self._schedule.wait is not Wait.STEP:
+        if cycle.options is None and self.schedule.wait is not Wait.STEP:
             return  # a further backprop may still add to what has been reduced
-        gathers = self._schedule.all_gathers
+        gathers = self.schedule.all_gathers
         while cycle.num_gathers < len(gathers):
             gather = gathers[cycle.num_gathers]
             if gather.bucket in cycle.active:
-                bucket = self._buckets[gather.bucket]
+                bucket = self.buckets[gather.bucket]
                 waits = gather.after in cycle.active and gather.after not in cycle.reduced
                 if bucket.state is not before or waits:
                     return

@@ -1,0 +1,48 @@
+"""Clipping and scaling: what is done to all gradients between backprop and the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.world import World
+from dearmpi.engine.alone import AloneEngine
+from dearmpi.engine.engine import Engine
+from dearmpi.errors import ConfigError
+
+
+def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
+    """Scale all gradients so that their norm is at most ``max_norm``; the norm before (collective).
+
+    Raises ConfigError for a ``max_norm`` that is not above 0.
+    """
+    if not max_norm > 0:
+        raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
+    engine.wait_reduced()
+    part = shard_norm(engine.shards(), norm_type)
+    if norm_type == math.inf:
+        norm = world.all_reduce([part], "max")[0]
+    else:
+        norm = world.all_reduce([part], "sum")[0] ** (1.0 / norm_type)
+    if not norm <= max_norm:
+        engine.scale_gradients(max_norm / (norm + 1e-6))
+    return norm
+
+
+def scale(engine: Engine | AloneEngine, world: World, factor: float) -> bool:
+    """Multiply all gradients by ``factor``; False if any was inf or NaN (collective)."""
+    engine.refuse_in_join("scaling gradients, which may skip a step,")
+    engine.wait_reduced()
+    is_finite = all(bool(shard.isfinite().all()) for shard in engine.shards())
+    engine.scale_gradients(factor)
+    return world.all_reduce([float(is_finite)], "min")[0] > 0
+
+
+def shard_norm(shards: list[Tensor], norm_type: float) -> float:
+    """The sum of ``|x|**norm_type`` over all elements, or for ``inf`` the largest ``|x|``."""
+    norms = [float(torch.linalg.vector_norm(shard, norm_type)) for shard in shards]
+    if norm_type == float("inf"):
+        return max(norms, default=0.0)
+    return float(sum(norm**norm_type for norm in norms))

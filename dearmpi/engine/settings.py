@@ -1,0 +1,39 @@
+"""Settings: what a script chooses, by name or as a plan, and whether all of it has an effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dearmpi.config import EngineConfig
+from dearmpi.errors import ConfigError
+from dearmpi.plan.plan import Plan
+
+
+def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
+    """Raise ConfigError if ``plan`` leaves a setting without effect, or needs another."""
+    if plan is None:
+        return
+    defaults = EngineConfig()
+    for name in ("schedule", "bucket_cap_mb", "window"):
+        if getattr(config, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, but the plan decides on it; leave out one "
+                "of the two"
+            )
+    if isinstance(plan, Plan) and plan.eager and not config.eager:
+        raise ConfigError(
+            "the plan is made for eager=True (buckets are updated during backprop), but eager is "
+            "False; set it, or make a plan without"
+        )
+
+
+def merge_settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
+    """``config``, or the default, with ``settings`` in it. Raises ConfigError for unknown ones."""
+    unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
+    if unknown:
+        raise ConfigError(
+            f"unknown setting {', '.join(sorted(unknown))}; settings are "
+            f"{', '.join(EngineConfig.__dataclass_fields__)}"
+        )
+    return replace(config or EngineConfig(), **settings)

@@ -1,0 +1,156 @@
+"""Plans: followed from the start, taken up while training, or made by the job itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.world import World
+from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
+from dearmpi.errors import ConfigError
+from dearmpi.plan.parameter import spec_of
+from dearmpi.plan.plan import Plan, Prediction, fingerprint
+from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
+from tests.mpi.semantics import (
+    Side,
+    adam,
+    assert_same_on_both_sides,
+    layers,
+    outcome,
+    train,
+)
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+BUCKETS = (("0.weight", "0.bias"), ("2.weight", "2.bias", "4.weight"), ("4.bias",))
+# Bucket 2 is gathered behind the reduce-scatter of bucket 1, so during backprop if eager.
+EARLY = Schedule(
+    "early",
+    (2, 1, 0),
+    (AllGather(2, 1), AllGather(0, 0), AllGather(1, 0)),
+    Launch.GRADIENTS_READY,
+    Wait.FEED_FORWARD,
+)
+
+
+def plan_for(world_size: int, **changes: Any) -> Plan:
+    names = tuple(name for bucket in BUCKETS for name in bucket)
+    values = {
+        "parameters": names,
+        "buckets": BUCKETS,
+        "schedule": EARLY,
+        "window": 1,
+        "eager": True,
+        "world_size": world_size,
+        "fingerprint": fingerprint([spec_of(p, n) for n, p in layers().named_parameters()]),
+        "prediction": Prediction(1.0, 0.5, 0.5, 0.75),
+        "origin": "by hand",
+    }
+    return Plan(**{**values, **changes})
+
+
+def script_with(change: Any) -> Any:
+    """Train, have ``change`` done to the optimizer, and train on."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(adam(model), model)
+        train(side, model, optimizer, 3)
+        if side.is_distributed:
+            change(optimizer)
+        train(side, model, optimizer, NUM_WARMUP + NUM_PROFILED)
+        return outcome(model, optimizer)
+
+    return script
+
+
+def test_a_plan_from_the_start(world: World, tmp_path: Path) -> None:
+    path = tmp_path / f"plan-{world.rank}.json"
+    path.write_text(plan_for(world.size).to_json())
+
+    def check(optimizer: DistributedOptimizer) -> None:
+        assert tuple(bucket.names for bucket in optimizer.layout) == BUCKETS
+        assert optimizer.schedule == EARLY
+        assert optimizer.plan == plan_for(world.size)
+
+    settings = {"bucket_cap_mb": None, "eager": True, "plan": path}
+    assert_same_on_both_sides(script_with(check), world, **settings)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_a_plan_taken_up_while_training_changes_no_number(gather: str, world: World) -> None:
+    def follow(optimizer: DistributedOptimizer) -> None:
+        optimizer.follow(plan_for(world.size))
+        assert len(optimizer.layout) == len(BUCKETS)
+
+    settings = {"bucket_cap_mb": None, "eager": True, "gather": gather}
+    assert_same_on_both_sides(script_with(follow), world, **settings)
+
+
+def test_gathers_are_posted_in_the_plan_s_order(world: World) -> None:
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, eager=True, plan=plan_for(world.size), check_every=100)
+    optimizer = side.wrap(adam(model), model)
+    train(side, model, optimizer, 1)
+    assert optimizer._assembly.engine.take_posted() == "RS2 RS1 RS0 | AG2 AG0 AG1"
+    side.close()
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_job_plans_for_itself_and_changes_no_number(
+    eager: bool, gather: str, world: World
+) -> None:
+    seen: list[DistributedOptimizer] = []
+    settings = {"bucket_cap_mb": None, "eager": eager, "gather": gather, "plan": "auto"}
+    assert_same_on_both_sides(script_with(seen.append), world, **settings)
+    (optimizer,) = seen
+    plan = optimizer.plan
+    assert plan is not None and plan.world_size == world.size
+    assert set(world.all_gather_text(plan.to_json())) == {plan.to_json()}
+    assert plan.prediction.compute_s > 0 and plan.prediction.communication_s > 0
+    assert optimizer.waited_s >= 0 and optimizer.spans.recorder is None
+
+
+def test_inside_join_a_job_does_not_plan(world: World) -> None:
+    """Ranks take unequal numbers of steps there, and planning takes all of them."""
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    with optimizer.join():
+        train(side, model, optimizer, NUM_WARMUP + NUM_PROFILED + world.rank)
+    train(side, model, optimizer, 1)
+    assert optimizer.plan is None
+    side.close()
+
+
+def test_what_does_not_fit_is_refused(world: World) -> None:
+    model = layers()
+
+    def wrap(**settings: Any) -> None:
+        DistributedOptimizer(adam(model), model, world=world, **settings)
+
+    with pytest.raises(ConfigError, match=f"for world size 7, but this job has {world.size}"):
+        wrap(plan=plan_for(7), eager=True)
+    with pytest.raises(ConfigError, match="another model"):
+        wrap(plan=plan_for(world.size, fingerprint="0" * 16), eager=True)
+    with pytest.raises(ConfigError, match="bucket_cap_mb is 2, but the plan decides"):
+        wrap(plan="auto", bucket_cap_mb=2)
+    with pytest.raises(ConfigError, match="made for eager=True"):
+        wrap(plan=plan_for(world.size))
+    with pytest.raises(ConfigError, match="cannot read the plan"):
+        wrap(plan="no-such-plan.json")
+
+
+def test_parameters_cannot_be_added_to_a_plan(world: World) -> None:
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, eager=True, plan=plan_for(world.size))
+    optimizer = side.wrap(adam(model), model)
+    with pytest.raises(ConfigError, match="the plan is for 6 parameters"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    side.close()
