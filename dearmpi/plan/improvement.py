@@ -15,6 +15,7 @@ _NUM_CAPS = (3, 5, 8, 12, 18, 27, 40, 60, 90)  # buckets that a model is cut int
 _ENDS = (1.0, 0.25, 1 / 16)  # size of the first and last buckets, in caps
 _GROWTHS = (0.25, 1.0)  # how fast they grow, per byte before or behind
 _FIXED_CAPS_MIB = (1, 2, 4, 8, 16, 25, 64)
+_MOST_BUCKETS = 400  # beyond, a plan costs seconds to make, and each bucket time to run
 _WINDOWS = (1, 2, 3, 4)
 _NUM_KEPT = 4  # layouts of the family that are looked at more closely
 _NUM_STARTS = 8
@@ -28,11 +29,11 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     Where serial or WFBP takes the same time, overlap of the feed-forward is preferred: what comes
     late then holds up less.
 
-    First over what fixed caps make with every plain schedule, so that no plan is worse, and over a
-    family of layouts whose buckets grow from both ends of the model to a cap: what is reduced last
-    and gathered first is exposed, what is reduced first leaves the wire idle until then. Then, from
-    the best of these, by moving, removing and adding single cuts, and by tying single gathers to
-    another reduce-scatter, as long as that helps.
+    First over what fixed caps make with every plain schedule, so that no plan is worse (unless a
+    cap makes more than 400 buckets), and over a family of layouts whose buckets grow from both ends
+    of the model to a cap: what is reduced last and gathered first is exposed, what is reduced first
+    leaves the wire idle until then. Then, from the best of these, by moving, removing and adding
+    single cuts, and by tying single gathers to another reduce-scatter, as long as that helps.
     """
     drafts = Drafts(problem)
     first = sorted(_first_drafts(problem, drafts), key=lambda draft: draft.seconds)
@@ -80,10 +81,9 @@ def fused_cuts(problem: Problem, cap_bytes: int) -> Cuts:
 
 def _first_drafts(problem: Problem, drafts: Drafts) -> Iterator[Draft]:
     total = sum(problem.nbytes)
-    fixed = dict.fromkeys(
-        fused_cuts(problem, cap_bytes)
-        for cap_bytes in (EngineConfig().cap_bytes(total), *(mib * MIB for mib in _FIXED_CAPS_MIB))
-    )
+    caps = (EngineConfig().cap_bytes(total), *(mib * MIB for mib in _FIXED_CAPS_MIB))
+    fused = [fused_cuts(problem, cap_bytes) for cap_bytes in caps]
+    fixed = dict.fromkeys(cuts for cuts in fused if len(cuts) <= _MOST_BUCKETS)
     for cuts in fixed:
         yield from drafts.plain(cuts, window=2)
     grown = dict.fromkeys(
@@ -92,8 +92,8 @@ def _first_drafts(problem: Problem, drafts: Drafts) -> Iterator[Draft]:
     )
     for cuts in fixed | grown:
         yield drafts.dear(cuts, window=2)
-        for window in (1, 2):
-            yield drafts.interleaved(cuts, window=window, patience=0.5)
+        for window, patience in product((1, 2), (0.0, 0.5)):
+            yield drafts.interleaved(cuts, window=window, patience=patience)
 
 
 def _siblings(drafts: Drafts, many: Sequence[Cuts]) -> Iterator[Draft]:

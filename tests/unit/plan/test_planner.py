@@ -145,6 +145,12 @@ def test_plans_of_the_papers_models_are_near_the_bound(name: str, ratio: float) 
     assert seconds.iteration_s <= default.iteration_s
 
 
+def test_many_equal_layers_come_near_the_bound() -> None:
+    profile = paper("equal:100:64", 1)
+    made = make_plan(profile, HOSTS, world_size=4, eager=True)
+    assert made.prediction.iteration_s <= 1.03 * made.prediction.bound_s
+
+
 def test_the_plan_is_what_the_simulation_says() -> None:
     profile = paper("equal:50:12", 1)
     made = make_plan(profile, HOSTS, world_size=4, eager=True)
