@@ -18,6 +18,7 @@ import torch
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.memory import peak_bytes, start_peak
 from dearmpi.bench.replay import ReplayModel
+from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import read_workload
 
 _MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 64 * 1024
@@ -31,7 +32,9 @@ def main() -> None:
     world = connect()
     torch.set_num_threads(1)
     start = start_peak()
-    model = ReplayModel(read_workload(workload), feed_forward_s=0.1, backprop_s=0.2)
+    model = ReplayModel(
+        profile_workload(read_workload(workload), feed_forward_s=0.1, backprop_s=0.2)
+    )
     make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
     optimizer = DistributedOptimizer(make(model.parameters(), lr=0.01), model, world=world)
     for _ in range(_NUM_STEPS):

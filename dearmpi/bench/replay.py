@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.plan.workload import LayerSpec, Workload
+from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.workload import LayerSpec
 
+_ROOT = "itself"  # the layer of parameters that belong to no part of the model
 _MOST_DEBT_S = 0.010  # what the operating system adds to a sleep; a longer delay is no such thing
 
 
@@ -57,7 +59,7 @@ class ReplayLayer(nn.Module):
         self.used: tuple[str, ...] = ()
         for param in spec.params:
             self._add(
-                spec.short_name(param),
+                spec.short_name(param).replace(".", "_"),
                 nn.Parameter(
                     torch.zeros(param.shape, dtype=getattr(torch, param.dtype)),
                     requires_grad=param.trained,
@@ -107,36 +109,30 @@ class _Spend(torch.autograd.Function):
 
 
 class ReplayModel(nn.Module):
-    """The layers of ``workload``, one after the other, under their true names.
+    """The layers of ``profile``, one after the other, under their true names and with its times.
 
-    feed_forward_s, backprop_s: seconds of each for the whole model; a layer gets the share that
-        its FLOPs have.
     gradient: the value of every element of every gradient.
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        *,
-        feed_forward_s: float,
-        backprop_s: float,
-        gradient: float = 1.0,
-        pace: Pace | None = None,
+        self, profile: ModelProfile, *, gradient: float = 1.0, pace: Pace | None = None
     ) -> None:
         super().__init__()
         pace = pace or Pace()
-        layers: dict[str, ReplayLayer] = {}
-        for spec, share in zip(workload.layers, workload.shares(), strict=True):
+        self.order: list[ReplayLayer] = []
+        params: dict[str, nn.Parameter] = {}
+        for spec, times in profile.layers():
             layer = ReplayLayer(
-                spec, pace, feed_forward_s=feed_forward_s * share, backprop_s=backprop_s * share
+                spec, pace, feed_forward_s=times.feed_forward_s, backprop_s=times.backprop_s
             )
             layer.gradient = gradient
-            layers[spec.name] = layer
-            _place(self, spec.name.split("."), layer)
-        for spec in workload.layers:
+            own = layer.parameters(recurse=False)
+            params |= dict(zip((param.name for param in spec.params), own, strict=True))
+            self.order.append(layer)
+            _place(self, (spec.name or _ROOT).split("."), layer)
+        for layer, spec in zip(self.order, profile.workload.layers, strict=True):
             for name in spec.uses:
-                layers[spec.name].tie(name, self.get_parameter(name))
-        self.order = list(layers.values())
+                layer.tie(name, params[name])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Run all layers on ``inputs``, of any shape."""
@@ -152,4 +148,7 @@ def _place(root: nn.Module, path: Sequence[str], layer: ReplayLayer) -> None:
         if name not in parent._modules:
             parent.add_module(name, nn.Module())
         parent = parent.get_submodule(name)
+    above = parent._modules.get(path[-1])
     parent.add_module(path[-1], layer)
+    for name, module in above._modules.items() if above is not None else ():
+        layer.add_module(name, module)

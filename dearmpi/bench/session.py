@@ -17,6 +17,7 @@ from dearmpi.bench.result import Result
 from dearmpi.bench.subject import ReplaySubject, Subject, task_subject
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, TaskError
+from dearmpi.plan.profile import ModelProfile, profile_workload, read_profile
 from dearmpi.plan.workload import Workload, is_workload, read_workload, workload_names
 from dearmpi.train.agreement import together
 from dearmpi.train.seeding import seed_all
@@ -25,13 +26,14 @@ from dearmpi.train.threads import choose_threads
 
 _FEED_FORWARD_SHARE = 1 / 3  # backprop takes about twice as long
 _NUM_TRIALS = 3
+_PROFILE_SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What to measure.
 
-    workload: a replayed model, or a task of ``dear-train run``.
+    workload: a replayed model, the file of a measured profile, or a task of ``dear-train run``.
     methods, plug_ins: as ``read_method`` and ``plug_in`` take them.
     ratio: communication alone over computation; or the two times of a replay. All None: 1.
     batch_size: per rank; None: the workload's own.
@@ -83,11 +85,14 @@ def answer(world: World, question: Question, tell: Tell) -> Result:
     with together(world):
         methods = question.read_methods()
         workload = read_workload(question.workload) if is_workload(question.workload) else None
-        if workload is None:
+        profile = _read_profile(question) if question.workload.endswith(_PROFILE_SUFFIX) else None
+        if workload is None and profile is None:
             subject: Subject = _make_task_subject(world, question)
     if workload is not None:
+        profile = _divide_time(world, question, workload, tell)
+    if profile is not None:
         reuse_pages()
-        subject = _make_replay(world, question, workload, tell)
+        subject = _make_replay(world, question, profile, tell)
     return hold_contest(world, subject, methods, length=question.length, tell=tell)
 
 
@@ -111,18 +116,34 @@ def _make_task_subject(world: World, question: Question) -> Subject:
     return task_subject(task, batch_size=batch_size, rank=world.rank, world_size=world.size)
 
 
-def _make_replay(world: World, question: Question, workload: Workload, tell: Tell) -> ReplaySubject:
+def _read_profile(question: Question) -> ModelProfile:
+    if question.ratio is not None or question.feed_forward_s is not None:
+        raise ConfigError(
+            f"the compute times stand in {question.workload}; leave out the ratio and the times"
+        )
+    return read_profile(question.workload)
+
+
+def _divide_time(world: World, question: Question, workload: Workload, tell: Tell) -> ModelProfile:
+    """``workload`` with the times asked for, or those that give the ratio."""
     feed_forward_s, backprop_s = question.feed_forward_s, question.backprop_s
     if feed_forward_s is None or backprop_s is None:
         compute_s = _communication_s(world, workload, tell) / (question.ratio or 1.0)
         feed_forward_s = compute_s * _FEED_FORWARD_SHARE
         backprop_s = compute_s - feed_forward_s
-    tell(f"compute time: feed-forward {feed_forward_s:.3f} s, backprop {backprop_s:.3f} s")
+    return profile_workload(workload, feed_forward_s=feed_forward_s, backprop_s=backprop_s)
+
+
+def _make_replay(
+    world: World, question: Question, profile: ModelProfile, tell: Tell
+) -> ReplaySubject:
+    tell(
+        f"compute time: feed-forward {profile.feed_forward_s:.3f} s, "
+        f"backprop {profile.backprop_s:.3f} s"
+    )
     return ReplaySubject(
-        workload,
-        feed_forward_s=feed_forward_s,
-        backprop_s=backprop_s,
-        batch_size=question.batch_size or workload.batch_size,
+        profile,
+        batch_size=question.batch_size or profile.workload.batch_size,
         rank=world.rank,
         world_size=world.size,
     )
@@ -136,6 +157,6 @@ def _communication_s(world: World, workload: Workload, tell: Tell) -> float:
             "--backprop-s, or start several ranks with mpirun"
         )
     tell("measuring communication alone")
-    layout = plan_of(world, ReplayModel(workload, feed_forward_s=0, backprop_s=0))
+    layout = plan_of(world, ReplayModel(profile_workload(workload, feed_forward_s=0, backprop_s=0)))
     trials = measure_link(world, layout, read_config({}), repeats=_NUM_TRIALS)
     return float(torch.tensor([trial.total_s for trial in trials]).median())

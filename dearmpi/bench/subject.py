@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dearmpi.bench.replay import ReplayModel
-from dearmpi.plan.workload import Workload
+from dearmpi.plan.profile import ModelProfile
 from dearmpi.train.task import Task, collate
 
 _LEARNING_RATE = 1e-3
@@ -60,9 +61,7 @@ class Subject(Protocol):
 class ReplaySubject:
     """A replayed workload. Each rank has gradients of its own, whose mean is known."""
 
-    workload: Workload
-    feed_forward_s: float
-    backprop_s: float
+    profile: ModelProfile
     batch_size: int
     rank: int
     world_size: int
@@ -71,21 +70,16 @@ class ReplaySubject:
     @property
     def name(self) -> str:
         """Name of the workload."""
-        return f"{self.workload.name} (replay)"
+        return f"{self.profile.workload.name} (replay)"
 
     @property
     def unit(self) -> str:
         """What a sample is."""
-        return self.workload.unit
+        return self.profile.workload.unit
 
     def build(self) -> nn.Module:
         """The model, with parameters of zero."""
-        return ReplayModel(
-            self.workload,
-            feed_forward_s=self.feed_forward_s,
-            backprop_s=self.backprop_s,
-            gradient=1.0 + self.rank,
-        )
+        return ReplayModel(self.profile, gradient=1.0 + self.rank)
 
     def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
         """Plain SGD: an accelerator would need next to no time for its update."""
@@ -103,9 +97,11 @@ class ReplaySubject:
     def problem(self, model: nn.Module, num_steps: int) -> str:
         """Compare both ends of every parameter with what averaged gradients make of them."""
         mean = (1 + self.world_size) / 2
-        tied = self.workload.tied_parameters()
+        num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
         for name, param in model.named_parameters():
-            num_uses = 2 if name in tied else 1
+            if not param.requires_grad:
+                continue
+            num_uses = num_uses_of.get(name, 1)
             expected = -_LEARNING_RATE * mean * num_steps * num_uses
             local = param.detach()
             local = local.to_local() if hasattr(local, "to_local") else local

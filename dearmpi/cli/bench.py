@@ -55,6 +55,7 @@ class Contents:
     show_default=True,
     metavar="NAME",
     help="resnet50, densenet201, inception_v4, bert_base, bert_large or equal:MB[:LAYERS], "
+    "or the FILE.json of `dear-train profile`, "
     "replayed; or a task of `dear-train run`, computed: bytes-lm, synthetic:resnet50 ...",
 )
 @click.option(

@@ -20,6 +20,7 @@ from dearmpi.bench.subject import ReplaySubject
 from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World
 from dearmpi.errors import DearError
+from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
 from tests.mpi.entrants import (
     fails_in_backprop,
@@ -51,9 +52,9 @@ def contest(
 ) -> tuple[Result, list[str]]:
     lines: list[str] = []
     subject = ReplaySubject(
-        workload or read_workload("equal:0.1:4"),
-        feed_forward_s=0.002,
-        backprop_s=0.004,
+        profile_workload(
+            workload or read_workload("equal:0.1:4"), feed_forward_s=0.002, backprop_s=0.004
+        ),
         batch_size=8,
         rank=world.rank,
         world_size=world.size,

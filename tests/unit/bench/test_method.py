@@ -15,6 +15,7 @@ from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.session import Question
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
+from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import read_workload
 
 
@@ -60,7 +61,8 @@ def test_blocks_are_numbered_parts_or_parents(leaf: str, block: str) -> None:
 
 
 def test_blocks_leave_tied_layers_to_the_whole_model() -> None:
-    model = ReplayModel(read_workload("bert_base"), feed_forward_s=0, backprop_s=0)
+    workload = read_workload("bert_base")
+    model = ReplayModel(profile_workload(workload, feed_forward_s=0, backprop_s=0))
     blocks = blocks_of(model)
     inside = {module for block in blocks for module in block}
     tied = {"bert.embeddings.word_embeddings", "cls.predictions.decoder"}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dearmpi.bench.replay import Pace, ReplayModel
+from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
 
 
@@ -32,13 +33,10 @@ class Clock:
 
 
 def replay(name: str, clock: Clock, *, feed_forward_s: float, backprop_s: float) -> nn.Module:
-    return ReplayModel(
-        read_workload(name),
-        feed_forward_s=feed_forward_s,
-        backprop_s=backprop_s,
-        gradient=0.5,
-        pace=clock.pace(),
+    profile = profile_workload(
+        read_workload(name), feed_forward_s=feed_forward_s, backprop_s=backprop_s
     )
+    return ReplayModel(profile, gradient=0.5, pace=clock.pace())
 
 
 @pytest.mark.parametrize("name", ["resnet50", "densenet201", "bert_base"])
@@ -98,7 +96,8 @@ def test_gradients_are_real_and_a_tied_one_counts_twice() -> None:
         LayerSpec("decoder", (), 3, uses=("embedding.weight",)),
     )
     workload = Workload("small", "", layers, batch_size=1, unit="seq")
-    model = ReplayModel(workload, feed_forward_s=0, backprop_s=0, gradient=0.5)
+    profile = profile_workload(workload, feed_forward_s=0, backprop_s=0)
+    model = ReplayModel(profile, gradient=0.5)
     model(torch.zeros(1, requires_grad=True)).sum().backward()
     assert workload.tied_parameters() == {"embedding.weight"}
     assert model.get_submodule("decoder").weight is model.get_submodule("embedding").weight

@@ -70,6 +70,15 @@ def test_what_cannot_be_measured_is_refused(
     assert all(word in text for word in words), text
 
 
+def test_a_profile_is_replayed(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--task", task, "--batch-size", "4", "--out", "tiny.json"]) == 0
+    arguments = ["--workload", "tiny.json", "--methods", "dear", "--num-iters", "1"]
+    assert main(["bench", *arguments, "--num-batches-per-iter", "2"]) == 0
+    assert "tiny (replay), batch size 4 per rank" in capsys.readouterr().out
+    assert main(["bench", *arguments, "--ratio", "1"]) == 2
+    assert "tiny.json; leave out the ratio" in capsys.readouterr().err
+
+
 def test_a_table_of_many_layers_shows_the_slowest() -> None:
     profile = profile_workload(read_workload("equal:1:50"), feed_forward_s=1.0, backprop_s=2.0)
     lines = describe_profile(profile)
