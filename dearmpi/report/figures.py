@@ -118,6 +118,8 @@ def measure(
         for times in _with_all(ranks, traced)
     )
     step_s = history.typical(lambda row: row.step_s) or median(t.step_s for t in ranks)
+    if step_s <= 0:
+        return None
     communication_s = history.typical(lambda row: row.communication_s)
     exposed_s = history.typical(lambda row: row.exposed_s)
     return Figures(

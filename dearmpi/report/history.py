@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,8 @@ class HistoryRow:
     rank_wait_s: tuple[float, ...] = ()
 
 
+_LISTS = ("rank_step_s", "rank_wait_s")
+_MOST = 1e300  # what is greater, or not a number, cannot be drawn
 _NUMBERS = tuple(name for name in HistoryRow.__slots__[1:] if not name.startswith("rank_"))
 
 
@@ -104,20 +105,21 @@ def _parse(line: str) -> HistoryRow | None:
         return None
     if not isinstance(values, dict) or type(values.get("step")) is not int:
         return None
-    fields: dict[str, Any] = {name: _number(values.get(name)) for name in _NUMBERS}
-    steps_s, waits_s = (_number_list(values.get(name)) for name in ("rank_step_s", "rank_wait_s"))
+    fields: dict[str, Any] = {name: _number(values.get(name), name) for name in _NUMBERS}
+    steps_s, waits_s = (_number_list(values.get(name), name) for name in _LISTS)
     if len(steps_s) == len(waits_s):
         fields |= {"rank_step_s": steps_s, "rank_wait_s": waits_s}
     return HistoryRow(values["step"], **fields)
 
 
-def _number(value: Any) -> float | None:
-    if type(value) not in (int, float) or not math.isfinite(value):
+def _number(value: Any, name: str) -> float | None:
+    """``value`` if it is a number that ``name`` can have; times and rates are not negative."""
+    if type(value) not in (int, float) or not abs(value) < _MOST:
         return None
-    return float(value)
+    return None if value < 0 and name.endswith("_s") else float(value)
 
 
-def _number_list(values: Any) -> tuple[float, ...]:
-    numbers = [_number(value) for value in values] if isinstance(values, list) else []
+def _number_list(values: Any, name: str) -> tuple[float, ...]:
+    numbers = [_number(value, name) for value in values] if isinstance(values, list) else []
     found = tuple(number for number in numbers if number is not None)
     return found if len(found) == len(numbers) else ()

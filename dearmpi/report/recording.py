@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from dearmpi.engine.span import Lane, Span
 from dearmpi.report.interval import Interval
@@ -42,7 +44,7 @@ class Recording:
         return tuple(
             Window(number, ends[number - 1], stop_s)
             for number, stop_s in sorted(ends.items())
-            if number - 1 in ends
+            if ends.get(number - 1, stop_s) < stop_s
         )
 
     def typical(self) -> Window | None:
@@ -60,7 +62,8 @@ class Recording:
             )
             for number in sorted(shared)
         ]
-        spanning.sort(key=lambda window: window.length_s)
+        # Where clocks are far apart, none may be left.
+        spanning = sorted((w for w in spanning if w.length_s > 0), key=lambda w: w.length_s)
         return spanning[(len(spanning) - 1) // 2] if spanning else None
 
 
@@ -104,22 +107,29 @@ def record(traces: Traces) -> Recording:
     """What ``traces`` hold; events that are no spans of dearmpi are passed over."""
     spans = {}
     hosts = {}
-    plan: Event = {}
+    plan: Mapping[str, Any] = {}
     for trace in traces.traces:
         found = (_span(event) for event in trace.aligned())
         spans[trace.rank] = tuple(span for span in found if span is not None)
-        for event in trace.events:
-            if event["name"] == "run":
-                hosts[trace.rank] = str(event["args"].get("host", ""))
-            elif event["name"] == "plan":
-                plan = event["args"]
+        facts = {e["name"]: e.get("args") for e in trace.events if e["ph"] == "M"}
+        hosts[trace.rank] = str(_mapping(facts.get("run")).get("host", ""))
+        plan = plan or _mapping(facts.get("plan"))
     return Recording(
         spans=spans,
         hosts=hosts,
-        bucket_bytes=tuple(int(size) for size in plan.get("bucket_bytes", ())),
+        bucket_bytes=_sizes(plan.get("bucket_bytes")),
         schedule=str(plan.get("schedule", "")),
         notes=traces.notes,
     )
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _sizes(values: object) -> tuple[int, ...]:
+    sizes = values if isinstance(values, list) else []
+    return tuple(sizes) if all(type(size) is int and size >= 0 for size in sizes) else ()
 
 
 def _span(event: Event) -> Span | None:
@@ -130,6 +140,8 @@ def _span(event: Event) -> Span | None:
         start_s, length_s = event["ts"] / 1e6, event["dur"] / 1e6
         args = event["args"]
         if lane in _OF_BUCKETS and type(args["bucket"]) is not int:
+            return None
+        if type(args["iteration"]) is not int or not 0 <= length_s < math.inf:
             return None
         queued_us = args.get("queued_us")
         return Span(

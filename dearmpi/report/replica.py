@@ -37,6 +37,8 @@ def replicate(recording: Recording, rank: int, *, window: int) -> Timeline | Non
     window: as in ``EngineConfig``. None for a schedule of a plan, for an iteration of several
     micro-batches, and where the recording lacks bytes or readiness.
     """
+    if rank not in recording.spans:
+        return None
     spans, windows = recording.spans[rank], recording.windows(rank)
     sizes = recording.bucket_bytes
     names: dict[str, ScheduleName] = {"dear": "dear", "wfbp": "wfbp", "serial": "serial"}

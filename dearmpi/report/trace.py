@@ -153,7 +153,9 @@ def parse_events(text: str, path: Path) -> tuple[list[Event], bool]:
 
 
 def _is_event(value: object) -> bool:
-    return isinstance(value, dict) and "name" in value and "ph" in value
+    if not isinstance(value, dict) or "ph" not in value:
+        return False
+    return isinstance(value.get("name"), str) and isinstance(value.get("ts", 0), int | float)
 
 
 def _check_run(trace: Trace, others: list[Trace]) -> None:

@@ -74,7 +74,7 @@ def colour(name: str) -> str:
 @pytest.mark.parametrize(
     ("look", "width", "options", "paper"),
     [
-        ("desktop", 1100, (), LIGHT["paper"]),
+        pytest.param("desktop", 1100, (), LIGHT["paper"], marks=pytest.mark.slow),
         ("dark", 1100, ("--blink-settings=preferredColorScheme=0",), DARK["paper"]),
         ("phone", 360, (), LIGHT["paper"]),
     ],
