@@ -75,7 +75,13 @@ def colour(name: str) -> str:
     ("look", "width", "options", "paper"),
     [
         pytest.param("desktop", 1100, (), LIGHT["paper"], marks=pytest.mark.slow),
-        ("dark", 1100, ("--blink-settings=preferredColorScheme=0",), DARK["paper"]),
+        pytest.param(
+            "dark",
+            1100,
+            ("--blink-settings=preferredColorScheme=0",),
+            DARK["paper"],
+            marks=pytest.mark.slow,
+        ),
         ("phone", 360, (), LIGHT["paper"]),
     ],
 )
