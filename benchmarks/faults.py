@@ -99,7 +99,7 @@ class Campaign:
         while True:
             name = f"run-{self._number:03d}"
             with self._start(name, self.world_size) as job:
-                began = job.wait_for("step ", timeout_s=LIMIT_S)
+                began = job.wait_for(f"/{NUM_STEPS}  ", timeout_s=LIMIT_S)  # the line of a step
                 wait_s = self._chance.uniform(0.0, MOST_MOMENT_S)
                 deadline = time.monotonic() + wait_s
                 while job.is_running() and time.monotonic() < deadline:
