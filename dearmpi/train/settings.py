@@ -290,7 +290,7 @@ class RunSettings:
         return {**self.task_options, **({} if self.data is None else {"data": self.data})}
 
     def stall_limits(self) -> StallLimits:
-        """How long a wait for other ranks may last; raises ConfigError where that makes no sense."""
+        """How long a wait for other ranks may last; ConfigError where that makes no sense."""
         return StallLimits(self.stall_warning_s, self.stall_abort_s)
 
     def engine(self) -> EngineConfig:
