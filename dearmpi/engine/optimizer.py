@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World, connect
 from dearmpi.config import EngineConfig
-from dearmpi.engine.assembly import assemble
+from dearmpi.engine.assembly import Assembly, assemble
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.clipping import clip, scale
 from dearmpi.engine.clock import IterationTimes
@@ -255,7 +255,7 @@ class DistributedOptimizer(Optimizer):
         )
 
     def _assemble(self) -> None:
-        self._assembly = assemble(
+        self._assembly: Assembly = assemble(
             self._optimizer,
             self._model,
             world=self.world,

@@ -78,7 +78,7 @@ def test_a_plan_from_the_start(world: World, tmp_path: Path) -> None:
         assert optimizer.schedule == EARLY
         assert optimizer.plan == plan_for(world.size)
 
-    settings = {"bucket_cap_mb": None, "eager": True, "plan": path}
+    settings: dict[str, Any] = {"bucket_cap_mb": None, "eager": True, "plan": path}
     assert_same_on_both_sides(script_with(check), world, **settings)
 
 
@@ -88,7 +88,7 @@ def test_a_plan_taken_up_while_training_changes_no_number(gather: str, world: Wo
         optimizer.follow(plan_for(world.size))
         assert len(optimizer.layout) == len(BUCKETS)
 
-    settings = {"bucket_cap_mb": None, "eager": True, "gather": gather}
+    settings: dict[str, Any] = {"bucket_cap_mb": None, "eager": True, "gather": gather}
     assert_same_on_both_sides(script_with(follow), world, **settings)
 
 
@@ -107,7 +107,12 @@ def test_a_job_plans_for_itself_and_changes_no_number(
     eager: bool, gather: str, world: World
 ) -> None:
     seen: list[DistributedOptimizer] = []
-    settings = {"bucket_cap_mb": None, "eager": eager, "gather": gather, "plan": "auto"}
+    settings: dict[str, Any] = {
+        "bucket_cap_mb": None,
+        "eager": eager,
+        "gather": gather,
+        "plan": "auto",
+    }
     assert_same_on_both_sides(script_with(seen.append), world, **settings)
     (optimizer,) = seen
     plan = optimizer.plan
