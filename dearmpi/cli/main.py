@@ -33,9 +33,9 @@ def group() -> None:
 
 group.add_command(run)
 group.add_command(bench)
+group.add_command(simulate)
 group.add_command(calibrate)
 group.add_command(profile)
-group.add_command(simulate)
 group.add_command(report)
 group.add_command(checkpoint)
 group.add_command(trace)

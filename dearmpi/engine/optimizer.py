@@ -75,6 +75,7 @@ class DistributedOptimizer(Optimizer):
         check_plan(self._plan, self.config)
         self._planning: SelfPlanning | None = None
         self._waited_before_s = 0.0
+        self._assembly: Assembly
         self._assemble()
         broadcast_parameters(model, self.world)
         broadcast_buffers(model, self.world)
@@ -255,7 +256,7 @@ class DistributedOptimizer(Optimizer):
         )
 
     def _assemble(self) -> None:
-        self._assembly: Assembly = assemble(
+        self._assembly = assemble(
             self._optimizer,
             self._model,
             world=self.world,
