@@ -9,7 +9,7 @@ from dearmpi.report.shape import Box, Label, Line, Picture, Shape
 _WIDTH, _LEFT, _RIGHT = 760, 170, 90
 _TOP, _STEP, _BAR, _BOTTOM = 76, 30, 18, 40
 _OURS, _PEER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
-_OUR_NAMES = ("serial", "wfbp", "dear")
+_OUR_NAMES = ("serial", "wfbp", "dear", "planned")
 
 
 def draw(result: Result) -> str:
