@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.cli.console import Console, bar, duration
+from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
 from dearmpi.train.job import Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
+from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.rank_times import Straggler, find_straggler
 from dearmpi.train.threads import ThreadChoice
 from dearmpi.train.tracing import Tracing
@@ -23,24 +25,34 @@ class Report:
 
     metrics: None on all ranks but 0.
     tracing: None unless iterations are recorded.
+    plan_file: None where no plan is told of.
     """
 
     job: Job
     console: Console
     metrics: MetricsLog | None
     tracing: Tracing | None = None
+    plan_file: PlanFile | None = None
     _live: Sequence[str] = ()
     _step_s: float = 0.0
     _slow_rank: int | None = None
 
     def stepped(self, step: int) -> None:
         """Move the bar; the next iteration comes."""
+        self.tell_plan()
         if self.tracing is not None:
             self.tracing.begin_iteration(step + 1)
         if self.console.is_live:
             total = self.job.total_steps
             done = f"{bar(step, total, width=16)} {step}/{total}"
             self.console.show("  ".join([done, *self._live, *self._rest(step)]))
+
+    def tell_plan(self) -> None:
+        """Write and describe the plan that is followed from here on, if it is a new one."""
+        plan = None if self.plan_file is None else self.plan_file.renew()
+        if plan is not None:
+            self.console.say(f"plan: {plan.describe()}")
+            logging.getLogger("dearmpi").info("plan: %s", plan.describe())
 
     def measured(self, row: MetricsRow) -> None:
         """Write a row; say it in a line."""
@@ -134,11 +146,13 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
     if world.size > 1:
         num_buckets = len(job.optimizer.layout)
         lines.append(
-            f"communication: schedule {settings.schedule}, gather {settings.gather}, reduce-"
-            f"scatter {settings.reduce_scatter}, {_count(num_buckets, 'bucket')}, progress by "
-            f"{world.progress.mode}; exposed: share of step time spent waiting for it; hidden: "
+            f"communication: schedule {job.optimizer.schedule.name}, gather {settings.gather}, "
+            f"reduce-scatter {settings.reduce_scatter}, {_count(num_buckets, 'bucket')}, progress "
+            f"by {world.progress.mode}; exposed: share of step time spent waiting for it; hidden: "
             "share of it that computation covered"
         )
+    if settings.plan == "auto":
+        lines.append(_describe_planning(world.size))
     epochs = job.total_steps / job.plan.steps_per_epoch
     lines.append(
         f"length: {job.total_steps} steps of {settings.batch_size} samples ({epochs:.2f} epochs)"
@@ -146,6 +160,12 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}")
     return [*lines, f"run folder: {folder}"]
+
+
+def _describe_planning(world_size: int) -> str:
+    if world_size == 1:
+        return "plan auto has no effect: one rank sends nothing"
+    return f"plan: auto, made from the times of the first {NUM_WARMUP + NUM_PROFILED} steps"
 
 
 def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:

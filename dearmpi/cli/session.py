@@ -12,6 +12,7 @@ from dearmpi.comm.world import World
 from dearmpi.train.agreement import together
 from dearmpi.train.job import Job
 from dearmpi.train.layers import Layer
+from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.run_folder import RunFolder
 from dearmpi.train.session import make_folder, open_metrics, open_session
 from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
@@ -48,7 +49,8 @@ def run_session(
 def _train(job: Job, folder: RunFolder, console: Console, stop: StopRequest) -> Outcome:
     metrics = open_metrics(job, folder)
     tracing = open_tracing(job, folder)
-    report = Report(job, console, metrics, tracing)
+    report = Report(job, console, metrics, tracing, PlanFile(job, folder))
+    report.tell_plan()
     if tracing is not None:
         tracing.begin_iteration(job.start_step + 1)
     stop.limit(job.settings.max_time_s)

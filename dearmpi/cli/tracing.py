@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dearmpi.comm.clock_offset import ClockOffset
@@ -17,16 +18,19 @@ from dearmpi.train.tracing import Tracing
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """A trace file that knows what it is of."""
+    """A trace file that knows what it is of.
+
+    make_header: asked at the beginning, since buckets may be laid out anew before.
+    """
 
     writer: TraceWriter
-    header: TraceHeader
+    make_header: Callable[[], TraceHeader]
 
     def begin(self, clock: ClockOffset, origin_s: float) -> None:
         """Say what the trace is of, and by which clock."""
         self.writer.begin(
             replace(
-                self.header,
+                self.make_header(),
                 origin_s=origin_s,
                 offset_s=clock.offset_s,
                 uncertainty_s=clock.uncertainty_s,
@@ -60,16 +64,19 @@ def open_tracing(job: Job, folder: RunFolder) -> Tracing | None:
             for path in find_traces(folder.path).values():
                 path.unlink()
     optimizer = job.optimizer
-    header = TraceHeader(
-        run=folder.path.name,
-        run_id=run_id,
-        rank=world.rank,
-        world_size=world.size,
-        host=world.host,
-        iterations=window,
-        schedule=optimizer.schedule.name,
-        bucket_bytes=tuple(bucket.nbytes for bucket in optimizer.layout),
-    )
+
+    def make_header() -> TraceHeader:
+        return TraceHeader(
+            run=folder.path.name,
+            run_id=run_id,
+            rank=world.rank,
+            world_size=world.size,
+            host=world.host,
+            iterations=window,
+            schedule=optimizer.schedule.name,
+            bucket_bytes=tuple(bucket.nbytes for bucket in optimizer.layout),
+        )
+
     with together(world):
         writer = TraceWriter(trace_path(folder.path, world.rank))
-    return Tracing(job, window, RankTrace(writer, header))
+    return Tracing(job, window, RankTrace(writer, make_header))

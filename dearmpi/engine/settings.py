@@ -9,13 +9,15 @@ from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
 from dearmpi.plan.plan import Plan
 
+DECIDED_BY_PLAN = ("schedule", "bucket_cap_mb", "window")
+
 
 def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
     """Raise ConfigError if ``plan`` leaves a setting without effect, or needs another."""
     if plan is None:
         return
     defaults = EngineConfig()
-    for name in ("schedule", "bucket_cap_mb", "window"):
+    for name in DECIDED_BY_PLAN:
         if getattr(config, name) != getattr(defaults, name):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but the plan decides on it; leave out one "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.plan.plan import Plan, read_plan
 from dearmpi.train.agreement import AgreedError, together
 from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
 from dearmpi.train.checkpoint.snapshot import Snapshot
@@ -87,7 +88,7 @@ def prepare(
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = None if snapshot is None else _optimizer_state(snapshot, task, inner)
-    optimizer = _distribute(inner, task, world, settings)
+    optimizer = _distribute(inner, task, world, settings, plan=_choose_plan(world, settings))
     if state is not None:
         optimizer.load_state_dict(state)
     total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
@@ -118,11 +119,38 @@ def check_position(snapshot: Snapshot, task: Task) -> None:
         )
 
 
+def _choose_plan(world: World, settings: RunSettings) -> Plan | Literal["auto"] | None:
+    """What the optimizer is to follow; rank 0 reads a file for all (collective)."""
+    if settings.plan == "none":
+        return None
+    if settings.plan == "auto":
+        return "auto"
+    text = ""
+    with together(world, root_only=True):
+        if world.is_root:
+            plan = read_plan(settings.plan)
+            if plan.eager and not settings.engine().eager:
+                raise ConfigError(
+                    f"the plan {settings.plan} updates buckets during backprop, but with "
+                    f"max_grad_norm {settings.max_grad_norm:g} they wait for the norm of the whole "
+                    "gradient; make it with dear-train plan --no-eager, or leave out one of the two"
+                )
+            text = plan.to_json()
+    return Plan.from_json(world.broadcast_text(text), settings.plan)
+
+
 def _distribute(
-    inner: torch.optim.Optimizer, task: Task, world: World, settings: RunSettings
+    inner: torch.optim.Optimizer,
+    task: Task,
+    world: World,
+    settings: RunSettings,
+    *,
+    plan: Plan | Literal["auto"] | None,
 ) -> DistributedOptimizer:
     try:
-        return DistributedOptimizer(inner, task.model, world=world, config=settings.engine())
+        return DistributedOptimizer(
+            inner, task.model, world=world, config=settings.engine(), plan=plan
+        )
     except ConfigError as error:
         # It follows from settings and model alone, which are the same on all ranks.
         raise AgreedError(str(error), exit_code=error.exit_code) from error

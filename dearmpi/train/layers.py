@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from dearmpi.engine.settings import DECIDED_BY_PLAN
 from dearmpi.errors import ConfigError
 from dearmpi.train.setting import Setting
 from dearmpi.train.settings import EXCLUSIVE, SETTINGS, RunSettings
@@ -150,7 +151,8 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
     """The winning values; ``layers`` in order, those that win first.
 
     A setting excludes its alternatives in the layers below (epochs and max_steps). A layer that
-    names another optimizer than the one chosen above has nothing to say about its options.
+    names another optimizer than the one chosen above has nothing to say about its options. With a
+    plan, checkpoint and task have nothing to say about what it decides; a user who does is refused.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -160,6 +162,8 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
         own = layer.values.get("optimizer", chosen)
         if chosen is not None and own.lower() != chosen.lower():
             ignored.update(OF_THE_OPTIMIZER)
+        if layer.source in ("checkpoint", "task") and merged.get("plan", "none") != "none":
+            ignored.update(DECIDED_BY_PLAN)
         for name, value in layer.values.items():
             if name in ignored:
                 continue

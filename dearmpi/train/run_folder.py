@@ -6,6 +6,7 @@
               env.json            where and with what it ran
               metrics.csv .jsonl  one row per logged step
               logs/rank-00003.log
+              plan.json             what is followed, with --plan
               trace/
               checkpoints/step-00001000/
               latest              names the checkpoint to resume from
@@ -80,6 +81,10 @@ class RunFolder:
     @property
     def metrics_jsonl(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
 
     @property
     def logs(self) -> Path:

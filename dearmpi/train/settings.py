@@ -159,6 +159,13 @@ class RunSettings:
     window: int = setting(
         _ENGINE.window, "Communication", "integer", "operations in flight of each kind", least=1
     )
+    plan: str = setting(
+        "none",
+        "Communication",
+        "text",
+        "buckets, order and window: a file of `dear-train plan`, or auto to plan while training",
+        metavar="none|auto|FILE",
+    )
     progress: ProgressMode = setting(
         "thread",
         "Communication",
@@ -266,6 +273,11 @@ class RunSettings:
             raise ConfigError(
                 "deterministic needs a fixed reduce_scatter: with auto, timing would choose the "
                 "order of summation; use ring, native or exchange"
+            )
+        if self.deterministic and self.plan == "auto":
+            raise ConfigError(
+                "deterministic needs a fixed plan: with auto, timing would choose the buckets, and "
+                "with them the order of summation; use none, or the file of a plan"
             )
         if "data" in self.task_options and self.data is not None:
             raise ConfigError("data is given twice, as --data and as --task-option data=; choose")

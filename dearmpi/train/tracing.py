@@ -7,6 +7,7 @@ from typing import Protocol
 
 from dearmpi.comm.clock_offset import ClockOffset, measure_clock
 from dearmpi.engine.layer_spans import LayerSpans
+from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
 from dearmpi.engine.span import Recorder, Span
 from dearmpi.errors import ConfigError
 from dearmpi.train.job import Job
@@ -78,11 +79,19 @@ class Tracing:
 
 
 def check_window(window: tuple[int, int], job: Job) -> None:
-    """Raise ConfigError if ``job`` takes none of the iterations in ``window``."""
+    """Raise ConfigError if ``job`` takes none of the iterations in ``window``, or lays out its
+    buckets anew in between.
+    """
     first, last = job.start_step + 1, job.total_steps
     start, stop = window
     if start > last or stop <= first:
         raise ConfigError(
             f"trace is {start}:{stop}, but this run takes the iterations {first} to {last}; "
             "choose some of them"
+        )
+    planned = job.start_step + NUM_WARMUP + NUM_PROFILED  # at the end of this one
+    if job.settings.plan == "auto" and job.world.size > 1 and start <= planned < stop:
+        raise ConfigError(
+            f"trace is {start}:{stop}, but with plan auto other buckets travel from iteration "
+            f"{planned + 1} on; record {planned + 1}:{planned + 1 + stop - start}, or end before"
         )

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dearmpi.errors import ConfigError
-from dearmpi.train.layers import make_layer, resolve
+from dearmpi.train.layers import from_checkpoint, make_layer, resolve
 from dearmpi.train.settings import SETTINGS, RunSettings, check_resumable
 
 
@@ -81,6 +81,7 @@ def test_settings_are_checked_where_they_are_made() -> None:
         ({"lr_milestones": (0.7, 0.5), "lr_schedule": "step"}, "in rising order"),
         ({"lr_milestones": (30.0, 60.0), "lr_schedule": "step"}, "shares of the run"),
         ({"deterministic": True, "reduce_scatter": "auto"}, "needs a fixed reduce_scatter"),
+        ({"deterministic": True, "plan": "auto"}, "needs a fixed plan"),
         ({"data": "a", "task_options": {"data": "b"}}, "data is given twice"),
     ],
 )
@@ -122,6 +123,14 @@ def test_a_resumed_run_keeps_options_that_were_not_given() -> None:
     stored = RunSettings(momentum=0.9, optimizer="SGD").as_plain()
     with pytest.raises(ConfigError, match="momentum is none, but the run to resume has 0.9"):
         check_resumable(stored, RunSettings(optimizer="SGD"))
+
+
+def test_with_a_plan_only_what_the_user_says_about_buckets_counts() -> None:
+    stored = RunSettings(window=4, bucket_cap_mb=8).as_plain()
+    chosen = [make_layer("flag", {"plan": "auto"}), from_checkpoint(stored, origin="step-1")]
+    settings = resolve(chosen)
+    assert (settings.window, settings.bucket_cap_mb) == (2, None)
+    assert resolve([make_layer("environment", {"window": "4"}), *chosen]).window == 4  # refused
 
 
 def test_every_setting_has_a_flag_of_its_own() -> None:

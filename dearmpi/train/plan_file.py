@@ -1,0 +1,35 @@
+"""Plan file: the plan that a run follows, in its folder."""
+
+from __future__ import annotations
+
+from dearmpi.plan.plan import Plan
+from dearmpi.train import durable
+from dearmpi.train.agreement import together
+from dearmpi.train.job import Job
+from dearmpi.train.run_folder import RunFolder
+
+
+class PlanFile:
+    """Has rank 0 write each plan that ``job`` comes to follow; that of an earlier run goes.
+
+    Made on all ranks together. Raises AgreedError where a file cannot be written or removed.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self._job = job
+        self._path = folder.plan
+        self._written: Plan | None = None
+        with together(job.world, root_only=True):
+            if job.world.is_root:
+                self._path.unlink(missing_ok=True)
+
+    def renew(self) -> Plan | None:
+        """The plan that is followed from here on, if it is another than before (collective)."""
+        plan = self._job.optimizer.plan
+        if plan is None or plan is self._written:
+            return None
+        with together(self._job.world, root_only=True):
+            if self._job.world.is_root:
+                durable.write_text(self._path, plan.to_json())
+        self._written = plan
+        return plan

@@ -1,0 +1,105 @@
+"""dear-train run --plan on all ranks: followed, told of and kept, and no number changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dearmpi.cli.rank_log import rank_log
+from dearmpi.cli.session import run_session
+from dearmpi.comm.world import World
+from dearmpi.plan.plan import Plan, read_plan
+from dearmpi.train import metrics
+from dearmpi.train.agreement import AgreedError
+from dearmpi.train.layers import make_layer
+from dearmpi.train.stop import StopRequest
+
+pytestmark = pytest.mark.ranks(2)
+
+TASK = """
+import torch
+from torch import nn
+from dearmpi.train.task import Task
+
+
+def make(options):
+    inputs = torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(20, 3)
+    data = [(row, row.sum().sin().reshape(1)) for row in inputs]
+    layers = [nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1)]
+    loss = lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])
+    defaults = {"optimizer": "AdamW", "lr": 0.01, "batch_size": 8, "precision": "fp64"}
+    return Task("curve", nn.Sequential(*layers), data, loss, defaults=defaults)
+"""
+
+
+@pytest.fixture
+def folder(world: World, shared_tmp_path: Path) -> Iterator[Path]:
+    """A folder with the task in it, the same on all ranks."""
+    if world.is_root:
+        (shared_tmp_path / "curve.py").write_text(TASK)
+    world.barrier()
+    threads = torch.get_num_threads()
+    yield shared_tmp_path
+    torch.set_num_threads(threads)
+
+
+def run(world: World, folder: Path, name: str, **given: object) -> Path:
+    values = {"task": f"{folder}/curve.py:make", "run_folder": str(folder), "name": name, **given}
+    with rank_log(speaks=False) as log, StopRequest() as stop:
+        layer = make_layer("flag", {"log_interval": 1, **values})
+        assert run_session(world, [layer], stop=stop, log=log, command=["dear-train"]) == 0
+    world.barrier()
+    return folder / name
+
+
+def losses(run_folder: Path) -> list[float | None]:
+    return [row.loss for row in metrics.read(run_folder)]
+
+
+def written_plan(world: World, run_folder: Path) -> Plan:
+    """The plan of the run, after all ranks have seen it; then it is removed."""
+    plan = read_plan(run_folder / "plan.json")
+    world.barrier()
+    if world.is_root:
+        (run_folder / "plan.json").unlink()
+    world.barrier()
+    return plan
+
+
+def test_a_plan_changes_no_number_and_a_resumed_run_plans_anew_or_reads_again(
+    world: World, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = losses(run(world, folder, "plain", max_steps=14))
+    capfd.readouterr()
+    run(world, folder, "a", plan="auto", max_steps=6)
+    told = capfd.readouterr().out
+    plan = written_plan(world, folder / "a")
+    assert plan.world_size == world.size
+    assert (plan.describe() in told) == ("from the times of the first 5" in told) == world.is_root
+    assert "predicted iteration" in (folder / f"a/logs/rank-{world.rank:05d}.log").read_text()
+
+    run(world, folder, "a", resume="auto", max_steps=12)  # the plan is that of the checkpoint: auto
+    assert written_plan(world, folder / "a").parameters == plan.parameters
+
+    path = folder / "plan.json"
+    if world.is_root:  # the others need no file
+        path.write_text(plan.to_json())
+    run(world, folder, "a", resume="auto", plan=str(path), max_steps=14)
+    assert written_plan(world, folder / "a") == plan
+    assert losses(folder / "a") == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_plan_that_cannot_be_followed_is_refused_by_all_before_anything_is_written(
+    world: World, folder: Path
+) -> None:
+    for given, problem in (
+        ({"plan": "auto", "window": 3}, "window is 3, but the plan decides on it"),
+        ({"plan": f"{folder}/none.json"}, "cannot read the plan .*none.json"),
+        ({"plan": "auto", "trace": "4:7", "max_steps": 20}, "from iteration 6 on; record 6:9"),
+    ):
+        with pytest.raises(AgreedError, match=problem):
+            run(world, folder, "a", **given)
+    assert not (folder / "a").exists()
