@@ -46,11 +46,16 @@ def measure_together(
 def check_place(world: World, *paths: Path | None) -> None:
     """Raise ConfigError, on rank 0, for a file that cannot be written: measuring takes long."""
     for path in paths if world.is_root else ():
-        if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"cannot write {path}: {path.absolute().parent} is no folder that can be "
-                "written to; make it or name another"
-            )
+        check_writable(path)
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise ConfigError for a file that cannot be written."""
+    if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"cannot write {path}: {path.absolute().parent} is no folder that can be written to; "
+            "make it or name another"
+        )
 
 
 def write(world: World, console: Console, path: Path | None, text: str) -> None:

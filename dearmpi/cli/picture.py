@@ -1,0 +1,29 @@
+"""Picture file: its name tells how it is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dearmpi.cli.measurement import check_writable
+from dearmpi.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dearmpi.report.shape import Picture
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise ConfigError for a file that is no picture by its name, or that cannot be written."""
+    if path is not None and path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--picture is {path}; its name must end in .svg or .png")
+    check_writable(path)
+
+
+def write_picture(path: Path, picture: Picture) -> None:
+    """Draw ``picture`` in the way of ``path``, which ``check_picture`` has seen."""
+    from dearmpi.report import png, svg
+
+    if path.suffix == ".png":
+        path.write_bytes(png.draw(picture))
+    else:
+        path.write_text(svg.document(picture), encoding="utf-8")
