@@ -7,6 +7,7 @@ its width, since MPI has no portable half precision.
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 from functools import partial
@@ -237,6 +238,20 @@ class MpiCollectives:
 def connect() -> MpiCollectives:
     """Initialise MPI, asking for MPI_THREAD_MULTIPLE, and duplicate its world communicator."""
     return MpiCollectives(MPI.COMM_WORLD.Dup())
+
+
+def finalize() -> None:
+    """End MPI, waiting for all ranks without the interpreter's lock, so that other threads can act.
+
+    Does nothing where mpi4py was told not to (``mpi4py.rc.finalize = False``), or MPI has ended.
+    Raises CommError if MPI fails.
+    """
+    if mpi4py.rc.finalize is False or MPI.Is_finalized():
+        return
+    # mpi4py's own call would hold the lock, and comes too late for any thread of Python's.
+    code = ctypes.CDLL(MPI.__file__).MPI_Finalize()
+    if code:
+        raise CommError(f"MPI_Finalize failed with code {code}")
 
 
 def supports_threads() -> bool:

@@ -13,6 +13,7 @@ from typing import ClassVar, NoReturn
 import numpy as np
 
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
+from dearmpi.comm.deadline import Deadline
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.progress import Lane, Progress, Work
 from dearmpi.comm.watchdog import StallLimits, Watchdog
@@ -196,11 +197,14 @@ def connect(
     world = _Process.world
     if world is None:
         asked = progress or "thread"
+        is_first = "mpi4py.MPI" not in sys.modules  # others may need MPI until they have ended
         world = _connect(asked, stall_limits)
         _Process.world, _Process.progress = world, asked
-        atexit.register(_leave, world)
+        deadline = None
         if world.size > 1:
+            deadline = _limit_end(world, stall_limits or StallLimits()) if is_first else None
             _abort_on_exception(world)
+        atexit.register(_leave, world, deadline)
     elif progress is not None and progress != _Process.progress:
         raise ConfigError(
             f"progress is {progress!r}, but this process was connected with "
@@ -250,10 +254,30 @@ def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
         )
 
 
-def _leave(world: World) -> None:
+def _limit_end(world: World, limits: StallLimits) -> Deadline:
+    """For MPI's finalisation, which no watchdog can look into."""
+    return Deadline(
+        limits.abort_s,
+        complaint=(
+            f"[rank {world.rank} on {world.host}] gave up after waiting {limits.abort_s:.0f} s for "
+            "the other ranks in MPI's finalisation: every program had come to its end, but then a "
+            "rank was stopped or a host cut off. What was saved is whole; look after the processes "
+            f"that are left on {', '.join(dict.fromkeys(world.hosts))}"
+        ),
+    )
+
+
+def _leave(world: World, deadline: Deadline | None) -> None:
     """At the end of the program: a rank that is still waited for must not vanish quietly."""
+    if world._closed:
+        return  # nobody has waited for the others, which may have work left to do
     try:
         world.leave()
+        if deadline is not None:
+            from dearmpi.comm import mpi
+
+            with deadline:
+                mpi.finalize()
     except CommError as error:
         print(f"[rank {world.rank} on {world.host}] {error}", file=sys.stderr)
         world.abort(error.exit_code)

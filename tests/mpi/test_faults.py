@@ -202,3 +202,34 @@ def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_job(
     assert told.format(host=socket.gethostname()) in ended.output
     assert "waits" in ended.output and "script.py:" in ended.output
     assert seconds < 3.0 + END_S and ended.left_over == 0
+
+
+END_SCRIPT = """
+import os, signal
+import dearmpi
+from dearmpi.comm.watchdog import StallLimits
+
+world = dearmpi.connect(stall_limits=StallLimits(0.5, 1.0))
+from dearmpi.comm import mpi  # not before: who loads MPI first ends it
+finalize = mpi.finalize
+
+
+def stop_first():
+    os.kill(os.getpid(), signal.SIGSTOP)
+    finalize()
+
+
+if world.rank == 1:
+    mpi.finalize = stop_first
+print("now", flush=True)
+"""
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_that_is_stopped_in_the_finalisation_ends_the_job(script: Path) -> None:
+    script.write_text(END_SCRIPT)
+    ended, seconds = run(script, "stop")
+    assert ended.returncode in (8, signal.SIGKILL), ended.output
+    assert f"[rank 0 on {socket.gethostname()}] gave up after waiting 1 s" in ended.output
+    assert "finalisation" in ended.output
+    assert seconds < 1.0 + END_S and ended.left_over == 0
