@@ -19,6 +19,7 @@ from dearmpi.comm.trial import Start, run_all, slowest_median, start_gather, sta
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
+from dearmpi.train.threads import choose_threads
 
 _BYTES_BACK_TO_BACK = 50e6
 _FEWEST, _MOST = 4, 40
@@ -91,6 +92,7 @@ def measure_collectives(
     """
     if world.size == 1:
         raise ConfigError("one rank has no collectives; start several with mpirun")
+    choose_threads(world, asked=None, progress_thread=True)
     wire = measure_wire(world)
     tell(f"a TCP stream carries {wire / 1e6:.0f} Mbit/s")
     window = EngineConfig().window

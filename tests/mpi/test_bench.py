@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dearmpi.bench.collectives import describe_collectives, measure_collectives
@@ -184,8 +185,13 @@ def test_one_rank_has_no_communication_to_set_the_time_by(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_collectives_are_measured_on_every_size(world: World) -> None:
+def test_collectives_are_measured_on_every_size(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(2)
     result = measure_collectives(world, [0.01, 0.1], repeats=2, tell=lambda line: None)
+    assert torch.get_num_threads() == 1
     names = [f"reduce-scatter {algorithm}" for algorithm in ("native", "ring", "exchange")] + [
         "all-gather"
     ]
