@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dearmpi.cli.measurement import OUT, check_writable
+from dearmpi.cli.picture import check_picture, write_picture
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from dearmpi.plan.network import Network
     from dearmpi.plan.profile import ModelProfile
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
 _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _MOST_RANKS = 1 << 20
@@ -33,7 +33,7 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     metavar="NAME",
     help="resnet50, densenet201, inception_v4, bert_base, bert_large or equal:MB[:LAYERS]",
 )
-@click.option("--profile", type=_FILE, metavar="FILE", help="of `dear-train profile`, instead")
+@click.option("--profile", type=OUT, metavar="FILE", help="of `dear-train profile`, instead")
 @click.option(
     "--feed-forward-s",
     type=float,
@@ -60,11 +60,11 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     help="serial, wfbp, ddp, horovod, mg-wfbp, bytescheduler, dear-unfused, dear, dear-plan; "
     "ddp:8, horovod:128 and dear:8 set the bucket cap in MiB; may be repeated",
 )
-@click.option("--json", "json_path", type=_FILE, metavar="FILE", help="write all figures there")
+@click.option("--json", "json_path", type=OUT, metavar="FILE", help="write all figures there")
 @click.option(
     "--picture",
     "picture_path",
-    type=_FILE,
+    type=OUT,
     metavar="FILE.svg|FILE.png",
     help="draw iteration time over the number of ranks and over bandwidth",
 )
@@ -86,8 +86,8 @@ def simulate(context: click.Context, /, **given: Any) -> int:
     from dearmpi.plan.comparison import comparisons_json
 
     _check_combination(context)
-    for path in (given["json_path"], given["picture_path"]):
-        _check_place(path)
+    check_writable(given["json_path"])
+    check_picture(given["picture_path"])
     console = Console(speaks=True)
     comparisons = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
     if given["json_path"] is not None:
@@ -113,15 +113,6 @@ def _check_combination(context: click.Context) -> None:
             raise click.UsageError(f"{option.opts[0]} has no effect beside {beside}", context)
 
 
-def _check_place(path: Path | None) -> None:
-    """Raise ConfigError for a file that cannot be written: simulating takes its time."""
-    if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"cannot write {path}: {path.absolute().parent} is no folder that can be written to; "
-            "make it or name another"
-        )
-
-
 def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
     from dearmpi.bench.table import align
     from dearmpi.plan.comparison import compare
@@ -130,14 +121,13 @@ def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
     world_size, picture_path = given["world_size"], given["picture_path"]
     if not 1 <= world_size <= _MOST_RANKS:
         raise ConfigError(f"--world-size is {world_size}; it must be from 1 to {_MOST_RANKS} ranks")
-    if picture_path is not None and picture_path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--picture is {picture_path}; its name must end in .svg or .png")
     profile, network = _read_profile(given), _read_network(given["network"])
+    others = [] if picture_path is None else [network.with_bandwidth(r / 8e-9) for r in _GIGABITS]
     methods = _read_methods(given["methods"])
     comparison = compare(profile, network, world_size, methods)
     console.say(*describe_comparison(comparison), "", *align(comparison_rows(comparison)))
     if picture_path is not None:
-        _draw(console, comparison, picture_path)
+        _draw(console, comparison, others, picture_path)
         console.say("", f"wrote {picture_path}")
     return [comparison]
 
@@ -190,10 +180,9 @@ def _read_methods(names: Sequence[str]) -> list[Method]:
     return methods
 
 
-def _draw(console: Console, comparison: Comparison, path: Path) -> None:
-    """The same methods over other numbers of ranks, and over other bandwidths."""
+def _draw(console: Console, comparison: Comparison, others: Sequence[Network], path: Path) -> None:
+    """The same methods over other numbers of ranks, and over ``others``, of other bandwidths."""
     from dearmpi.plan.comparison import compare
-    from dearmpi.report import png, svg
     from dearmpi.report.comparison import draw_comparisons
 
     methods = [row.method for row in comparison.rows]
@@ -202,16 +191,11 @@ def _draw(console: Console, comparison: Comparison, path: Path) -> None:
     for world_size in _WORLD_SIZES:
         console.show(f"simulating {world_size} ranks")
         by_size.append(compare(profile, network, world_size, methods))
-    for gigabits in _GIGABITS:
-        console.show(f"simulating {gigabits:g} Gbit/s")
-        scaled = network.with_bandwidth(gigabits / 8e-9)
-        by_rate.append(compare(profile, scaled, comparison.world_size, methods))
+    for other in others:
+        console.show(f"simulating {other.name}")
+        by_rate.append(compare(profile, other, comparison.world_size, methods))
     console.finish()
-    picture = draw_comparisons(by_size, by_rate)
-    if path.suffix == ".png":
-        path.write_bytes(png.draw(picture))
-    else:
-        path.write_text(svg.document(picture), encoding="utf-8")
+    write_picture(path, draw_comparisons(by_size, by_rate))
 
 
 def _compare_paper(console: Console) -> list[Comparison]:

@@ -33,7 +33,15 @@ class Network:
         return math.inf if seconds == 0 else 1 / seconds
 
     def with_bandwidth(self, bandwidth: float) -> Network:
-        """The same latency at another bandwidth, in bytes per second."""
+        """The same latency at another bandwidth, in bytes per second.
+
+        Raises ConfigError for a network on which bytes take no time: they cannot take longer.
+        """
+        if math.isinf(self.bandwidth):
+            raise ConfigError(
+                f"network {self.name} takes 0 s per byte, so it has no other bandwidths; give it "
+                "a time per byte above 0"
+            )
         factor = self.bandwidth / bandwidth
         costs = replace(
             self.costs,

@@ -13,6 +13,7 @@ import dearmpi
 from dearmpi.cli.main import main
 from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import read_workload
+from dearmpi.tune.calibration import Calibration, SizeTimes
 
 SMALL = [
     *("--workload", "equal:8:4", "--feed-forward-s", "0.1", "--backprop-s", "0.2"),
@@ -67,6 +68,26 @@ def test_a_profile_and_numbers_for_the_network(
     assert text.splitlines()[-1].split() == ["ddp", "2", "3.0000", "0.0000", "1.000", "1.000"]
 
 
+def test_a_calibration_is_the_network_at_any_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def times(alpha_s: float, beta: float) -> tuple[SizeTimes, ...]:
+        alone = [(n, alpha_s + beta * n) for n in (2**14, 2**17, 2**20)]
+        return tuple(SizeTimes(n, t, max(t, 2 * beta * n)) for n, t in alone)
+
+    link = times(1e-4, 4e-9)  # over 2 ranks: 8 ns per byte sent, and one round
+    path, result_path = tmp_path / "link.json", tmp_path / "simulated.json"
+    path.write_text(Calibration(("n0", "n1"), "MPICH 5.0.2", "ring", link, link).to_json())
+    arguments = ["--network", str(path), "--method", "serial", "--json", str(result_path)]
+    assert main(["simulate", *SMALL, *arguments]) == 0
+    assert "network: measured with 2 ranks, MPICH 5.0.2" in capsys.readouterr().out
+    (result,) = json.loads(result_path.read_text())
+    for half in ("reduce_scatter", "all_gather"):
+        cost = result["network"][half]
+        assert cost["alpha_s"] == pytest.approx(15 * 1e-4)
+        assert cost["beta_s_per_byte"] == pytest.approx(15 / 16 * 8e-9)
+
+
 def test_the_paper_beside_what_is_simulated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +130,10 @@ def test_it_needs_neither_torch_nor_mpi() -> None:
         (["--network", "nan,1e-9"], ["alpha_s is nan"]),
         (["--world-size", "0"], ["0", "from 1"]),
         (["--picture", "simulated.pdf"], ["simulated.pdf", ".svg or .png"]),
+        (
+            ["--network", "1e-5,0", "--picture", "simulated.svg"],
+            ["network 1e-5,0", "0 s per byte", "above 0"],
+        ),
         (["--json", "/nowhere/at/all.json"], ["/nowhere/at"]),
         (["--profile", "/nowhere.json"], ["/nowhere.json"]),
         (["--profile", "a.json", "--workload", "bert_base"], ["--workload", "--profile"]),
