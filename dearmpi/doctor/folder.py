@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ _SAMPLE_BYTES = 16 * 1024 * 1024
 _SLOW_BYTES_S = 20e6
 _LITTLE_BYTES = 2e9
 _BEFORE, _AFTER = "before", "after"
+_SCRATCH = ".dear-doctor-"
+_LEFT_AFTER_S = 3600.0  # a trial takes seconds, so what is this old was left by one that was killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,17 @@ class FolderTrial:
 
 
 def try_folder(world: World, root: Path) -> FolderTrial:
-    """Write, rename and read in the folder of runs, and leave nothing behind (collective)."""
+    """Write, rename and read in the folder of runs, and leave nothing behind (collective).
+
+    What killed trials left there is removed, and where they were while there was no ``root`` yet.
+    """
     folder, error, bytes_s, free_bytes = nearest(root.absolute()), "", 0.0, 0
     scratch: Path | None = None
     try:
         if world.is_root:
             try:
-                scratch = Path(tempfile.mkdtemp(prefix=".dear-doctor-", dir=folder))
+                remove_left(folder, root.absolute().parent)
+                scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
                 bytes_s = _write_speed(scratch / "sample")
                 free_bytes = shutil.disk_usage(scratch).free
                 durable.write_text(scratch / "replaced", _BEFORE)
@@ -99,6 +106,15 @@ def check_folder(trial: FolderTrial) -> Finding:
     if trial.free_bytes < _LITTLE_BYTES:
         return warn(name, said, cure="make room, or choose another place with --run-folder")
     return ok(name, said)
+
+
+def remove_left(*folders: Path) -> None:
+    """Remove what trials that were killed have left in ``folders``, as far as that may be done."""
+    oldest_s = time.time() - _LEFT_AFTER_S
+    for path in {path for folder in folders for path in folder.glob(f"{_SCRATCH}*")}:
+        with suppress(OSError):
+            if path.stat().st_mtime < oldest_s:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def nearest(path: Path) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,19 @@ def test_a_disk_that_fills_up_is_a_failure_and_nothing_is_left(
     finding = check_folder(run_ranks(2, lambda world: try_folder(world, tmp_path))[0])
     assert finding.status == "fail" and "No space left on device" in finding.said
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_trial_left_is_removed_and_one_under_way_is_not(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    places = [folder / f".dear-doctor-{age}" for folder in (tmp_path, root) for age in ("2h", "0h")]
+    for place in places:
+        place.mkdir()
+        (place / "sample").write_text("left")
+        if place.name.endswith("2h"):
+            os.utime(place, (time.time() - 7200,) * 2)
+    run_ranks(2, lambda world: try_folder(world, root))
+    assert [place.exists() for place in places] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
