@@ -28,7 +28,8 @@ ALL_GATHER = "all-gather"
 OPERATIONS: tuple[str, ...] = (ALL_GATHER, *get_args(ReduceScatter))
 _PROGRAM = (sys.executable, "-m", "dearmpi.tune.device_probe")
 _NUMEL = 1 << 16
-_LIMIT_S = 30.0
+_START_LIMIT_S = 120.0  # to import torch and to connect, on a machine that may be busy
+_LIMIT_S = 30.0  # for an operation
 _READY, _WORKS = "ready to try", "works: "
 # What a launcher leaves in the environment of its ranks; a new launcher must not see it.
 _LAUNCHED = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_")
@@ -48,7 +49,7 @@ def probe(device: str = "cuda", *, program: Sequence[str] = _PROGRAM) -> tuple[V
     """Try every operation. Must be called before this process initialises MPI.
 
     program: run with the device and operations as arguments; rank 0 prints ``ready to try`` once
-        connected, and ``works: NAME`` for each that does.
+        connected, and ``works: NAME`` for each that does, before any rank tries the next.
     """
     verdicts: list[Verdict] = []
     while left := OPERATIONS[len(verdicts) :]:
@@ -76,7 +77,7 @@ def _run(command: Sequence[str]) -> str:
                 stdout=output,
                 stderr=output,
                 env=_clean(os.environ),
-                timeout=_LIMIT_S + 10,
+                timeout=_START_LIMIT_S + len(OPERATIONS) * _LIMIT_S + 10,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -99,20 +100,30 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
 def main(arguments: Sequence[str]) -> int:
     """Be one of the two ranks: try operations on memory of a device, and report each."""
     faulthandler.enable()
-    faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
+    faulthandler.dump_traceback_later(_START_LIMIT_S, exit=True)
+    import torch  # noqa: F401  # here, since it takes long and is no operation's time
+
     from dearmpi.comm.mpi import connect
 
     device, *operations = arguments
     collectives = connect()
-    if collectives.rank == 0:
-        print(_READY, flush=True)
+    _say(collectives, _READY)
     for operation in operations:
+        faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
         if not _works(collectives, device, operation):
             print(f"{operation} on {device} memory gave wrong numbers", flush=True)
             collectives.abort(1)
-        if collectives.rank == 0:
-            print(f"{_WORKS}{operation}", flush=True)
+        _say(collectives, f"{_WORKS}{operation}")
     return 0
+
+
+def _say(collectives: Collectives, text: str) -> None:
+    """Print ``text`` on rank 0 before any rank goes on: what comes next may end them all."""
+    import torch
+
+    if collectives.rank == 0:
+        print(text, flush=True)
+    _wait(lambda: collectives.start_broadcast(torch.zeros(1), 0))
 
 
 def _works(collectives: Collectives, device: str, operation: str) -> bool:
