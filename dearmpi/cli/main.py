@@ -14,6 +14,7 @@ from dearmpi.cli.calibrate import calibrate
 from dearmpi.cli.checkpoint import checkpoint
 from dearmpi.cli.doctor import doctor
 from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
+from dearmpi.cli.plan import plan
 from dearmpi.cli.profile import profile
 from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
@@ -36,6 +37,7 @@ group.add_command(bench)
 group.add_command(simulate)
 group.add_command(calibrate)
 group.add_command(profile)
+group.add_command(plan)
 group.add_command(report)
 group.add_command(checkpoint)
 group.add_command(trace)

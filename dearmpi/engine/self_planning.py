@@ -25,9 +25,6 @@ from dearmpi.tune.profile import LayerTimer, slowest_profile
 
 NUM_WARMUP, NUM_PROFILED = 2, 3
 
-# CPU time that a bucket costs whatever it holds (`python benchmarks/main_thread.py`, docs/log.md).
-_MAIN_THREAD_S = 0.1e-3
-_UPDATE_S = 0.5e-3
 _FAILED = "failed: "
 
 
@@ -109,8 +106,6 @@ class SelfPlanning:
         seconds = sum(median(times) for times in self._updates.values())
         nbytes = sum(self._updates.keys()) / size
         return replace(
-            costs,
-            update_s=_UPDATE_S,
+            costs.with_typical_overheads(),
             update_s_per_byte=seconds / nbytes if nbytes else 0.0,
-            main_thread_s=_MAIN_THREAD_S,
         )

@@ -21,6 +21,9 @@ Sample = tuple[float, float]
 
 _LEAST_WIRE_SHARE = 0.5  # two operations in flight cannot be faster than one of them alone
 _NUM_REWEIGHTINGS = 30
+# CPU time that a bucket costs whatever it holds (`python benchmarks/main_thread.py`, docs/log.md).
+_TYPICAL_MAIN_THREAD_S = 0.1e-3
+_TYPICAL_UPDATE_S = 0.5e-3
 _HUBER = 1.345  # standard deviations beyond which a sample counts less (Huber, 1964)
 
 
@@ -84,6 +87,14 @@ class Costs:
         _check("update_s", self.update_s)
         _check("update_s_per_byte", self.update_s_per_byte)
         _check("main_thread_s", self.main_thread_s)
+
+    def with_typical_overheads(self) -> Costs:
+        """With typical values for what a bucket costs whatever it holds, where nobody measured."""
+        return replace(
+            self,
+            update_s=self.update_s or _TYPICAL_UPDATE_S,
+            main_thread_s=self.main_thread_s or _TYPICAL_MAIN_THREAD_S,
+        )
 
     def at(self, world_size: int) -> Costs:
         """The same over ``world_size`` ranks, by the rounds and bytes of a ring.

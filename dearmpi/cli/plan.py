@@ -1,0 +1,128 @@
+"""dear-train plan: from the times of layers and of collectives to buckets and their order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import click
+
+from dearmpi.cli.console import Console
+from dearmpi.cli.measurement import OUT, check_writable
+from dearmpi.cli.picture import check_picture, write_picture
+from dearmpi.config import EngineConfig, Gather
+from dearmpi.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dearmpi.plan.cost import Costs
+
+
+@click.command(short_help="Decide on buckets and their order, from measured times.")
+@click.option(
+    "--profile",
+    "profile_path",
+    type=OUT,
+    required=True,
+    metavar="FILE",
+    help="of `dear-train profile`",
+)
+@click.option(
+    "--calibration",
+    "calibration_path",
+    type=OUT,
+    required=True,
+    metavar="FILE",
+    help="of `dear-train calibrate`",
+)
+@click.option(
+    "--world-size",
+    type=int,
+    metavar="N",
+    help="ranks that will follow it  [default: those that calibrated]",
+)
+@click.option(
+    "--eager/--no-eager",
+    default=True,
+    show_default=True,
+    help="buckets are updated during backprop, as dear-train run does without --max-grad-norm",
+)
+@click.option(
+    "--gather",
+    type=click.Choice(get_args(Gather)),
+    default=EngineConfig().gather,
+    show_default=True,
+    help="what the run gathers",
+)
+@click.option("--out", type=OUT, metavar="FILE", help="write the plan there, as JSON")
+@click.option(
+    "--picture",
+    "picture_path",
+    type=OUT,
+    metavar="FILE.svg|FILE.png",
+    help="draw the iteration that it is simulated to take",
+)
+def plan(
+    profile_path: Path,
+    calibration_path: Path,
+    world_size: int | None,
+    eager: bool,
+    gather: Gather,
+    out: Path | None,
+    picture_path: Path | None,
+) -> int:
+    """Decide which parameters share a bucket and in which order buckets travel, before training:
+
+    \b
+      mpirun -n 4 dear-train profile --task digits --out profile.json
+      mpirun -n 4 dear-train calibrate --out link.json
+      dear-train plan --profile profile.json --calibration link.json --out plan.json
+      mpirun -n 4 dear-train run --task digits --plan plan.json
+
+    Needs no MPI. `dear-train run --plan auto` does all of it while it trains.
+    """
+    from dearmpi.plan.planner import make_plan
+    from dearmpi.plan.profile import read_profile
+    from dearmpi.plan.timeline import simulate
+    from dearmpi.report.plan import draw_plan
+
+    check_writable(out)
+    check_picture(picture_path)
+    console = Console(speaks=True)
+    profile = read_profile(profile_path)
+    costs = _read_costs(calibration_path, world_size)
+    made = make_plan(profile, costs, world_size=costs.world_size, eager=eager, gather=gather)
+    console.say(*describe_costs(costs), made.describe())
+    if out is not None:
+        out.write_text(made.to_json(), encoding="utf-8")
+        console.say(f"wrote {out}")
+    if picture_path is not None:
+        layout = made.layout(profile.workload.params(), costs.world_size)
+        timeline = simulate(
+            profile, layout, made.schedule, costs, eager=eager, window=made.window, gather=gather
+        )
+        write_picture(picture_path, draw_plan(made, timeline))
+        console.say(f"wrote {picture_path}")
+    return 0
+
+
+def _read_costs(path: Path, world_size: int | None) -> Costs:
+    from dearmpi.tune.calibration import read_calibration
+
+    if world_size is not None and world_size < 2:
+        raise ConfigError(f"--world-size is {world_size}; it must be 2 or more: one sends nothing")
+    calibration = read_calibration(path)
+    return calibration.costs.at(world_size or calibration.world_size).with_typical_overheads()
+
+
+def describe_costs(costs: Costs) -> list[str]:
+    """Lines: what the plan is judged by beside the layers' times."""
+    halves = (("reduce-scatter", costs.reduce_scatter), ("all-gather", costs.all_gather))
+    fits = ", ".join(
+        f"{name} {link.alpha_s * 1e3:.3f} ms + {link.beta_s_per_byte * 1e9:.3f} ns per byte"
+        for name, link in halves
+    )
+    return [
+        f"{costs.world_size} ranks: {fits}",
+        f"each bucket: update {costs.update_s * 1e3:.3f} ms, main thread "
+        f"{costs.main_thread_s * 1e3:.3f} ms",
+    ]

@@ -1,0 +1,104 @@
+"""dear-train plan: what it writes, tells and draws, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+import dearmpi
+from dearmpi.cli.main import main
+from dearmpi.plan.plan import read_plan
+from dearmpi.plan.profile import profile_workload
+from dearmpi.plan.workload import read_workload
+from dearmpi.tune.calibration import Calibration, SizeTimes
+
+TIMES = tuple(SizeTimes(n, 1e-3 + 8e-9 * n, 2e-3 + 16e-9 * n) for n in (2**14, 2**24))
+LINK = Calibration(("a", "a", "b", "b"), "some MPI", "ring", TIMES, TIMES)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> list[str]:
+    """Arguments: a profile of six layers, and a link between four ranks."""
+    profile = profile_workload(read_workload("equal:24:6"), feed_forward_s=0.1, backprop_s=0.2)
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    (tmp_path / "link.json").write_text(LINK.to_json())
+    files = (tmp_path / "profile.json", tmp_path / "link.json")
+    return ["plan", "--profile", str(files[0]), "--calibration", str(files[1])]
+
+
+def test_the_plan_is_told_written_and_drawn(
+    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert main([*given, "--out", str(path), "--picture", str(picture)]) == 0
+    text = capsys.readouterr().out
+    plan = read_plan(path)
+    assert plan.eager and plan.world_size == 4
+    assert plan.describe() in text and f"wrote {path}" in text and f"wrote {picture}" in text
+    assert "4 ranks: reduce-scatter 1.000 ms + 8." in text
+    assert "each bucket: update 0.500 ms" in text  # the calibration has none
+    drawn = picture.read_text()
+    ElementTree.fromstring(drawn)
+    for number in range(len(plan.buckets)):
+        assert f"<title>RS{number}: " in drawn and f"<title>AG{number}: " in drawn
+    assert "simulated iteration over 4 ranks" in drawn
+
+
+def test_for_another_number_of_ranks_and_without_eager_updates(
+    tmp_path: Path, given: list[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    arguments = ["--world-size", "64", "--no-eager", "--gather", "gradients", "--out", str(path)]
+    assert main([*given, *arguments]) == 0
+    plan = read_plan(path)
+    assert plan.world_size == 64 and not plan.eager
+
+
+def test_it_needs_neither_torch_nor_mpi(tmp_path: Path, given: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['mpi4py'] = sys.modules['torch'] = None\n"
+        "from dearmpi.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *given, "--picture", str(tmp_path / "plan.svg")],
+        cwd=Path(dearmpi.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "predicted iteration" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world-size", "1"], ["--world-size is 1", "2 or more"]),
+        (["--profile", "/nowhere.json"], ["cannot read the profile /nowhere.json"]),
+        (["--calibration", "/nowhere.json"], ["cannot read the calibration /nowhere.json"]),
+        (["--out", "/nowhere/at/all.json"], ["cannot write", "/nowhere/at"]),
+        (["--picture", "plan.pdf"], ["plan.pdf", ".svg or .png"]),
+        (["--gather", "all"], ["--gather", "parameters"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    given: list[str],
+    arguments: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*given, *arguments]) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words), text
+
+
+def test_both_files_are_needed(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(given[:3]) == 2
+    assert "--calibration" in capsys.readouterr().err
