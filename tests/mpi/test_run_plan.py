@@ -87,6 +87,8 @@ def test_a_plan_changes_no_number_and_a_resumed_run_plans_anew_or_reads_again(
     path = folder / "plan.json"
     if world.is_root:  # the others need no file
         path.write_text(plan.to_json())
+    with pytest.raises(AgreedError, match="updates buckets during backprop, but with max_grad_"):
+        run(world, folder, "clipped", plan=str(path), max_grad_norm=1)
     run(world, folder, "a", resume="auto", plan=str(path), max_steps=14)
     assert written_plan(world, folder / "a") == plan
     assert losses(folder / "a") == pytest.approx(expected, rel=1e-9)
