@@ -29,8 +29,8 @@ def measure_layers(
         num_warmup=num_warmup * micro_batches,
         waited=lambda: optimizer.waited_s,
     )
-    for step in range(num_warmup + num_batches):
-        take_step(job, step)
+    for number in range(num_warmup + num_batches):
+        take_step(job, _full_step(job, number))
     optimizer.close()
     with together(world):
         profile = timer.finish(
@@ -40,6 +40,16 @@ def measure_layers(
             world_size=world.size,
         )
     return slowest_profile(world, profile)
+
+
+def _full_step(job: Job, number: int) -> int:
+    """Which step of the run is the ``number``th whose batch is whole: others may leave ranks idle.
+
+    Where the data are fewer than a batch, every step is alike.
+    """
+    per_epoch = max(1, job.plan.num_samples // job.plan.batch_size)
+    epoch, step = divmod(number, per_epoch)
+    return epoch * job.plan.steps_per_epoch + step
 
 
 def _samples_of_a_pass(job: Job) -> int:
