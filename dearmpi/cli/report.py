@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.cli.console import Console, bar, duration
+from dearmpi.config import MIB
 from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
+from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
 from dearmpi.train.job import Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
 from dearmpi.train.plan_file import PlanFile
@@ -26,6 +28,7 @@ class Report:
     metrics: None on all ranks but 0.
     tracing: None unless iterations are recorded.
     plan_file: None where no plan is told of.
+    cap_search: None unless bucket caps are tried.
     """
 
     job: Job
@@ -33,6 +36,7 @@ class Report:
     metrics: MetricsLog | None
     tracing: Tracing | None = None
     plan_file: PlanFile | None = None
+    cap_search: CapSearch | None = None
     _live: Sequence[str] = ()
     _step_s: float = 0.0
     _slow_rank: int | None = None
@@ -40,6 +44,7 @@ class Report:
     def stepped(self, step: int) -> None:
         """Move the bar; the next iteration comes."""
         self.tell_plan()
+        self._tell_trial()
         if self.tracing is not None:
             self.tracing.begin_iteration(step + 1)
         if self.console.is_live:
@@ -53,6 +58,17 @@ class Report:
         if plan is not None:
             self.console.say(f"plan: {plan.describe()}")
             logging.getLogger("dearmpi").info("plan: %s", plan.describe())
+
+    def _tell_trial(self) -> None:
+        """Say what became of a trial of a bucket cap, and after the last which one is kept."""
+        if self.cap_search is None or (trial := self.cap_search.stepped()) is None:
+            return
+        lines = [f"bucket cap {trial.cap_bytes / MIB:.3g} MiB: {trial.seconds:.4g} s per step"]
+        if self.cap_search.best is not None:
+            lines.append(f"bucket cap from here on: {self.cap_search.best.cap_bytes / MIB:.3g} MiB")
+        self.console.say_all(lines)
+        for line in lines:
+            logging.getLogger("dearmpi").info(line)
 
     def measured(self, row: MetricsRow) -> None:
         """Write a row; say it in a line."""
@@ -151,8 +167,8 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
             f"by {world.progress.mode}; exposed: share of step time spent waiting for it; hidden: "
             "share of it that computation covered"
         )
-    if settings.plan == "auto":
-        lines.append(_describe_planning(world.size))
+    if settings.plan in ("auto", "bayes"):
+        lines.append(_describe_planning(settings.plan, world.size))
     epochs = job.total_steps / job.plan.steps_per_epoch
     lines.append(
         f"length: {job.total_steps} steps of {settings.batch_size} samples ({epochs:.2f} epochs)"
@@ -162,9 +178,11 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
     return [*lines, f"run folder: {folder}"]
 
 
-def _describe_planning(world_size: int) -> str:
+def _describe_planning(plan: str, world_size: int) -> str:
     if world_size == 1:
-        return "plan auto has no effect: one rank sends nothing"
+        return f"plan {plan} has no effect: one rank sends nothing"
+    if plan == "bayes":
+        return f"plan: bayes, {NUM_TRIALS} bucket caps are tried for {STEPS_PER_TRIAL} steps each"
     return f"plan: auto, made from the times of the first {NUM_WARMUP + NUM_PROFILED} steps"
 
 

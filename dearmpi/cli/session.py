@@ -10,6 +10,7 @@ from dearmpi.cli.report import Report, describe_outcome, describe_start, describ
 from dearmpi.cli.tracing import open_tracing
 from dearmpi.comm.world import World
 from dearmpi.train.agreement import together
+from dearmpi.train.cap_search import CapSearch
 from dearmpi.train.job import Job
 from dearmpi.train.layers import Layer
 from dearmpi.train.plan_file import PlanFile
@@ -49,7 +50,9 @@ def run_session(
 def _train(job: Job, folder: RunFolder, console: Console, stop: StopRequest) -> Outcome:
     metrics = open_metrics(job, folder)
     tracing = open_tracing(job, folder)
-    report = Report(job, console, metrics, tracing, PlanFile(job, folder))
+    searches = job.settings.plan == "bayes" and job.world.size > 1
+    search = CapSearch(job, folder) if searches else None
+    report = Report(job, console, metrics, tracing, PlanFile(job, folder), search)
     report.tell_plan()
     if tracing is not None:
         tracing.begin_iteration(job.start_step + 1)

@@ -241,6 +241,16 @@ class DistributedOptimizer(Optimizer):
         self._plan = plan
         self._assemble_anew(lambda: None)
 
+    def fuse(self, bucket_cap_mb: float) -> None:
+        """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective).
+
+        Parameters and state stay. Call it where ``follow`` may be called.
+        """
+        self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
+        self._assembly.engine.drop_gradients()
+        self._plan = None
+        self._assemble_anew(lambda: None)
+
     def _assemble_anew(self, change: Callable[[], None]) -> None:
         """Lay out again after ``change`` to the wrapped optimizer; the state is carried over."""
         self._abandon_planning()

@@ -121,7 +121,7 @@ def check_position(snapshot: Snapshot, task: Task) -> None:
 
 def _choose_plan(world: World, settings: RunSettings) -> Plan | Literal["auto"] | None:
     """What the optimizer is to follow; rank 0 reads a file for all (collective)."""
-    if settings.plan == "none":
+    if settings.plan in ("none", "bayes"):
         return None
     if settings.plan == "auto":
         return "auto"

@@ -162,8 +162,8 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
         own = layer.values.get("optimizer", chosen)
         if chosen is not None and own.lower() != chosen.lower():
             ignored.update(OF_THE_OPTIMIZER)
-        if layer.source in ("checkpoint", "task") and merged.get("plan", "none") != "none":
-            ignored.update(DECIDED_BY_PLAN)
+        if layer.source in ("checkpoint", "task"):
+            ignored.update(_decided_by(merged.get("plan", "none")))
         for name, value in layer.values.items():
             if name in ignored:
                 continue
@@ -172,6 +172,11 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
             else:
                 merged.setdefault(name, value)
     return merged
+
+
+def _decided_by(plan: str) -> tuple[str, ...]:
+    """The settings that ``plan`` decides on."""
+    return {"none": (), "bayes": ("bucket_cap_mb",)}.get(plan, DECIDED_BY_PLAN)
 
 
 def resolve(layers: Sequence[Layer]) -> RunSettings:

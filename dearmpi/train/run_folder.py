@@ -7,6 +7,7 @@
               metrics.csv .jsonl  one row per logged step
               logs/rank-00003.log
               plan.json             what is followed, with --plan
+              bucket_caps.csv       what was tried, with --plan bayes
               trace/
               checkpoints/step-00001000/
               latest              names the checkpoint to resume from
@@ -85,6 +86,10 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def bucket_caps(self) -> Path:
+        return self.path / "bucket_caps.csv"
 
     @property
     def logs(self) -> Path:

@@ -163,8 +163,9 @@ class RunSettings:
         "none",
         "Communication",
         "text",
-        "buckets, order and window: a file of `dear-train plan`, or auto to plan while training",
-        metavar="none|auto|FILE",
+        "buckets, order and window: a file of `dear-train plan`, or auto to plan while training; "
+        "bayes tries bucket caps",
+        metavar="none|auto|bayes|FILE",
     )
     progress: ProgressMode = setting(
         "thread",
@@ -274,10 +275,15 @@ class RunSettings:
                 "deterministic needs a fixed reduce_scatter: with auto, timing would choose the "
                 "order of summation; use ring, native or exchange"
             )
-        if self.deterministic and self.plan == "auto":
+        if self.deterministic and self.plan in ("auto", "bayes"):
             raise ConfigError(
-                "deterministic needs a fixed plan: with auto, timing would choose the buckets, and "
-                "with them the order of summation; use none, or the file of a plan"
+                f"deterministic needs a fixed plan: with {self.plan}, timing would choose the "
+                "buckets, and with them the order of summation; use none, or the file of a plan"
+            )
+        if self.plan == "bayes" and self.bucket_cap_mb is not None:
+            raise ConfigError(
+                f"bucket_cap_mb is {self.bucket_cap_mb}, but plan bayes searches for it; leave out "
+                "one of the two"
             )
         if "data" in self.task_options and self.data is not None:
             raise ConfigError("data is given twice, as --data and as --task-option data=; choose")

@@ -10,6 +10,7 @@ from dearmpi.engine.layer_spans import LayerSpans
 from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
 from dearmpi.engine.span import Recorder, Span
 from dearmpi.errors import ConfigError
+from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL
 from dearmpi.train.job import Job
 
 
@@ -89,8 +90,16 @@ def check_window(window: tuple[int, int], job: Job) -> None:
             f"trace is {start}:{stop}, but this run takes the iterations {first} to {last}; "
             "choose some of them"
         )
+    if job.world.size == 1:
+        return
+    searched = job.start_step + NUM_TRIALS * STEPS_PER_TRIAL
+    if job.settings.plan == "bayes" and start <= searched:
+        raise ConfigError(
+            f"trace is {start}:{stop}, but plan bayes tries buckets until iteration {searched}; "
+            f"record from {searched + 1} on"
+        )
     planned = job.start_step + NUM_WARMUP + NUM_PROFILED  # at the end of this one
-    if job.settings.plan == "auto" and job.world.size > 1 and start <= planned < stop:
+    if job.settings.plan == "auto" and start <= planned < stop:
         raise ConfigError(
             f"trace is {start}:{stop}, but with plan auto other buckets travel from iteration "
             f"{planned + 1} on; record {planned + 1}:{planned + 1 + stop - start}, or end before"

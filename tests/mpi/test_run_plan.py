@@ -28,7 +28,8 @@ from dearmpi.train.task import Task
 def make(options):
     inputs = torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(20, 3)
     data = [(row, row.sum().sin().reshape(1)) for row in inputs]
-    layers = [nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1)]
+    width = int(options.get("width", "16"))
+    layers = [nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 1)]
     loss = lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])
     defaults = {"optimizer": "AdamW", "lr": 0.01, "batch_size": 8, "precision": "fp64"}
     return Task("curve", nn.Sequential(*layers), data, loss, defaults=defaults)
@@ -99,9 +100,30 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_all_before_anything_is_wri
 ) -> None:
     for given, problem in (
         ({"plan": "auto", "window": 3}, "window is 3, but the plan decides on it"),
+        ({"plan": "bayes", "bucket_cap_mb": 3}, "bucket_cap_mb is 3.0, but plan bayes searches"),
+        ({"plan": "bayes", "trace": "50:70", "max_steps": 80}, "record from 51 on"),
         ({"plan": f"{folder}/none.json"}, "cannot read the plan .*none.json"),
         ({"plan": "auto", "trace": "4:7", "max_steps": 20}, "from iteration 6 on; record 6:9"),
     ):
         with pytest.raises(AgreedError, match=problem):
             run(world, folder, "a", **given)
     assert not (folder / "a").exists()
+
+
+def test_trying_bucket_caps_changes_no_number_and_ends_with_the_best(
+    world: World, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {"max_steps": 53, "task_options": ["width=512"]}
+    expected = losses(run(world, folder, "plain", **given))
+    capfd.readouterr()
+    found = run(world, folder, "a", plan="bayes", **given)
+    told = capfd.readouterr().out
+    assert losses(found) == pytest.approx(expected, rel=1e-9)
+    assert ("bucket cap from here on" in told) == world.is_root
+    rows = (found / "bucket_caps.csv").read_text().splitlines()[1:]
+    assert len(rows) == 10
+    (best,) = [row.split(",") for row in rows if row.endswith("*")]
+    assert float(best[2]) == min(float(row.split(",")[2]) for row in rows)
+    if world.is_root:
+        assert f"bucket cap from here on: {float(best[1]):.3g} MiB" in told
+        assert len({row.split(",")[1] for row in rows}) > 1

@@ -82,6 +82,8 @@ def test_settings_are_checked_where_they_are_made() -> None:
         ({"lr_milestones": (30.0, 60.0), "lr_schedule": "step"}, "shares of the run"),
         ({"deterministic": True, "reduce_scatter": "auto"}, "needs a fixed reduce_scatter"),
         ({"deterministic": True, "plan": "auto"}, "needs a fixed plan"),
+        ({"deterministic": True, "plan": "bayes"}, "needs a fixed plan: with bayes"),
+        ({"plan": "bayes", "bucket_cap_mb": 8}, "bucket_cap_mb is 8.0, but plan bayes searches"),
         ({"data": "a", "task_options": {"data": "b"}}, "data is given twice"),
     ],
 )
@@ -130,6 +132,8 @@ def test_with_a_plan_only_what_the_user_says_about_buckets_counts() -> None:
     chosen = [make_layer("flag", {"plan": "auto"}), from_checkpoint(stored, origin="step-1")]
     settings = resolve(chosen)
     assert (settings.window, settings.bucket_cap_mb) == (2, None)
+    searching = resolve([make_layer("flag", {"plan": "bayes"}), chosen[1]])
+    assert (searching.window, searching.bucket_cap_mb) == (4, None)
     assert resolve([make_layer("environment", {"window": "4"}), *chosen]).window == 4  # refused
 
 

@@ -1,0 +1,68 @@
+"""Cap search: the paper's way to a bucket size, while a run trains."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from dearmpi.config import MIB
+from dearmpi.train.job import Job
+from dearmpi.train.run_folder import RunFolder
+from dearmpi.tune.bayes import BayesianSearch
+from dearmpi.tune.search import SearchSpace, Trial
+from dearmpi.tune.shared import SharedSearch
+
+STEPS_PER_TRIAL = 5  # of which the first does not count: it pays for new buffers
+NUM_TRIALS = 10
+
+
+class CapSearch:
+    """Has ``job`` try a bucket cap for a few steps, then another, and stay with the fastest.
+
+    The trials stand in a CSV file in ``folder``. All ranks make it together.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self._optimizer = job.optimizer
+        model_bytes = sum(bucket.nbytes for bucket in job.optimizer.layout)
+        search = BayesianSearch(_space(model_bytes), num_trials=NUM_TRIALS)
+        self._search = SharedSearch(job.world, search, log=folder.bucket_caps)
+        self._step_ends_s: list[float] = []
+        self._cap_bytes = 0
+        self._try(self._search.suggest())
+
+    @property
+    def best(self) -> Trial | None:
+        """What the job stays with; None as long as it searches."""
+        return self._search.best if self._search.is_done else None
+
+    def stepped(self) -> Trial | None:
+        """A step was taken: the trial that it was the last of, if any (then collective).
+
+        Medians are compared, so a step between which the run was evaluated or saved counts little.
+        """
+        if self._search.is_done:
+            return None
+        self._step_ends_s.append(time.perf_counter())
+        if len(self._step_ends_s) < STEPS_PER_TRIAL:
+            return None
+        ends_s = self._step_ends_s
+        self._search.observe(
+            self._cap_bytes, median(b - a for a, b in zip(ends_s, ends_s[1:], strict=False))
+        )
+        self._try(self._search.suggest())
+        return self._search.trials[-1]
+
+    def _try(self, cap_bytes: int) -> None:
+        self._step_ends_s.clear()
+        if cap_bytes != self._cap_bytes:
+            self._cap_bytes = cap_bytes
+            self._optimizer.fuse(cap_bytes / MIB)
+
+
+def _space(model_bytes: int) -> SearchSpace:
+    """The paper's caps; above the model's size they would all be the same."""
+    paper = SearchSpace()
+    highest = min(paper.highest_bytes, model_bytes)
+    lowest, start = min(paper.lowest_bytes, highest), min(paper.start_bytes, highest)
+    return SearchSpace(lowest, highest, start)
