@@ -1,12 +1,13 @@
 """What is left of a run that is killed at random moments, again and again?
 
-Usage: python -m benchmarks.faults [--kills N] [--seed S] [--kinds KIND ...] [--seconds S]
+Usage: python -m benchmarks.faults [--kills N] [--seed S] [--kinds KIND ...]
+                                   [--ranks N ...] [--seconds S]
 
 A small training that saves every three steps is ended by a fault, checked, and resumed with
-``--resume auto`` until it reaches its end; then the next one begins, on 2, 3 or 4 ranks in turn.
-After each fault the newest checkpoint must load with all checksums, and none that was announced may
-be lost; at the end every step's loss and the parameters must be those of a run without faults, bit
-for bit. Prints a table, and exits with 1 if anything was otherwise.
+``--resume auto`` until it reaches its end; then the next one begins, on 2, 3 and 4 ranks in turn or
+as given. After each fault the newest checkpoint must load with all checksums, and none that was
+announced may be lost; at the end every step's loss and the parameters must be those of a run
+without faults, bit for bit. Prints a table, and exits with 1 if anything was otherwise.
 
 Kinds: rank, mpirun, all (SIGKILL of these), term (SIGTERM to mpirun), stop (SIGSTOP of a rank, with
 a stall limit of 4 s), disk (the file system of the run folder, a tmpfs, fills up; needs root).
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,10 +80,11 @@ class Tally:
 class Campaign:
     """Faults one after the other, and what came of them; ``folder`` is where the runs live."""
 
-    def __init__(self, folder: Path, *, seed: int) -> None:
+    def __init__(self, folder: Path, *, seed: int, world_sizes: Sequence[int]) -> None:
         self.tallies: dict[str, Tally] = defaultdict(Tally)
         self.num_finished = 0
         self._folder, self._chance = folder, random.Random(seed)
+        self._world_sizes = world_sizes
         self._number = 0
         self._references: dict[int, Path] = {}
         (folder / "sines.py").write_text(TASK)
@@ -90,7 +92,7 @@ class Campaign:
     @property
     def world_size(self) -> int:
         """Of the run at hand."""
-        return WORLD_SIZES[self._number % len(WORLD_SIZES)]
+        return self._world_sizes[self._number % len(self._world_sizes)]
 
     def strike(self, kind: str) -> None:
         """Go on with the run at hand until a fault of ``kind``, then check what is left; a run that
@@ -245,12 +247,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
     chosen = parser.parse_args()
     kinds = [kind for kind in chosen.kinds if kind != "disk" or os.geteuid() == 0]
     start_s = time.monotonic()
     with small_disk(wanted="disk" in kinds) as folder:
-        campaign = Campaign(folder, seed=chosen.seed)
+        campaign = Campaign(folder, seed=chosen.seed, world_sizes=chosen.ranks)
         order = (kinds * (chosen.kills // len(kinds) + 1))[: chosen.kills]
         random.Random(chosen.seed).shuffle(order)
         for kind in order:

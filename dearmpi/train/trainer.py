@@ -170,6 +170,11 @@ class Trainer:
                 raise NonFiniteLossError(self._explain_loss(total))
             self._saver.advance(total.num_saved)
 
+    def _read_all_totals(self) -> None:
+        begin_s = time.perf_counter()
+        self._read_totals(pending=0)
+        self._meter.wait(time.perf_counter() - begin_s)  # a slower rank's time is the run's
+
     def _explain_loss(self, total: StepTotal) -> str:
         self._saver.finish()
         kept = "no checkpoint was written"
@@ -202,7 +207,7 @@ class Trainer:
 
     def _measure(self, *, evaluate: bool) -> None:
         """Phase 3."""
-        self._read_totals(pending=0)
+        self._read_all_totals()
         if evaluate:
             self._evaluate()
         row = self._make_row(self._evaluation if evaluate else None)
@@ -245,14 +250,14 @@ class Trainer:
 
     def _save(self) -> None:
         """Phase 4."""
-        self._read_totals(pending=0)
+        self._read_all_totals()
         with self._job.optimizer.spans.span(Lane.CHECKPOINT, "checkpoint"):
             self._catch_up()
             self._saver.start(self._step)
 
     def _finish(self) -> None:
         """What is due at the end, or when asked to stop."""
-        self._read_totals(pending=0)
+        self._read_all_totals()
         if self._step > self._row_step:
             self._measure(evaluate=False)
         if self._step > self._saver.started_step:

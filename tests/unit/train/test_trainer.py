@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -373,3 +374,23 @@ def test_ranks_together_train_the_model_that_one_trains(tmp_path: Path) -> None:
     for found in run_ranks(3, work):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_count_the_time_that_a_slower_rank_takes(tmp_path: Path) -> None:
+    settings = RunSettings(max_steps=4, eval_interval=0, log_interval=1, **SGD)
+
+    def slow_error(model: nn.Module, batch: Any) -> Tensor:
+        time.sleep(0.05)
+        return squared_error(model, batch)
+
+    def work(world: World) -> list[MetricsRow]:
+        job = make_job(world, settings, make_task(slow_error if world.rank else squared_error))
+        notes = Notes()
+        notes.saved = lambda checkpoint: None  # type: ignore[method-assign]
+        Trainer(job, tmp_path, listener=notes).run()
+        return notes.rows
+
+    first, *rows, _ = run_ranks(2, work)[0]  # the last waits for an evaluation too
+    assert first.elapsed_s is not None and rows[-1].elapsed_s is not None
+    shown_s = sum(row.step_s or 0.0 for row in rows)
+    assert shown_s > 0.7 * (rows[-1].elapsed_s - first.elapsed_s)
