@@ -205,7 +205,7 @@ def _with_wire_share(link: LinkModel, pairs: Sequence[Sample]) -> LinkModel:
 
     Where the fit is faster than that, small samples have misled it: beta is raised.
     """
-    if not pairs or link.beta_s_per_byte == 0:
+    if not pairs:
         return link
     largest = max(nbytes for nbytes, _ in pairs)
     wire = median(seconds for nbytes, seconds in pairs if nbytes == largest) / (2 * largest)

@@ -112,3 +112,10 @@ def test_costs_that_are_none_are_refused() -> None:
         Costs(4, TRUE, TRUE, main_thread_s=math.inf)
     with pytest.raises(ConfigError, match="world size is 0"):
         Costs(0, TRUE, TRUE)
+
+
+def test_times_that_fall_with_size_leave_the_rate_of_the_pairs() -> None:
+    """Noise may make a small message the slowest; the wire still has a rate."""
+    fit = fit_link([(1e4, 3e-3), (1e6, 1e-3)], pairs=[(1e4, 3e-3), (1e6, 4e-3)])
+    assert fit.link.beta_s_per_byte == pytest.approx(2e-9)
+    assert fit.link.wire_share == 1
