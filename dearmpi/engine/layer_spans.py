@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,27 +14,34 @@ from torch.utils.hooks import RemovableHandle
 from dearmpi.engine.span import Lane, Span
 from dearmpi.engine.spans import Spans
 
+Edge = tuple[str, float]
+"""What began, and when, on the clock of ``time.perf_counter``."""
+
 
 class LayerSpans:
     """Tells ``spans`` of the feed-forward and backprop of each layer of ``model``.
 
-    A layer is a module that owns parameters or has no modules inside. Its feed-forward is told as
-    it runs, without the wait for its parameters. Its backprop begins where autograd comes to what
-    it put out and lasts until that of the next layer begins, so what lies between layers counts
-    with the one after it in the model. Feed-forwards without gradients are not told, and on a
-    device the times are those of the host.
+    A layer is a module that owns parameters. Its feed-forward is taken without the wait for its
+    parameters. Its backprop begins where autograd comes to what it put out and lasts until that of
+    the next layer begins, so what lies between layers counts with the one after it in the model.
+    Feed-forwards without gradients, and those that fail, are not told; on a device the times are
+    those of the host. All are told at the end of backprop: between two layers every microsecond
+    is the training's.
     """
 
     def __init__(self, model: nn.Module, spans: Spans) -> None:
         """Attach to ``model``."""
         self._spans = spans
         self._handles: list[RemovableHandle] = []
-        self._running: list[tuple[str, float]] = []
-        self._backprop: tuple[str, float] | None = None
+        self._running: list[Edge] = []
+        self._backprop: Edge | None = None
+        self._over: list[tuple[str, float, float, int]] = []
         self._hooked: Node | None = None
         for name, module in model.named_modules():
-            if module._parameters or not module._modules:
-                self._watch(name or type(module).__name__, module)
+            if module._parameters:
+                enter, leave = self._translate(name or type(module).__name__)
+                self._handles.append(module.register_forward_pre_hook(enter))
+                self._handles.append(module.register_forward_hook(leave))
 
     def remove(self) -> None:
         """Detach from the model."""
@@ -44,48 +50,54 @@ class LayerSpans:
         self._handles.clear()
         self._end_backprop()
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        self._handles += [
-            module.register_forward_pre_hook(partial(self._enter, f"F {name}")),
-            module.register_forward_hook(partial(self._leave, f"B {name}"), always_call=True),
-        ]
+    def _translate(
+        self, name: str
+    ) -> tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module, Any, Any], None]]:
+        """The hooks before and after a layer's feed-forward; closures, which are called fastest."""
+        forward, backward = f"F {name}", f"B {name}"
+        running, over, spans = self._running, self._over, self._spans
 
-    def _enter(self, name: str, *_: Any) -> None:
-        """A layer's feed-forward begins."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._running.append((name, time.perf_counter()))
+        def enter_backprop(_: Any) -> None:
+            now_s = perf_counter()
+            ended, self._backprop = self._backprop, (backward, now_s)
+            if ended is None:
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._end_backprop)
+            else:
+                over.append((*ended, now_s, spans.iteration))
 
-    def _leave(self, backprop: str, _: nn.Module, inputs: Any, output: Any) -> None:
-        """It is over, or has failed."""
-        if torch.compiler.is_compiling() or not self._running or not torch.is_grad_enabled():
-            return
-        self._tell(*self._running.pop())
-        node = _node_behind(output)
-        # What a layer passes on untouched belongs to the layer before it.
-        if node is not None and node is not self._hooked and node is not _node_behind(inputs):
-            node.register_prehook(partial(self._enter_backprop, backprop))
-        self._hooked = node if self._running else None  # for long it would keep the graph alive
+        def enter(_: nn.Module, __: Any) -> None:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                running.append((forward, perf_counter()))
 
-    def _enter_backprop(self, name: str, _: Any) -> None:
-        """Autograd has come to what a layer put out."""
-        began = self._backprop is None
-        self._end_backprop()
-        self._backprop = (name, time.perf_counter())
-        if began:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backprop)
+        def leave(_: nn.Module, inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return
+            stop_s = perf_counter()
+            while running:
+                begun = running.pop()
+                if begun[0] is forward:  # above it lie those that failed
+                    over.append((*begun, stop_s, spans.iteration))
+                    break
+            node = _node_behind(output)
+            # What a layer passes on untouched belongs to the layer before it.
+            if node is not None and node is not self._hooked and node is not _node_behind(inputs):
+                node.register_prehook(enter_backprop)
+            self._hooked = node if running else None  # for long it would keep the graph alive
+
+        return enter, leave
 
     def _end_backprop(self) -> None:
-        """The backprop of the layer that is under way is over."""
+        """The backprop of the last layer is over: tell of all that were."""
         if self._backprop is not None:
-            self._tell(*self._backprop)
+            self._over.append((*self._backprop, perf_counter(), self._spans.iteration))
             self._backprop = None
-
-    def _tell(self, name: str, start_s: float) -> None:
         recorder = self._spans.recorder
         if recorder is not None:
-            stop_s = time.perf_counter()
-            recorder.add(Span(Lane.COMPUTE, name, start_s, stop_s, self._spans.iteration))
+            for span in self._over:
+                recorder.add(Span(Lane.COMPUTE, *span))
+        self._over.clear()
+        self._running.clear()  # what is left has failed
 
 
 def _node_behind(values: Any) -> Node | None:
@@ -96,4 +108,8 @@ def _node_behind(values: Any) -> Node | None:
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return None
-    return next((node for part in values if (node := _node_behind(part)) is not None), None)
+    for part in values:  # no generator: this runs between layers
+        node = part.grad_fn if isinstance(part, Tensor) else _node_behind(part)
+        if node is not None:
+            return node
+    return None
