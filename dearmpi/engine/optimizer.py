@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -257,7 +258,8 @@ class DistributedOptimizer(Optimizer):
         state_dict = self.state_dict()
         self._waited_before_s, times = self.waited_s, self.times
         self._close_assembly()
-        self._assembly = replace(self._assembly, updates=())  # their buffers are not needed now
+        self._assembly = replace(self._assembly, updates=())
+        gc.collect()  # engines and hooks refer to each other, and their buffers are large
         change()
         self._assemble()
         self._assembly.engine.times = times
