@@ -97,8 +97,17 @@ class World:
         """Whether this is rank 0, the one that speaks."""
         return self.rank == 0
 
-    def open_channel(self, name: str, *, window: int) -> Channel:
-        """A channel with an order of its own (collective)."""
+    def open_channel(
+        self,
+        name: str,
+        *,
+        window: int,
+        carry: Callable[[Collectives], Collectives] = lambda collectives: collectives,
+    ) -> Channel:
+        """A channel with an order of its own (collective).
+
+        carry: makes of the channel's collectives those that its operations are started with.
+        """
         twins: list[Collectives] = []
 
         def start(collectives: Collectives) -> Request:
@@ -107,7 +116,7 @@ class World:
             return request
 
         self._exchange(f"duplicate of the communicator for {name}", start)
-        return Channel(twins[0], self.progress.open_lane(name, window), self.progress)
+        return Channel(carry(twins[0]), self.progress.open_lane(name, window), self.progress)
 
     def all_reduce(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
         """Reduce each value over the ranks."""

@@ -16,6 +16,7 @@ from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.buffers import Arena
 from dearmpi.engine.check import Checks, steps_between_checks
+from dearmpi.engine.device_way import check_devices, open_side_stream
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
 from dearmpi.engine.master import is_half
@@ -80,6 +81,7 @@ def assemble(
     ranks' models, optimizers or settings differ.
     """
     names = _optimized_parameters(optimizer, model)
+    check_devices(world, names)
     specs = [spec_of(param, name) for param, name in names.items()]
     if plan is not None:
         layout, schedule = plan.layout(specs, world.size), plan.schedule
@@ -113,7 +115,9 @@ def assemble(
         for plan in layout
     ]
     give_back_freed()
-    updates = _build_updates(optimizer, buckets, rank=world.rank, config=config)
+    side = open_side_stream(names, world=world, layout=layout, window=config.window)
+    with side.section():
+        updates = _build_updates(optimizer, buckets, rank=world.rank, config=config)
     reduce_scatter = _choose_reduce_scatter(world, buckets, config)
     pipeline = Pipeline(
         world,
@@ -122,6 +126,7 @@ def assemble(
         schedule=schedule,
         config=config,
         reduce_scatter=reduce_scatter,
+        side=side,
         spans=spans,
     )
     engine = Engine(
@@ -198,4 +203,5 @@ def _choose_reduce_scatter(
     if config.reduce_scatter != "auto":
         return config.reduce_scatter
     largest = max(buckets, key=lambda bucket: bucket.plan.nbytes)
-    return fastest_reduce_scatter(world, largest.gradients.data)
+    buffer = largest.gradients.data.cpu()  # what MPI gets of a device's tensor
+    return fastest_reduce_scatter(world, buffer)

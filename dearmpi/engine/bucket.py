@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dearmpi.engine.buffers import Arena, FlatBuffer
+from dearmpi.engine.device import Event
 from dearmpi.engine.gradient import GradientUnderWay
 from dearmpi.errors import UsageError
 from dearmpi.plan.layout import Bucket
@@ -51,6 +53,9 @@ class BucketRuntime:
         clears it.
     missing: slots that had no gradient on this rank in any backprop before the launch.
     compiled: a compiled graph may read the parameters, and waits for nobody.
+    arrival: on a device, the event that whoever reads the parameters lets its stream wait for;
+        None once it has passed.
+    streams: on a device, those on which gradients have been written since the iteration began.
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class BucketRuntime:
         self.pending = False
         self.missing: frozenset[int] = frozenset()
         self.compiled = False
+        self.arrival: Event | None = None
+        self.streams: set[Any] = set()
         self._expected: frozenset[int] = frozenset()
         self._arrived: set[int] = set()
         self._touched: set[int] = set()
@@ -211,11 +218,14 @@ class BucketRuntime:
             if part.is_floating_point():
                 part.fill_(float("nan"))
 
-    def reopen(self) -> None:
-        """Accept gradients of a further backprop on top of those already reduced."""
+    def reopen(self) -> Tensor:
+        """Accept gradients of a further backprop on top of those already reduced: a copy of them,
+        which is added when the new ones are reduced.
+        """
         self._carried = self.gradients.shard.clone()
         self._arrived.clear()
         self.move_to(BucketState.IDLE)
+        return self._carried
 
     def forget(self) -> None:
         """Back to the start of an iteration."""

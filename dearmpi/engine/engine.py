@@ -39,6 +39,7 @@ class Engine:
         self._progress = world.progress
         self._pipeline = pipeline
         self._buckets = pipeline.buckets
+        self._side = pipeline.side
         self._schedule = pipeline.schedule
         self._eager = eager
         self._read_options = read_options
@@ -62,6 +63,8 @@ class Engine:
             if bucket.pending:
                 self._refuse_endless_wait()
                 self._wait(bucket.is_current, f"the parameters of bucket {bucket.index}")
+            if bucket.arrival is not None and self._side.await_mark(bucket.arrival):
+                bucket.arrival = None
 
     def grad_ready(self, bucket: BucketRuntime, slot: int) -> None:
         """Autograd has finished the gradient of one parameter."""
@@ -73,8 +76,10 @@ class Engine:
         launches = self._schedule.launch is Launch.GRADIENTS_READY
         if bucket.index in self._cycle.launched or (launches and bucket.has_gradient(slot)):
             self._reopen()
-        if bucket.take_gradient(slot) and bucket.state is BucketState.IDLE:
-            bucket.move_to(BucketState.READY)
+        is_last = bucket.take_gradient(slot)
+        bucket.streams.add(self._side.current())
+        if is_last and bucket.state is BucketState.IDLE:
+            self._close_bucket(bucket)
             if launches:
                 self._launch_ready()
         self._progress.poll()
@@ -87,7 +92,7 @@ class Engine:
             bucket = self._buckets[index]
             if bucket.state is BucketState.IDLE:
                 bucket.close_gradients()
-                bucket.move_to(BucketState.READY)
+                self._close_bucket(bucket)
         self._launch_ready()
 
     def step(self, *, joined: bool = False) -> None:
@@ -120,6 +125,7 @@ class Engine:
         """Wait until every parameter shows the last step."""
         if self._cycle.stepped:
             self._wait(self._pipeline.is_finished, "the last step's gathers")
+            self._side.lead()
         elif self._eager:
             raise UsageError(
                 "some parameters are updated and some not between a backward and its step "
@@ -135,6 +141,7 @@ class Engine:
             )
         self.finish_backprop()
         self._wait(self._pipeline.is_settled, "the reduce-scatters")
+        self._side.lead()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a backprop that no step followed."""
@@ -206,6 +213,7 @@ class Engine:
         if self._cycle.stepped:
             self.synchronize()
         self._pipeline.close()
+        self._side.finish()
 
     def _count_active(self) -> float:
         """How many ranks still train, asked by one that does not."""
@@ -240,18 +248,19 @@ class Engine:
                 "a backprop inside no_sync() follows a synchronizing one before step(); put "
                 "no_sync() around all but the last"
             )
-        if bucket.pending:
-            self._wait(bucket.is_current, f"the parameters of bucket {bucket.index}")
+        self.pre_forward((bucket,))
         bucket.keep_gradient(slot)
 
     def _begin_cycle(self, *, joined: bool = False) -> None:
         self._wait(self._pipeline.is_finished, "the last step's gathers")
+        self._side.lead()  # gradients go where updates have read
         if self._joining and not joined:
             self._pipeline.attend(True)
         self._world.begin_iteration()
         active = set()
         for bucket in self._buckets:
             bucket.check_storage()
+            bucket.streams = {self._side.current()}
             if bucket.expect_gradients():
                 active.add(bucket.index)
         options = self._read_options() if self._eager and not joined else None
@@ -268,8 +277,16 @@ class Engine:
         self.wait_reduced()
         self._world.begin_iteration()
         for index in self._cycle.active:
-            self._buckets[index].reopen()
+            bucket = self._buckets[index]
+            self._side.keep(bucket.reopen())
+            bucket.streams = {self._side.current()}
         self._cycle.rewind()
+
+    def _close_bucket(self, bucket: BucketRuntime) -> None:
+        """All gradients of ``bucket`` are in its buffer, or queued to be."""
+        bucket.streams.add(self._side.current())
+        self._side.written(bucket.gradients.data, bucket.streams)
+        bucket.move_to(BucketState.READY)
 
     def _launch_ready(self) -> None:
         """Launch buckets in the schedule's order, as far as their gradients are there."""

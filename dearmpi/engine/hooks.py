@@ -75,7 +75,7 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         if torch.compiler.is_compiling():
             return  # not to be traced: see CompilationWatch
         watched = self._watched.get(name)
-        if watched is not None and watched[0].pending:
+        if watched is not None and (watched[0].pending or watched[0].arrival is not None):
             watched[1]((watched[0],))
 
     def _wait_all(self) -> None:

@@ -20,6 +20,7 @@ from dearmpi.engine.bucket import BucketRuntime, BucketState
 from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
+from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Lane
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import Update
@@ -42,9 +43,13 @@ class Pipeline:
         schedule: Schedule,
         config: EngineConfig,
         reduce_scatter: ReduceScatter,
+        side: SideStream,
         spans: Spans,
     ) -> None:
-        """``reduce_scatter`` is the algorithm chosen; ``config`` may still say ``auto``."""
+        """``reduce_scatter`` is the algorithm chosen; ``config`` may still say ``auto``.
+
+        side: where on a device the driving thread works.
+        """
         self._world = world
         self._progress = world.progress
         self.buckets = tuple(buckets)
@@ -52,8 +57,11 @@ class Pipeline:
         self.schedule = schedule
         self._reduce_scatter: ReduceScatter = reduce_scatter
         self._gathers_gradients = config.gather == "gradients"
-        self._reduce_channel = world.open_channel("reduce-scatter", window=config.window)
-        self._gather_channel = world.open_channel("all-gather", window=config.window)
+        self.side = side
+        self._reduce_channel, self._gather_channel = (
+            world.open_channel(name, window=config.window, carry=side.carry)
+            for name in ("reduce-scatter", "all-gather")
+        )
         self._control_channel = world.open_channel("roll call", window=1)
         self._update_lane = self._progress.open_lane("update", window=1)
         self.spans = spans
@@ -66,6 +74,7 @@ class Pipeline:
 
     def begin(self, cycle: Cycle) -> None:
         """Start an iteration; the last one must be finished."""
+        self.side.follow()  # options may be tensors
         self.cycle = cycle
 
     def launch(self, bucket: BucketRuntime) -> None:
@@ -79,6 +88,7 @@ class Pipeline:
 
     def submit_step(self) -> None:
         """The options are known: update and gather whatever waits for them."""
+        self.side.follow()  # what the main thread has done to gradients and parameters
         self._progress.submit(self._update_lane, Work("step", Completed, self._step_seen))
 
     def call_roll(self) -> None:
@@ -88,14 +98,14 @@ class Pipeline:
             for bucket in self.buckets
             for slot in range(len(bucket.params))
         ]
-        roll = torch.tensor(flags, dtype=torch.uint8)
+        roll = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
         called = partial(self._roll_called, self.cycle, roll)
         self._control_channel.submit("roll call", lambda c: c.start_all_reduce(roll, "max"), called)
 
     def attend(self, active: bool) -> Tensor:
         """Say whether this rank still trains; the tensor later holds how many do (collective)."""
-        count = torch.tensor([float(active)], dtype=torch.float64)
+        count = torch.tensor([float(active)], dtype=torch.float64, device="cpu")
         self._control_channel.submit("attendance", lambda c: c.start_all_reduce(count, "sum"))
         return count
 
@@ -146,7 +156,8 @@ class Pipeline:
 
     def _reduced(self, bucket: BucketRuntime) -> None:
         self.clock.completed()
-        bucket.average(self._world.size)
+        with self.side.running():
+            bucket.average(self._world.size)
         bucket.move_to(BucketState.REDUCED)
         self.cycle.reduced.add(bucket.index)
         self._try_update(bucket)
@@ -170,8 +181,13 @@ class Pipeline:
         if bucket.missing and self.cycle.used is None:
             return
         bucket.move_to(BucketState.UPDATING)
-        work = Work(f"update of bucket {bucket.index}", Completed, partial(self._update, bucket))
+        update = partial(self._update_beside, bucket)
+        work = Work(f"update of bucket {bucket.index}", Completed, update)
         self._progress.submit(self._update_lane, work)
+
+    def _update_beside(self, bucket: BucketRuntime) -> None:
+        with self.side.running():
+            self._update(bucket)
 
     def _update(self, bucket: BucketRuntime) -> None:
         assert self.cycle.options is not None
@@ -239,6 +255,7 @@ class Pipeline:
     def _finished(self, bucket: BucketRuntime) -> None:
         """The parameters of ``bucket`` are current."""
         bucket.forget()
+        bucket.arrival = self.side.mark()
         bucket.pending = False
         self.cycle.num_finished += 1
         self._progress.notify()

@@ -27,12 +27,12 @@ class Parameter(Protocol):
 
 
 def spec_of(param: Parameter, name: str) -> ParamSpec:
-    """``param`` under its name in the model."""
+    """``param`` under its name in the model; of its device the kind, since ranks number theirs."""
     return ParamSpec(
         name,
         tuple(param.shape),
         itemsize=param.element_size(),
         dtype=str(param.dtype).removeprefix("torch."),
-        device=str(param.device),
+        device=str(param.device).partition(":")[0],
         trained=param.requires_grad,
     )

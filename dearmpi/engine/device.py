@@ -1,0 +1,167 @@
+"""Device: what the engine asks of an accelerator, and CUDA's answer.
+
+Tests answer with a stand-in on host tensors, which does everything as late as it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+class Event(Protocol):
+    """A moment in a stream."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done; does not wait."""
+        ...
+
+
+class Stream(Protocol):
+    """Operations of a device that run in order; ``torch.cuda.Stream`` is one."""
+
+    def record_event(self) -> Any:
+        """An ``Event`` behind what the stream has so far."""
+        ...
+
+    def wait_event(self, event: Any) -> None:
+        """Let what comes later in the stream wait for ``event``; the host does not."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait for what the stream has so far."""
+        ...
+
+
+class Device(Protocol):
+    """An accelerator; nothing but ``new_pinned`` and ``synchronize`` lets the host wait."""
+
+    @property
+    def name(self) -> str:
+        """For people, such as ``cuda:0 (NVIDIA H200)``."""
+        ...
+
+    def new_stream(self) -> Stream: ...
+
+    def current_stream(self) -> Stream:
+        """The one on which the calling thread's operations run."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, the calling thread's operations run on ``stream``."""
+        ...
+
+    def new_pinned(self, nbytes: int) -> Tensor:
+        """Bytes of host memory from and to which copies run beside everything else."""
+        ...
+
+    def copy(self, source: Tensor, *, into: Tensor, stream: Any) -> None:
+        """Queue a copy of ``source``, of the same shape as ``into``; one of both is pinned."""
+        ...
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Do not use ``tensor``'s memory again before ``stream`` has done what it has so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams."""
+        ...
+
+
+class CudaDevice:
+    """One CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = f"{device} ({torch.cuda.get_device_name(device)})"
+
+    def new_stream(self) -> Stream:
+        """A side stream."""
+        stream: Stream = torch.cuda.Stream(self._device)
+        return stream
+
+    def current_stream(self) -> Stream:
+        """The calling thread's."""
+        stream: Stream = torch.cuda.current_stream(self._device)
+        return stream
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """The device becomes the calling thread's as well."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+    def new_pinned(self, nbytes: int) -> Tensor:
+        """From torch's cache of pinned memory. Raises ConfigError if there is no more."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{nbytes / MIB:.1f} MiB of host memory cannot be pinned for copies from and to "
+                f"{self.name}: {error}; make window or bucket_cap_mb smaller"
+            ) from error
+
+    def copy(self, source: Tensor, *, into: Tensor, stream: Any) -> None:
+        """By torch's own means, which take rows that are apart as well."""
+        with torch.cuda.stream(stream):
+            into.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Tell the allocator."""
+        tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the device."""
+        torch.cuda.synchronize(self._device)
+
+
+def device_of(params: Iterable[nn.Parameter]) -> Device | None:
+    """The device that holds all of ``params``; None for the host.
+
+    Raises ConfigError if they are on several, or on a kind that is not served.
+    """
+    devices = dict.fromkeys(param.device for param in params)
+    first, *others = devices
+    if others:
+        raise ConfigError(
+            f"the optimizer's parameters are on {first} and on {others[0]}; one rank trains on one "
+            "device: move the model there as a whole, and give the other device a rank of its own"
+        )
+    if first.type == "cpu":
+        return None
+    if first.type != "cuda":
+        raise ConfigError(
+            f"the optimizer's parameters are on {first}; cpu and cuda are served: move the model "
+            "there before the optimizer is made"
+        )
+    return CudaDevice(first)
+
+
+def through_host(flat: Tensor, exchange: Any) -> None:
+    """Have ``exchange`` change ``flat`` (1-D), in host memory; the host waits."""
+    host = flat.cpu()
+    exchange(host)
+    if host is not flat:
+        flat.copy_(host)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def describe_memory(device: torch.device) -> str:
+    """What is free of the device's memory, and what this process holds of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    return (
+        f"{device} ({torch.cuda.get_device_name(device)}) has {free / MIB:.0f} MiB free of "
+        f"{total / MIB:.0f}, and this rank holds {held / MIB:.0f}"
+    )

@@ -1,0 +1,140 @@
+"""A device that does everything as late as it may, on host tensors.
+
+What is queued to one of its streams happens only once somebody asks for it: an event behind it is
+polled for the second time, a stream that waits for it runs, or the host computes on that stream.
+Whoever forgets to wait therefore sees old values, every time. What the host computes happens at
+once, as on a stream that is always up to date.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.engine.device import Device
+
+_LOCK = threading.RLock()
+
+
+class LazyStream:
+    """Operations that have not happened yet."""
+
+    def __init__(self) -> None:
+        self._operations: list[Callable[[], object]] = []
+        self._num_done = 0
+
+    def queue(self, operation: Callable[[], object]) -> None:
+        with _LOCK:
+            self._operations.append(operation)
+
+    def run(self, stop: int | None = None) -> None:
+        """Do what comes before ``stop``; by default all."""
+        with _LOCK:
+            stop = len(self._operations) if stop is None else stop
+            while self._num_done < stop:
+                operation = self._operations[self._num_done]
+                self._num_done += 1
+                operation()
+
+    def has_done(self, stop: int) -> bool:
+        with _LOCK:
+            return self._num_done >= stop
+
+    def record_event(self) -> LazyEvent:
+        with _LOCK:
+            return LazyEvent(self, len(self._operations))
+
+    def wait_event(self, event: LazyEvent) -> None:
+        self.queue(event.run)
+
+    def synchronize(self) -> None:
+        self.run()
+
+
+class HostStream(LazyStream):
+    """The stream of the host's own computing."""
+
+    def queue(self, operation: Callable[[], object]) -> None:
+        with _LOCK:
+            super().queue(operation)
+            self.run()
+
+
+class LazyEvent:
+    """Over for whoever polls it twice."""
+
+    def __init__(self, stream: LazyStream, position: int) -> None:
+        self._stream, self._position = stream, position
+        self._was_polled = False
+
+    def query(self) -> bool:
+        if self._was_polled:
+            self.run()
+        self._was_polled = True
+        return self._stream.has_done(self._position)
+
+    def run(self) -> None:
+        self._stream.run(self._position)
+
+
+class LazyDevice:
+    """``Device`` whose memory is the host's.
+
+    fails_at: the number of a copy (from 1) that fails as on a device that is gone; None for none.
+    """
+
+    name = "lazy:0 (stand-in)"
+
+    def __init__(self, *, fails_at: int | None = None) -> None:
+        self.pinned_bytes = self.num_copies = 0
+        self._fails_at = fails_at
+        self._host = HostStream()
+        self._thread = threading.local()
+
+    def new_stream(self) -> LazyStream:
+        return LazyStream()
+
+    def current_stream(self) -> LazyStream:
+        stream: LazyStream = getattr(self._thread, "stream", self._host)
+        return stream
+
+    @contextmanager
+    def on(self, stream: LazyStream) -> Iterator[None]:
+        before = self.current_stream()
+        stream.run()
+        self._thread.stream = stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def new_pinned(self, nbytes: int) -> Tensor:
+        self.pinned_bytes += nbytes
+        return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+
+    def copy(self, source: Tensor, *, into: Tensor, stream: LazyStream) -> None:
+        self.num_copies += 1
+        if self.num_copies == self._fails_at:
+            raise RuntimeError("CUDA error: unspecified launch failure (injected)")
+        stream.queue(lambda: into.copy_(source))
+
+    def keep(self, tensor: Tensor, stream: LazyStream) -> None:
+        """Nobody else uses memory that is referred to here."""
+
+    def synchronize(self) -> None:
+        """Everything that matters is behind a stream that somebody waits for."""
+
+
+def put_on(monkeypatch: Any, device: LazyDevice, *, chunk_bytes: int = 256) -> None:
+    """Let all engines take ``device`` for that of their parameters, and stage in small chunks."""
+
+    def device_of(params: Iterable[nn.Parameter]) -> Device:
+        return device
+
+    monkeypatch.setattr("dearmpi.engine.device_way.device_of", device_of)
+    monkeypatch.setattr("dearmpi.engine.staging.CHUNK_BYTES", chunk_bytes)
