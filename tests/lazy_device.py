@@ -2,12 +2,14 @@
 
 What is queued to one of its streams happens only once somebody asks for it: an event behind it is
 polled for the second time, a stream that waits for it runs, or the host computes on that stream.
-Whoever forgets to wait therefore sees old values, every time. What the host computes happens at
-once, as on a stream that is always up to date.
+Whoever forgets to wait therefore sees old values, every time. What the main thread computes happens
+at once; with the gate closed its stream says that it has not happened yet, as on a device that is
+behind the host, and a host that waits for it raises NotYetError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,10 @@ from torch import Tensor, nn
 from dearmpi.engine.device import Device
 
 _LOCK = threading.RLock()
+
+
+class NotYetError(Exception):
+    """The host would have to wait for a device that is behind."""
 
 
 class LazyStream:
@@ -37,9 +43,8 @@ class LazyStream:
         with _LOCK:
             stop = len(self._operations) if stop is None else stop
             while self._num_done < stop:
-                operation = self._operations[self._num_done]
+                self._operations[self._num_done]()
                 self._num_done += 1
-                operation()
 
     def has_done(self, stop: int) -> bool:
         with _LOCK:
@@ -57,12 +62,22 @@ class LazyStream:
 
 
 class HostStream(LazyStream):
-    """The stream of the host's own computing."""
+    """The stream of the main thread's computing, and every event in it."""
+
+    is_open = True
 
     def queue(self, operation: Callable[[], object]) -> None:
-        with _LOCK:
-            super().queue(operation)
-            self.run()
+        operation()
+
+    def record_event(self) -> Any:
+        return self
+
+    def query(self) -> bool:
+        return self.is_open
+
+    def run(self, stop: int | None = None) -> None:
+        if not self.is_open:
+            raise NotYetError
 
 
 class LazyEvent:
@@ -74,7 +89,8 @@ class LazyEvent:
 
     def query(self) -> bool:
         if self._was_polled:
-            self.run()
+            with contextlib.suppress(NotYetError):
+                self.run()
         self._was_polled = True
         return self._stream.has_done(self._position)
 
@@ -93,14 +109,14 @@ class LazyDevice:
     def __init__(self, *, fails_at: int | None = None) -> None:
         self.pinned_bytes = self.num_copies = 0
         self._fails_at = fails_at
-        self._host = HostStream()
+        self.host = HostStream()
         self._thread = threading.local()
 
     def new_stream(self) -> LazyStream:
         return LazyStream()
 
     def current_stream(self) -> LazyStream:
-        stream: LazyStream = getattr(self._thread, "stream", self._host)
+        stream: LazyStream = getattr(self._thread, "stream", self.host)
         return stream
 
     @contextmanager

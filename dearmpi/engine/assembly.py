@@ -24,6 +24,7 @@ from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.probe import require_elementwise, require_separable
 from dearmpi.engine.shard_update import ShardUpdate
+from dearmpi.engine.side_stream import HostSideStream, SideStream
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import read_options
 from dearmpi.engine.whole_update import WholeUpdate
@@ -44,6 +45,7 @@ class Assembly:
     names: the parameters under the optimizer, in the model's order.
     reduce_scatter: the algorithm in use.
     updates, hooks: none in a world of one, where the optimizer works undisturbed.
+    side: where updates run, and whoever changes their state.
     """
 
     names: Mapping[nn.Parameter, str]
@@ -54,6 +56,7 @@ class Assembly:
     updates: Updates = ()
     hooks: ModelHooks | None = None
     checks: Checks | None = None
+    side: SideStream = HostSideStream()
 
     def close(self) -> None:
         """Finish what is under way and detach from the model."""
@@ -138,7 +141,9 @@ def assemble(
     hooks = ModelHooks(model, places, pre_forward=engine.pre_forward, grad_ready=engine.grad_ready)
     every = steps_between_checks(config.check_every)
     checks = Checks(world, model, buckets, every=every) if every else None
-    return Assembly(names, layout, schedule, engine, reduce_scatter, updates, hooks, checks)
+    return Assembly(
+        names, layout, schedule, engine, reduce_scatter, updates, hooks, checks, side
+    )
 
 
 def _optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:

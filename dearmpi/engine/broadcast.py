@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from dearmpi.engine.buffers import flattened, is_dense
+from dearmpi.engine.device import through_host
 
 
 def broadcast_parameters(model: nn.Module, world: World, *, root: int = 0) -> None:
@@ -25,6 +26,6 @@ def _broadcast(tensors: Iterable[Tensor], world: World, root: int) -> None:
         if tensor.numel() == 0:
             continue
         flat = flattened(tensor)
-        world.broadcast(flat, root)
+        through_host(flat, lambda host: world.broadcast(host, root))
         if not is_dense(tensor):
             tensor.detach().copy_(flat.view(tensor.shape))

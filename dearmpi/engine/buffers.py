@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dearmpi.engine.device import zeros
 from dearmpi.plan.layout import Bucket
 
 _ALIGNMENT = 64  # bytes; a cache line
@@ -34,7 +35,7 @@ class Arena:
     def take(self, bucket: Bucket, like: Tensor) -> Tensor:
         """The storage of ``bucket``: 1-D, of zeros, with the dtype and device of ``like``."""
         if like.device.type != "cpu":
-            return torch.zeros(bucket.padded_numel, dtype=like.dtype, device=like.device)
+            return zeros(bucket.padded_numel, like)
         if bucket.trained not in self._stretches:
             self._stretches[bucket.trained] = np.zeros(self._nbytes[bucket.trained], np.uint8)
         start = self._starts[bucket.index]

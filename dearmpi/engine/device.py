@@ -5,7 +5,7 @@ Tests answer with a stand-in on host tensors, which does everything as late as i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -144,24 +144,25 @@ def device_of(params: Iterable[nn.Parameter]) -> Device | None:
     return CudaDevice(first)
 
 
-def through_host(flat: Tensor, exchange: Any) -> None:
-    """Have ``exchange`` change ``flat`` (1-D), in host memory; the host waits."""
+def through_host(flat: Tensor, exchange: Callable[[Tensor], None]) -> None:
+    """Have ``exchange`` change ``flat`` (1-D) by way of host memory; the host waits."""
     host = flat.cpu()
     exchange(host)
     if host is not flat:
         flat.copy_(host)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError)
-
-
-def describe_memory(device: torch.device) -> str:
-    """What is free of the device's memory, and what this process holds of it."""
-    free, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device)
-    return (
-        f"{device} ({torch.cuda.get_device_name(device)}) has {free / MIB:.0f} MiB free of "
-        f"{total / MIB:.0f}, and this rank holds {held / MIB:.0f}"
-    )
+def zeros(numel: int, like: Tensor) -> Tensor:
+    """1-D, on the device and of the dtype of ``like``; ConfigError with sizes if it has no room."""
+    try:
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(like.device)
+        held = torch.cuda.memory_reserved(like.device)
+        raise ConfigError(
+            f"{like.device} ({torch.cuda.get_device_name(like.device)}) has no room for a flat "
+            f"buffer of {numel * like.itemsize / MIB:.1f} MiB: {free / MIB:.0f} MiB are free of "
+            f"{total / MIB:.0f}, and this rank holds {held / MIB:.0f}. Buckets need the size of "
+            "the model's parameters once more, for gradients; use fewer ranks on the device, or a "
+            "smaller model or batch"
+        ) from error

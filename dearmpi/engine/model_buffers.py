@@ -28,7 +28,7 @@ class BufferExchange:
     def exchange(self) -> None:
         """Wait for the other ranks' buffers (collective)."""
         for tensors in _by_kind(self._model.buffers()):
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
             if self._averages and flat.is_floating_point():
                 precise = flat.to(torch.promote_types(flat.dtype, torch.float32))
                 _sum(self._channel, precise)

@@ -325,7 +325,8 @@ class DistributedOptimizer(Optimizer):
             states = {n: dict(state[p]) for p, n in names.items() if p in state}
             shards = self.config.gather == "parameters"
             elementwise = elementwise_keys(self._optimizer) if shards else frozenset[str]()
-            load_state(self._assembly.updates, states, elementwise=elementwise)
+            with self._assembly.side.section():
+                load_state(self._assembly.updates, states, elementwise=elementwise)
             state.clear()
             self.state = GatheredState(self._read_state)  # type: ignore[assignment]
 

@@ -63,14 +63,22 @@ def elementwise_keys(optimizer: Optimizer) -> frozenset[str]:
     Of a parameter that is a scalar, shapes alone do not tell them from counters such as ``step``.
     """
     keys: set[str] = set()
+    device = _device_of(optimizer)
     for group in optimizer.param_groups:
-        param = nn.Parameter(torch.zeros(3))
-        param.grad = torch.ones(3)
+        param = nn.Parameter(torch.zeros(3, device=device))
+        param.grad = torch.ones(3, device=device)
         twin = clone(optimizer, [{**group, "params": [param]}], defaultdict(dict))
         twin.step()
         entries = twin.state[param].items()
         keys.update(key for key, value in entries if is_elementwise_tensor(value, param))
     return frozenset(keys)
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    """Where the parameters are: some options are for devices only."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    first = next(params, None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _kinds_of_options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -96,9 +104,10 @@ def _try_steps(
     apart: bool = False,
 ) -> Tensor:
     """Three steps of a clone on made-up values; returns the values, 1-D, in fp32."""
+    device = _device_of(optimizer)
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
-    values = torch.randn(total, generator=generator)
+    values = torch.randn(total, generator=generator, device="cpu").to(device)
     pieces = torch.split(values, list(lengths))
     params = [nn.Parameter(piece.clone().view(shape or piece.shape)) for piece in pieces]
     groups = [[param] for param in params] if apart else [params]
@@ -106,7 +115,8 @@ def _try_steps(
         clone(optimizer, [{**options, "params": group}], defaultdict(dict)) for group in groups
     ]
     for _ in range(3):
-        gradients = torch.split(torch.randn(total, generator=generator), list(lengths))
+        drawn = torch.randn(total, generator=generator, device="cpu").to(device)
+        gradients = torch.split(drawn, list(lengths))
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient.clone().view_as(param)
         for twin in clones:

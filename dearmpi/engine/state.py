@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dearmpi.comm.world import World
 from dearmpi.engine.buffers import flattened, shaped_like
+from dearmpi.engine.device import through_host
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.update import is_elementwise_tensor
 from dearmpi.engine.whole_update import WholeUpdate
@@ -141,7 +142,7 @@ def _gather_flat(world: World, update: ShardUpdate, key: str, dtype: torch.dtype
         value = update.state_of(run).get(key)
         if isinstance(value, Tensor):
             flat[run.pieces[0][1] : run.pieces[-1][2]] = value
-    world.all_gather(flat)
+    through_host(flat, world.all_gather)
     return flat
 
 

@@ -1,0 +1,190 @@
+"""Staging: what the host waits for, what it never does, and how much memory is pinned."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.engine.device import device_of
+from dearmpi.engine.side_stream import DeviceSideStream
+from dearmpi.engine.staging import StagedCollectives
+from dearmpi.errors import CommError, ConfigError, MismatchError
+from tests.lazy_device import HostStream, LazyDevice, put_on
+from tests.unit.engine.chain import Chain, name_of_bucket
+
+SIZE = 2
+WINDOW = 2
+
+
+class Rank:
+    """One rank's staged collectives on a channel of ``hub``, polled by the test."""
+
+    def __init__(self, hub: FakeHub, rank: int, *, most_bytes: int = 1 << 20) -> None:
+        collectives, request = hub.collectives(rank).start_duplicate()
+        request.test()
+        self.device = LazyDevice()
+        self.side = DeviceSideStream(self.device, carry=None)
+        self.staged = StagedCollectives(
+            collectives, self.side, window=WINDOW, most_bytes=most_bytes
+        )
+
+    def values(self, buffer: Tensor) -> list[float]:
+        """What the device's work sees after all that it was told to wait for."""
+        with self.side.running():
+            return [float(value) for value in buffer]
+
+
+def finish(requests: list[Any], *, most_polls: int = 1000) -> None:
+    left = list(requests)
+    for _ in range(most_polls):
+        left = [request for request in left if not request.test()]
+    assert not left
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dearmpi.engine.staging.CHUNK_BYTES", 32)
+
+
+def test_chunks_make_the_same_sum_and_pinned_memory_does_not_grow(small_chunks: None) -> None:
+    hub = FakeHub(SIZE)
+    ranks = [Rank(hub, rank) for rank in range(SIZE)]
+    buffers = [torch.arange(200.0) * (rank + 1) for rank in range(SIZE)]
+    requests = [
+        one.staged.start_reduce_scatter(buffer, "ring")
+        for one, buffer in zip(ranks, buffers, strict=True)
+    ]
+    finish(requests)
+    shards = [ranks[0].values(buffers[0][:100]), ranks[1].values(buffers[1][100:])]
+    assert shards[0] + shards[1] == [3.0 * value for value in range(200)]
+    assert [one.device.pinned_bytes for one in ranks] == [(WINDOW + 2) * 32] * SIZE
+    assert max(hub.most_in_flight.values()) <= WINDOW
+
+
+def test_operations_start_in_the_order_asked_for_whichever_device_is_ready_first() -> None:
+    """One rank's first buffer is ready late; its second must not overtake it on the network."""
+    hub = FakeHub(SIZE, name=lambda buffer: str(buffer.numel()))
+    ranks = [Rank(hub, rank) for rank in range(SIZE)]
+    late = HostStream()
+    late.is_open = False
+    buffers = [[torch.ones(4), torch.ones(6)] for _ in ranks]
+    ranks[0].side.written(buffers[0][0], [late])
+    ranks[0].side.written(buffers[0][1], [HostStream()])
+    requests = [
+        one.staged.start_all_gather(buffer)
+        for one, mine in zip(ranks, buffers, strict=True)
+        for buffer in mine
+    ]
+    for _ in range(20):
+        for request in requests:
+            assert not request.test()
+    assert hub.picture(0) == ""  # nothing of what is not written yet was given to MPI
+    late.is_open = True
+    finish(requests)
+    assert hub.picture(0) == hub.picture(1) == "AG4 AG6"
+
+
+def test_a_whole_buffer_goes_both_ways_and_half_precision_is_passed_on(small_chunks: None) -> None:
+    hub = FakeHub(SIZE)
+    ranks = [Rank(hub, rank) for rank in range(SIZE)]
+    total = [torch.full((20,), 1.0 + rank) for rank in range(SIZE)]
+    finish([one.staged.start_all_reduce(b, "sum") for one, b in zip(ranks, total, strict=True)])
+    assert ranks[1].values(total[1]) == [3.0] * 20
+    told = [torch.full((20,), 1.0 + rank) for rank in range(SIZE)]
+    finish([one.staged.start_broadcast(b, 1) for one, b in zip(ranks, told, strict=True)])
+    assert ranks[0].values(told[0]) == [2.0] * 20
+    fine = 1.0 + 2.0**-12
+    rounded = [torch.full((20,), fine) for _ in range(SIZE)]
+    finish(
+        [
+            one.staged.start_all_gather(b, wire_dtype="bf16")
+            for one, b in zip(ranks, rounded, strict=True)
+        ]
+    )
+    assert ranks[0].values(rounded[0]) == [1.0] * 20
+
+
+def distribute(world: World, **settings: Any) -> tuple[Chain, DistributedOptimizer]:
+    model = Chain(2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"bucket_cap_mb": 1e-6, **settings}
+    return model, DistributedOptimizer(inner, model, world=world, **settings)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_host_goes_on_while_the_device_is_behind(
+    eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward and step return though no kernel has run; until one has, nothing is sent."""
+    device = LazyDevice()
+    put_on(monkeypatch, device)
+    hub = FakeHub(SIZE, name=name_of_bucket(SIZE, 2))
+    pictures = []
+
+    def rank(world: World) -> list[Tensor]:
+        model, optimizer = distribute(world, eager=eager)
+        world.barrier()
+        device.host.is_open = False
+        world.barrier()
+        model.backward()
+        optimizer.step()
+        pictures.append([text for text in hub.picture(world.rank).split() if text != "AR"])
+        world.barrier()
+        device.host.is_open = True
+        optimizer.synchronize()
+        values = [param.detach().clone() for param in model.parameters()]
+        optimizer.close()
+        return values
+
+    found = run_ranks(SIZE, rank, hub=hub)
+    assert not any("RS0" in picture or "RS1" in picture for picture in pictures)
+    model = Chain(2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.backward()
+    inner.step()
+    for values in found:
+        for value, param in zip(values, model.parameters(), strict=True):
+            torch.testing.assert_close(value, param.detach())
+
+
+def test_a_device_that_is_lost_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on(monkeypatch, LazyDevice(fails_at=3))
+
+    def rank(world: World) -> None:
+        model, optimizer = distribute(world)
+        for _ in range(3):
+            model.backward()
+            optimizer.step()
+        optimizer.close()
+
+    with pytest.raises(CommError) as error:
+        run_ranks(SIZE, rank, hub=FakeHub(SIZE, hosts=["n0", "n1"]))
+    text = str(error.value)
+    assert (
+        "rank " in text and "lazy:0 (stand-in) failed: CUDA error" in text and "nvidia-smi" in text
+    )
+
+
+def test_ranks_on_different_kinds_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dearmpi.engine.device_way.device_of",
+        lambda params: LazyDevice() if threading.current_thread().name == "rank-1" else None,
+    )
+    with pytest.raises(MismatchError, match=r"rank 1 on fakehost .* lazy:0 .*, rank 0 .* the host"):
+        run_ranks(SIZE, lambda world: distribute(world)[1].close())
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    params = [torch.nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta")]
+    with pytest.raises(ConfigError, match="on cpu and on meta"):
+        device_of(params)
+    with pytest.raises(ConfigError, match="on meta; cpu and cuda are served"):
+        device_of(params[1:])
