@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import dearmpi
 from dearmpi.cli.rank_log import RankLog
+from dearmpi.comm.launch import announced_rank
 from dearmpi.errors import CommError, DearError
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ INTERRUPTED = 130
 _GRACE_OF_VICTIMS_S = 3.0
 # Where all ranks fail alike, rank 0 says it for them and ends the job meanwhile.
 _GRACE_OF_OTHERS_S = 1.0
-
-# SLURM counts nodes where mpirun has started the ranks, so its number comes last.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def exit_code(error: BaseException) -> int:
@@ -72,8 +70,7 @@ def describe(error: BaseException, log: Path | None) -> str:
 
 def is_first_process() -> bool:
     """Whether the launcher calls this process rank 0; so does a process without a launcher."""
-    named = (os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
-    return next(named, "0") == "0"
+    return announced_rank(os.environ) == "0"
 
 
 def _origin(error: BaseException) -> str:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from types import TracebackType
 
+from dearmpi.comm.watchdog import StallLimits
 from dearmpi.errors import StallError
 
 
 class Deadline:
-    """Ends this process with StallError's exit code unless what is entered is left in time.
+    """Says that what is entered lasts too long, then ends this process with StallError's code.
 
-    limit_s: seconds between the two. complaint: printed on standard error before the end.
+    limits: seconds until the one and the other. who, what, advice: "[who] has waited 30 s for
+    what: advice", on standard error.
     The thread that does it exists from the start, since none can begin while Python shuts down;
     the call must let go of the interpreter's lock.
     """
 
-    def __init__(self, limit_s: float, *, complaint: str) -> None:
-        self._limit_s, self._complaint = limit_s, complaint
+    def __init__(self, limits: StallLimits, *, who: str, what: str, advice: str) -> None:
+        self._limits, self._who, self._what, self._advice = limits, who, what, advice
         self._entered, self._left = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="dearmpi-deadline", daemon=True).start()
 
@@ -36,10 +39,22 @@ class Deadline:
 
     def _watch(self) -> None:
         self._entered.wait()
-        if self._left.wait(min(self._limit_s, threading.TIMEOUT_MAX)):
+        warning_s, abort_s = self._limits.warning_s, self._limits.abort_s
+        if self._is_left_within(warning_s):
             return
+        self._say(f"has waited {warning_s:.0f} s for {self._what}")
+        if self._is_left_within(abort_s - warning_s):
+            return
+        self._say(f"gave up after waiting {abort_s:.0f} s for {self._what}")
         try:
-            print(self._complaint, file=sys.stderr, flush=True)
             sys.stdout.flush()
         finally:  # whatever became of the streams
             os._exit(StallError.exit_code)
+
+    def _is_left_within(self, seconds: float) -> bool:
+        return self._left.wait(min(seconds, threading.TIMEOUT_MAX))
+
+    def _say(self, text: str) -> None:
+        # Where nobody can be told, others may still wait for the end.
+        with contextlib.suppress(OSError, ValueError):
+            print(f"[{self._who}] {text}: {self._advice}", file=sys.stderr, flush=True)

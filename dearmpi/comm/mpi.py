@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import sys
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mpi4py
+
+# mpi4py would initialise MPI here and hold the interpreter's lock meanwhile; initialize() does not.
+if mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules:
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = mpi4py.rc.finalize is not False
+
 from mpi4py import MPI
 
 from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
@@ -236,8 +243,28 @@ class MpiCollectives:
 
 
 def connect() -> MpiCollectives:
-    """Initialise MPI, asking for MPI_THREAD_MULTIPLE, and duplicate its world communicator."""
+    """Initialise MPI, asking for MPI_THREAD_MULTIPLE, and duplicate its world communicator.
+
+    Waits for all ranks without the interpreter's lock, so that other threads can act.
+    """
+    initialize()
     return MpiCollectives(MPI.COMM_WORLD.Dup())
+
+
+def initialize() -> None:
+    """Initialise MPI as ``mpi4py.rc`` asks; nothing if that is done.
+
+    Raises RuntimeError if MPI fails.
+    """
+    if MPI.Is_initialized():
+        return
+    level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
+    asked, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, asked, ctypes.byref(provided))
+    if code:
+        raise RuntimeError(f"MPI_Init_thread failed with code {code}")
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
 def finalize() -> None:
@@ -256,6 +283,7 @@ def finalize() -> None:
 
 def supports_threads() -> bool:
     """Whether a thread beside the main one may call MPI."""
+    initialize()
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
@@ -267,6 +295,7 @@ def describe() -> str:
 
 def library() -> Library:
     """The MPI library that this process is connected to."""
+    initialize()
     name, numbers = MPI.get_vendor()
     lines = (line.partition(":") for line in MPI.Get_library_version().splitlines())
     variant = Path(MPI.__file__).name.split(".")[1]

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ClassVar, NoReturn
 
@@ -15,13 +15,11 @@ import numpy as np
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
 from dearmpi.comm.deadline import Deadline
 from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.progress import Lane, Progress, Work
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
-
-# What launchers say about the number of ranks; under hydra SLURM counts nodes, so it comes last.
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 class Channel:
@@ -226,7 +224,8 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
     try:
         from dearmpi.comm import mpi
 
-        collectives: Collectives = mpi.connect()
+        with limit_start(stall_limits or StallLimits()):
+            collectives: Collectives = mpi.connect()
     except (ImportError, RuntimeError) as error:
         announced = announced_size(os.environ)
         if announced > 1:
@@ -243,35 +242,16 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
     return World(collectives, progress=progress, stall_limits=stall_limits)
 
 
-def announced_size(environment: Mapping[str, str]) -> int:
-    """The number of ranks that the launcher announced; 1 if none did."""
-    for name in _SIZE_VARIABLES:
-        value = environment.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return 1
-
-
-def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
-    """Raise LaunchError if processes that should form one world are worlds of their own."""
-    announced = announced_size(environment)
-    if world_size == 1 and announced > 1:
-        raise LaunchError(
-            f"{announced} processes were launched, but MPI sees each as a world of its own: the "
-            "launcher and the MPI library do not match. With srun, use --mpi=pmi2 (MPICH) or "
-            "--mpi=pmix (Open MPI); else use the mpirun that belongs to the library."
-        )
-
-
 def _limit_end(world: World, limits: StallLimits) -> Deadline:
     """For MPI's finalisation, which no watchdog can look into."""
     return Deadline(
-        limits.abort_s,
-        complaint=(
-            f"[rank {world.rank} on {world.host}] gave up after waiting {limits.abort_s:.0f} s for "
-            "the other ranks in MPI's finalisation: every program had come to its end, but then a "
-            "rank was stopped or a host cut off. What was saved is whole; look after the processes "
-            f"that are left on {', '.join(dict.fromkeys(world.hosts))}"
+        limits,
+        who=f"rank {world.rank} on {world.host}",
+        what="the other ranks in MPI's finalisation",
+        advice=(
+            "every program had come to its end, but then a rank was stopped or a host cut off. "
+            "What was saved is whole; look after the processes that are left on "
+            f"{', '.join(dict.fromkeys(world.hosts))}"
         ),
     )
 

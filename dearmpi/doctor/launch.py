@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.launch import announced_size
 from dearmpi.comm.library import Library
 from dearmpi.comm.watchdog import StallLimits
-from dearmpi.comm.world import World, announced_size, connect
+from dearmpi.comm.world import World, connect
 from dearmpi.doctor.finding import Finding, fail, ok, warn
 from dearmpi.errors import LaunchError
 

@@ -209,7 +209,7 @@ import os, signal
 import dearmpi
 from dearmpi.comm.watchdog import StallLimits
 
-world = dearmpi.connect(stall_limits=StallLimits(0.5, 1.0))
+world = dearmpi.connect(stall_limits=StallLimits(0.5, 4.0))
 from dearmpi.comm import mpi  # not before: who loads MPI first ends it
 finalize = mpi.finalize
 
@@ -230,6 +230,32 @@ def test_a_rank_that_is_stopped_in_the_finalisation_ends_the_job(script: Path) -
     script.write_text(END_SCRIPT)
     ended, seconds = run(script, "stop")
     assert ended.returncode in (8, signal.SIGKILL), ended.output
-    assert f"[rank 0 on {socket.gethostname()}] gave up after waiting 1 s" in ended.output
-    assert "finalisation" in ended.output
-    assert seconds < 1.0 + END_S and ended.left_over == 0
+    said = (
+        f"[rank 0 on {socket.gethostname()}] gave up after waiting 4 s for the other ranks in MPI's"
+    )
+    assert said in ended.output
+    assert seconds < 4.0 + END_S and ended.left_over == 0
+
+
+START_SCRIPT = """
+import os, signal
+import dearmpi
+from dearmpi.comm.watchdog import StallLimits
+
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    print("now", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+dearmpi.connect(stall_limits=StallLimits(0.5, 2.0))
+"""
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_that_never_starts_mpi_ends_the_job(script: Path) -> None:
+    script.write_text(START_SCRIPT)
+    ended, seconds = run(script, "stop")
+    assert ended.returncode in (8, signal.SIGKILL), ended.output
+    host = socket.gethostname()
+    told = [f"[rank {rank} on {host}] gave up after waiting 2 s for all 3 ranks" for rank in (0, 2)]
+    assert any(said in ended.output for said in told), ended.output
+    assert "[rank 1" not in ended.output
+    assert seconds < 2.0 + END_S and ended.left_over == 0

@@ -10,30 +10,42 @@ import pytest
 SCRIPT = """
 import sys, threading
 from dearmpi.comm.deadline import Deadline
+from dearmpi.comm.watchdog import StallLimits
 
-deadline = Deadline(0.2, complaint="waited in vain")
+deadline = Deadline(StallLimits({limits}), who="rank 1", what="Godot", advice="look for him")
 print("unflushed", end="")
 {body}
 """
+WARNED = "[rank 1] has waited 0 s for Godot: look for him\n"
+ENDED = "[rank 1] gave up after waiting 0 s for Godot: look for him\n"
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "complaint"),
+    ("limits", "body", "code", "told"),
     [
-        ("with deadline: threading.Event().wait()", 8, "waited in vain\n"),
-        ("sys.stdout.close()\nwith deadline: threading.Event().wait()", 8, "waited in vain\n"),
+        ("0.1, 0.2", "with deadline: threading.Event().wait()", 8, WARNED + ENDED),
+        ("0.1, 60", "with deadline: threading.Event().wait(0.5)\nsys.exit(3)", 3, WARNED),
+        (
+            "0.1, 0.2",
+            "sys.stdout.close()\nwith deadline: threading.Event().wait()",
+            8,
+            WARNED + ENDED,
+        ),
+        ("0.1, 0.2", "sys.stderr.close()\nwith deadline: threading.Event().wait()", 8, ""),
         # What comes before and after may take as long as it likes.
-        ("with deadline: pass\nthreading.Event().wait(0.5)\nsys.exit(3)", 3, ""),
-        ("threading.Event().wait(0.5)\nwith deadline: pass\nsys.exit(3)", 3, ""),
+        ("0.1, 0.2", "with deadline: pass\nthreading.Event().wait(0.5)\nsys.exit(3)", 3, ""),
+        ("0.1, 0.2", "threading.Event().wait(0.5)\nwith deadline: pass\nsys.exit(3)", 3, ""),
     ],
 )
-def test_it_ends_the_process_unless_it_is_met(body: str, code: int, complaint: str) -> None:
+def test_it_warns_then_ends_the_process_unless_it_is_met(
+    limits: str, body: str, code: int, told: str
+) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(body=body)],
+        [sys.executable, "-c", SCRIPT.format(limits=limits, body=body)],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
     assert (ended.returncode, ended.stdout) == (code, "unflushed")
-    assert ended.stderr.startswith(complaint) and bool(ended.stderr) == bool(complaint)
+    assert ended.stderr == told

@@ -20,7 +20,7 @@ from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.ranks import run_ranks
-from dearmpi.comm.world import World, announced_size, check_launch, connect
+from dearmpi.comm.world import World, connect
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, LaunchError
 
@@ -201,35 +201,6 @@ def test_a_world_of_one_needs_nobody(progress: ProgressMode) -> None:
         channel.close()
     finally:
         world.close()
-
-
-@pytest.mark.parametrize(
-    ("environment", "size"),
-    [
-        ({}, 1),
-        ({"PMI_SIZE": "4"}, 4),
-        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, 2),
-        ({"SLURM_NTASKS": "8"}, 1),  # of the batch job; this process may be its only one
-        ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, 4),  # under hydra SLURM counts nodes
-        ({"OMPI_COMM_WORLD_SIZE": "6", "SLURM_STEP_NUM_TASKS": "2"}, 6),
-        ({"PMI_SIZE": ""}, 1),
-        ({"PMI_SIZE": "many"}, 1),
-    ],
-)
-def test_what_the_launcher_announced(environment: dict[str, str], size: int) -> None:
-    assert announced_size(environment) == size
-
-
-def test_worlds_of_one_that_should_be_one_world_are_refused() -> None:
-    with pytest.raises(LaunchError, match=r"4 processes were launched.*--mpi=pmi2.*mpirun"):
-        check_launch(1, {"SLURM_STEP_NUM_TASKS": "4"})
-
-
-def test_launches_that_fit_are_accepted() -> None:
-    check_launch(1, {})
-    check_launch(1, {"PMI_SIZE": "1"})
-    check_launch(4, {"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"})
 
 
 @pytest.fixture

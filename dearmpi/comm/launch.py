@@ -1,0 +1,53 @@
+"""Launch: what the launcher has told this process, before MPI runs and where it may never do so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from dearmpi.comm.deadline import Deadline
+from dearmpi.comm.watchdog import StallLimits
+from dearmpi.errors import LaunchError
+
+# Under hydra SLURM counts nodes, so what it says comes last.
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def announced_size(environment: Mapping[str, str]) -> int:
+    """The number of ranks that the launcher announced; 1 if none did."""
+    for name in _SIZE_VARIABLES:
+        value = environment.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 1
+
+
+def announced_rank(environment: Mapping[str, str]) -> str:
+    """Which of them this process is, as the launcher writes it; 0 without a launcher."""
+    return next((environment[name] for name in _RANK_VARIABLES if name in environment), "0")
+
+
+def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if processes that should form one world are worlds of their own."""
+    announced = announced_size(environment)
+    if world_size == 1 and announced > 1:
+        raise LaunchError(
+            f"{announced} processes were launched, but MPI sees each as a world of its own: the "
+            "launcher and the MPI library do not match. With srun, use --mpi=pmi2 (MPICH) or "
+            "--mpi=pmix (Open MPI); else use the mpirun that belongs to the library."
+        )
+
+
+def limit_start(limits: StallLimits) -> Deadline:
+    """For MPI's initialisation, which returns when every rank has come to it."""
+    rank, size = announced_rank(os.environ), announced_size(os.environ)
+    return Deadline(
+        limits,
+        who=f"rank {rank} on {os.uname().nodename}",
+        what=f"all {size} ranks to start MPI",
+        advice=(
+            "a rank that does not say so has not come to dearmpi.connect(): it hangs or was "
+            "stopped before, or the network does not let its host reach the others"
+        ),
+    )

@@ -1,0 +1,50 @@
+"""Launch: what a launcher says of its ranks, and launches that cannot work."""
+
+from __future__ import annotations
+
+import pytest
+
+from dearmpi.comm.launch import announced_rank, announced_size, check_launch
+from dearmpi.errors import LaunchError
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({}, 1),
+        ({"PMI_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 2),
+        ({"SLURM_NTASKS": "8"}, 1),  # of the batch job; this process may be its only one
+        ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, 4),  # under hydra SLURM counts nodes
+        ({"OMPI_COMM_WORLD_SIZE": "6", "SLURM_STEP_NUM_TASKS": "2"}, 6),
+        ({"PMI_SIZE": ""}, 1),
+        ({"PMI_SIZE": "many"}, 1),
+    ],
+)
+def test_what_the_launcher_announced(environment: dict[str, str], size: int) -> None:
+    assert announced_size(environment) == size
+
+
+def test_worlds_of_one_that_should_be_one_world_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"4 processes were launched.*--mpi=pmi2.*mpirun"):
+        check_launch(1, {"SLURM_STEP_NUM_TASKS": "4"})
+
+
+def test_launches_that_fit_are_accepted() -> None:
+    check_launch(1, {})
+    check_launch(1, {"PMI_SIZE": "1"})
+    check_launch(4, {"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, "0"),
+        ({"PMI_RANK": "3"}, "3"),
+        ({"PMI_RANK": "3", "SLURM_PROCID": "1"}, "3"),  # under hydra SLURM counts nodes
+        ({"SLURM_PROCID": "1"}, "1"),
+    ],
+)
+def test_which_rank_a_process_is(environment: dict[str, str], rank: str) -> None:
+    assert announced_rank(environment) == rank
