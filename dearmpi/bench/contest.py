@@ -141,6 +141,7 @@ class _Trial:
         self._length = length
         self._model: nn.Module | None = None
         self._entrant: Entrant | None = None
+        self._num_tuning = 0
         self.iterations: list[Iteration] = []
         self.cpu_s = 0.0
 
@@ -180,7 +181,10 @@ class _Trial:
         """Warm up, then take the time of each iteration."""
         assert self._entrant is not None
         loss = self._subject.losses()
-        for _ in range(self._entrant.num_tuning + self._length.num_warmup):
+        while self._entrant.is_tuning():
+            _iterate(self._entrant, loss)
+            self._num_tuning += 1
+        for _ in range(self._length.num_warmup):
             _iterate(self._entrant, loss)
         gc.disable()
         cpu_s = time.process_time()
@@ -198,7 +202,7 @@ class _Trial:
         if self._method.label == "alone":
             return
         length = self._length
-        steps = self._entrant.num_tuning + length.num_warmup + length.num_batches
+        steps = self._num_tuning + length.num_warmup + length.num_batches
         problem = self._subject.problem(self._model, steps)
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")

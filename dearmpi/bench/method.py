@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
 from dearmpi.errors import ConfigError
 
 ALONE = "alone"
@@ -34,6 +33,11 @@ def backpropagate(loss: Tensor) -> None:
     loss.backward()
 
 
+def never() -> bool:
+    """Of a method that has nothing to tune."""
+    return False
+
+
 def do_nothing() -> None:
     """Where there is nothing to do."""
 
@@ -43,14 +47,15 @@ class Entrant:
     """A model made ready to be trained by one method.
 
     An iteration is ``zero_grad``, the loss of ``model``, ``backward`` of it, ``step``.
-    num_tuning: iterations that it takes to tune itself, before those that warm up.
+    is_tuning: whether it still tunes itself, in iterations before those that warm up; the same on
+        all ranks.
     finish: make the parameters those of the last step. close: give back what was taken.
     """
 
     model: nn.Module
     optimizer: Steps
     backward: Callable[[Tensor], None] = backpropagate
-    num_tuning: int = 0
+    is_tuning: Callable[[], bool] = never
     finish: Callable[[], None] = do_nothing
     close: Callable[[], None] = do_nothing
 
@@ -110,7 +115,7 @@ def ours(name: str) -> Factory:
         return Entrant(
             setup.model,
             optimizer,
-            num_tuning=NUM_WARMUP + NUM_PROFILED if planned else 0,
+            is_tuning=lambda: optimizer.is_planning,
             finish=optimizer.synchronize,
             close=optimizer.close,
         )

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
-from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
+from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP, Pause
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
-from dearmpi.train.job import Job
+from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
 from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.rank_times import Straggler, find_straggler
@@ -55,9 +55,14 @@ class Report:
     def tell_plan(self) -> None:
         """Write and describe the plan that is followed from here on, if it is a new one."""
         plan = None if self.plan_file is None else self.plan_file.renew()
-        if plan is not None:
-            self.console.say(f"plan: {plan.describe()}")
-            logging.getLogger("dearmpi").info("plan: %s", plan.describe())
+        if plan is None:
+            return
+        lines = [f"plan: {plan.describe()}"]
+        if self.job.optimizer.plan_pause is not None:
+            lines.append(describe_pause(self.job.optimizer.plan_pause))
+        self.console.say_all(lines)
+        for line in lines:
+            logging.getLogger("dearmpi").info(line)
 
     def _tell_trial(self) -> None:
         """Say what became of a trial of a bucket cap, and after the last which one is kept."""
@@ -168,7 +173,7 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
             "share of it that computation covered"
         )
     if settings.plan in ("auto", "bayes"):
-        lines.append(_describe_planning(settings.plan, world.size))
+        lines.append(_describe_planning(job))
     epochs = job.total_steps / job.plan.steps_per_epoch
     lines.append(
         f"length: {job.total_steps} steps of {settings.batch_size} samples ({epochs:.2f} epochs)"
@@ -178,12 +183,32 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
     return [*lines, f"run folder: {folder}"]
 
 
-def _describe_planning(plan: str, world_size: int) -> str:
-    if world_size == 1:
+def _describe_planning(job: Job) -> str:
+    plan = job.settings.plan
+    if job.world.size == 1:
         return f"plan {plan} has no effect: one rank sends nothing"
+    if plan == "auto" and job.optimizer.plan is not None:
+        return "plan: auto, the one that this run has made before"
+    if plan == "auto" and not job.optimizer.is_planning:
+        return (
+            f"plan: none, since auto pays from {LEAST_STEPS_TO_PLAN} steps on, and "
+            f"{job.total_steps - job.start_step} are left"
+        )
     if plan == "bayes":
         return f"plan: bayes, {NUM_TRIALS} bucket caps are tried for {STEPS_PER_TRIAL} steps each"
-    return f"plan: auto, made from the times of the first {NUM_WARMUP + NUM_PROFILED} steps"
+    return (
+        f"plan: auto, made from the times of the first {NUM_WARMUP + NUM_PROFILED} steps, and "
+        f"taken up after {MOST_STEPS} at the latest"
+    )
+
+
+def describe_pause(pause: Pause) -> str:
+    """For how long training stood still for its plan."""
+    return (
+        f"plan taken up in {pause.total_s:.2f} s: {pause.measuring_s:.2f} s to measure the link, "
+        f"{pause.waiting_s:.2f} s to wait for the plan, {pause.laying_out_s:.2f} s to lay out the "
+        "buckets"
+    )
 
 
 def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:

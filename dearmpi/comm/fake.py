@@ -30,6 +30,7 @@ from dearmpi.comm.contents import (
     signature_of,
     spoil,
 )
+from dearmpi.comm.fake_letters import Letters, Route
 from dearmpi.comm.scratch import carrier_of
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.errors import CommError
@@ -139,6 +140,7 @@ class FakeHub:
         self._num_communicators = 1
         self._wire_free_s = float("-inf")
         self.messages: dict[int, deque[tuple[int, bytes]]] = {r: deque() for r in range(size)}
+        self.letters = Letters()
 
     def collectives(self, rank: int) -> FakeCollectives:
         """The operations of ``rank`` on communicator 0."""
@@ -312,6 +314,25 @@ class _FakeRequest:
         shard.copy_(shard_of(self._operation.result, self._rank, self._hub.size))
 
 
+class _FakeReceive:
+    """A receive from one rank."""
+
+    def __init__(self, hub: FakeHub, route: Route, buffer: Any) -> None:
+        self._hub, self._route, self._buffer = hub, route, buffer
+        with hub.lock:
+            self._number = hub.letters.await_next(route)
+        self._done = False
+
+    def test(self) -> bool:
+        """True once the letter was here."""
+        with self._hub.lock:
+            if not self._done:
+                self._done = self._hub.letters.deliver(self._route, self._number, self._buffer)
+            if not self._done and self._hub.failure:
+                raise CommError(f"rank {self._route[2]}: a receive failed: {self._hub.failure}")
+            return self._done
+
+
 class FakeCollectives:
     """``Collectives`` of one in-process rank on one communicator of its hub."""
 
@@ -354,6 +375,16 @@ class FakeCollectives:
         """The oldest message in this rank's mailbox."""
         mailbox = self._hub.messages[self.rank]
         return mailbox.popleft() if mailbox else None
+
+    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
+        """Send a copy of ``buffer`` to one rank; takes no time."""
+        with self._hub.lock:
+            self._hub.letters.send((self._communicator, self.rank, destination, tag), buffer)
+        return Completed()
+
+    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request:
+        """Receive into ``buffer`` from one rank."""
+        return _FakeReceive(self._hub, (self._communicator, source, self.rank, tag), buffer)
 
     def abort(self, code: int) -> None:
         """Fail the other ranks and raise SystemExit, since the process is theirs as well."""

@@ -85,13 +85,10 @@ def assemble(
     """
     names = _optimized_parameters(optimizer, model)
     check_devices(world, names)
-    specs = [spec_of(param, name) for param, name in names.items()]
+    layout = lay_out(optimizer, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
-        layout, schedule = plan.layout(specs, world.size), plan.schedule
-        config = replace(config, window=plan.window)
+        schedule, config = plan.schedule, replace(config, window=plan.window)
     else:
-        cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
-        layout = build_layout(fuse_by_cap(specs, cap_bytes), world.size)
         schedule = build_schedule(config.schedule, len(layout))
     _check_agreement(world, optimizer, names, layout, schedule, config)
     if config.master_weights and not any(is_half(param) for param in names):
@@ -144,6 +141,23 @@ def assemble(
     return Assembly(
         names, layout, schedule, engine, reduce_scatter, updates, hooks, checks, side
     )
+
+
+def lay_out(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    world_size: int,
+    config: EngineConfig,
+    plan: Plan | None = None,
+) -> BucketLayout:
+    """The buckets that ``assemble`` makes. Raises ConfigError for a plan that does not fit."""
+    names = _optimized_parameters(optimizer, model)
+    specs = [spec_of(param, name) for param, name in names.items()]
+    if plan is not None:
+        return plan.layout(specs, world_size)
+    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
+    return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
 
 
 def _optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +17,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World, connect
 from dearmpi.config import EngineConfig
-from dearmpi.engine.assembly import Assembly, assemble
+from dearmpi.engine.assembly import Assembly, assemble, lay_out
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.clipping import clip, scale
 from dearmpi.engine.clock import IterationTimes
@@ -24,7 +26,8 @@ from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
 from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.probe import elementwise_keys
-from dearmpi.engine.self_planning import SelfPlanning
+from dearmpi.engine.relocation import place_state, relocate_state
+from dearmpi.engine.self_planning import Pause, SelfPlanning
 from dearmpi.engine.settings import check_plan, merge_settings
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.state import gather_state, load_state
@@ -44,6 +47,7 @@ class DistributedOptimizer(Optimizer):
     elsewhere need ``synchronize()`` first.
 
     spans: where the engine tells what takes how long: set its ``recorder`` to listen.
+    plan_pause: what ``plan="auto"`` has cost; None before its plan is followed.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class DistributedOptimizer(Optimizer):
         self.spans = Spans()
         self._plan = read_plan(plan) if isinstance(plan, str | Path) and plan != "auto" else plan
         check_plan(self._plan, self.config)
+        self.plan_pause: Pause | None = None
         self._planning: SelfPlanning | None = None
         self._waited_before_s = 0.0
         self._assembly: Assembly
@@ -98,6 +103,11 @@ class DistributedOptimizer(Optimizer):
     def plan(self) -> Plan | None:
         """The plan that is followed; None before there is one."""
         return self._plan if isinstance(self._plan, Plan) else None
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether the job is still on its way to a plan of its own."""
+        return self._planning is not None
 
     @property
     def times(self) -> IterationTimes:
@@ -125,9 +135,8 @@ class DistributedOptimizer(Optimizer):
         if checks is not None and checks.is_due():
             options = repr(read_options(self._optimizer))
             checks.compare_replicas(self._assembly.engine.take_posted(), options)
-        if self._planning is not None and self._planning.is_due():
-            self.synchronize()
-            self.follow(self._planning.plan(self._assembly.reduce_scatter))
+        if self._planning is not None:
+            self._plan_on(self._planning)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -255,17 +264,24 @@ class DistributedOptimizer(Optimizer):
     def _assemble_anew(self, change: Callable[[], None]) -> None:
         """Lay out again after ``change`` to the wrapped optimizer; the state is carried over."""
         self._abandon_planning()
-        state_dict = self.state_dict()
+        self.synchronize()
+        change()
+        layout = lay_out(
+            self._optimizer,
+            self._model,
+            world_size=self.world.size,
+            config=self.config,
+            plan=self.plan,
+        )
+        states = relocate_state(self.world, self._assembly.updates, layout)
         self._waited_before_s, times = self.waited_s, self.times
         self._close_assembly()
         self._assembly = replace(self._assembly, updates=())
         gc.collect()  # engines and hooks refer to each other, and their buffers are large
-        change()
         self._assemble()
         self._assembly.engine.times = times
-        self.load_state_dict(
-            {**state_dict, "param_groups": self._optimizer.state_dict()["param_groups"]}
-        )
+        with self._assembly.side.section():
+            place_state(self._assembly.updates, states)
 
     def _assemble(self) -> None:
         self._assembly = assemble(
@@ -286,6 +302,19 @@ class DistributedOptimizer(Optimizer):
                 waited=lambda: self.waited_s,
                 spans=self.spans,
             )
+
+    def _plan_on(self, planning: SelfPlanning) -> None:
+        """After a step: go on by the plan, once there is one."""
+        plan = planning.stepped(self.synchronize, self._assembly.reduce_scatter)
+        if planning.problem:
+            self._abandon_planning()
+            self._plan = None
+            if self.world.is_root:
+                warnings.warn(f"plan 'auto' is given up: {planning.problem}", stacklevel=3)
+        elif plan is not None:
+            begin_s = time.perf_counter()
+            self.follow(plan)
+            self.plan_pause = replace(planning.pause, laying_out_s=time.perf_counter() - begin_s)
 
     def _abandon_planning(self) -> None:
         if self._planning is not None:

@@ -45,7 +45,7 @@ def _copied(states: Mapping[str, State]) -> dict[str, State]:
 
 
 def _gather_shards(world: World, updates: Sequence[ShardUpdate]) -> dict[str, State]:
-    described = [_describe(update) for update in updates]
+    described = [describe(update) for update in updates]
     merged: list[dict[str, dict[str, Any]]] = [{} for _ in updates]
     for text in world.all_gather_text(json.dumps(described)):
         for bucket, names in zip(merged, json.loads(text), strict=True):
@@ -86,7 +86,7 @@ def load_state(
         update.merge()
 
 
-def _describe(update: ShardUpdate) -> dict[str, dict[str, Any]]:
+def describe(update: ShardUpdate) -> dict[str, dict[str, Any]]:
     """Per parameter name and state key: the dtype of a tensor, or a scalar's value."""
     described: dict[str, dict[str, Any]] = {}
     for run in update.runs:
@@ -104,6 +104,13 @@ def _describe_entry(value: Any, values: Tensor) -> dict[str, Any]:
     if isinstance(value, Tensor):
         return {"scalar": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
     return {"value": value}
+
+
+def read_scalar(entry: Mapping[str, Any]) -> Any:
+    """What ``describe`` said of an entry that is the same for all elements."""
+    if "dtype" in entry:
+        return torch.tensor(entry["scalar"], dtype=getattr(torch, entry["dtype"]))
+    return entry["value"]
 
 
 def _gather_bucket(
@@ -126,10 +133,8 @@ def _gather_bucket(
             if "tensor" in entry:
                 view = shaped_like(bucket.params[slot], flat[key, entry["tensor"]], place.start)
                 value: Any = view.clone()
-            elif "dtype" in entry:
-                value = torch.tensor(entry["scalar"], dtype=getattr(torch, entry["dtype"]))
             else:
-                value = entry["value"]
+                value = read_scalar(entry)
             whole[place.spec.name][key] = value
     return whole
 

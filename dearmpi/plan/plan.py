@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +36,20 @@ class Prediction:
     compute_s: float
     communication_s: float
     bound_s: float
+
+    def over(self, micro_batches: int) -> Prediction:
+        """The same with gradients accumulated over ``micro_batches``, where this is of one.
+
+        Nothing travels between the feed-forward of the first and the backprop of the last, so the
+        computation of all others is added as it is.
+        """
+        early_s = (micro_batches - 1) * self.compute_s
+        return replace(
+            self,
+            iteration_s=self.iteration_s + early_s,
+            compute_s=self.compute_s + early_s,
+            bound_s=self.bound_s + early_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +124,10 @@ class Plan:
         self._check_contiguous(by_name)
         groups = [[by_name[name] for name in bucket] for bucket in self.buckets]
         return build_layout(groups, world_size)
+
+    def over(self, micro_batches: int) -> Plan:
+        """The same plan where an iteration is ``micro_batches`` like the one it was made for."""
+        return replace(self, prediction=self.prediction.over(micro_batches))
 
     def describe(self) -> str:
         """A few lines for people."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.self_planning import MOST_STEPS
+from dearmpi.engine.settings import check_plan
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.plan.plan import Plan, read_plan
 from dearmpi.train.agreement import AgreedError, together
@@ -23,6 +26,8 @@ from dearmpi.train.random_state import restore_random_state
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
 from dearmpi.train.task import Task
+
+LEAST_STEPS_TO_PLAN = 2 * MOST_STEPS  # so that the plan is followed for half of them at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +78,18 @@ def prepare(
     *,
     choice: OptimizerChoice,
     snapshot: Snapshot | None = None,
+    kept_plan: Path | None = None,
 ) -> Job:
     """Put ``snapshot``, if any, into the model, and distribute its optimizer (collective).
+
+    kept_plan: where the run's earlier part has left a plan, if it made one for itself.
 
     Raises AgreedError where that fails, on any rank, and MismatchError where ranks differ.
     """
     with together(world):
         plan = make_plan(settings, task, world)
+        if settings.plan == "auto":
+            check_plan("auto", settings.engine())  # also where the run is too short for a plan
         convert_model(task.model, settings.precision)
         if snapshot is not None:
             check_model(snapshot, task.model.state_dict())
@@ -88,11 +98,13 @@ def prepare(
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = None if snapshot is None else _optimizer_state(snapshot, task, inner)
-    optimizer = _distribute(inner, task, world, settings, plan=_choose_plan(world, settings))
-    if state is not None:
-        optimizer.load_state_dict(state)
     total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
     start_step = 0 if snapshot is None else snapshot.step
+    num_steps = total_steps - start_step
+    followed = _choose_plan(world, settings, num_steps=num_steps, kept=kept_plan)
+    optimizer = _distribute(inner, task, world, settings, plan=followed)
+    if state is not None:
+        optimizer.load_state_dict(state)
     with together(world):
         _set_random_state(world, settings, start_step, snapshot)
     return Job(
@@ -119,12 +131,21 @@ def check_position(snapshot: Snapshot, task: Task) -> None:
         )
 
 
-def _choose_plan(world: World, settings: RunSettings) -> Plan | Literal["auto"] | None:
-    """What the optimizer is to follow; rank 0 reads a file for all (collective)."""
+def _choose_plan(
+    world: World, settings: RunSettings, *, num_steps: int, kept: Path | None
+) -> Plan | Literal["auto"] | None:
+    """What to follow for ``num_steps``; rank 0 reads a file for all (collective).
+
+    With ``auto`` a run goes on by the plan that it has made before, if it still fits.
+    """
     if settings.plan in ("none", "bayes"):
         return None
     if settings.plan == "auto":
-        return "auto"
+        text = _read_kept(kept, world, settings) if world.is_root and kept is not None else ""
+        text = world.broadcast_text(text)
+        if text:
+            return Plan.from_json(text, "the plan that the run has made before")
+        return "auto" if num_steps >= LEAST_STEPS_TO_PLAN else None
     text = ""
     with together(world, root_only=True):
         if world.is_root:
@@ -137,6 +158,16 @@ def _choose_plan(world: World, settings: RunSettings) -> Plan | Literal["auto"] 
                 )
             text = plan.to_json()
     return Plan.from_json(world.broadcast_text(text), settings.plan)
+
+
+def _read_kept(path: Path, world: World, settings: RunSettings) -> str:
+    """The plan at ``path``; empty if there is none, or one for other ranks or updates."""
+    try:
+        plan = read_plan(path)
+    except ConfigError:
+        return ""
+    fits = (plan.world_size, plan.eager) == (world.size, settings.engine().eager)
+    return plan.to_json() if fits else ""
 
 
 def _distribute(

@@ -85,11 +85,18 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
         make_plan(settings, task, world)
     fingerprints = argument_fingerprints(settings.as_plain())
     compare(world, fingerprints | model_fingerprints(task.model.state_dict()))
-    job = prepare(world, settings, task, choice=choice, snapshot=snapshot)
+    kept = RunFolder(place.root / place.name).plan if _has_planned(place, snapshot) else None
+    job = prepare(world, settings, task, choice=choice, snapshot=snapshot, kept_plan=kept)
     with together(world):
         if settings.trace is not None:
             check_window(settings.trace, job)
     return Session(place, job, threads)
+
+
+def _has_planned(place: Place, snapshot: Snapshot | None) -> bool:
+    """Whether an earlier part of this very run may have made a plan for itself."""
+    stored = {} if snapshot is None else snapshot.meta.get("config", {})
+    return place.continued and stored.get("plan") == "auto"
 
 
 def settle(

@@ -275,7 +275,7 @@ class RunSettings:
                 "deterministic needs a fixed reduce_scatter: with auto, timing would choose the "
                 "order of summation; use ring, native or exchange"
             )
-        if self.deterministic and self.plan in ("auto", "bayes"):
+        if self.deterministic and self.plan in PLANNING:
             raise ConfigError(
                 f"deterministic needs a fixed plan: with {self.plan}, timing would choose the "
                 "buckets, and with them the order of summation; use none, or the file of a plan"
@@ -339,6 +339,7 @@ class RunSettings:
         }
 
 
+PLANNING = ("auto", "bayes")  # plans that are found while training
 EXCLUSIVE = (("epochs", "max_steps"), ("warmup_steps", "warmup_epochs"))
 
 SETTINGS: Mapping[str, Setting] = {

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from dearmpi.comm.clock_offset import ClockOffset, measure_clock
 from dearmpi.engine.layer_spans import LayerSpans
-from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
+from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
 from dearmpi.engine.span import Recorder, Span
 from dearmpi.errors import ConfigError
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL
@@ -98,9 +98,11 @@ def check_window(window: tuple[int, int], job: Job) -> None:
             f"trace is {start}:{stop}, but plan bayes tries buckets until iteration {searched}; "
             f"record from {searched + 1} on"
         )
-    planned = job.start_step + NUM_WARMUP + NUM_PROFILED  # at the end of this one
-    if job.settings.plan == "auto" and start <= planned < stop:
+    measured = job.start_step + NUM_WARMUP + NUM_PROFILED  # a plan may be taken up after this one
+    planned = job.start_step + MOST_STEPS
+    if job.optimizer.is_planning and start <= planned and stop > measured + 1:
         raise ConfigError(
-            f"trace is {start}:{stop}, but with plan auto other buckets travel from iteration "
-            f"{planned + 1} on; record {planned + 1}:{planned + 1 + stop - start}, or end before"
+            f"trace is {start}:{stop}, but plan auto lays out other buckets between iterations "
+            f"{measured + 1} and {planned + 1}; record {planned + 1}:{planned + 1 + stop - start}, "
+            f"or end at {measured + 1}"
         )

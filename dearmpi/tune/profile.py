@@ -78,8 +78,12 @@ class LayerTimer:
     @property
     def num_passes(self) -> int:
         """Passes seen so far that count; the last may still be under way."""
-        complete = len(self._passes) + bool(self._pass.ready)
-        return max(0, complete - self._num_warmup)
+        return max(0, self.num_seen - self._num_warmup)
+
+    @property
+    def num_seen(self) -> int:
+        """Passes seen so far, those that do not count among them."""
+        return len(self._passes) + bool(self._pass.ready)
 
     def detach(self) -> None:
         """Leave the model as it was. Safe to call twice."""

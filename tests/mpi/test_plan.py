@@ -11,11 +11,13 @@ from torch import Tensor
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP
+from dearmpi.engine import self_planning
+from dearmpi.engine.self_planning import MOST_STEPS
 from dearmpi.errors import ConfigError
 from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
+from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 from tests.mpi.semantics import (
     Side,
     adam,
@@ -63,7 +65,7 @@ def script_with(change: Any) -> Any:
         train(side, model, optimizer, 3)
         if side.is_distributed:
             change(optimizer)
-        train(side, model, optimizer, NUM_WARMUP + NUM_PROFILED)
+        train(side, model, optimizer, MOST_STEPS)
         return outcome(model, optimizer)
 
     return script
@@ -120,6 +122,57 @@ def test_a_job_plans_for_itself_and_changes_no_number(
     assert set(world.all_gather_text(plan.to_json())) == {plan.to_json()}
     assert plan.prediction.compute_s > 0 and plan.prediction.communication_s > 0
     assert optimizer.waited_s >= 0 and optimizer.spans.recorder is None
+    pause = optimizer.plan_pause
+    assert pause is not None and not optimizer.is_planning
+    assert pause.measuring_s > 0 and pause.laying_out_s > 0
+    assert pause.total_s == sum([pause.measuring_s, pause.waiting_s, pause.laying_out_s])
+
+
+def test_training_goes_on_while_a_plan_is_made_and_micro_batches_are_no_iterations(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PlanRequest] = []
+
+    class Process(PlanProcess):
+        def __init__(self, request: PlanRequest) -> None:
+            seen.append(request)
+            super().__init__(request)
+
+    monkeypatch.setattr(self_planning, "PlanProcess", Process)
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    for number in range(MOST_STEPS):
+        assert number > 5 or optimizer.is_planning
+        with optimizer.no_sync():
+            for step in range(2):
+                side.loss(model, step).backward()
+        train(side, model, optimizer, 1)
+    assert [request.micro_batches for request in seen] == [3] * world.is_root
+    assert optimizer.plan is not None
+    if world.is_root:
+        compute_s = seen[0].profile.feed_forward_s + seen[0].profile.backprop_s
+        assert optimizer.plan.prediction.compute_s == pytest.approx(3 * compute_s)
+    side.close()
+
+
+def test_a_compiled_model_trains_on_without_a_plan(
+    world: World, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Its layers run without hooks, so nothing can time them."""
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for step in range(6):
+        optimizer.zero_grad()
+        side.loss(compiled, step).backward()
+        optimizer.step()
+    told = [str(one.message) for one in recwarn if "plan 'auto' is given up" in str(one.message)]
+    assert len(told) == world.is_root and all("before it is compiled" in text for text in told)
+    assert optimizer.plan is None and not optimizer.is_planning
+    side.close()
+    torch.compiler.reset()
 
 
 def test_inside_join_a_job_does_not_plan(world: World) -> None:
@@ -128,7 +181,7 @@ def test_inside_join_a_job_does_not_plan(world: World) -> None:
     side = Side(world, bucket_cap_mb=None, plan="auto")
     optimizer = side.wrap(adam(model), model)
     with optimizer.join():
-        train(side, model, optimizer, NUM_WARMUP + NUM_PROFILED + world.rank)
+        train(side, model, optimizer, MOST_STEPS + world.rank)
     train(side, model, optimizer, 1)
     assert optimizer.plan is None
     side.close()

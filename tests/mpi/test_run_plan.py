@@ -14,6 +14,7 @@ from dearmpi.comm.world import World
 from dearmpi.plan.plan import Plan, read_plan
 from dearmpi.train import metrics
 from dearmpi.train.agreement import AgreedError
+from dearmpi.train.job import LEAST_STEPS_TO_PLAN
 from dearmpi.train.layers import make_layer
 from dearmpi.train.stop import StopRequest
 
@@ -61,36 +62,36 @@ def losses(run_folder: Path) -> list[float | None]:
 
 
 def written_plan(world: World, run_folder: Path) -> Plan:
-    """The plan of the run, after all ranks have seen it; then it is removed."""
+    """The plan of the run, after all ranks have seen it."""
     plan = read_plan(run_folder / "plan.json")
-    world.barrier()
-    if world.is_root:
-        (run_folder / "plan.json").unlink()
     world.barrier()
     return plan
 
 
-def test_a_plan_changes_no_number_and_a_resumed_run_plans_anew_or_reads_again(
+def test_a_plan_changes_no_number_and_a_resumed_run_goes_on_by_it(
     world: World, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = losses(run(world, folder, "plain", max_steps=14))
+    expected = losses(run(world, folder, "plain", max_steps=LEAST_STEPS_TO_PLAN + 4))
     capfd.readouterr()
-    run(world, folder, "a", plan="auto", max_steps=6)
+    run(world, folder, "a", plan="auto", max_steps=LEAST_STEPS_TO_PLAN)
     told = capfd.readouterr().out
     plan = written_plan(world, folder / "a")
     assert plan.world_size == world.size
     assert (plan.describe() in told) == ("from the times of the first 5" in told) == world.is_root
+    assert ("plan taken up in " in told) == world.is_root
     assert "predicted iteration" in (folder / f"a/logs/rank-{world.rank:05d}.log").read_text()
 
-    run(world, folder, "a", resume="auto", max_steps=12)  # the plan is that of the checkpoint: auto
-    assert written_plan(world, folder / "a").parameters == plan.parameters
+    run(world, folder, "a", resume="auto", max_steps=LEAST_STEPS_TO_PLAN + 2)
+    told = capfd.readouterr().out
+    assert written_plan(world, folder / "a") == plan
+    assert ("auto, the one that this run has made before" in told) == world.is_root
 
     path = folder / "plan.json"
     if world.is_root:  # the others need no file
         path.write_text(plan.to_json())
     with pytest.raises(AgreedError, match="updates buckets during backprop, but with max_grad_"):
         run(world, folder, "clipped", plan=str(path), max_grad_norm=1)
-    run(world, folder, "a", resume="auto", plan=str(path), max_steps=14)
+    run(world, folder, "a", resume="auto", plan=str(path), max_steps=LEAST_STEPS_TO_PLAN + 4)
     assert written_plan(world, folder / "a") == plan
     assert losses(folder / "a") == pytest.approx(expected, rel=1e-9)
 
@@ -103,11 +104,23 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_all_before_anything_is_wri
         ({"plan": "bayes", "bucket_cap_mb": 3}, "bucket_cap_mb is 3.0, but plan bayes searches"),
         ({"plan": "bayes", "trace": "50:70", "max_steps": 80}, "record from 51 on"),
         ({"plan": f"{folder}/none.json"}, "cannot read the plan .*none.json"),
-        ({"plan": "auto", "trace": "4:7", "max_steps": 20}, "from iteration 6 on; record 6:9"),
+        (
+            {"plan": "auto", "trace": "4:7", "max_steps": 200},
+            "between iterations 6 and 51; record 51:54, or end at 6",
+        ),
     ):
         with pytest.raises(AgreedError, match=problem):
             run(world, folder, "a", **given)
     assert not (folder / "a").exists()
+
+
+def test_a_short_run_pays_for_no_plan(
+    world: World, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(world, folder, "a", plan="auto", max_steps=LEAST_STEPS_TO_PLAN - 1)
+    told = capfd.readouterr().out
+    assert ("auto pays from 100 steps on, and 99 are left" in told) == world.is_root
+    assert not (folder / "a" / "plan.json").exists()
 
 
 def test_trying_bucket_caps_changes_no_number_and_ends_with_the_best(

@@ -1,0 +1,78 @@
+"""How long does training stand still until it follows a plan of its own?
+
+    mpirun -n 4 python benchmarks/taking_up.py [WORKLOAD] [sgd|adam] [ITERATION_S]
+
+Trains a replayed model with ``plan="auto"``, and prints what the optimizer says of its pauses, the
+longest iterations on the way, and the most memory in use at once while the buckets were laid out
+anew, beyond what was in use before.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from statistics import median
+
+import torch
+
+from dearmpi import DistributedOptimizer, connect
+from dearmpi.bench.memory import peak_bytes, start_peak
+from dearmpi.bench.replay import ReplayModel
+from dearmpi.plan.profile import profile_workload
+from dearmpi.plan.workload import read_workload
+
+DEFAULTS = ("resnet50", "adam", "1.0")
+
+
+def main() -> None:
+    """Train until the plan is followed, and a few steps more."""
+    name, kind, text = [*sys.argv[1:], *DEFAULTS[len(sys.argv) - 1 :]]
+    compute_s = float(text)
+    world = connect()
+    torch.set_num_threads(1)
+    profile = profile_workload(
+        read_workload(name), feed_forward_s=compute_s / 3, backprop_s=compute_s * 2 / 3
+    )
+    model = ReplayModel(profile)
+    make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind]
+    optimizer = DistributedOptimizer(
+        make(model.parameters(), lr=0.01), model, world=world, eager=True, plan="auto"
+    )
+    seconds, start = [], start_peak()
+    before = 0
+    while optimizer.is_planning or len(seconds) < before + 5:
+        if optimizer.is_planning:
+            before, start, peak = len(seconds) + 1, start_peak(), 0
+        begin_s = time.perf_counter()
+        optimizer.zero_grad()
+        model(torch.zeros(1, requires_grad=True)).sum().backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin_s)
+        if not optimizer.is_planning:
+            peak = max(peak, peak_bytes(start) or 0)
+    optimizer.synchronize()
+    most = world.all_reduce([float(peak), *seconds], "max")
+    if world.rank == 0:
+        report(optimizer, most[1:], num_before=before)
+        print(f"memory in the step that lays out, beyond what was in use: {most[0] / 1e6:.0f} MB")
+    optimizer.close()
+
+
+def report(optimizer: DistributedOptimizer, seconds: list[float], *, num_before: int) -> None:
+    """Print the pause, and how iterations went before and after it."""
+    pause, usual_s = optimizer.plan_pause, median(seconds[1 : num_before - 1])
+    assert pause is not None
+    print(
+        f"plan taken up after {num_before} iterations, in {pause.total_s:.2f} s: measuring "
+        f"{pause.measuring_s:.2f}, waiting {pause.waiting_s:.2f}, laying out "
+        f"{pause.laying_out_s:.2f}"
+    )
+    longest = sorted(seconds[1:], reverse=True)[:3]
+    print(
+        f"iterations of {usual_s:.3f} s before and {median(seconds[-4:]):.3f} s after it; the "
+        f"longest: {', '.join(f'{value:.3f}' for value in longest)} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

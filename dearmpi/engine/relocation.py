@@ -1,0 +1,161 @@
+"""Relocation: optimizer state goes from the shards of one layout to those of another.
+
+Bucket by bucket, each element from the rank that has it to the rank that is to have it. So a rank
+sends at most its own share of the state, and never holds more than two shares and a bucket.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.api import Collectives
+from dearmpi.comm.transfer import Parcel, Transfer
+from dearmpi.comm.world import World
+from dearmpi.engine.local_state import read_pieces, read_whole
+from dearmpi.engine.shard_update import Run, ShardUpdate
+from dearmpi.engine.state import State, describe, read_scalar
+from dearmpi.engine.whole_update import WholeUpdate
+from dearmpi.plan.layout import Bucket, BucketLayout, Slot
+
+Descriptions = Sequence[Mapping[str, Mapping[str, Any]]]
+"""Of one bucket, by rank: parameter name to state key to what it is (``state.describe``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements ``start`` to ``stop`` of a parameter, which ``rank`` owns."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+def stretches(bucket: Bucket, slot: Slot) -> list[Stretch]:
+    """Who owns which elements of the parameter in ``slot``, by rank."""
+    numel = bucket.shard_numel
+    return [
+        Stretch(
+            rank,
+            max(0, rank * numel - slot.start),
+            min(slot.stop, (rank + 1) * numel) - slot.start,
+        )
+        for rank in range(slot.start // numel, (slot.stop - 1) // numel + 1)
+    ]
+
+
+def relocate_state(
+    world: World, updates: Sequence[ShardUpdate | WholeUpdate], layout: BucketLayout
+) -> dict[str, State]:
+    """What this rank is to hold under ``layout``, by parameter name (collective).
+
+    Of sharded state that is the own stretch of each parameter, in 1-D tensors, and ``updates`` let
+    go of theirs; state that every rank holds whole stays so.
+    """
+    states = read_whole(updates)
+    shards = [update for update in updates if isinstance(update, ShardUpdate)]
+    if not shards:
+        return states
+    own = json.dumps([describe(update) for update in shards])
+    described = [json.loads(text) for text in world.all_gather_text(own)]
+    owners = {s.spec.name: stretches(bucket, s) for bucket in layout for s in bucket.slots}
+    channel = world.open_channel("relocation", window=1)
+    for number, update in enumerate(shards):
+        move = _Move(world.rank, owners, [by_bucket[number] for by_bucket in described])
+        held = {piece.name: piece.tensors for piece in read_pieces([update])}
+        for slot in update.bucket.plan.slots:
+            move.add(update.bucket.plan, slot, held.get(slot.spec.name, {}))
+        channel.run(f"the state of bucket {update.bucket.index}", move.start)
+        states |= move.arrived
+        for run in update.runs:
+            update.set_state(run, {})
+    channel.close()
+    return states
+
+
+def place_state(updates: Sequence[ShardUpdate | WholeUpdate], states: Mapping[str, State]) -> None:
+    """Put what ``relocate_state`` gave into the updates of the layout that it was given."""
+    for update in updates:
+        if isinstance(update, WholeUpdate):
+            update.set_states(states)
+            continue
+        update.split()
+        for run in update.runs:
+            ((slot, _, _),) = run.pieces
+            state = states.get(update.bucket.plan.names[slot], {})
+            update.set_state(run, {key: _beside(value, run) for key, value in state.items()})
+        update.merge()
+
+
+def _beside(value: Any, run: Run) -> Any:
+    """``value`` on the device of ``run``; scalars stay where torch makes them."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return value.to(run.values.device)
+    return value
+
+
+class _Move:
+    """The state of one bucket on its way: what this rank sends, receives, or only copies.
+
+    owners: of each parameter's elements from now on. described: what ranks hold of this bucket.
+    arrived: by parameter name; complete once the request is.
+    """
+
+    def __init__(
+        self, rank: int, owners: Mapping[str, Sequence[Stretch]], described: Descriptions
+    ) -> None:
+        self._rank, self._owners, self._described = rank, owners, described
+        self._sends: list[Parcel] = []
+        self._receives: list[Parcel] = []
+        self.arrived: dict[str, State] = {}
+
+    def add(self, bucket: Bucket, slot: Slot, held: Mapping[str, Tensor]) -> None:
+        """A parameter in its old place. held: what this rank has of it, by state key."""
+        name = slot.spec.name
+        for new in self._owners[name]:
+            if new.rank == self._rank:
+                self._make_room(name, new.stop - new.start)
+        for old in stretches(bucket, slot):
+            described = self._described[old.rank].get(name, {})
+            keys = sorted(key for key, entry in described.items() if "tensor" in entry)
+            for new in self._owners[name]:
+                start, stop = max(old.start, new.start), min(old.stop, new.stop)
+                if start >= stop:
+                    continue
+                for key in keys:
+                    if old.rank == self._rank:
+                        part = held[key][start - old.start : stop - old.start].cpu()
+                        self._sends.append((new.rank, part))
+                    if new.rank == self._rank:
+                        room = self.arrived[name][key][start - new.start : stop - new.start]
+                        self._receives.append((old.rank, room))
+
+    def start(self, collectives: Collectives) -> Transfer:
+        """Post everything; what stays on this rank is copied."""
+        kept = (part for rank, part in self._sends if rank == self._rank)
+        room: Iterator[Any] = (part for rank, part in self._receives if rank == self._rank)
+        for source, target in zip(kept, room, strict=True):
+            target.copy_(source)
+        return Transfer(
+            collectives,
+            sends=[parcel for parcel in self._sends if parcel[0] != self._rank],
+            receives=[parcel for parcel in self._receives if parcel[0] != self._rank],
+        )
+
+    def _make_room(self, name: str, numel: int) -> None:
+        """Tensors and scalars as any rank described them; zero where nothing arrives."""
+        entries: dict[str, Any] = {}
+        for by_name in self._described:
+            entries |= by_name.get(name, {})
+        if entries:
+            self.arrived[name] = {
+                key: torch.zeros(numel, dtype=getattr(torch, entry["tensor"]))
+                if "tensor" in entry
+                else read_scalar(entry)
+                for key, entry in entries.items()
+            }

@@ -1,0 +1,143 @@
+"""Plan process: a plan is made in a process of its own while this one trains.
+
+A thread would hold the interpreter's lock, for up to two seconds, against the training beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from dearmpi.config import Gather
+from dearmpi.errors import ConfigError
+from dearmpi.plan.cost import Costs, LinkModel
+from dearmpi.plan.plan import Plan
+from dearmpi.plan.planner import make_plan
+from dearmpi.plan.profile import ModelProfile, parse_profile
+
+_NICENESS = 10  # training goes first where cores are few
+_REFUSED = 2  # the exit code of a process that was given what nothing can be planned from
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What ``make_plan`` is to be called with; of each iteration it sees one micro-batch."""
+
+    profile: ModelProfile
+    costs: Costs
+    eager: bool
+    gather: Gather
+    micro_batches: int = 1
+
+    def to_json(self) -> str:
+        """The whole as text."""
+        return json.dumps(
+            {
+                "profile": self.profile.to_json(),
+                "costs": asdict(self.costs),
+                "eager": self.eager,
+                "gather": self.gather,
+                "micro_batches": self.micro_batches,
+            }
+        )
+
+    def carry_out(self) -> Plan:
+        """Plan, here and now. Raises ConfigError where nothing can be planned."""
+        plan = make_plan(
+            self.profile,
+            self.costs,
+            world_size=self.costs.world_size,
+            eager=self.eager,
+            gather=self.gather,
+        )
+        return plan.over(self.micro_batches)
+
+
+def parse_request(text: str) -> PlanRequest:
+    """What ``PlanRequest.to_json`` wrote."""
+    plain: dict[str, Any] = json.loads(text)
+    links = {key: LinkModel(**plain["costs"][key]) for key in ("reduce_scatter", "all_gather")}
+    return PlanRequest(
+        parse_profile(plain["profile"], "the profile"),
+        Costs(**{**plain["costs"], **links}),
+        eager=plain["eager"],
+        gather=plain["gather"],
+        micro_batches=plain["micro_batches"],
+    )
+
+
+class PlanProcess:
+    """Makes the plan that ``request`` asks for, from now on."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+        self._out, self._complaint = _temporary(""), _temporary("")
+        self._process: subprocess.Popen[bytes] | None = None
+        folder = str(Path(__file__).parents[2])
+        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        try:
+            with _temporary(request.to_json()) as given:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __spec__.name if __spec__ else __name__],
+                    stdin=given,
+                    stdout=self._out,
+                    stderr=self._complaint,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                    start_new_session=True,  # an interrupt at the terminal is for those who train
+                )
+        except OSError:
+            pass  # where no process can be had, ``result`` plans itself
+
+    def result(self) -> Plan:
+        """The plan, as soon as it is there. Raises ConfigError where nothing can be planned."""
+        code = None if self._process is None else self._process.wait()
+        try:
+            if code == 0:
+                return Plan.from_json(_read(self._out), "the plan")
+            if code == _REFUSED:
+                raise ConfigError(_read(self._complaint).strip())
+            return self._request.carry_out()  # somebody has ended the process
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the process, if it still runs. Safe to call twice."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._out.close()
+        self._complaint.close()
+
+
+def _temporary(text: str) -> TextIO:
+    """A file that nobody else sees, unlike a pipe of any length, to be read from its start."""
+    file: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+    file.write(text)
+    file.seek(0)
+    return file
+
+
+def _read(file: TextIO) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def main() -> int:
+    """Plan what stands on standard input."""
+    os.nice(_NICENESS)
+    try:
+        sys.stdout.write(parse_request(sys.stdin.read()).carry_out().to_json())
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return _REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
