@@ -8,10 +8,13 @@ from dearmpi.comm.world import World
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.train.agreement import together
 from dearmpi.train.job import Job
-from dearmpi.train.layers import Layer
+from dearmpi.train.layers import Layer, make_layer, merge
 from dearmpi.train.session import open_session
+from dearmpi.train.settings import PLANNING
 from dearmpi.train.stepping import take_step
 from dearmpi.tune.profile import LayerTimer, slowest_profile
+
+_NO_PLAN = {"plan": "none"}  # the profile is over before one is found
 
 
 def measure_layers(
@@ -21,6 +24,8 @@ def measure_layers(
 
     Of ``num_warmup + num_batches`` steps the first do not count. The slowest rank's times do.
     """
+    if merge(layers).get("plan") in PLANNING:
+        layers = [make_layer("flag", _NO_PLAN), *layers]
     job = open_session(world, layers).job
     optimizer, micro_batches = job.optimizer, job.plan.micro_batches
     timer = LayerTimer(

@@ -15,6 +15,7 @@ from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
     from dearmpi.plan.cost import Costs
+    from dearmpi.plan.profile import ModelProfile
 
 
 @click.command(short_help="Decide on buckets and their order, from measured times.")
@@ -53,6 +54,15 @@ if TYPE_CHECKING:
     show_default=True,
     help="what the run gathers",
 )
+@click.option(
+    "--gradient-accumulation-steps",
+    "micro_batches",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="micro-batches per optimizer step of the run; the profile is of one of them",
+)
 @click.option("--out", type=OUT, metavar="FILE", help="write the plan there, as JSON")
 @click.option(
     "--picture",
@@ -67,6 +77,7 @@ def plan(
     world_size: int | None,
     eager: bool,
     gather: Gather,
+    micro_batches: int,
     out: Path | None,
     picture_path: Path | None,
 ) -> int:
@@ -91,7 +102,8 @@ def plan(
     profile = read_profile(profile_path)
     costs = _read_costs(calibration_path, world_size)
     made = make_plan(profile, costs, world_size=costs.world_size, eager=eager, gather=gather)
-    console.say(*describe_costs(costs), made.describe())
+    made = made.over(micro_batches)
+    console.say(*describe_profile_use(profile, costs), *describe_costs(costs), made.describe())
     if out is not None:
         out.write_text(made.to_json(), encoding="utf-8")
         console.say(f"wrote {out}")
@@ -112,6 +124,17 @@ def _read_costs(path: Path, world_size: int | None) -> Costs:
         raise ConfigError(f"--world-size is {world_size}; it must be 2 or more: one sends nothing")
     calibration = read_calibration(path)
     return calibration.costs.at(world_size or calibration.world_size).with_typical_overheads()
+
+
+def describe_profile_use(profile: ModelProfile, costs: Costs) -> list[str]:
+    """A line where the times hold only as long as the batch of a rank stays as it was."""
+    if profile.world_size == costs.world_size:
+        return []
+    return [
+        f"the profile was measured with {profile.world_size} rank(s), and the plan is for "
+        f"{costs.world_size}: it holds for {profile.workload.batch_size} samples per rank and "
+        "micro-batch, as then"
+    ]
 
 
 def describe_costs(costs: Costs) -> list[str]:

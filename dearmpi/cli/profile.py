@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from dearmpi.cli.measurement import OUT, check_place, write
 from dearmpi.cli.run import read_layers, run_together
 from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
+from dearmpi.train.settings import PLANNING, SETTINGS
 
 if TYPE_CHECKING:
     from dearmpi.cli.rank_log import RankLog
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 _HEADER = ("layer", "tensors", "MB", "feed-forward ms", "backprop ms", "ready ms")
 _MOST_ROWS = 40
+_WITHOUT_EFFECT = (
+    *("epochs", "max_steps", "run_folder", "name", "resume", "max_time_s", "checkpoint_interval"),
+    *("keep", "log_interval", "eval_interval", "tensorboard", "trace"),
+)
 
 
 def _profile(
@@ -35,15 +40,16 @@ def _profile(
       dear-train profile --task digits --out digits.json
       mpirun -n 4 dear-train profile --task digits --out digits.json
 
-    Takes the flags of `dear-train run`. Nothing is kept of what was trained, so those on saving,
-    evaluation and logging have no effect. With several ranks the slowest counts. `dear-train bench
-    --workload FILE` replays the result.
+    Takes the flags of `dear-train run` that say what is trained and how; in a --config file the
+    others may stand as well. Nothing is kept of what was trained. With several ranks the slowest
+    counts. `dear-train bench --workload FILE` replays the result.
     """
 
     failure: ConfigError | None = None
     layers: list[Layer] = []
     try:
         check_lengths(num_warmup, num_batches)
+        check_flags(given)
         layers = read_layers(given, os.environ, config)
     except ConfigError as error:
         failure = error
@@ -89,6 +95,21 @@ profile = RunCommand(
     help=_profile.__doc__,
     short_help="Measure how long each layer of a model computes.",
 )
+
+
+def check_flags(given: Mapping[str, object]) -> None:
+    """Raise ConfigError for a flag of a run that changes nothing about a profile."""
+    for name in _WITHOUT_EFFECT:
+        if given[name] not in (None, ()):
+            raise ConfigError(
+                f"--{SETTINGS[name].flag} has no effect on a profile, which trains for "
+                "--num-warmup-batches and --num-batches steps and keeps nothing; leave it out"
+            )
+    if given["plan"] in PLANNING:
+        raise ConfigError(
+            f"--plan {given['plan']} has no effect on a profile, which is over before a plan is "
+            "found; leave it out, or name the file of one"
+        )
 
 
 def check_lengths(num_warmup: int, num_batches: int) -> None:

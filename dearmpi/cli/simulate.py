@@ -164,7 +164,7 @@ def _read_network(text: str) -> Network:
         )
     calibration = read_calibration(text)
     source = f"measured with {calibration.world_size} ranks, {calibration.library}"
-    return Network(Path(text).name, calibration.costs, source)
+    return Network(Path(text).name, calibration.costs.with_typical_overheads(), source)
 
 
 def _read_methods(names: Sequence[str]) -> list[Method]:

@@ -54,6 +54,10 @@ def test_a_profile_is_told_and_written(task: str, capsys: pytest.CaptureFixture[
     [
         (["profile", "--num-batches", "0"], ["0 that count"]),
         (["profile", "--task", "no-such-task"], ["no-such-task"]),
+        (["profile", "--plan", "bayes"], ["--plan bayes has no effect", "leave it out"]),
+        (["profile", "--plan", "auto"], ["--plan auto has no effect"]),
+        (["profile", "--log-interval", "3"], ["--log-interval has no effect on a profile"]),
+        (["profile", "--max-time", "90m"], ["--max-time has no effect on a profile"]),
         (["profile", "--out", "/nowhere/at/all.json"], ["/nowhere/at"]),
         (["calibrate", "--out", "/nowhere/at/all.json"], ["/nowhere/at"]),
         (["calibrate", "--seconds", "0"], ["--seconds is 0"]),
@@ -68,6 +72,14 @@ def test_what_cannot_be_measured_is_refused(
     assert main(arguments) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in words), text
+
+
+def test_a_config_file_of_a_run_serves_a_profile_too(
+    task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text(f"task: {task}\nplan: auto\nlog_interval: 3\nbatch_size: 4\n")
+    assert main(["profile", "--config", "run.yaml", "--num-batches", "2"]) == 0
+    assert "tiny: 2 layers" in capsys.readouterr().out
 
 
 def test_a_profile_is_replayed(task: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,22 @@ def test_for_another_number_of_ranks_and_without_eager_updates(
     assert plan.world_size == 64 and not plan.eager
 
 
+def test_other_micro_batches_only_compute(
+    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = []
+    for number in ("1", "4"):
+        path = tmp_path / f"plan{number}.json"
+        assert main([*given, "--gradient-accumulation-steps", number, "--out", str(path)]) == 0
+        plans.append(read_plan(path))
+    one, four = plans
+    assert (four.buckets, four.schedule) == (one.buckets, one.schedule)
+    added_s = 3 * one.prediction.compute_s
+    assert four.prediction.iteration_s == pytest.approx(one.prediction.iteration_s + added_s)
+    assert four.prediction.bound_s == pytest.approx(one.prediction.bound_s + added_s)
+    assert "measured with 1 rank(s), and the plan is for 4" in capsys.readouterr().out
+
+
 def test_it_needs_neither_torch_nor_mpi(tmp_path: Path, given: list[str]) -> None:
     script = (
         "import sys\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,21 @@ def test_a_calibration_is_the_network_at_any_number_of_ranks(
         cost = result["network"][half]
         assert cost["alpha_s"] == pytest.approx(15 * 1e-4)
         assert cost["beta_s_per_byte"] == pytest.approx(15 / 16 * 8e-9)
+
+
+def test_a_measured_network_has_the_costs_of_buckets_too(tmp_path: Path) -> None:
+    """A calibration without them is simulated with typical ones, as a plan is made."""
+    times = tuple(SizeTimes(n, 1e-4 + 1e-9 * n, 2e-4 + 2e-9 * n) for n in (2**14, 2**20))
+    measured = Calibration(("n0", "n1"), "MPICH 5.0.2", "ring", times, times)
+    iteration_s = []
+    for name, update_s in (("unknown", 0.0), ("typical", 0.5e-3), ("slow", 5e-3)):
+        calibration = replace(measured, update_s=update_s, main_thread_s=update_s / 5)
+        (tmp_path / name).write_text(calibration.to_json())
+        arguments = ["--network", str(tmp_path / name), "--json", str(tmp_path / "out.json")]
+        assert main(["simulate", *SMALL, *arguments, "--method", "dear-unfused"]) == 0
+        (result,) = json.loads((tmp_path / "out.json").read_text())
+        iteration_s.append(result["methods"][0]["iteration_s"])
+    assert iteration_s[0] == pytest.approx(iteration_s[1]) < iteration_s[2]
 
 
 def test_the_paper_beside_what_is_simulated(
