@@ -3,8 +3,8 @@
 A collective of n bytes that is alone on the wire takes ``alpha + beta * n``. For the share
 ``wire_share * beta * n / (alpha + beta * n)`` of that time it has something on the wire; in the
 rest it waits for messages to start, for the slowest rank, for a sum. That rest is what a second
-operation in flight fills: two together take as long as either alone, or as long as the wire needs
-for the bytes of both, whichever is more.
+operation in flight fills (``plan/wire.py``): two alike take about as long as either alone, or as
+long as the wire needs for the bytes of both, whichever is more.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Flow: when each bucket of one iteration is reduced, updated and gathered.
 
-The engine's rules (``engine/pipeline.py``, ``comm/progress.py``) on a wire that is shared fairly:
+The engine's rules (``engine/pipeline.py``, ``comm/progress.py``):
 
 - Reduce-scatters are posted in the schedule's order, each once its bucket is ready; all-gathers in
   the schedule's order, each once its bucket is updated and the reduce-scatter that it is tied to is
-  complete. At most ``window`` of each kind are in flight.
-- An operation that is alone takes ``alone_s``, for ``wire_s`` of which it needs the whole wire: it
-  can use the share ``wire_s / alone_s`` at most. Operations in flight, of both kinds, share the
-  wire equally, and what one cannot use is left to the others. So two in flight fill each other's
-  latency, and many share what one would have had alone.
+  complete. At most ``window`` of each kind are in flight, on one ``Wire``.
 - Updates run one after the other, in the order in which they become possible, beside the wire.
 
 No bucket is under way when backprop begins, since the feed-forward before it has waited for all
@@ -23,14 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dearmpi.plan.schedule import Launch, Schedule, Wait
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One collective: seconds if alone, and for how long it needs the whole wire."""
-
-    alone_s: float
-    wire_s: float
+from dearmpi.plan.wire import Flight, Transfer, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +44,6 @@ class Passage:
     def current_s(self) -> float:
         """When its parameters may be read."""
         return max(self.update[1], self.gather[1])
-
-
-class _Flight:
-    """An operation in flight. left: the part of it that is still to be done, from 1 to 0."""
-
-    __slots__ = ("bucket", "left", "most", "reduces", "speed", "start_s", "wire_s")
-
-    def __init__(self, bucket: int, transfer: Transfer, *, reduces: bool, now: float) -> None:
-        self.bucket, self.reduces, self.start_s = bucket, reduces, now
-        self.left = 1.0
-        self.wire_s = transfer.wire_s
-        self.most = 1.0 / max(transfer.alone_s, 1e-12)  # done per second if alone
-        self.speed = self.most
 
 
 class Flow:
@@ -99,7 +75,7 @@ class Flow:
                 late = max(late, load.ready_s)
                 self._launches.append((late, bucket))
         self._gathers = deque(g for g in schedule.all_gathers if loads[g.bucket] is not None)
-        self._flights: list[_Flight] = []
+        self._wire = Wire()
         self._num_reducing = 0
         self._updates: deque[int] = deque()
         self._now = 0.0
@@ -114,7 +90,7 @@ class Flow:
             if updating == math.inf and self._updates:
                 updating = self._begin_update()
             options = self._options_s if self._now < self._options_s else math.inf
-            now = min(self._next_arrival(), updating, self._next_launch(), options)
+            now = min(self._wire.next_s(), updating, self._next_launch(), options)
             if now == math.inf:
                 return self.passages
             self.num_events += 1
@@ -125,22 +101,14 @@ class Flow:
 
     def _move_to(self, now: float) -> None:
         """Let time pass: carry on what is in flight, and land what has arrived."""
-        passed, before = now - self._now, self._now
-        self._now = now
-        landed = []
-        for flight in self._flights:
-            flight.left -= flight.speed * passed
-            # What is left may take less than the next number after ``now``.
-            if flight.left <= 1e-9 or now + flight.left / flight.speed <= now:
-                landed.append(flight)
-        for flight in landed:
-            self._flights.remove(flight)
+        before, self._now = self._now, now
+        for flight in self._wire.move_to(now):
             self._land(flight)
         if before < self._options_s <= now:
             for gather in self._schedule.all_gathers:
                 self._try_update(gather.bucket)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         passage, times = self.passages[flight.bucket], (flight.start_s, self._now)
         if flight.reduces:
             self._num_reducing -= 1
@@ -170,12 +138,10 @@ class Flow:
             self._post(self._launches.popleft()[1], reduces=True)
         while (
             self._gathers
-            and len(self._flights) - self._num_reducing < self._window
+            and len(self._wire) - self._num_reducing < self._window
             and self._may_gather()
         ):
             self._post(self._gathers.popleft().bucket, reduces=False)
-        if self._flights:
-            self._share_wire()
 
     def _may_gather(self) -> bool:
         gather = self._gathers[0]
@@ -193,26 +159,8 @@ class Flow:
         assert load is not None
         transfer = load.reduce if reduces else load.gather
         self._num_reducing += reduces
-        self._flights.append(_Flight(bucket, transfer, reduces=reduces, now=self._now))
-
-    def _share_wire(self) -> None:
-        """Give each operation an equal share, and what it cannot use to the others."""
-        free, waiting = 1.0, len(self._flights)
-        for flight in sorted(self._flights, key=lambda flight: flight.most * flight.wire_s):
-            fair = free / waiting
-            usable = flight.most * flight.wire_s
-            if usable <= fair:
-                flight.speed = flight.most
-                free -= usable
-            else:
-                flight.speed = fair / flight.wire_s
-                free -= fair
-            waiting -= 1
-
-    def _next_arrival(self) -> float:
-        if not self._flights:
-            return math.inf
-        return self._now + min(flight.left / flight.speed for flight in self._flights)
+        flight = Flight(bucket, transfer, reduces=reduces, now=self._now)
+        self._wire.post(flight, self._now)
 
     def _next_launch(self) -> float:
         if not self._launches or self._num_reducing >= self._window:

@@ -16,10 +16,11 @@ from typing import Literal
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.flow import Flow, Load, Passage, Transfer
+from dearmpi.plan.flow import Flow, Load, Passage
 from dearmpi.plan.layout import Bucket, BucketLayout
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.plan.schedule import Schedule, Wait
+from dearmpi.plan.wire import MOST_ROUNDS, Transfer
 
 Lane = Literal["compute", "reduce-scatter", "update", "all-gather"]
 LANES: tuple[Lane, ...] = ("compute", "reduce-scatter", "update", "all-gather")
@@ -175,15 +176,17 @@ def make_load(numel: int, itemsize: int, costs: Costs, *, ready_s: float, gather
     updated_bytes = shard_bytes if gather == "parameters" else numel * itemsize
     return Load(
         ready_s=ready_s,
-        reduce=transfer(costs.reduce_scatter, nbytes),
+        reduce=transfer(costs.reduce_scatter, nbytes, costs.world_size),
         update_s=costs.update_s + costs.update_s_per_byte * updated_bytes,
-        gather=transfer(costs.all_gather, nbytes),
+        gather=transfer(costs.all_gather, nbytes, costs.world_size),
     )
 
 
-def transfer(link: LinkModel, nbytes: float) -> Transfer:
-    """A collective of ``nbytes``."""
-    return Transfer(link.alone_s(nbytes), link.wire_s(nbytes))
+def transfer(link: LinkModel, nbytes: float, world_size: int) -> Transfer:
+    """A collective of ``nbytes``; one that takes no time needs no rounds."""
+    alone_s = link.alone_s(nbytes)
+    num_rounds = min(max(world_size - 1, 1), MOST_ROUNDS) if alone_s else 1
+    return Transfer(alone_s, link.wire_s(nbytes), num_rounds)
 
 
 def least_s(transfers: Sequence[Transfer], window: int) -> float:

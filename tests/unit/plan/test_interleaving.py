@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dearmpi.plan.flow import Load, Transfer
+from dearmpi.plan.flow import Load
 from dearmpi.plan.interleaving import interleave
 from dearmpi.plan.problem import Buckets
 from dearmpi.plan.schedule import AllGather
+from dearmpi.plan.wire import Transfer
 
 SECOND = Transfer(1.0, 1.0)
 

@@ -1,0 +1,81 @@
+"""Wire: messages one after the other, in the order in which they were sent.
+
+A collective goes in rounds: in each, a rank sends a message to its neighbour and waits for the one
+that comes from the other side. Two ranks share one connection, or one link, and what is sent over
+it arrives in order. So a message stands in line behind all that is on its way already, whatever it
+belongs to: a small collective beside a large one waits for the large one's message, in every round
+unless it gets through its own while the large one pauses. A wire shared in equal parts would let
+the small one through in next to no time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+MOST_ROUNDS = 4  # simulated; with more, messages are smaller and the sum of waits is the same
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective: seconds if alone, for how long it needs the whole wire, and its rounds."""
+
+    alone_s: float
+    wire_s: float
+    num_rounds: int = 1
+
+
+class Flight:
+    """A transfer under way, with the ``bucket`` that it carries."""
+
+    __slots__ = ("bucket", "left", "message_s", "pause_s", "reduces", "start_s", "until_s")
+
+    def __init__(self, bucket: int, transfer: Transfer, *, reduces: bool, now: float) -> None:
+        self.bucket, self.reduces, self.start_s = bucket, reduces, now
+        self.left = transfer.num_rounds
+        self.message_s = transfer.wire_s / self.left
+        self.pause_s = max(0.0, transfer.alone_s - transfer.wire_s) / self.left
+        self.until_s = now  # end of the message on the wire, or of the pause after it
+
+
+class Wire:
+    """What is in flight: one message on the wire, others in line, and transfers in a pause."""
+
+    def __init__(self) -> None:
+        self._line: deque[Flight] = deque()
+        self._pausing: list[Flight] = []
+
+    def __len__(self) -> int:
+        return len(self._line) + len(self._pausing)
+
+    def post(self, flight: Flight, now: float) -> None:
+        """Put the next message of ``flight`` in line."""
+        self._line.append(flight)
+        if len(self._line) == 1:
+            flight.until_s = now + flight.message_s
+
+    def next_s(self) -> float:
+        """When something happens; infinite if nothing is in flight."""
+        soonest = self._line[0].until_s if self._line else math.inf
+        for flight in self._pausing:
+            soonest = min(soonest, flight.until_s)
+        return soonest
+
+    def move_to(self, now: float) -> list[Flight]:
+        """Let time pass, to ``next_s`` at most; the transfers that are complete."""
+        if self._line and self._line[0].until_s <= now:
+            sent = self._line.popleft()
+            sent.until_s = now + sent.pause_s
+            self._pausing.append(sent)
+            if self._line:
+                self._line[0].until_s = now + self._line[0].message_s
+        landed = []
+        for flight in [one for one in self._pausing if one.until_s <= now]:
+            self._pausing.remove(flight)
+            flight.left -= 1
+            if flight.left:
+                self.post(flight, now)
+            else:
+                landed.append(flight)
+        return landed

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from dearmpi.plan.wire import Flight, Transfer, Wire
+
+LARGE = Transfer(alone_s=12.0, wire_s=9.0, num_rounds=3)  # messages of 3 s, a pause of 1 s
+SMALL = Transfer(alone_s=0.9, wire_s=0.3, num_rounds=3)  # of 0.1 s and 0.2 s
+BUSY = Transfer(alone_s=9.0, wire_s=9.0, num_rounds=3)  # never pauses
+
+
+def send(*posts: tuple[float, Transfer]) -> list[float]:
+    """When each of what is posted at given times is complete."""
+    wire, waiting = Wire(), [*enumerate(posts)]
+    arrivals: dict[int, float] = {}
+    while waiting or len(wire):
+        now = min(wire.next_s(), waiting[0][1][0] if waiting else wire.next_s())
+        arrivals |= {flight.bucket: now for flight in wire.move_to(now)}
+        while waiting and waiting[0][1][0] <= now:
+            number, (at, transfer) = waiting.pop(0)
+            wire.post(Flight(number, transfer, reduces=True, now=at), at)
+    return [arrivals[number] for number in range(len(posts))]
+
+
+def test_alone_it_takes_what_it_takes_alone() -> None:
+    assert send((2.0, LARGE)) == [pytest.approx(14.0)]
+
+
+def test_a_small_one_waits_for_the_message_that_is_on_the_wire() -> None:
+    # It gets through all its rounds while the large one pauses.
+    assert send((0.0, LARGE), (1.0, SMALL)) == [pytest.approx(12.0), pytest.approx(3.9)]
+
+
+def test_a_small_one_waits_in_every_round_where_there_is_no_pause() -> None:
+    assert send((0.0, BUSY), (1.0, SMALL)) == [pytest.approx(9.2), pytest.approx(9.5)]
+
+
+def test_two_alike_fill_each_others_pauses() -> None:
+    assert send((0.0, LARGE), (0.0, LARGE)) == [pytest.approx(16.0), pytest.approx(19.0)]
