@@ -7,8 +7,9 @@ from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.tune.calibrate import Rung, calibrate
+from dearmpi.tune.calibrate import calibrate
 from dearmpi.tune.calibration import Calibration
+from dearmpi.tune.ladder import Rung
 
 ALPHA_S, BETA = 2e-3, 1e-8
 
@@ -40,7 +41,7 @@ def test_sizes_go_as_far_as_the_time_allows(
     monkeypatch: pytest.MonkeyPatch, budget_s: float, num_sizes: int
 ) -> None:
     ladder = tuple(Rung(2**8 * 4**number, length=2) for number in range(4))
-    monkeypatch.setattr("dearmpi.tune.calibrate.LADDER", ladder)
+    monkeypatch.setattr("dearmpi.tune.ladder.LADDER", ladder)
     for result in run_ranks(2, lambda world: measure(world, budget_s)):
         sizes = [times.nbytes for times in result.all_gather]
         assert sizes == [2**8 * 4**n for n in range(num_sizes)]

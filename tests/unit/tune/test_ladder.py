@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.world import World
+from dearmpi.tune.ladder import LADDER, Run, climb
+
+
+def prepare(numel: int, count: int) -> Run:
+    """Operations that take a second per MiB and a millisecond more, without taking it."""
+    return lambda num, window: num * (1e-3 + 4 * numel / 2**20) / window
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "least_mb", "most_mb"),
+    [
+        (1.0, 0.5, 0.5),  # twice the second rung would take 5 s
+        (15.0, 2.9, 3.0),  # 5 operations of 2.999 s
+        (35.0, 4.0, 4.0),  # twice that would take 40 s
+        (1000.0, 32.0, 32.0),
+    ],
+)
+def test_the_last_size_is_as_large_as_the_time_allows(
+    budget_s: float, least_mb: float, most_mb: float
+) -> None:
+    world = World(AloneCollectives(), progress="poll")
+    (times,) = climb(world, [prepare], budget_s=budget_s)
+    assert least_mb <= times[-1].nbytes / 2**20 <= most_mb
+    assert [one.nbytes for one in times[:2]] == [rung.nbytes for rung in LADDER[:2]]
+    for one in times:
+        assert one.alone_s == pytest.approx(1e-3 + one.nbytes / 2**20)
+        assert one.pair_s == pytest.approx(one.alone_s)
+    world.close()
