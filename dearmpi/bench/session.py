@@ -81,19 +81,28 @@ def answer(world: World, question: Question, tell: Tell) -> Result:
 
     Raises AgreedError on all ranks for what cannot be measured.
     """
-    choose_threads(world, asked=None, progress_thread=world.size > 1)
     with together(world):
         methods = question.read_methods()
+    subject = make_subject(world, question, tell)
+    return hold_contest(world, subject, methods, length=question.length, tell=tell)
+
+
+def make_subject(world: World, question: Question, tell: Tell) -> Subject:
+    """The work that is asked for, and torch's threads set for it (collective).
+
+    Raises AgreedError on all ranks for what cannot be measured.
+    """
+    choose_threads(world, asked=None, progress_thread=world.size > 1)
+    with together(world):
         workload = read_workload(question.workload) if is_workload(question.workload) else None
         profile = _read_profile(question) if question.workload.endswith(_PROFILE_SUFFIX) else None
         if workload is None and profile is None:
-            subject: Subject = _make_task_subject(world, question)
+            return _make_task_subject(world, question)
     if workload is not None:
         profile = _divide_time(world, question, workload, tell)
-    if profile is not None:
-        reuse_pages()
-        subject = _make_replay(world, question, profile, tell)
-    return hold_contest(world, subject, methods, length=question.length, tell=tell)
+    assert profile is not None
+    reuse_pages()
+    return _make_replay(world, question, profile, tell)
 
 
 def _make_task_subject(world: World, question: Question) -> Subject:
