@@ -69,7 +69,7 @@ class Calibration:
     @property
     def fits(self) -> tuple[LinkFit, LinkFit]:
         """Of the reduce-scatter, and of the all-gather."""
-        return _fit(self.reduce_scatter), _fit(self.all_gather)
+        return fit_sizes(self.reduce_scatter), fit_sizes(self.all_gather)
 
     @property
     def costs(self) -> Costs:
@@ -159,7 +159,8 @@ def _parse_samples(data: Fields) -> tuple[SizeTimes, ...]:
     )
 
 
-def _fit(samples: Sequence[SizeTimes]) -> LinkFit:
+def fit_sizes(samples: Sequence[SizeTimes]) -> LinkFit:
+    """The alpha-beta model of an operation measured at several sizes."""
     return fit_link(
         [(sample.nbytes, sample.alone_s) for sample in samples],
         pairs=[(sample.nbytes, sample.pair_s) for sample in samples],

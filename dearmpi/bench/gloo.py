@@ -1,0 +1,46 @@
+"""What an all-reduce of gloo costs, measured as our own collectives are."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dearmpi.bench.group import join_group, leave_group
+from dearmpi.comm.world import World
+from dearmpi.plan.cost import LinkModel
+from dearmpi.tune.calibration import fit_sizes
+from dearmpi.tune.ladder import Run, climb
+
+NUM_IN_FLIGHT = 2  # threads that carry out a process group's collectives, unless told otherwise
+
+
+def calibrate_all_reduce(world: World, *, budget_s: float = 1.0) -> LinkModel:
+    """Alone and with two in flight, at sizes as large as ``budget_s`` allows (collective)."""
+    join_group(world)
+    (times,) = climb(world, [partial(_prepare, world)], budget_s=budget_s)
+    leave_group(failed=False)
+    return fit_sizes(times).link
+
+
+def _prepare(world: World, numel: int, count: int) -> Run:
+    buffers = [torch.zeros(numel) for _ in range(count)]
+
+    def run(num: int, window: int) -> float:
+        world.barrier()
+        begin = time.perf_counter()
+        under_way: deque[dist.Work] = deque()
+        for buffer in buffers[:num]:
+            if len(under_way) == window:
+                under_way.popleft().wait()
+            work = dist.all_reduce(buffer, async_op=True)
+            assert work is not None
+            under_way.append(work)
+        for work in under_way:
+            work.wait()
+        return time.perf_counter() - begin
+
+    return run
