@@ -12,6 +12,7 @@ Gather = Literal["parameters", "gradients"]
 ReduceScatter = Literal["native", "ring", "exchange"]
 Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
+CommDtype = Literal["fp32", "bf16", "fp16"]
 ProgressMode = Literal["thread", "poll"]
 
 MIB = 1024 * 1024
@@ -35,6 +36,9 @@ class EngineConfig:
     bucket_cap_mb: most MiB that parameters fused into one bucket may hold; None: an eighth of the
         model, but at least 1 and at most 4, and at most half of the model.
     reduce_scatter: the algorithm, or ``auto`` to measure them at start.
+    comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
+        ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
+        keeps its shard unrounded for the optimizer; the model's parameters are rounded.
     window: most operations of one kind in flight at once.
     eager: the caller promises that a step follows each synchronizing backward and that options
         (such as the learning rate) are set before it, so that a bucket may be updated while
@@ -51,6 +55,7 @@ class EngineConfig:
     gather: Gather = "parameters"
     bucket_cap_mb: float | None = None
     reduce_scatter: ReduceScatter | Literal["auto"] = "ring"
+    comm_dtype: CommDtype = "fp32"
     window: int = 2
     eager: bool = False
     master_weights: bool = False
@@ -62,6 +67,12 @@ class EngineConfig:
         check_choice("buffers", self.buffers, get_args(Buffers))
         check_choice("gather", self.gather, get_args(Gather))
         check_choice("reduce_scatter", self.reduce_scatter, (*get_args(ReduceScatter), "auto"))
+        check_choice("comm_dtype", self.comm_dtype, get_args(CommDtype))
+        if self.reduce_scatter == "native" and self.comm_dtype != "fp32":
+            raise ConfigError(
+                f"comm_dtype is {self.comm_dtype!r}, but reduce_scatter is 'native', and MPI has "
+                "no sums in half precision; use 'ring' or 'exchange', or leave comm_dtype out"
+            )
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb <= 65536:
             raise ConfigError(
                 f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0 and at most 65536"
@@ -70,6 +81,11 @@ class EngineConfig:
             raise ConfigError(f"check_every is {self.check_every}; it must be 0 or more")
         if self.window < 1:
             raise ConfigError(f"window is {self.window}; at least 1 operation must be in flight")
+
+    @property
+    def wire_dtype(self) -> WireDtype | None:
+        """In what collectives send wider tensors; None: as they are."""
+        return None if self.comm_dtype == "fp32" else self.comm_dtype
 
     def cap_bytes(self, model_bytes: int) -> int:
         """Bucket cap in bytes, at least one, for a model whose parameters take ``model_bytes``."""

@@ -10,7 +10,8 @@ DearError
 ├── NonFiniteLossError   the loss is NaN or infinite
 ├── UsageError           the engine was called in an order that has no meaning
 └── CommError            a collective failed, with rank, host and operation
-    └── StallError       an operation made no progress within its limit
+    ├── StallError       an operation made no progress within its limit
+    └── WireRangeError   a number is beyond the format in which it was to travel
 
 ``exit_code`` is what ``dear-train`` ends with; the README lists them.
 """
@@ -76,3 +77,9 @@ class CommError(DearError, RuntimeError):
 
 class StallError(CommError):
     """An operation made no progress within its time limit."""
+
+
+class WireRangeError(CommError):
+    """A number is beyond what the format holds in which it was to travel, or is no number."""
+
+    exit_code = 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -19,7 +19,7 @@ from dearmpi.engine.check import Checks, steps_between_checks
 from dearmpi.engine.device_way import check_devices, open_side_stream
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
-from dearmpi.engine.master import is_half
+from dearmpi.engine.master import HALVES, MasterRule, is_half
 from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.probe import require_elementwise, require_separable
@@ -43,7 +43,7 @@ class Assembly:
     """What belongs together for as long as the set of parameters stays the same.
 
     names: the parameters under the optimizer, in the model's order.
-    reduce_scatter: the algorithm in use.
+    reduce_scatter: the algorithm in use. masters: which tensors have master copies.
     updates, hooks: none in a world of one, where the optimizer works undisturbed.
     side: where updates run, and whoever changes their state.
     """
@@ -53,6 +53,7 @@ class Assembly:
     schedule: Schedule
     engine: Engine | AloneEngine
     reduce_scatter: ReduceScatter = "ring"
+    masters: MasterRule = MasterRule()
     updates: Updates = ()
     hooks: ModelHooks | None = None
     checks: Checks | None = None
@@ -96,6 +97,7 @@ def assemble(
             "master_weights has no effect: no parameter of the optimizer is bf16 or fp16; convert "
             "the model first, or leave master_weights out"
         )
+    _check_comm_dtype(names, config)
     if world.size == 1 and not config.master_weights:
         require_separable(optimizer)  # what cannot run on several ranks is refused on one already
         return Assembly(names, layout, schedule, AloneEngine(optimizer, spans))
@@ -116,8 +118,11 @@ def assemble(
     ]
     give_back_freed()
     side = open_side_stream(names, world=world, layout=layout, window=config.window)
+    masters = _choose_masters(world, config)
     with side.section():
-        updates = _build_updates(optimizer, buckets, rank=world.rank, config=config)
+        updates = _build_updates(
+            optimizer, buckets, rank=world.rank, shards=shards, masters=masters
+        )
     reduce_scatter = _choose_reduce_scatter(world, buckets, config)
     pipeline = Pipeline(
         world,
@@ -139,7 +144,7 @@ def assemble(
     every = steps_between_checks(config.check_every)
     checks = Checks(world, model, buckets, every=every) if every else None
     return Assembly(
-        names, layout, schedule, engine, reduce_scatter, updates, hooks, checks, side
+        names, layout, schedule, engine, reduce_scatter, masters, updates, hooks, checks, side
     )
 
 
@@ -202,18 +207,40 @@ def _check_agreement(
                 )
 
 
+def _check_comm_dtype(params: Iterable[nn.Parameter], config: EngineConfig) -> None:
+    """Raise ConfigError if nothing is wider than what it is to be sent as, on one rank as well."""
+    if config.wire_dtype is not None and all(is_half(param) for param in params):
+        raise ConfigError(
+            f"comm_dtype {config.comm_dtype!r} has no effect: all parameters of the optimizer are "
+            "of half precision and travel as they are; leave it out, or keep the parameters in "
+            "fp32 and compute under torch.autocast"
+        )
+
+
+def _choose_masters(world: World, config: EngineConfig) -> MasterRule:
+    """One rank gathers nothing, so that nothing is rounded."""
+    gathered_as = None
+    if config.wire_dtype is not None and config.gather == "parameters" and world.size > 1:
+        gathered_as = HALVES[config.wire_dtype]
+    return MasterRule(config.master_weights, gathered_as)
+
+
 def _build_updates(
-    optimizer: Optimizer, buckets: Sequence[BucketRuntime], *, rank: int, config: EngineConfig
+    optimizer: Optimizer,
+    buckets: Sequence[BucketRuntime],
+    *,
+    rank: int,
+    shards: bool,
+    masters: MasterRule,
 ) -> Updates:
-    masters = config.master_weights
     groups = {
         param: index
         for index, group in enumerate(optimizer.param_groups)
         for param in group["params"]
     }
-    if config.gather == "gradients":
-        return [WholeUpdate(optimizer, b, groups, master_weights=masters) for b in buckets]
-    return [ShardUpdate(optimizer, b, groups, rank=rank, master_weights=masters) for b in buckets]
+    if shards:
+        return [ShardUpdate(optimizer, b, groups, rank=rank, masters=masters) for b in buckets]
+    return [WholeUpdate(optimizer, b, groups, masters=masters) for b in buckets]
 
 
 def _choose_reduce_scatter(
@@ -223,4 +250,4 @@ def _choose_reduce_scatter(
         return config.reduce_scatter
     largest = max(buckets, key=lambda bucket: bucket.plan.nbytes)
     buffer = largest.gradients.data.cpu()  # what MPI gets of a device's tensor
-    return fastest_reduce_scatter(world, buffer)
+    return fastest_reduce_scatter(world, buffer, wire_dtype=config.wire_dtype)

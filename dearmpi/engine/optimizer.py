@@ -349,8 +349,12 @@ class DistributedOptimizer(Optimizer):
         self.param_groups = self._optimizer.param_groups
         state = self._optimizer.state
         self.state = state
+        names = self._assembly.names
+        with torch.no_grad():
+            for param, name in names.items():
+                if param in state:
+                    self._assembly.masters.settle(param.detach(), state[param], name)
         if self._assembly.updates:
-            names = self._assembly.names
             states = {n: dict(state[p]) for p, n in names.items() if p in state}
             shards = self.config.gather == "parameters"
             elementwise = elementwise_keys(self._optimizer) if shards else frozenset[str]()

@@ -24,6 +24,7 @@ from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Lane
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import Update
+from dearmpi.engine.wire_range import check_gradients, check_parameters
 from dearmpi.plan.schedule import Schedule, Wait
 
 
@@ -56,6 +57,7 @@ class Pipeline:
         self._updates = tuple(updates)
         self.schedule = schedule
         self._reduce_scatter: ReduceScatter = reduce_scatter
+        self._wire_dtype = config.wire_dtype if world.size > 1 else None
         self._gathers_gradients = config.gather == "gradients"
         self.side = side
         self._reduce_channel, self._gather_channel = (
@@ -151,7 +153,9 @@ class Pipeline:
         return self.spans.operation(
             Lane.REDUCE_SCATTER,
             bucket.plan,
-            lambda: collectives.start_reduce_scatter(bucket.gradients.data, self._reduce_scatter),
+            lambda: collectives.start_reduce_scatter(
+                bucket.gradients.data, self._reduce_scatter, wire_dtype=self._wire_dtype
+            ),
         )
 
     def _reduced(self, bucket: BucketRuntime) -> None:
@@ -191,12 +195,14 @@ class Pipeline:
 
     def _update(self, bucket: BucketRuntime) -> None:
         assert self.cycle.options is not None
+        check_gradients(bucket, self._wire_dtype)
         with self.spans.update(bucket.plan):
             self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
         bucket.move_to(BucketState.UPDATED)
         if self._gathers_gradients:
             self._finished(bucket)
         else:
+            check_parameters(bucket, self._wire_dtype)
             if self._checked:
                 bucket.poison()
             self._post_gathers()
@@ -241,7 +247,9 @@ class Pipeline:
         gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
         assert gathered is not None
         return self.spans.operation(
-            Lane.ALL_GATHER, bucket.plan, lambda: collectives.start_all_gather(gathered.data)
+            Lane.ALL_GATHER,
+            bucket.plan,
+            lambda: collectives.start_all_gather(gathered.data, wire_dtype=self._wire_dtype),
         )
 
     def _gathered(self, bucket: BucketRuntime) -> None:

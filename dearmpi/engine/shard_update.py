@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.master import MASTER, MasterCopy, is_half
+from dearmpi.engine.master import MASTER, MasterRule
 from dearmpi.engine.update import Options, clone, cut, is_elementwise_tensor, step_on
 
 
@@ -27,7 +27,7 @@ class Run:
         group: int,
         pieces: Sequence[tuple[int, int, int]],
         *,
-        master_weights: bool,
+        masters: MasterRule,
     ) -> None:
         self.group = group
         self.pieces = tuple(pieces)
@@ -35,9 +35,8 @@ class Run:
         self._range = slice(pieces[0][1], pieces[-1][2])
         assert bucket.parameters is not None
         self.values = bucket.parameters.data[self._range]
-        self.master: MasterCopy | None = None
-        if master_weights and is_half(self.values):
-            self.master = MasterCopy(self.values)
+        self.master = masters.copy_of(self.values)
+        if self.master is not None:
             self.values = self.master.values
 
     @property
@@ -65,10 +64,10 @@ class ShardUpdate:
         group_of: Mapping[nn.Parameter, int],
         *,
         rank: int,
-        master_weights: bool = False,
+        masters: MasterRule,
     ) -> None:
         self.bucket = bucket
-        self._master_weights = master_weights
+        self._masters = masters
         self.runs: list[Run] = []
         self._optimizer = clone(optimizer, [], defaultdict(dict))
         first, last = bucket.plan.shard_range(rank)
@@ -143,25 +142,25 @@ class ShardUpdate:
     def state_of(self, run: Run) -> dict[str, Any]:
         """The optimizer's state of ``run``: 1-D tensors of its length, and scalars.
 
-        A master copy stands among them under its own name.
+        A master copy stands among them under its own name, once it has taken a step.
         """
         state: dict[str, Any] = self._optimizer.state.get(run.values, {})
-        if state and run.master is not None:
+        if run.master is not None and run.master.stepped:
             return {**state, MASTER: run.values}
         return state
 
     def set_state(self, run: Run, state: dict[str, Any]) -> None:
         """Replace the optimizer's state of ``run``."""
         state = dict(state)
-        if MASTER in state:
-            run.values.copy_(state.pop(MASTER))
+        if run.master is not None:
+            run.master.restore(state.pop(MASTER, None))
         if state:
             self._optimizer.state[run.values] = state
         else:
             self._optimizer.state.pop(run.values, None)
 
     def _make_run(self, group: int, pieces: Sequence[tuple[int, int, int]]) -> Run:
-        return Run(self.bucket, group, pieces, master_weights=self._master_weights)
+        return Run(self.bucket, group, pieces, masters=self._masters)
 
     def _can_join(self, first: Run, second: Run) -> bool:
         if first.group != second.group:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.master import MASTER, MasterCopy, is_half
+from dearmpi.engine.master import MASTER, MasterCopy, MasterRule
 from dearmpi.engine.update import Options, clone, step_on
 
 
@@ -28,15 +28,15 @@ class WholeUpdate:
         bucket: BucketRuntime,
         group_of: Mapping[nn.Parameter, int],
         *,
-        master_weights: bool = False,
+        masters: MasterRule,
     ) -> None:
         self.bucket = bucket
         self._aliases = [param.detach() for param in bucket.params]
         self._masters: dict[int, MasterCopy] = {}
         for slot, param in enumerate(bucket.params):
-            if master_weights and is_half(param):
-                self._masters[slot] = MasterCopy(param.detach())
-                self._aliases[slot] = self._masters[slot].values
+            if (master := masters.copy_of(param.detach())) is not None:
+                self._masters[slot] = master
+                self._aliases[slot] = master.values
         self._groups = [group_of[param] for param in bucket.params]
         self._optimizer = clone(optimizer, [], defaultdict(dict))
 
@@ -61,7 +61,7 @@ class WholeUpdate:
             zip(self.bucket.plan.names, self._aliases, strict=True)
         ):
             state = dict(self._optimizer.state.get(alias, {}))
-            if slot in self._masters and state:
+            if slot in self._masters and self._masters[slot].stepped:
                 state[MASTER] = alias
             if state:
                 states[name] = state
@@ -70,9 +70,11 @@ class WholeUpdate:
     def set_states(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Replace the optimizer's state."""
         self._optimizer.state.clear()
-        for name, alias in zip(self.bucket.plan.names, self._aliases, strict=True):
+        for slot, (name, alias) in enumerate(
+            zip(self.bucket.plan.names, self._aliases, strict=True)
+        ):
             state = dict(states.get(name, {}))
-            if MASTER in state:
-                alias.copy_(state.pop(MASTER))
+            if slot in self._masters:
+                self._masters[slot].restore(state.pop(MASTER, None))
             if state:
                 self._optimizer.state[alias] = state
