@@ -90,19 +90,19 @@ class Flow:
             if updating == math.inf and self._updates:
                 updating = self._begin_update()
             options = self._options_s if self._now < self._options_s else math.inf
-            now = min(self._wire.next_s(), updating, self._next_launch(), options)
+            now, landed = self._wire.advance(min(updating, self._next_launch(), options))
             if now == math.inf:
                 return self.passages
             self.num_events += 1
-            self._move_to(now)
+            self._move_to(now, landed)
             if updating <= now:
                 self._updates.popleft()
                 updating = math.inf
 
-    def _move_to(self, now: float) -> None:
-        """Let time pass: carry on what is in flight, and land what has arrived."""
+    def _move_to(self, now: float, landed: Sequence[Flight]) -> None:
+        """Let time pass, and land what has arrived."""
         before, self._now = self._now, now
-        for flight in self._wire.move_to(now):
+        for flight in landed:
             self._land(flight)
         if before < self._options_s <= now:
             for gather in self._schedule.all_gathers:

@@ -20,7 +20,7 @@ _WINDOWS = (1, 2, 3, 4)
 _NUM_KEPT = 4  # layouts of the family that are looked at more closely
 _NUM_STARTS = 8
 _LEAST_GAIN = 1e-5
-_MOST_EVENTS = 600_000  # of all simulations together: about a second
+_MOST_EVENTS = 200_000  # of all simulations together: about a second
 
 
 def improve(problem: Problem, *, enough_s: float) -> Draft:

@@ -55,21 +55,30 @@ class Wire:
         if len(self._line) == 1:
             flight.until_s = now + flight.message_s
 
-    def next_s(self) -> float:
-        """When something happens; infinite if nothing is in flight."""
-        soonest = self._line[0].until_s if self._line else math.inf
-        for flight in self._pausing:
-            soonest = min(soonest, flight.until_s)
-        return soonest
+    def advance(self, limit_s: float) -> tuple[float, list[Flight]]:
+        """Let time pass until something is complete, to ``limit_s`` at most: until when, and what.
 
-    def move_to(self, now: float) -> list[Flight]:
-        """Let time pass, to ``next_s`` at most; the transfers that are complete."""
-        if self._line and self._line[0].until_s <= now:
-            sent = self._line.popleft()
-            sent.until_s = now + sent.pause_s
-            self._pausing.append(sent)
-            if self._line:
-                self._line[0].until_s = now + self._line[0].message_s
+        Infinite, and nothing, if nothing is in flight and there is no limit.
+        """
+        line, pausing = self._line, self._pausing
+        while True:
+            now = line[0].until_s if line else math.inf
+            for flight in pausing:
+                if flight.until_s < now:
+                    now = flight.until_s
+            if now > limit_s or now == math.inf:
+                return limit_s, []
+            if line and line[0].until_s <= now:
+                sent = line.popleft()
+                sent.until_s = now + sent.pause_s
+                pausing.append(sent)
+                if line:
+                    line[0].until_s = now + line[0].message_s
+            if landed := self._end_pauses(now):
+                return now, landed
+
+    def _end_pauses(self, now: float) -> list[Flight]:
+        """Send the next messages; what had its last is complete."""
         landed = []
         for flight in [one for one in self._pausing if one.until_s <= now]:
             self._pausing.remove(flight)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from dearmpi.plan.wire import Flight, Transfer, Wire
@@ -14,8 +16,8 @@ def send(*posts: tuple[float, Transfer]) -> list[float]:
     wire, waiting = Wire(), [*enumerate(posts)]
     arrivals: dict[int, float] = {}
     while waiting or len(wire):
-        now = min(wire.next_s(), waiting[0][1][0] if waiting else wire.next_s())
-        arrivals |= {flight.bucket: now for flight in wire.move_to(now)}
+        now, landed = wire.advance(waiting[0][1][0] if waiting else math.inf)
+        arrivals |= {flight.bucket: now for flight in landed}
         while waiting and waiting[0][1][0] <= now:
             number, (at, transfer) = waiting.pop(0)
             wire.post(Flight(number, transfer, reduces=True, now=at), at)
