@@ -20,6 +20,8 @@ Sample = tuple[float, float]
 """Bytes, and the seconds that they took."""
 
 _LEAST_WIRE_SHARE = 0.5  # two operations in flight cannot be faster than one of them alone
+# What a sample may be: beyond, squares and their sums leave what floats can hold.
+_MOST_BYTES, _LEAST_S, _MOST_S = 1e18, 1e-12, 1e12
 _NUM_REWEIGHTINGS = 30
 # CPU time that a bucket costs whatever it holds (`python benchmarks/main_thread.py`, docs/log.md).
 _TYPICAL_MAIN_THREAD_S = 0.1e-3
@@ -158,13 +160,14 @@ def fit_link(samples: Sequence[Sample], *, pairs: Sequence[Sample] = ()) -> Link
     operations in flight together, and the seconds until both were complete; the largest tells for
     how much of its time an operation needs the wire.
 
-    Raises ConfigError for samples of fewer than two sizes, and for sizes and times that are not
-    above 0 and finite.
+    Raises ConfigError for samples of fewer than two sizes, and for sizes and times that no link
+    can have.
     """
     for nbytes, seconds in (*samples, *pairs):
-        if not (math.isfinite(nbytes) and math.isfinite(seconds) and nbytes > 0 and seconds > 0):
+        if not (0 < nbytes <= _MOST_BYTES and _LEAST_S <= seconds <= _MOST_S):
             raise ConfigError(
-                f"a sample of the link is {nbytes} bytes in {seconds} s; both must be above 0"
+                f"a sample of the link is {nbytes} bytes in {seconds} s; both must be above 0, and "
+                f"a time from {_LEAST_S:g} to {_MOST_S:g} s"
             )
     if len({nbytes for nbytes, _ in samples}) < 2:
         raise ConfigError(
@@ -191,7 +194,8 @@ def _fit_weighted(samples: Sequence[Sample], weights: Sequence[float]) -> LinkMo
         square += relative * nbytes**2
         time += relative * seconds
         product += relative * nbytes * seconds
-    beta = (one * product - size * time) / (one * square - size**2)
+    spread = one * square - size**2
+    beta = (one * product - size * time) / spread if spread > 0 else 0.0  # sizes as good as equal
     alpha = (time - beta * size) / one
     if alpha < 0:
         return LinkModel(0.0, product / square)

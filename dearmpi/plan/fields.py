@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from dearmpi.errors import ConfigError
+
+MOST_INTEGER = 2**53  # beyond, readers of JSON in other languages round
 
 
 class Fields:
@@ -35,16 +37,19 @@ class Fields:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.problem(key, f"is {_kind(value)}; it must be a number")
-        if not (math.isfinite(value) and value >= 0):
-            raise self.problem(key, f"is {value}; it must be 0 or more, and finite")
+        if not 0 <= value <= sys.float_info.max:  # of whole numbers JSON may hold larger ones
+            raise self.problem(key, f"is {_kind(value)}; it must be 0 or more, and finite")
         return float(value)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
         """The whole number at ``key``, ``least`` or more."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.problem(key, f"is {value!r}; it must be a whole number, {least} or more")
-        return value
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (is_whole and least <= value <= MOST_INTEGER):
+            raise self.problem(
+                key, f"is {_kind(value)}; it must be a whole number from {least} to {MOST_INTEGER}"
+            )
+        return int(value)
 
     def truth(self, key: str, default: bool | None = None) -> bool:
         """The true or false at ``key``."""
@@ -96,7 +101,7 @@ def read_fields(text: str, place: str) -> Fields:
     """
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not JSON: {error}") from None
     return Fields(values, place)
 

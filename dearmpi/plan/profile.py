@@ -111,7 +111,10 @@ def parse_profile(text: str, place: str) -> ModelProfile:
     Raises ConfigError, naming the layer, for a time that is missing, negative or not a number.
     """
     data = read_fields(text, place)
-    workload = parse_workload(data)
+    try:
+        workload = parse_workload(data)
+    except ConfigError as error:
+        raise error if place in str(error) else ConfigError(f"{place}: {error}") from None
     times = []
     for layer, fields in zip(workload.layers, data.each("layers"), strict=True):
         fields.place = f"{place}: layer {layer.name}"
