@@ -9,8 +9,11 @@ as given. After each fault the newest checkpoint must load with all checksums, a
 announced may be lost; at the end every step's loss and the parameters must be those of a run
 without faults, bit for bit. Prints a table, and exits with 1 if anything was otherwise.
 
+A third of the faults comes while the run starts or resumes, the others while it trains.
+
 Kinds: rank, mpirun, all (SIGKILL of these), term (SIGTERM to mpirun), stop (SIGSTOP of a rank, with
-a stall limit of 4 s), disk (the file system of the run folder, a tmpfs, fills up; needs root).
+a stall limit of 4 s; a rank that is stopped when all others have ended goes on after it), disk (the
+file system of the run folder, a tmpfs, fills up; needs root).
 """
 
 from __future__ import annotations
@@ -21,18 +24,17 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from benchmarks.small_disk import fill_up, small_disk
 from dearmpi.train import checkpoint, metrics
 from tests.job import Job
 
@@ -42,9 +44,9 @@ WORLD_SIZES = (2, 3, 4)
 NUM_STEPS = 60
 STALL_S = 4.0
 MOST_MOMENT_S = 1.0  # after a run's first step, in which the fault comes
+START_S = 3.0  # about as long as a run takes to start, in which the others come
 END_S = 20.0  # how long a job may go on after a fault, the stall limit aside
 LIMIT_S = 150.0
-DISK_BYTES = 64 << 20
 
 TASK = """
 import time
@@ -101,12 +103,8 @@ class Campaign:
         while True:
             name = f"run-{self._number:03d}"
             with self._start(name, self.world_size) as job:
-                began = job.wait_for(f"/{NUM_STEPS}  ", timeout_s=LIMIT_S)  # the line of a step
-                wait_s = self._chance.uniform(0.0, MOST_MOMENT_S)
-                deadline = time.monotonic() + wait_s
-                while job.is_running() and time.monotonic() < deadline:
-                    time.sleep(0.005)
-                if began and len(job.rank_pids()) == self.world_size:
+                self._await_moment(job)
+                if len(job.rank_pids()) == self.world_size:
                     self._fault(kind, job, name)
                     return
                 ended = job.wait()
@@ -114,6 +112,18 @@ class Campaign:
                     self.tallies[kind].problems.append(f"ended by itself: {ended.output[-2000:]}")
                     return
             self._compare(name)
+
+    def _await_moment(self, job: Job) -> None:
+        """Until a random moment, after all ranks are there, or until the end."""
+        most_s = START_S
+        if self._chance.random() > 1 / 3:
+            job.wait_for(f"/{NUM_STEPS}  ", timeout_s=LIMIT_S)  # the line of a step
+            most_s = MOST_MOMENT_S
+        deadline = time.monotonic() + self._chance.uniform(0.0, most_s)
+        while job.is_running():
+            if time.monotonic() > deadline and len(job.rank_pids()) == self.world_size:
+                break
+            time.sleep(0.005)
 
     def _start(self, name: str, world_size: int) -> Job:
         arguments = [
@@ -152,16 +162,23 @@ class Campaign:
             case "disk":
                 fill_up(filler)
         while job.is_running() or job.rank_pids():
-            if job.duration_s - before_s > END_S + STALL_S:
+            seconds = job.duration_s - before_s
+            if seconds > END_S + STALL_S:
                 break
+            alone = len(job.rank_pids()) == 1 and "gave up" not in job.output()
+            if kind == "stop" and seconds > STALL_S and alone:
+                # Stopped when all others had ended, which nobody is left to notice.
+                for rank in job.rank_pids():
+                    job.signal_rank(rank, signal.SIGCONT)
             time.sleep(0.02)
         seconds = job.duration_s - before_s
+        left = describe_processes(job)
         ended = job.end()
         filler.unlink(missing_ok=True)
         tally.codes.add(ended.returncode)
         tally.longest_s = max(tally.longest_s, seconds)
         if seconds >= END_S + STALL_S or ended.left_over:
-            tally.problems.append(f"{name}: went on for {seconds:.0f} s: {ended.output[-1000:]}")
+            tally.problems.append(f"{name}: {left} after {seconds:.0f} s: {ended.output[-1000:]}")
         self._check_state(tally, name, ended.output)
         print(
             f"{name} on {self.world_size} ranks: {kind}, {ended.returncode}, {seconds:.1f} s",
@@ -211,35 +228,19 @@ class Campaign:
         return self._references[world_size]
 
 
+def describe_processes(job: Job) -> str:
+    """The ranks that are left, and what they do."""
+    states = []
+    for rank, pid in job.rank_pids().items():
+        with suppress(OSError):
+            text = Path(f"/proc/{pid}/status").read_text()
+            states.append(f"rank {rank} is {text.partition('State:')[2].splitlines()[0].strip()}")
+    return ", ".join(states) or "no rank is left"
+
+
 def read_losses(run_folder: Path) -> list[tuple[int, float | None]]:
     """Every step's loss."""
     return [(row.step, row.loss) for row in metrics.read(run_folder)]
-
-
-def fill_up(path: Path) -> None:
-    """Take all space that the file system has left."""
-    with path.open("wb", buffering=0) as file:
-        for size in (1 << 20, 4096):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                pass
-
-
-@contextmanager
-def small_disk(*, wanted: bool) -> Iterator[Path]:
-    """A folder on a small file system of its own, if ``wanted``; else just a folder."""
-    folder = Path(tempfile.mkdtemp(prefix="dear-faults-"))
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    try:
-        if wanted:
-            subprocess.run(mount, check=True)
-        yield folder
-    finally:
-        if wanted:
-            subprocess.run(["umount", "-l", str(folder)], check=False)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> int:

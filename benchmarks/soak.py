@@ -2,8 +2,8 @@
 
 Usage: mpirun -n 2 python benchmarks/soak.py [ITERATIONS] [GATHER]
 
-Trains a tiny model and looks at every rank now and then. Prints the table of rank 0 and, over all
-ranks, the slope of resident memory after the first quarter, by least squares.
+Trains a tiny model in two buckets and looks at every rank now and then. Prints the table of rank 0
+and, over all ranks, the slope of resident memory after the first quarter, by least squares.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def main() -> None:
     gather = sys.argv[2] if len(sys.argv) > 2 else "parameters"
     torch.set_num_threads(1)
     world = dearmpi.connect()
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = dearmpi.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters()), model, gather=gather, bucket_cap_mb=0.002
+        torch.optim.AdamW(model.parameters()), model, gather=gather, bucket_cap_mb=0.0003
     )
     looks: list[tuple[int, int, int, int]] = []
-    inputs = torch.ones(4, 16)
+    inputs = torch.ones(4, 8)
     if world.is_root:
         print(
             f"{'iteration':>10} {'resident MiB':>13} {'file handles':>13} {'threads':>8}",
