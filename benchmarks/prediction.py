@@ -82,14 +82,15 @@ def main() -> None:
 def measure(given: argparse.Namespace) -> None:
     """Predict and measure (collective)."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of nameless addresses
-    world = connect()
-    tell = print if world.is_root else lambda _: None
     length = Length(num_warmup=1, num_batches=given.iterations, num_rounds=1)
     question = Question(given.workload, given.methods.split(","), ratio=given.ratio, length=length)
+    methods = question.read_methods()
+    peers = {m.label: simulated.parse_method(m.label) for m in methods if m.uses_group}
+    world = connect()
+    tell = print if world.is_root else lambda _: None
     subject = make_subject(world, question, tell)
     profile, costs = profile_subject(world, subject)
-    methods = question.read_methods()
-    all_reduce = calibrate_all_reduce(world) if any(m.uses_group for m in methods) else None
+    all_reduce = calibrate_all_reduce(world) if peers else LinkModel(0.0, 0.0)
     followed: dict[str, simulated.Setup] = {}
     watched = [watch(method, profile, costs, followed) for method in methods]
     result = hold_contest(world, subject, watched, length=length, tell=tell)
@@ -97,9 +98,8 @@ def measure(given: argparse.Namespace) -> None:
     for method, row in zip(methods, result.rows, strict=True):
         if row.error:
             raise SystemExit(f"{row.label} failed: {row.error}")
-        if method.uses_group:
-            assert all_reduce is not None
-            predicted_s = predict_peer(method, profile, costs, all_reduce)
+        if method.label in peers:
+            predicted_s = predict_peer(peers[method.label], profile, costs, all_reduce)
         else:
             predicted_s = followed[method.label].run().iteration_s
         outcomes.append(Outcome(method.label, predicted_s, row.median_s))
@@ -129,17 +129,17 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
         loss(model).backward()
         optimizer.step()
     optimizer.synchronize()
-    measured = planning.measure(optimizer.config.reduce_scatter)
+    measured = planning.measure("ring")  # the default
     planning.abandon()
     optimizer.close()
     return measured
 
 
 def predict_peer(
-    method: Method, profile: ModelProfile, costs: Costs, all_reduce: LinkModel
+    method: simulated.Method, profile: ModelProfile, costs: Costs, all_reduce: LinkModel
 ) -> float:
     """Seconds of an iteration of DDP over gloo, which updates everything at its end."""
-    setup = simulated.parse_method(method.label).prepare(profile, costs)
+    setup = method.prepare(profile, costs)
     over_gloo = replace(setup.costs, reduce_scatter=all_reduce, update_s=0.0, update_s_per_byte=0.0)
     setup = replace(setup, costs=over_gloo, window=NUM_IN_FLIGHT)
     nbytes = sum(spec.nbytes for spec in profile.workload.params())
