@@ -120,6 +120,7 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
         model.parameters(),
         world=world,
         config=optimizer.config,
+        reduce_scatter="ring",  # the default
         waited=lambda: optimizer.waited_s,
         spans=optimizer.spans,
     )
@@ -128,8 +129,7 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()
-    optimizer.synchronize()
-    measured = planning.measure("ring")  # the default
+    measured = planning.measure()
     planning.abandon()
     optimizer.close()
     return measured

@@ -205,9 +205,9 @@ def _describe_planning(job: Job) -> str:
 def describe_pause(pause: Pause) -> str:
     """For how long training stood still for its plan."""
     return (
-        f"plan taken up in {pause.total_s:.2f} s: {pause.measuring_s:.2f} s to measure the link, "
-        f"{pause.waiting_s:.2f} s to wait for the plan, {pause.laying_out_s:.2f} s to lay out the "
-        "buckets"
+        f"plan taken up in {pause.total_s:.2f} s: {pause.waiting_s:.2f} s to wait for it, "
+        f"{pause.laying_out_s:.2f} s to lay out the buckets; the link was measured before the "
+        f"first step, in {pause.measuring_s:.2f} s"
     )
 
 

@@ -299,13 +299,14 @@ class DistributedOptimizer(Optimizer):
                 self._assembly.names,
                 world=self.world,
                 config=self.config,
+                reduce_scatter=self._assembly.reduce_scatter,
                 waited=lambda: self.waited_s,
                 spans=self.spans,
             )
 
     def _plan_on(self, planning: SelfPlanning) -> None:
         """After a step: go on by the plan, once there is one."""
-        plan = planning.stepped(self.synchronize, self._assembly.reduce_scatter)
+        plan = planning.stepped()
         if planning.problem:
             self._abandon_planning()
             self._plan = None

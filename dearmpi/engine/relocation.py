@@ -7,7 +7,7 @@ sends at most its own share of the state, and never holds more than two shares a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Collectives
-from dearmpi.comm.transfer import Parcel, Transfer
-from dearmpi.comm.world import World
+from dearmpi.comm.transfer import Transfer
+from dearmpi.comm.world import Channel, World
 from dearmpi.engine.local_state import read_pieces, read_whole
 from dearmpi.engine.shard_update import Run, ShardUpdate
 from dearmpi.engine.state import State, describe, read_scalar
@@ -70,8 +70,7 @@ def relocate_state(
         held = {piece.name: piece.tensors for piece in read_pieces([update])}
         for slot in update.bucket.plan.slots:
             move.add(update.bucket.plan, slot, held.get(slot.spec.name, {}))
-        channel.run(f"the state of bucket {update.bucket.index}", move.start)
-        states |= move.arrived
+        states |= move.run(channel, f"the state of bucket {update.bucket.index}")
         for run in update.runs:
             update.set_state(run, {})
     channel.close()
@@ -84,35 +83,59 @@ def place_state(updates: Sequence[ShardUpdate | WholeUpdate], states: Mapping[st
         if isinstance(update, WholeUpdate):
             update.set_states(states)
             continue
-        update.split()
+        whole = all(_is_alike(_parts(update, run, states)) for run in update.runs)
+        if not whole:
+            update.split()
         for run in update.runs:
-            ((slot, _, _),) = run.pieces
-            state = states.get(update.bucket.plan.names[slot], {})
-            update.set_state(run, {key: _beside(value, run) for key, value in state.items()})
-        update.merge()
+            update.set_state(run, _joined(_parts(update, run, states), run.values.device))
+        if not whole:
+            update.merge()
 
 
-def _beside(value: Any, run: Run) -> Any:
-    """``value`` on the device of ``run``; scalars stay where torch makes them."""
-    if isinstance(value, Tensor) and value.dim() > 0:
-        return value.to(run.values.device)
-    return value
+def _parts(update: ShardUpdate, run: Run, states: Mapping[str, State]) -> list[State]:
+    names = update.bucket.plan.names
+    return [states.get(names[slot], {}) for slot, _, _ in run.pieces]
+
+
+def _is_alike(parts: Sequence[State]) -> bool:
+    """Whether neighbours have the same entries, and scalars of the same values."""
+    first = parts[0]
+    return all(
+        part.keys() == first.keys()
+        and all(_is_same(value, first[key]) for key, value in part.items())
+        for part in parts[1:]
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dim() == other.dim() and (one.dim() > 0 or torch.equal(one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _joined(parts: Sequence[State], device: torch.device) -> State:
+    """The state of neighbours as that of one tensor."""
+    return {
+        key: torch.cat([part[key] for part in parts]).to(device)
+        if isinstance(value, Tensor) and value.dim() > 0
+        else value
+        for key, value in parts[0].items()
+    }
 
 
 class _Move:
     """The state of one bucket on its way: what this rank sends, receives, or only copies.
 
     owners: of each parameter's elements from now on. described: what ranks hold of this bucket.
-    arrived: by parameter name; complete once the request is.
     """
 
     def __init__(
         self, rank: int, owners: Mapping[str, Sequence[Stretch]], described: Descriptions
     ) -> None:
         self._rank, self._owners, self._described = rank, owners, described
-        self._sends: list[Parcel] = []
-        self._receives: list[Parcel] = []
-        self.arrived: dict[str, State] = {}
+        self._sends: list[tuple[int, Tensor]] = []
+        self._receives: list[tuple[int, Tensor]] = []
+        self._arrived: dict[str, State] = {}
 
     def add(self, bucket: Bucket, slot: Slot, held: Mapping[str, Tensor]) -> None:
         """A parameter in its old place. held: what this rank has of it, by state key."""
@@ -132,20 +155,39 @@ class _Move:
                         part = held[key][start - old.start : stop - old.start].cpu()
                         self._sends.append((new.rank, part))
                     if new.rank == self._rank:
-                        room = self.arrived[name][key][start - new.start : stop - new.start]
+                        room = self._arrived[name][key][start - new.start : stop - new.start]
                         self._receives.append((old.rank, room))
 
-    def start(self, collectives: Collectives) -> Transfer:
-        """Post everything; what stays on this rank is copied."""
-        kept = (part for rank, part in self._sends if rank == self._rank)
-        room: Iterator[Any] = (part for rank, part in self._receives if rank == self._rank)
-        for source, target in zip(kept, room, strict=True):
-            target.copy_(source)
-        return Transfer(
-            collectives,
-            sends=[parcel for parcel in self._sends if parcel[0] != self._rank],
-            receives=[parcel for parcel in self._receives if parcel[0] != self._rank],
-        )
+    def run(self, channel: Channel, label: str) -> dict[str, State]:
+        """Send and receive: what arrived, by parameter name (collective).
+
+        A message for each rank and dtype: a bucket may hold hundreds of small tensors.
+        """
+        sends, receives = _by_rank(self._sends), _by_rank(self._receives)
+        parcels = {place: torch.cat(parts) for place, parts in sends.items()}
+        arrived = {
+            place: parcels[place]
+            if place[0] == self._rank
+            else torch.empty(sum(room.numel() for room in rooms), dtype=rooms[0].dtype)
+            for place, rooms in receives.items()
+        }
+
+        def start(collectives: Collectives) -> Transfer:
+            return Transfer(
+                collectives,
+                sends=[(rank, part) for (rank, _), part in parcels.items() if rank != self._rank],
+                receives=[
+                    (rank, part) for (rank, _), part in arrived.items() if rank != self._rank
+                ],
+            )
+
+        channel.run(label, start)
+        for place, rooms in receives.items():
+            for room, part in zip(
+                rooms, arrived[place].split([r.numel() for r in rooms]), strict=True
+            ):
+                room.copy_(part)
+        return self._arrived
 
     def _make_room(self, name: str, numel: int) -> None:
         """Tensors and scalars as any rank described them; zero where nothing arrives."""
@@ -153,9 +195,17 @@ class _Move:
         for by_name in self._described:
             entries |= by_name.get(name, {})
         if entries:
-            self.arrived[name] = {
+            self._arrived[name] = {
                 key: torch.zeros(numel, dtype=getattr(torch, entry["tensor"]))
                 if "tensor" in entry
                 else read_scalar(entry)
                 for key, entry in entries.items()
             }
+
+
+def _by_rank(parts: Sequence[tuple[int, Tensor]]) -> dict[tuple[int, str], list[Tensor]]:
+    """By rank and dtype, in an order that both sides have."""
+    found: dict[tuple[int, str], list[Tensor]] = {}
+    for rank, part in parts:
+        found.setdefault((rank, str(part.dtype)), []).append(part)
+    return dict(sorted(found.items()))

@@ -1,8 +1,8 @@
-"""Self-planning: a job profiles its first iterations, measures its link, and plans, once.
+"""Self-planning: a job measures its link, profiles its first iterations, and plans, once.
 
-Training stands still twice, for a fraction of a second each: to measure the link, and to lay out
-the buckets. The plan is made in between, on rank 0, in a process of its own, and is the same on all
-ranks.
+The link is measured before the first step, when nothing is under way. The plan is made on rank 0,
+in a process of its own, while training goes on; it is the same on all ranks. So training stands
+still once, to lay out the buckets.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ NUM_WARMUP, NUM_PROFILED = 2, 3
 MOST_STEPS = 50
 """Steps after which the plan is taken up at the latest."""
 
-_CALIBRATION_S = 0.4
-_PLANNING_S = 2.0  # what making a plan takes, with some to spare
+_PLANNING_S = 4.0  # what making a plan takes beside training, with some to spare
 _FAILED = "failed: "
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Seconds for which training stood still for its plan.
+    """What a plan has cost, in seconds.
 
-    measuring_s: of the link. waiting_s: for a plan that was not made in time. laying_out_s: of the
-    buckets, and moving the optimizer's state.
+    measuring_s: of the link, before the first step. waiting_s: to compare profiles, and for a plan
+    that was not made in time. laying_out_s: until what was under way had arrived, for new buckets,
+    and for moving the optimizer's state.
     """
 
     measuring_s: float = 0.0
@@ -51,12 +51,12 @@ class Pause:
 
     @property
     def total_s(self) -> float:
-        """All together."""
-        return self.measuring_s + self.waiting_s + self.laying_out_s
+        """For which training stood still."""
+        return self.waiting_s + self.laying_out_s
 
 
 class SelfPlanning:
-    """From the first step to the plan.
+    """From the first step to the plan; made on all ranks together, with nothing under way.
 
     Listens to ``spans`` for what updates cost, unless somebody else does. pause: so far.
     problem: why there will be no plan, if so.
@@ -69,6 +69,7 @@ class SelfPlanning:
         *,
         world: World,
         config: EngineConfig,
+        reduce_scatter: ReduceScatter,
         waited: Callable[[], float],
         spans: Spans,
     ) -> None:
@@ -80,7 +81,9 @@ class SelfPlanning:
         self._num_steps = self._due_step = 0
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
-        self.pause = Pause()
+        begin_s = time.perf_counter()
+        self._costs = calibrate(world, reduce_scatter=reduce_scatter).costs
+        self.pause = Pause(measuring_s=time.perf_counter() - begin_s)
         self.problem = ""
 
     def add(self, span: Span) -> None:
@@ -88,28 +91,22 @@ class SelfPlanning:
         if span.lane is Lane.UPDATE and span.nbytes is not None:
             self._updates[span.nbytes].append(span.stop_s - span.start_s)
 
-    def stepped(
-        self, synchronize: Callable[[], None], reduce_scatter: ReduceScatter
-    ) -> Plan | None:
-        """A step was taken; the plan, if it is time to take it up (then collective).
+    def stepped(self) -> Plan | None:
+        """A step was taken; the plan, if it is time to take it up (collective at times).
 
-        synchronize: leaves the link idle. Raises UsageError on all ranks if rank 0 cannot plan.
+        Raises UsageError on all ranks if rank 0 cannot plan.
         """
         self._num_steps += 1
+        begin_s, plan = time.perf_counter(), None
         if self._num_steps == NUM_WARMUP:
-            self._warm_s = time.perf_counter()
+            self._warm_s = begin_s
         elif self._num_steps == NUM_WARMUP + NUM_PROFILED:
-            begin_s = time.perf_counter()
-            step_s = (begin_s - self._warm_s) / NUM_PROFILED
-            synchronize()
-            self._begin(reduce_scatter, step_s=step_s)
-            self.pause = Pause(measuring_s=time.perf_counter() - begin_s)
+            self._begin(step_s=(begin_s - self._warm_s) / NUM_PROFILED)
         elif self._num_steps == self._due_step:
-            begin_s = time.perf_counter()
             plan = self._fetch()
-            self.pause = replace(self.pause, waiting_s=time.perf_counter() - begin_s)
-            return plan
-        return None
+        waiting_s = self.pause.waiting_s + time.perf_counter() - begin_s
+        self.pause = replace(self.pause, waiting_s=waiting_s)
+        return plan
 
     def abandon(self) -> None:
         """Leave the model as it was."""
@@ -118,9 +115,8 @@ class SelfPlanning:
         if self._process is not None:
             self._process.close()
 
-    def measure(self, reduce_scatter: ReduceScatter) -> tuple[ModelProfile, Costs]:
-        """The times of the layers, and what the link and updates cost; the link must be idle
-        (collective).
+    def measure(self) -> tuple[ModelProfile, Costs]:
+        """The times of the layers, and what the link and updates cost (collective).
 
         Raises UsageError on all ranks if no pass of a rank could be profiled.
         """
@@ -133,15 +129,13 @@ class SelfPlanning:
         for rank, text in enumerate(world.all_gather_text(problem)):
             if text:
                 raise UsageError(f"rank {rank} cannot plan: {text}")
-        profile = slowest_profile(world, own)
-        calibration = calibrate(world, reduce_scatter=reduce_scatter, budget_s=_CALIBRATION_S)
-        return profile, self._with_updates(calibration.costs)
+        return slowest_profile(world, own), self._with_updates(self._costs)
 
-    def _begin(self, reduce_scatter: ReduceScatter, *, step_s: float) -> None:
-        """Measure, and have rank 0 begin to plan (collective). step_s: of the steps so far."""
+    def _begin(self, *, step_s: float) -> None:
+        """Compare profiles, and have rank 0 plan (collective). step_s: what a step has taken."""
         world, micro_batches = self._world, max(1, self._timer.num_seen // self._num_steps)
         try:
-            profile, costs = self.measure(reduce_scatter)
+            profile, costs = self.measure()
         except UsageError as error:
             self.problem = str(error)
             return

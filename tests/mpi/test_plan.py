@@ -125,7 +125,7 @@ def test_a_job_plans_for_itself_and_changes_no_number(
     pause = optimizer.plan_pause
     assert pause is not None and not optimizer.is_planning
     assert pause.measuring_s > 0 and pause.laying_out_s > 0
-    assert pause.total_s == sum([pause.measuring_s, pause.waiting_s, pause.laying_out_s])
+    assert pause.total_s == pause.waiting_s + pause.laying_out_s
 
 
 def test_training_goes_on_while_a_plan_is_made_and_micro_batches_are_no_iterations(
