@@ -94,16 +94,29 @@ class Fields:
         return default
 
 
-def read_fields(text: str, place: str) -> Fields:
+_KINDS = {
+    "layers": "a profile, as dear-train profile writes it",
+    "hosts": "a calibration, as dear-train calibrate writes it",
+    "buckets": "a plan, as dear-train plan writes it",
+}
+"""The files of this package, by a key that stands in no other."""
+
+
+def read_fields(text: str, place: str, *, mark: str | None = None) -> Fields:
     """The object that ``text`` spells; ``place`` names it in errors, such as a file's path.
 
-    Raises ConfigError if it is no JSON, or no object.
+    mark: the key by which the wanted kind of file is known. Raises ConfigError if it is no JSON, no
+    object, or of another kind.
     """
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not JSON: {error}") from None
-    return Fields(values, place)
+    fields = Fields(values, place)
+    for key, kind in _KINDS.items():
+        if mark is not None and mark not in fields and key in fields:
+            raise ConfigError(f"{place} is {kind}; {_KINDS[mark]}, is needed here")
+    return fields
 
 
 def _kind(value: object) -> str:

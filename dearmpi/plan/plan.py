@@ -179,7 +179,7 @@ class Plan:
 
         Raises ConfigError for another format, and for what is missing, wrong or contradictory.
         """
-        data = read_fields(text, place)
+        data = read_fields(text, place, mark="buckets")
         version = data.text("version", "unknown")
         if data.integer("format") != FORMAT:
             raise ConfigError(

@@ -110,7 +110,7 @@ def parse_profile(text: str, place: str) -> ModelProfile:
 
     Raises ConfigError, naming the layer, for a time that is missing, negative or not a number.
     """
-    data = read_fields(text, place)
+    data = read_fields(text, place, mark="layers")
     try:
         workload = parse_workload(data)
     except ConfigError as error:

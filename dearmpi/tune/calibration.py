@@ -112,7 +112,7 @@ def parse_calibration(text: str, place: str) -> Calibration:
     The fits are made anew from the samples. Raises ConfigError for a field that is missing or
     wrong, and for samples too few to fit.
     """
-    data = read_fields(text, place)
+    data = read_fields(text, place, mark="hosts")
     form = data.integer("format")
     if form != FORMAT:
         raise ConfigError(

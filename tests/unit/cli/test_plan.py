@@ -93,6 +93,24 @@ def test_it_needs_neither_torch_nor_mpi(tmp_path: Path, given: list[str]) -> Non
     assert "predicted iteration" in ended.stdout
 
 
+def test_files_that_are_mixed_up_are_named(
+    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, link, plan = (str(tmp_path / f"{name}.json") for name in ("profile", "link", "plan"))
+    assert main([*given, "--out", plan]) == 0
+    for flag, path, words in (
+        ("--profile", link, "link.json is a calibration, as dear-train calibrate writes it; a pro"),
+        (
+            "--profile",
+            plan,
+            "plan.json is a plan, as dear-train plan writes it; a profile, as",
+        ),
+        ("--calibration", profile, "profile.json is a profile, as dear-train profile writes it; a"),
+    ):
+        assert main([*given, flag, path]) == 2
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
