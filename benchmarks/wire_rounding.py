@@ -15,8 +15,9 @@ from collections import defaultdict, deque
 import torch
 from torch import Tensor
 
-from dearmpi.comm.ring import RingReduceScatter, num_scratch
+from dearmpi.comm.ring import RingReduceScatter, Way, num_receives
 from dearmpi.comm.scratch import add_in_order
+from dearmpi.comm.traffic import Traffic
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
 SHARD_NUMEL = 500
@@ -61,15 +62,12 @@ def by_ring(terms: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first dimension, each shard as the ring leaves it on its rank."""
     size = len(terms)
     queues: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-    num = num_scratch(SHARD_NUMEL, dtype.itemsize, size)
+    num = num_receives(SHARD_NUMEL, dtype.itemsize, size)
     buffers = list(terms.clone())
     rings = [
         RingReduceScatter(
-            Wires(queues, rank),
+            Way(Wires(queues, rank), rank=rank, size=size, tag=0, traffic=Traffic()),
             buffer,
-            rank=rank,
-            size=size,
-            tag=0,
             scratch=[torch.empty(SHARD_NUMEL, dtype=dtype) for _ in range(num)],
             outgoing=[torch.empty(SHARD_NUMEL, dtype=dtype) for _ in range(num)],
         )

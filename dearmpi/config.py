@@ -10,9 +10,11 @@ from dearmpi.errors import ConfigError
 ScheduleName = Literal["serial", "wfbp", "dear"]
 Gather = Literal["parameters", "gradients"]
 ReduceScatter = Literal["native", "ring", "exchange"]
+AllGather = Literal["native", "ring"]
 Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
+CudaBuffers = Literal["auto", "staged", "direct"]
 ProgressMode = Literal["thread", "poll"]
 
 MIB = 1024 * 1024
@@ -22,6 +24,11 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+
+
+def all_gather_for(reduce_scatter: ReduceScatter) -> AllGather:
+    """The all-gather that goes with ``reduce_scatter``: both of MPI's own, or both of ours."""
+    return "native" if reduce_scatter == "native" else "ring"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class EngineConfig:
     comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
         keeps its shard unrounded for the optimizer; the model's parameters are rounded.
+    cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
+        ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works.
     window: most operations of one kind in flight at once.
     eager: the caller promises that a step follows each synchronizing backward and that options
         (such as the learning rate) are set before it, so that a bucket may be updated while
@@ -56,6 +65,7 @@ class EngineConfig:
     bucket_cap_mb: float | None = None
     reduce_scatter: ReduceScatter | Literal["auto"] = "ring"
     comm_dtype: CommDtype = "fp32"
+    cuda_buffers: CudaBuffers = "auto"
     window: int = 2
     eager: bool = False
     master_weights: bool = False
@@ -73,6 +83,7 @@ class EngineConfig:
                 f"comm_dtype is {self.comm_dtype!r}, but reduce_scatter is 'native', and MPI has "
                 "no sums in half precision; use 'ring' or 'exchange', or leave comm_dtype out"
             )
+        check_choice("cuda_buffers", self.cuda_buffers, get_args(CudaBuffers))
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb <= 65536:
             raise ConfigError(
                 f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0 and at most 65536"

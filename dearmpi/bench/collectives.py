@@ -17,7 +17,7 @@ from dearmpi.bench.wire import measure_wire
 from dearmpi.comm.scratch import carrier_of
 from dearmpi.comm.trial import Start, run_all, slowest_median, start_gather, start_reduce
 from dearmpi.comm.world import Channel, World
-from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
+from dearmpi.config import AllGather, EngineConfig, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 from dearmpi.train.threads import choose_threads
 
@@ -155,7 +155,8 @@ def _starts(wire_dtype: WireDtype | None) -> dict[str, Callable[[torch.Tensor], 
         if algorithm == "native" and wire_dtype is not None:
             continue  # MPI has no portable half-precision sum
         starts[f"reduce-scatter {algorithm}"] = partial(_reduce_with, algorithm, wire_dtype)
-    starts["all-gather"] = lambda buffer: partial(start_gather, buffer, wire_dtype=wire_dtype)
+    for algorithm in get_args(AllGather):
+        starts[f"all-gather {algorithm}"] = partial(_gather_with, algorithm, wire_dtype)
     return starts
 
 
@@ -163,6 +164,10 @@ def _reduce_with(
     algorithm: ReduceScatter, wire_dtype: WireDtype | None, buffer: torch.Tensor
 ) -> Start:
     return partial(start_reduce, buffer, algorithm, wire_dtype=wire_dtype)
+
+
+def _gather_with(algorithm: AllGather, wire_dtype: WireDtype | None, buffer: torch.Tensor) -> Start:
+    return partial(start_gather, buffer, algorithm, wire_dtype=wire_dtype)
 
 
 def _measure(

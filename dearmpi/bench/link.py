@@ -10,7 +10,7 @@ from dearmpi.bench.result import LinkTimes
 from dearmpi.comm.choose import fastest_reduce_scatter
 from dearmpi.comm.trial import Start, run_all, start_gather, start_reduce
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig
+from dearmpi.config import EngineConfig, all_gather_for
 from dearmpi.plan.layout import BucketLayout
 
 __all__ = ["Start", "measure_link", "run_all", "start_gather", "start_reduce"]
@@ -32,7 +32,7 @@ def measure_link(
     else:
         algorithm = config.reduce_scatter
     reduces = [partial(start_reduce, buffer, algorithm) for buffer in reversed(buffers)]
-    gathers = [partial(start_gather, buffer) for buffer in buffers]
+    gathers = [partial(start_gather, buffer, all_gather_for(algorithm)) for buffer in buffers]
     channel = world.open_channel("benchmark", window=config.window)
     run_all(world, channel, [reduces[-1], gathers[0]])
     times = []

@@ -6,7 +6,7 @@ import os
 import socket
 
 from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
-from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.config import AllGather, ReduceScatter, WireDtype
 
 
 class AloneCollectives:
@@ -26,7 +26,13 @@ class AloneCollectives:
         """The sum over one rank is there already."""
         return Completed()
 
-    def start_all_gather(self, buffer: Buffer, *, wire_dtype: WireDtype | None = None) -> Request:
+    def start_all_gather(
+        self,
+        buffer: Buffer,
+        algorithm: AllGather = "native",
+        *,
+        wire_dtype: WireDtype | None = None,
+    ) -> Request:
         """The only shard is the whole."""
         return Completed()
 

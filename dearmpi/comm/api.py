@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.config import AllGather, ReduceScatter, WireDtype
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -69,9 +69,17 @@ class Collectives(Protocol):
         """
         ...
 
-    def start_all_gather(self, buffer: Buffer, *, wire_dtype: WireDtype | None = None) -> Request:
+    def start_all_gather(
+        self,
+        buffer: Buffer,
+        algorithm: AllGather = "native",
+        *,
+        wire_dtype: WireDtype | None = None,
+    ) -> Request:
         """Fill ``buffer`` with every rank's shard of it, in place.
 
+        algorithm: ``ring`` suits large buffers, and lets what is more urgent pass; ``native`` takes
+        fewer steps for small ones on many ranks.
         wire_dtype: in what to send a wider buffer; the own shard is then rounded as the others
         receive it, so that all ranks hold the same bits. With one rank nothing is rounded.
         """

@@ -32,7 +32,7 @@ from dearmpi.comm.contents import (
 )
 from dearmpi.comm.fake_letters import Letters, Route
 from dearmpi.comm.scratch import carrier_of
-from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.config import AllGather, ReduceScatter, WireDtype
 from dearmpi.errors import CommError
 
 Action = Literal["refuse", "break", "stall", "delay"]
@@ -346,9 +346,15 @@ class FakeCollectives:
         """Sum in rank order, in the buffer's own dtype, what is rounded once for the wire."""
         return self._start("RS", buffer, algorithm, wire_dtype)
 
-    def start_all_gather(self, buffer: Buffer, *, wire_dtype: WireDtype | None = None) -> Request:
+    def start_all_gather(
+        self,
+        buffer: Buffer,
+        algorithm: AllGather = "native",
+        *,
+        wire_dtype: WireDtype | None = None,
+    ) -> Request:
         """Fill ``buffer`` with every rank's shard of it."""
-        return self._start("AG", buffer, wire_dtype=wire_dtype)
+        return self._start("AG", buffer, algorithm, wire_dtype=wire_dtype)
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         """Reduce ``buffer`` in rank order."""

@@ -26,9 +26,10 @@ from mpi4py import MPI
 
 from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
 from dearmpi.comm.library import Library
-from dearmpi.comm.ring import CHUNK_BYTES, RingReduceScatter, num_scratch
+from dearmpi.comm.ring import CHUNK_BYTES, RingAllGather, RingReduceScatter, Way, num_receives
 from dearmpi.comm.scratch import Scratch, ScratchRequest, add_in_order, carrier_of
-from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.comm.traffic import Traffic
+from dearmpi.config import AllGather, ReduceScatter, WireDtype
 from dearmpi.errors import CommError, ConfigError
 
 _ARITHMETIC = {
@@ -76,6 +77,7 @@ class MpiCollectives:
         self._comm = comm
         self._num_started = 0
         self._scratch = Scratch()
+        self._traffic = Traffic()  # shared with all duplicates: they use the same wires
 
     @property
     def rank(self) -> int:
@@ -110,17 +112,20 @@ class MpiCollectives:
             return self._start_native(buffer, carrier)
         return self._start_exchange(buffer, carrier)
 
-    def start_all_gather(self, buffer: Buffer, *, wire_dtype: WireDtype | None = None) -> Request:
+    def start_all_gather(
+        self,
+        buffer: Buffer,
+        algorithm: AllGather = "native",
+        *,
+        wire_dtype: WireDtype | None = None,
+    ) -> Request:
         """Fill ``buffer`` with every rank's shard of it, in place."""
-        count = buffer.numel() // self.size
         carrier = carrier_of(buffer, wire_dtype) if self.size > 1 else buffer
         sent = buffer
         if carrier is not buffer:
             sent = self._scratch.take(carrier, buffer.numel())
             self._own_shard(sent).copy_(self._own_shard(buffer))
-        request = MpiRequest(
-            self._comm.Iallgather(MPI.IN_PLACE, _spec(sent, count, moved=True)), sent
-        )
+        request = self._start_gather(sent, algorithm)
         if sent is buffer:
             return request
         # The own shard too, so that all ranks hold the same.
@@ -143,6 +148,7 @@ class MpiCollectives:
         # The error handler is inherited; setting it again must wait for the request.
         twin = MpiCollectives.__new__(MpiCollectives)
         twin._comm, twin._num_started, twin._scratch = comm, 0, Scratch()
+        twin._traffic = self._traffic
         return twin, MpiRequest(request, comm)
 
     def free(self) -> None:
@@ -181,25 +187,28 @@ class MpiCollectives:
         """Receive into ``buffer`` from one rank."""
         return MpiRequest(self._comm.Irecv(_spec(buffer, moved=True), source, tag), buffer)
 
-    def _start_ring(self, buffer: Buffer, carrier: Buffer) -> Request:
+    def _start_gather(self, buffer: Buffer, algorithm: AllGather) -> Request:
+        if algorithm == "ring" and self.size > 1:
+            return RingAllGather(self._next_way(), buffer)
+        spec = _spec(buffer, buffer.numel() // self.size, moved=True)
+        return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
+
+    def _next_way(self) -> Way:
+        """Where the next ring runs, under a tag of its own."""
         self._num_started += 1
+        tag = self._num_started % _NUM_TAGS
+        return Way(self, rank=self.rank, size=self.size, tag=tag, traffic=self._traffic)
+
+    def _start_ring(self, buffer: Buffer, carrier: Buffer) -> Request:
         shard_numel, width = buffer.numel() // self.size, carrier.element_size()
         # A power of two, so that buckets of all sizes share what lies on the free list.
         numel = min(1 << shard_numel.bit_length(), CHUNK_BYTES // width)
-        num = num_scratch(shard_numel, width, self.size)
+        num = num_receives(shard_numel, width, self.size)
         scratch = [self._scratch.take(carrier, numel) for _ in range(num)]
         outgoing = []
         if carrier is not buffer:
             outgoing = [self._scratch.take(carrier, numel) for _ in range(num)]
-        ring = RingReduceScatter(
-            self,
-            buffer,
-            rank=self.rank,
-            size=self.size,
-            tag=self._num_started % _NUM_TAGS,
-            scratch=scratch,
-            outgoing=outgoing,
-        )
+        ring = RingReduceScatter(self._next_way(), buffer, scratch=scratch, outgoing=outgoing)
         return ScratchRequest(self._scratch, ring, held=[*scratch, *outgoing])
 
     def _start_native(self, buffer: Buffer, carrier: Buffer) -> Request:
@@ -285,6 +294,13 @@ def supports_threads() -> bool:
     """Whether a thread beside the main one may call MPI."""
     initialize()
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def claims_cuda() -> bool:
+    """Whether the library says that it takes CUDA memory; False for one that cannot be asked."""
+    initialize()
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())
 
 
 def describe() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.world import Channel, World
-from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.config import AllGather, ReduceScatter, WireDtype
 
 Start = Callable[[Collectives], Request]
 
@@ -42,7 +42,11 @@ def start_reduce(
 
 
 def start_gather(
-    buffer: Any, collectives: Collectives, *, wire_dtype: WireDtype | None = None
+    buffer: Any,
+    algorithm: AllGather,
+    collectives: Collectives,
+    *,
+    wire_dtype: WireDtype | None = None,
 ) -> Request:
     """Post the all-gather of ``buffer``."""
-    return collectives.start_all_gather(buffer, wire_dtype=wire_dtype)
+    return collectives.start_all_gather(buffer, algorithm, wire_dtype=wire_dtype)

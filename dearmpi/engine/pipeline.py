@@ -15,7 +15,7 @@ from torch import Tensor
 from dearmpi.comm.api import Collectives, Completed, Request
 from dearmpi.comm.progress import Work
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.config import EngineConfig, ReduceScatter, all_gather_for
 from dearmpi.engine.bucket import BucketRuntime, BucketState
 from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
@@ -249,7 +249,9 @@ class Pipeline:
         return self.spans.operation(
             Lane.ALL_GATHER,
             bucket.plan,
-            lambda: collectives.start_all_gather(gathered.data, wire_dtype=self._wire_dtype),
+            lambda: collectives.start_all_gather(
+                gathered.data, all_gather_for(self._reduce_scatter), wire_dtype=self._wire_dtype
+            ),
         )
 
     def _gathered(self, bucket: BucketRuntime) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from dearmpi.comm.trial import Start, run_all, start_gather, start_reduce
 from dearmpi.comm.world import Channel, World
-from dearmpi.config import ReduceScatter
+from dearmpi.config import ReduceScatter, all_gather_for
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, parse_calibration
 from dearmpi.tune.ladder import WINDOWS, Run, climb
@@ -34,7 +34,7 @@ def calibrate(
     channels = {window: world.open_channel("trial", window=window) for window in WINDOWS}
     operations: tuple[Operation, ...] = (
         lambda buffer: partial(start_reduce, buffer, reduce_scatter),
-        lambda buffer: partial(start_gather, buffer),
+        lambda buffer: partial(start_gather, buffer, all_gather_for(reduce_scatter)),
     )
     prepared = [partial(_prepare, world, channels, operation) for operation in operations]
     reduces, gathers = climb(world, prepared, budget_s=budget_s)

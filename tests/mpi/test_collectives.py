@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from dearmpi.comm.api import Buffer, Collectives, ReduceOp, Request
 from dearmpi.comm.choose import fastest_reduce_scatter
 from dearmpi.comm.world import Channel, World
-from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.config import AllGather, ReduceScatter, WireDtype
 from dearmpi.errors import CommError, ConfigError
 
 LIMIT_S = 60.0  # far beyond what any of this takes; reached only by a deadlock
@@ -65,8 +66,10 @@ def scatter(
     return lambda c: c.start_reduce_scatter(buffer, algorithm, wire_dtype=wire_dtype)
 
 
-def gather(buffer: Buffer, wire_dtype: WireDtype | None = None) -> Callable[[Collectives], Request]:
-    return lambda c: c.start_all_gather(buffer, wire_dtype=wire_dtype)
+def gather(
+    buffer: Buffer, wire_dtype: WireDtype | None = None, algorithm: AllGather = "ring"
+) -> Callable[[Collectives], Request]:
+    return lambda c: c.start_all_gather(buffer, algorithm, wire_dtype=wire_dtype)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -86,12 +89,15 @@ def test_reduce_scatter(
 
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("dtype", WIDE + HALF)
-def test_all_gather(world: World, channels: list[Channel], dtype: torch.dtype, shard: int) -> None:
+@pytest.mark.parametrize("algorithm", get_args(AllGather))
+def test_all_gather(
+    world: World, channels: list[Channel], algorithm: AllGather, dtype: torch.dtype, shard: int
+) -> None:
     numel = whole_numel(world, shard, dtype)
     buffer = torch.full((numel,), -1.0, dtype=dtype)
     whole = contribution(0, numel, dtype)
     own(world, buffer).copy_(own(world, whole))
-    channels[1].run("AG", gather(buffer))
+    channels[1].run("AG", gather(buffer, algorithm=algorithm))
     assert torch.equal(buffer, whole)
 
 
@@ -280,7 +286,7 @@ def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Requ
     """One operation after the other, the same on every rank."""
     starts: list[Callable[[], Request]] = [
         *(partial(collectives.start_reduce_scatter, buffer, a) for a in ALGORITHMS),
-        partial(collectives.start_all_gather, buffer),
+        *(partial(collectives.start_all_gather, buffer, a) for a in get_args(AllGather)),
         partial(collectives.start_all_reduce, buffer, "sum"),
         partial(collectives.start_broadcast, buffer, number % collectives.size),
     ]
@@ -289,11 +295,11 @@ def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Requ
 
 def expected_of(world: World, numel: int, number: int) -> Tensor:
     """What ``start_in_turn`` leaves in this rank's shard."""
-    turn = number % 6
-    if turn in (0, 1, 2, 4):
+    turn = number % 7
+    if turn in (0, 1, 2, 5):
         whole = total(world, numel, torch.float32, number)
     else:
-        sender = world.rank if turn == 3 else number % world.size
+        sender = world.rank if turn in (3, 4) else number % world.size
         whole = contribution(sender, numel, torch.float32, number)
     return own(world, whole)
 
@@ -309,14 +315,14 @@ def test_buffers_that_the_caller_drops_live_until_the_operation_is_complete(
     """
     numel = 25_000 // world.size * world.size  # small enough for memory to be reused at once
     generator = torch.Generator().manual_seed(world.rank)
-    for first in range(0, 60, 6):
+    for first in range(0, 63, 7):
         requests: list[Request] = []
         kept: dict[int, Tensor] = {}
         owners: list[Tensor] = []
-        for number in range(first, first + 6):
+        for number in range(first, first + 7):
             buffer = contribution(world.rank, numel, torch.float32, number)
             requests.append(start_in_turn(collectives, buffer, number))
-            if (number + first // 6 + world.rank) % 2:
+            if (number + first // 7 + world.rank) % 2:
                 kept[number] = buffer
             del buffer
             owners += [torch.full((numel,), 77.0) for _ in range(3)]

@@ -14,7 +14,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm import mpi
 from dearmpi.comm.api import Buffer, Collectives, Request
 from dearmpi.comm.world import World
-from dearmpi.config import ReduceScatter
+from dearmpi.config import AllGather, ReduceScatter
 from tests.unit.engine.chain import Chain
 
 LAYER_S = 0.02
@@ -64,11 +64,15 @@ class SlowCollectives:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def start_reduce_scatter(self, buffer: Buffer, algorithm: ReduceScatter) -> Request:
-        return self._delay(self.real.start_reduce_scatter(buffer, algorithm))
+    def start_reduce_scatter(
+        self, buffer: Buffer, algorithm: ReduceScatter, **options: Any
+    ) -> Request:
+        return self._delay(self.real.start_reduce_scatter(buffer, algorithm, **options))
 
-    def start_all_gather(self, buffer: Buffer) -> Request:
-        return self._delay(self.real.start_all_gather(buffer))
+    def start_all_gather(
+        self, buffer: Buffer, algorithm: AllGather = "native", **options: Any
+    ) -> Request:
+        return self._delay(self.real.start_all_gather(buffer, algorithm, **options))
 
     def start_duplicate(self) -> tuple[Any, Request]:
         twin, request = self.real.start_duplicate()

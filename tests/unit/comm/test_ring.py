@@ -1,9 +1,10 @@
-"""Ring reduce-scatter: right sums for any number of ranks, whatever arrives first."""
+"""Rings: right results for any number of ranks, whatever arrives first; what is urgent first."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dearmpi.comm import ring
+from dearmpi.comm import ring, traffic
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.ring import RingReduceScatter, num_chunks, num_scratch
+from dearmpi.comm.ring import Ring, RingAllGather, RingReduceScatter, Way, num_chunks, num_receives
+from dearmpi.comm.traffic import Traffic
 
 
 class Post:
@@ -68,12 +70,16 @@ class End:
         return post
 
 
+def way(end: End, size: int, tag: int = 1, traffic: Traffic | None = None) -> Way:
+    return Way(end, rank=end.rank, size=size, tag=tag, traffic=traffic or Traffic())
+
+
 def start_rings(
     wires: Wires, inputs: list[Any], tag: int = 1, wire_dtype: torch.dtype | None = None
 ) -> list[RingReduceScatter]:
     size, shard_numel = len(inputs), inputs[0].numel() // len(inputs)
     width = inputs[0].element_size() if wire_dtype is None else wire_dtype.itemsize
-    num = num_scratch(shard_numel, width, size)
+    num = num_receives(shard_numel, width, size)
 
     def scratch(buffer: Any) -> list[Any]:
         like = buffer if wire_dtype is None else buffer.to(wire_dtype)
@@ -81,11 +87,8 @@ def start_rings(
 
     return [
         RingReduceScatter(
-            End(wires, rank),
+            way(End(wires, rank), size, tag),
             buffer,
-            rank=rank,
-            size=size,
-            tag=tag,
             scratch=scratch(buffer),
             outgoing=() if wire_dtype is None else scratch(buffer),
         )
@@ -93,7 +96,7 @@ def start_rings(
     ]
 
 
-def run(wires: Wires, rings: list[RingReduceScatter], chance: random.Random) -> None:
+def run(wires: Wires, rings: Sequence[Ring], chance: random.Random) -> None:
     """Deliver and poll in random order until all rings are complete."""
     left = list(rings)
     for _ in range(2000 * len(rings) ** 2):  # far more turns than all rounds of all rings take
@@ -180,11 +183,11 @@ def test_what_the_wire_holds_exactly_arrives_exactly_with_little_memory(
     """Many more chunks than there is memory to send from: sends wait, and none is overwritten."""
     monkeypatch.setattr(ring, "CHUNK_BYTES", 2)
     size, shard_numel = 3, 40
-    assert num_chunks(shard_numel, 2) == 40 and num_scratch(shard_numel, 2, size) == 4
+    assert num_chunks(shard_numel, 2) == 40 and num_receives(shard_numel, 2, size) == 6
     whole = (torch.arange(size * size * shard_numel) % 17 - 8.0).reshape(size, -1)
     buffers, wires = list(whole.clone()), Wires()
     rings = start_rings(wires, buffers, wire_dtype=torch.bfloat16)
-    assert all(len(sends) == 4 for sends in wires.sends.values())
+    assert all(len(sends) == num_receives(shard_numel, 2, size) for sends in wires.sends.values())
     run(wires, rings, random.Random(0))
     for rank, buffer in enumerate(buffers):
         assert torch.equal(shard(buffer, rank, size), shard(whole.sum(0), rank, size))
@@ -250,9 +253,98 @@ def test_each_rank_moves_its_shards_once() -> None:
     buffers = list(torch.ones(4, 12))
     rings = [
         RingReduceScatter(
-            Counting(wires, rank), buffer, rank=rank, size=4, tag=1, scratch=[torch.empty(3)]
+            way(Counting(wires, rank), 4), buffer, scratch=[torch.empty(3) for _ in range(3)]
         )
         for rank, buffer in enumerate(buffers)
     ]
     run(wires, rings, random.Random(0))
     assert posted == [3] * 12
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.sampled_from([8, 24, 1 << 20]),
+    st.randoms(use_true_random=False),
+)
+def test_an_all_gather_gives_every_rank_every_shard(
+    size: int, shard_numel: int, chunk_bytes: int, chance: random.Random
+) -> None:
+    whole = torch.arange(size * shard_numel).double()
+    buffers = [torch.full_like(whole, -1.0) for _ in range(size)]
+    for rank, buffer in enumerate(buffers):
+        shard(buffer, rank, size).copy_(shard(whole, rank, size))
+    wires = Wires()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "CHUNK_BYTES", chunk_bytes)
+        rings = [RingAllGather(way(End(wires, r), size), b) for r, b in enumerate(buffers)]
+        run(wires, rings, chance)
+    assert all(torch.equal(buffer, whole) for buffer in buffers)
+    assert not any(wires.sends.values()) and not any(wires.receives.values())
+
+
+@given(st.integers(2, 5), st.integers(0, 3), st.integers(0, 1 << 32))
+def test_rings_that_share_the_wires_all_complete(size: int, most_chunks: int, seed: int) -> None:
+    """Whatever each rank finds urgent, and however little may be under way."""
+    chance = random.Random(seed)
+    traffics = [Traffic() for _ in range(size)]
+    wires, shard_numel, num = Wires(), 7, 3
+    summed = [[torch.full((size * shard_numel,), 1.0 + r) for r in range(size)] for _ in range(num)]
+    gathered = [
+        [torch.full((size * shard_numel,), float(r)) for r in range(size)] for _ in range(num)
+    ]
+    rings: list[Ring] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "CHUNK_BYTES", 8)
+        patch.setattr(traffic, "MOST_BYTES", 8 * most_chunks)
+        for rank in range(size):
+            starts = [*range(2 * num)]
+            chance.shuffle(starts)  # ranks need not agree on the order either
+            for number in starts:
+                place = way(End(wires, rank), size, tag=number, traffic=traffics[rank])
+                if number < num:
+                    ahead = num_receives(shard_numel, 4, size)
+                    scratch = [torch.empty(2) for _ in range(ahead)]
+                    one = RingReduceScatter(place, summed[number][rank], scratch=scratch)
+                    rings.append(one)
+                else:
+                    rings.append(RingAllGather(place, gathered[number - num][rank]))
+        run(wires, rings, chance)
+    for rank in range(size):
+        for buffers in summed:
+            own = shard(buffers[rank], rank, size)
+            assert own.tolist() == [size * (size + 1) / 2] * shard_numel
+        for buffers in gathered:
+            expected = torch.arange(float(size)).repeat_interleave(shard_numel)
+            assert torch.equal(buffers[rank], expected)
+
+
+def test_a_small_reduce_scatter_does_not_queue_behind_a_large_all_gather(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ahead of each of its messages there is what may be under way, never a whole shard."""
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(traffic, "MOST_BYTES", 3 * 8)
+    sent: list[str] = []
+
+    class Logging(End):
+        def start_send(self, buffer: Any, destination: int, tag: int) -> Post:
+            if self.rank == 0:
+                sent.append("-gs"[tag])
+            return super().start_send(buffer, destination, tag)
+
+    wires, size = Wires(), 3
+    traffics = [Traffic() for _ in range(size)]
+    ways = [
+        [way(Logging(wires, r), size, tag=tag, traffic=traffics[r]) for r in range(size)]
+        for tag in (1, 2)
+    ]
+    gathers = [RingAllGather(one, torch.zeros(3 * 40)) for one in ways[0]]
+    scratch = [torch.empty(2) for _ in range(2)]
+    reduces = [RingReduceScatter(one, torch.ones(3 * 2), scratch=scratch) for one in ways[1]]
+    chance = random.Random(0)
+    while not all([one.test() for one in [*gathers, *reduces]][size:]):
+        while wires.deliver_one(chance):
+            pass
+    assert "".join(sent).startswith("gggs") and "".join(sent).rindex("s") <= 3 + 1 + 3
+    assert not any(one.test() for one in gathers)
