@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
     from dearmpi.engine.optimizer import DistributedOptimizer
     from dearmpi.engine.scaler import GradScaler
+    from dearmpi.tune.device_probe import probe_devices
 
 __all__ = [
     "DistributedOptimizer",
@@ -31,6 +32,7 @@ __all__ = [
     "broadcast_parameters",
     "connect",
     "convert_sync_batchnorm",
+    "probe_devices",
 ]
 
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "broadcast_parameters": "dearmpi.engine.broadcast",
     "connect": "dearmpi.comm.world",
     "convert_sync_batchnorm": "dearmpi.engine.batch_norm",
+    "probe_devices": "dearmpi.tune.device_probe",
 }
 
 

@@ -8,6 +8,7 @@ DearError
 ├── DataError            training data is missing, empty or unreadable
 ├── CheckpointError      a checkpoint is damaged, or belongs to another model
 ├── NonFiniteLossError   the loss is NaN or infinite
+├── DeviceError          a device or its host has no memory left for what a rank needs
 ├── UsageError           the engine was called in an order that has no meaning
 └── CommError            a collective failed, with rank, host and operation
     ├── StallError       an operation made no progress within its limit
@@ -63,6 +64,10 @@ class NonFiniteLossError(DearError):
     """The loss became NaN or infinite."""
 
     exit_code = 7
+
+
+class DeviceError(DearError, RuntimeError):
+    """A device, or its host, has no memory left for what this rank needs."""
 
 
 class UsageError(DearError, RuntimeError):

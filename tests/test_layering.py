@@ -28,7 +28,7 @@ BELOW: dict[str, frozenset[str]] = {
     "comm": frozenset({"config", "errors"}),
     "engine": frozenset({"tune", "plan", "comm", "config", "errors"}),
     "tune": frozenset({"plan", "comm", "config", "errors", "version"}),
-    PACKAGE: frozenset({"engine", "comm", "config", "errors", "version"}),
+    PACKAGE: frozenset({"engine", "tune", "comm", "config", "errors", "version"}),
     "train": _LIBRARY | {PACKAGE},
     "report": _LIBRARY | {PACKAGE},
     "bench": _LIBRARY | {PACKAGE, "train", "report"},

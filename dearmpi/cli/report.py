@@ -164,6 +164,8 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
         f"model: {num_parameters:,} parameters; {settings.optimizer}, lr {settings.lr:g}, "
         f"{settings.lr_schedule}; {settings.precision}",
     ]
+    if world.size > 1 and job.device.type != "cpu":
+        lines.append(f"tensors on {job.device}, to MPI {job.optimizer.way_to_mpi}")
     if world.size > 1:
         num_buckets = len(job.optimizer.layout)
         lines.append(

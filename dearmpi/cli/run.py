@@ -99,6 +99,7 @@ def _connect_and_carry_out(
 
     try:
         chosen = {} if failure else merge(layers)
+        _try_devices(chosen)
         world = connect(chosen.get("progress"), stall_limits=_stall_limits(chosen))
     except (ConfigError, LaunchError) as error:
         if is_first_process():
@@ -111,6 +112,15 @@ def _connect_and_carry_out(
             return carry_out(world, layers, stop, log)
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
+
+
+def _try_devices(chosen: Mapping[str, Any]) -> None:
+    """Let rank 0 find out what MPI does on device memory, before it is initialised."""
+    from dearmpi.tune.device_probe import probe_devices
+
+    asked = chosen.get("cuda_buffers", "auto")
+    if is_first_process() and asked != "staged" and chosen.get("device") != "cpu":
+        probe_devices(always=asked == "direct")
 
 
 def _stall_limits(chosen: Mapping[str, Any]) -> StallLimits:

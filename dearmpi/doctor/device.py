@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from dearmpi.config import EngineConfig
 from dearmpi.doctor.facts import RankFacts
 from dearmpi.doctor.finding import Finding, ok, warn
+from dearmpi.engine.device_way import choose_way
 from dearmpi.tune.device_probe import Verdict
 
 
@@ -23,7 +25,8 @@ def check_devices(ranks: Sequence[RankFacts], verdicts: Sequence[Verdict]) -> Fi
         )
     kinds = Counter(name for rank in ranks for name in set(rank.devices))
     said = f"{len(ranks[0].devices)} on {ranks[0].host}: {', '.join(kinds)}"
-    return ok("cuda", f"{said}\n{_describe_verdicts(verdicts)}")
+    way = choose_way("auto", EngineConfig().reduce_scatter, verdicts)
+    return ok("cuda", f"{said}\n{_describe_verdicts(verdicts)}\ncuda_buffers auto: {way}")
 
 
 def _describe_verdicts(verdicts: Sequence[Verdict]) -> str:

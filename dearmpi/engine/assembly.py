@@ -117,7 +117,7 @@ def assemble(
         for plan in layout
     ]
     give_back_freed()
-    side = open_side_stream(names, world=world, layout=layout, window=config.window)
+    side = open_side_stream(names, world=world, layout=layout, config=config)
     masters = _choose_masters(world, config)
     with side.section():
         updates = _build_updates(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dearmpi.comm.world import Channel, World, connect
+from dearmpi.engine.device import through_host
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -204,6 +206,10 @@ class _Standardize(torch.autograd.Function):
 
 def _run(channel: Channel | None, kind: str, buffer: Tensor) -> None:
     assert channel is not None
+    through_host(buffer, partial(_run_on_host, channel, kind))
+
+
+def _run_on_host(channel: Channel, kind: str, buffer: Tensor) -> None:
     label = f"{kind} of batch statistics"
     if kind == "all-gather":
         channel.run(label, lambda collectives: collectives.start_all_gather(buffer))

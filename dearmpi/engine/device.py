@@ -5,6 +5,7 @@ Tests answer with a stand-in on host tensors, which does everything as late as i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, DeviceError
 
 MIB = 1024 * 1024
 
@@ -95,22 +96,23 @@ class CudaDevice:
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """The device becomes the calling thread's as well."""
+        self._adopt_thread()
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
     def new_pinned(self, nbytes: int) -> Tensor:
-        """From torch's cache of pinned memory. Raises ConfigError if there is no more."""
+        """From torch's cache of pinned memory. Raises DeviceError if there is no more."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
-            raise ConfigError(
+            raise DeviceError(
                 f"{nbytes / MIB:.1f} MiB of host memory cannot be pinned for copies from and to "
                 f"{self.name}: {error}; make window or bucket_cap_mb smaller"
             ) from error
 
     def copy(self, source: Tensor, *, into: Tensor, stream: Any) -> None:
         """By torch's own means, which take rows that are apart as well."""
-        with torch.cuda.stream(stream):
+        with self.on(stream):
             into.copy_(source, non_blocking=True)
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
@@ -120,6 +122,14 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
         torch.cuda.synchronize(self._device)
+
+    def _adopt_thread(self) -> None:
+        """Threads begin on device 0; going back there would make every rank keep a context on it.
+
+        The main thread is the user's.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            torch.cuda.set_device(self._device)
 
 
 def device_of(params: Iterable[nn.Parameter]) -> Device | None:
@@ -153,13 +163,13 @@ def through_host(flat: Tensor, exchange: Callable[[Tensor], None]) -> None:
 
 
 def zeros(numel: int, like: Tensor) -> Tensor:
-    """1-D, on the device and of the dtype of ``like``; ConfigError with sizes if it has no room."""
+    """1-D, on the device and of the dtype of ``like``; DeviceError with sizes if it has no room."""
     try:
         return torch.zeros(numel, dtype=like.dtype, device=like.device)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(like.device)
         held = torch.cuda.memory_reserved(like.device)
-        raise ConfigError(
+        raise DeviceError(
             f"{like.device} ({torch.cuda.get_device_name(like.device)}) has no room for a flat "
             f"buffer of {numel * like.itemsize / MIB:.1f} MiB: {free / MIB:.0f} MiB are free of "
             f"{total / MIB:.0f}, and this rank holds {held / MIB:.0f}. Buckets need the size of "

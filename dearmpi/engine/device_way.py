@@ -2,32 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, Literal
 
 from torch import nn
 
 from dearmpi.comm.world import World
+from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter, all_gather_for
 from dearmpi.engine.device import device_of
+from dearmpi.engine.direct import DirectCollectives
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.staging import StagedCollectives
-from dearmpi.errors import MismatchError
+from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.layout import BucketLayout
+from dearmpi.tune.device_probe import ALL_GATHER, OPERATIONS, Verdict, known_verdicts
+
+_HOST = "the host"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWay:
+    """direct: MPI gets device memory; else copies go by pinned host memory. reason: why."""
+
+    direct: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'direct' if self.direct else 'staged'} ({self.reason})"
+
+
+def choose_way(
+    asked: CudaBuffers,
+    reduce_scatter: ReduceScatter | Literal["auto"],
+    verdicts: Sequence[Verdict],
+) -> DeviceWay:
+    """The way for tensors of a device. verdicts: of MPI on device memory; none if not tried.
+
+    Raises ConfigError, with what the trial printed, if direct is asked for and does not work.
+    """
+    if asked == "staged":
+        return DeviceWay(False, "as asked")
+    if not verdicts:
+        if asked == "direct":
+            raise ConfigError(
+                "cuda_buffers is 'direct', but MPI was not tried on device memory: call "
+                "dearmpi.probe_devices() before dearmpi.connect(), or use 'staged'"
+            )
+        return DeviceWay(False, "MPI was not tried on device memory")
+    needed = _needed(reduce_scatter)
+    broken = [v for v in verdicts if v.operation in needed and not v.works]
+    if not broken:
+        return DeviceWay(True, f"MPI did {' and '.join(needed)} on device memory in a trial")
+    names = ", ".join(verdict.operation for verdict in broken)
+    said = f"in a trial MPI did not do {names} on device memory"
+    if asked == "direct":
+        works = [verdict.operation for verdict in verdicts if verdict.works]
+        raise ConfigError(
+            f"cuda_buffers is 'direct', but {said} (it did {', '.join(works) or 'nothing'}); use "
+            f"'staged', or an MPI that was built for CUDA. The trial printed:\n{broken[0].output}"
+        )
+    return DeviceWay(False, said)
+
+
+def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
+    """Of the operations that were tried, those that training does with this reduce-scatter."""
+    if reduce_scatter == "auto":
+        return OPERATIONS
+    # Gathering by a ring takes the same sends and receives as reducing by one.
+    gather = ALL_GATHER if all_gather_for(reduce_scatter) == "native" else "ring"
+    return tuple(dict.fromkeys((gather, reduce_scatter)))
 
 
 def open_side_stream(
-    params: Iterable[nn.Parameter], *, world: World, layout: BucketLayout, window: int
+    params: Iterable[nn.Parameter], *, world: World, layout: BucketLayout, config: EngineConfig
 ) -> SideStream:
-    """The side stream of the device that holds ``params``.
+    """The side stream of the device that holds ``params`` (collective).
 
-    Raises ConfigError for parameters on several devices, or on one that is not served.
+    Raises ConfigError for a way that cannot be had.
     """
     device = device_of(params)
     if device is None:
         return HostSideStream()
-    most_bytes = max(bucket.nbytes for bucket in layout)
-    carry = partial(StagedCollectives, window=window, most_bytes=most_bytes)
-    return DeviceSideStream(device, carry)
+    way = choose_way(config.cuda_buffers, config.reduce_scatter, _share(world, known_verdicts()))
+    carry: Any = partial(DirectCollectives, window=config.window)
+    if not way.direct:
+        most_bytes = max(bucket.nbytes for bucket in layout)
+        carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
+    return DeviceSideStream(device, carry, name=str(way))
 
 
 def check_devices(world: World, params: Iterable[nn.Parameter]) -> None:
@@ -35,12 +99,16 @@ def check_devices(world: World, params: Iterable[nn.Parameter]) -> None:
     (collective), and ConfigError unless this rank has them on one.
     """
     device = device_of(params)
-    name = "the host" if device is None else device.name
-    seen = world.all_gather_text(name)
-    kinds = ["cpu" if other == "the host" else "device" for other in seen]
-    for rank, kind in enumerate(kinds):
-        if kind != kinds[0]:
+    seen = world.all_gather_text(_HOST if device is None else device.name)
+    for rank, name in enumerate(seen):
+        if (name == _HOST) != (seen[0] == _HOST):
             raise MismatchError(
-                f"rank {rank} on {world.hosts[rank]} has its parameters on {seen[rank]}, rank 0 on "
+                f"rank {rank} on {world.hosts[rank]} has its parameters on {name}, rank 0 on "
                 f"{world.hosts[0]} on {seen[0]}; train on devices everywhere, or nowhere"
             )
+
+
+def _share(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Rank 0's on every rank (collective)."""
+    text = world.broadcast_text(json.dumps([asdict(verdict) for verdict in verdicts]))
+    return [Verdict(**plain) for plain in json.loads(text)]

@@ -76,9 +76,8 @@ class Engine:
         launches = self._schedule.launch is Launch.GRADIENTS_READY
         if bucket.index in self._cycle.launched or (launches and bucket.has_gradient(slot)):
             self._reopen()
-        is_last = bucket.take_gradient(slot)
         bucket.streams.add(self._side.current())
-        if is_last and bucket.state is BucketState.IDLE:
+        if bucket.take_gradient(slot) and bucket.state is BucketState.IDLE:
             self._close_bucket(bucket)
             if launches:
                 self._launch_ready()
@@ -277,9 +276,7 @@ class Engine:
         self.wait_reduced()
         self._world.begin_iteration()
         for index in self._cycle.active:
-            bucket = self._buckets[index]
-            self._side.keep(bucket.reopen())
-            bucket.streams = {self._side.current()}
+            self._side.keep(self._buckets[index].reopen())
         self._cycle.rewind()
 
     def _close_bucket(self, bucket: BucketRuntime) -> None:

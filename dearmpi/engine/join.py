@@ -20,7 +20,8 @@ from dearmpi.engine.update import Options
 def pack(options: Options, *, joined: bool) -> Tensor:
     """All numbers among the hyperparameters, in a fixed order, in fp64."""
     values = [value for group in options for _, value in _numbers(group)]
-    return torch.tensor([-math.inf] * len(values) if joined else values, dtype=torch.float64)
+    sent = [-math.inf] * len(values) if joined else values
+    return torch.tensor(sent, dtype=torch.float64, device="cpu")
 
 
 def unpack(options: Options, packed: Tensor) -> list[dict[str, Any]]:

@@ -100,6 +100,11 @@ class DistributedOptimizer(Optimizer):
         return self._assembly.schedule
 
     @property
+    def way_to_mpi(self) -> str:
+        """How tensors get to MPI, and why: on a device ``staged`` or ``direct``."""
+        return self._assembly.side.name
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that is followed; None before there is one."""
         return self._plan if isinstance(self._plan, Plan) else None

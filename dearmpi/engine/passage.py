@@ -26,7 +26,7 @@ class Crossing:
 
     leave: Callable[[], Event | None]
     start: Callable[[], Request]
-    land: Callable[[], None]
+    land: Callable[[], object]
 
 
 class Passage:

@@ -12,7 +12,7 @@ class PinnedPieces:
     """Pieces of equal size. One that was copied from is free once the device has read it."""
 
     def __init__(self, device: Device, *, num: int, nbytes: int) -> None:
-        """Raises ConfigError if the memory cannot be had."""
+        """Raises DeviceError if the memory cannot be had."""
         self._free: list[tuple[Tensor, Event | None]] = [
             (device.new_pinned(nbytes), None) for _ in range(num)
         ]

@@ -24,7 +24,13 @@ _NOTHING = nullcontext()
 
 
 class SideStream(Protocol):
-    """What the engine asks; *current* is the stream of the calling thread."""
+    """What the engine asks; *current* is the stream of the calling thread.
+
+    name: how tensors get to MPI, and why, for people.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def running(self) -> AbstractContextManager[Any]:
         """Inside, the calling thread's operations run here."""
@@ -77,6 +83,8 @@ class SideStream(Protocol):
 class HostSideStream:
     """For tensors on the host."""
 
+    name = "on the host"
+
     def running(self) -> AbstractContextManager[Any]:
         """Nothing to change."""
         return _NOTHING
@@ -118,9 +126,9 @@ class HostSideStream:
 class DeviceSideStream:
     """For tensors on a device."""
 
-    def __init__(self, device: Device, carry: Any) -> None:
+    def __init__(self, device: Device, carry: Any, *, name: str = "") -> None:
         """``carry(collectives, side)`` makes collectives for this device's tensors."""
-        self.device = device
+        self.device, self.name = device, name
         self._stream = device.new_stream()
         self._carry = carry
         self._written: dict[int, tuple[Event, ...]] = {}

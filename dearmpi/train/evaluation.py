@@ -12,7 +12,7 @@ from torch import nn
 from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
 from dearmpi.train.data import evaluation_shares, load_batch
-from dearmpi.train.precision import computing, convert_batch
+from dearmpi.train.precision import computing, convert_batch, send_batch
 from dearmpi.train.settings import Precision
 from dearmpi.train.task import Samples, Task
 
@@ -69,7 +69,7 @@ def measure_batch(
     task: Task, data: Samples, indices: tuple[int, ...], precision: Precision
 ) -> tuple[float, dict[str, float]]:
     """Mean loss and the task's metrics (sums) of one batch, in the model's present mode."""
-    batch = convert_batch(load_batch(task, data, indices), precision)
+    batch = send_batch(convert_batch(load_batch(task, data, indices), precision), task.model)
     with computing(task.model, precision):
         loss = float(task.loss(task.model, batch))
         metrics = {} if task.metrics is None else dict(task.metrics(task.model, batch))

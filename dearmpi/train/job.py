@@ -50,6 +50,11 @@ class Job:
     total_steps: int
     evaluator: Evaluator | None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.task.model.parameters()), torch.device("cpu"))
+
     def position(self, step: int) -> tuple[int, int]:
         """Epoch and step within it of step number ``step``, from 0."""
         return divmod(step, self.plan.steps_per_epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,14 +22,25 @@ def convert_batch(batch: Any, precision: Precision) -> Any:
     """The batch with its floating-point tensors in fp64, if that is what the model computes in."""
     if precision != "fp64":
         return batch
+    return _map(batch, lambda part: part.double() if part.is_floating_point() else part)
+
+
+def send_batch(batch: Any, model: nn.Module) -> Any:
+    """The batch on the device of ``model``."""
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    return batch if device.type == "cpu" else _map(batch, lambda part: part.to(device))
+
+
+def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with each of its tensors changed."""
     if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
+        return change(batch)
     if isinstance(batch, dict):
-        return {name: convert_batch(part, precision) for name, part in batch.items()}
+        return {name: _map(part, change) for name, part in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(convert_batch(part, precision) for part in batch))
+        return type(batch)(*(_map(part, change) for part in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(convert_batch(part, precision) for part in batch)
+        return type(batch)(_map(part, change) for part in batch)
     return batch
 
 

@@ -21,6 +21,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.agreement import together
 from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.device import DeviceChoice, choose_device
 from dearmpi.train.environment import describe_environment
 from dearmpi.train.fingerprint import (
     argument_fingerprints,
@@ -49,6 +50,7 @@ class Session:
     place: Place
     job: Job
     threads: ThreadChoice
+    device: DeviceChoice
 
     def describe_rank(self) -> str:
         """One line about this rank."""
@@ -56,7 +58,8 @@ class Session:
         return (
             f"rank {world.rank} of {world.size} on {world.host}, "
             f"Python {platform.python_version()}, torch {torch.__version__}, "
-            f"torch threads: {self.threads.count} ({self.threads.reason})"
+            f"torch threads: {self.threads.count} ({self.threads.reason}), "
+            f"device: {self.device.device} ({self.device.reason})"
         )
 
 
@@ -76,10 +79,12 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
     threads = choose_threads(
         world, asked=basis.threads, progress_thread=world.size > 1 and basis.progress == "thread"
     )
+    device = choose_device(world, basis.device)
     with together(world):
         torch.use_deterministic_algorithms(basis.deterministic)
         seed_all(basis.seed)
         task = build_task(basis.task, basis.all_task_options)
+        task.model.to(device.device)
         settings, choice = settle(layers, task, snapshot)
         settings = replace(settings, run_folder=str(place.root), name=place.name)
         make_plan(settings, task, world)
@@ -90,7 +95,7 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
     with together(world):
         if settings.trace is not None:
             check_window(settings.trace, job)
-    return Session(place, job, threads)
+    return Session(place, job, threads, device)
 
 
 def _has_planned(place: Place, snapshot: Snapshot | None) -> bool:

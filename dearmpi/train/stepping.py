@@ -12,7 +12,7 @@ from dearmpi.engine.span import Lane
 from dearmpi.errors import NonFiniteLossError, TaskError
 from dearmpi.train.data import MicroBatch, load_batch
 from dearmpi.train.job import Job
-from dearmpi.train.precision import computing, convert_batch
+from dearmpi.train.precision import computing, convert_batch, send_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ def _go_forward(job: Job, share: MicroBatch) -> Tensor | None:
     precision = job.settings.precision
     with job.optimizer.spans.span(Lane.DATA, "data"):
         batch = convert_batch(load_batch(job.task, job.task.train_data, share.indices), precision)
+        batch = send_batch(batch, job.task.model)
     with computing(job.task.model, precision):
         loss = job.task.loss(job.task.model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from dearmpi.config import ReduceScatter
 
@@ -43,6 +43,48 @@ class Verdict:
     operation: str
     works: bool
     output: str = ""
+
+
+class _Process:
+    """MPI can be tried once in a process, before it is initialised there."""
+
+    verdicts: ClassVar[tuple[Verdict, ...]] = ()
+
+
+def probe_devices(*, always: bool = True) -> tuple[Verdict, ...]:
+    """Find out what MPI does on CUDA memory, for ``cuda_buffers`` to go by; nothing without any.
+
+    Call it before ``connect()``, on rank 0 at least; it takes seconds, in which others wait.
+    always: try, even if the library itself says that it was built without CUDA.
+    """
+    import torch
+
+    if torch.cuda.is_available() and not _Process.verdicts and (always or _claims_cuda()):
+        _Process.verdicts = probe()
+    return _Process.verdicts
+
+
+def _claims_cuda() -> bool:
+    """What the library says, asked in a process of its own: it must be initialised for that."""
+    ask = "from dearmpi.comm import mpi; print(mpi.claims_cuda())"
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", ask],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=_clean(os.environ),
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.stdout.strip().endswith("True")
+
+
+def known_verdicts() -> tuple[Verdict, ...]:
+    """What this process has found out; none before ``probe_devices``."""
+    return _Process.verdicts
 
 
 def probe(device: str = "cuda", *, program: Sequence[str] = _PROGRAM) -> tuple[Verdict, ...]:

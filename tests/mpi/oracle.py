@@ -49,6 +49,7 @@ class Case:
     micro_batches: int = 1
     clip: float | None = None
     scheduler: str = "none"
+    cuda_buffers: str = "auto"
 
     @property
     def is_whole_tensor(self) -> bool:
@@ -65,6 +66,7 @@ class Case:
             bucket_cap_mb=self.cap_mb,
             window=self.window,
             eager=self.eager,
+            cuda_buffers=self.cuda_buffers,  # type: ignore[arg-type]
         )
 
 
@@ -240,7 +242,7 @@ def fingerprint(tensors: dict[str, Tensor]) -> str:
     """Equal only for tensors that are equal bit by bit."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
-        digest.update(name.encode() + value.detach().contiguous().numpy().tobytes())
+        digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from dearmpi.comm.world import World
+from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.lazy_device import LazyDevice, put_on
 from tests.mpi.oracle import Case, assert_same, train
 
@@ -17,19 +18,42 @@ CASES = [
     Case(model="branches", optimizer="adam", eager=True, window=1),
     Case(model="text", optimizer="nesterov", gather="gradients", reduce_scatter="exchange"),
     Case(model="image", optimizer="adam", micro_batches=3, clip=2.0, scheduler="lambda"),
-    Case(model="matrices", optimizer="muon", gather="gradients", clip=2.0),
+    Case(model="matrices", optimizer="muon", gather="gradients", schedule="wfbp", clip=2.0),
     Case(optimizer="sgd", schedule="wfbp", reduce_scatter="native", cap_mb=1.0),
     Case(model="mixed", optimizer="nesterov", schedule="serial", reduce_scatter="auto"),
 ]
+
+
+DIRECT = [
+    Case(optimizer="adamw", reduce_scatter=algorithm, gather=gather)
+    for algorithm in ("ring", "exchange", "native")
+    for gather in ("parameters", "gradients")
+]
+
+
+def train_on_lazy_device(
+    case: Case, world: World, monkeypatch: pytest.MonkeyPatch, verdicts: tuple[Verdict, ...] = ()
+) -> int:
+    """Compare; returns the number of copies."""
+    expected = train(case)
+    device = LazyDevice()
+    put_on(monkeypatch, device)
+    monkeypatch.setattr("dearmpi.engine.device_way.known_verdicts", lambda: verdicts)
+    assert_same(train(case, world), expected)
+    return device.num_copies
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}-{case.optimizer}")
 def test_training_equals_one_process(
     case: Case, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = train(case)
-    device = LazyDevice()
-    put_on(monkeypatch, device)
-    found = train(case, world)
-    assert_same(found, expected)
-    assert (device.num_copies > 0) == (world.size > 1)
+    num_copies = train_on_lazy_device(case, world, monkeypatch)
+    assert (num_copies > 0) == (world.size > 1)
+
+
+@pytest.mark.parametrize("case", DIRECT, ids=lambda case: f"{case.reduce_scatter}-{case.gather}")
+def test_an_mpi_that_takes_device_memory_needs_no_copies(
+    case: Case, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = tuple(Verdict(operation, works=True) for operation in OPERATIONS)
+    assert train_on_lazy_device(case, world, monkeypatch, works) == 0

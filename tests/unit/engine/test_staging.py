@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,10 +13,15 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.device import device_of
+from dearmpi.config import CudaBuffers, ReduceScatter
+from dearmpi.engine.device import device_of, zeros
+from dearmpi.engine.device_collectives import DeviceCollectives
+from dearmpi.engine.device_way import choose_way
+from dearmpi.engine.direct import DirectCollectives
 from dearmpi.engine.side_stream import DeviceSideStream
 from dearmpi.engine.staging import StagedCollectives
-from dearmpi.errors import CommError, ConfigError, MismatchError
+from dearmpi.errors import CommError, ConfigError, DeviceError, MismatchError
+from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.lazy_device import HostStream, LazyDevice, put_on
 from tests.unit.engine.chain import Chain, name_of_bucket
 
@@ -25,16 +30,20 @@ WINDOW = 2
 
 
 class Rank:
-    """One rank's staged collectives on a channel of ``hub``, polled by the test."""
+    """One rank's collectives for a device, on a channel of ``hub`` and polled by the test."""
 
-    def __init__(self, hub: FakeHub, rank: int, *, most_bytes: int = 1 << 20) -> None:
+    def __init__(self, hub: FakeHub, rank: int, *, direct: bool = False) -> None:
         collectives, request = hub.collectives(rank).start_duplicate()
         request.test()
         self.device = LazyDevice()
         self.side = DeviceSideStream(self.device, carry=None)
-        self.staged = StagedCollectives(
-            collectives, self.side, window=WINDOW, most_bytes=most_bytes
-        )
+        self.collectives: DeviceCollectives
+        if direct:
+            self.collectives = DirectCollectives(collectives, self.side, window=WINDOW)
+        else:
+            self.collectives = StagedCollectives(
+                collectives, self.side, window=WINDOW, most_bytes=1 << 20
+            )
 
     def values(self, buffer: Tensor) -> list[float]:
         """What the device's work sees after all that it was told to wait for."""
@@ -59,7 +68,7 @@ def test_chunks_make_the_same_sum_and_pinned_memory_does_not_grow(small_chunks: 
     ranks = [Rank(hub, rank) for rank in range(SIZE)]
     buffers = [torch.arange(200.0) * (rank + 1) for rank in range(SIZE)]
     requests = [
-        one.staged.start_reduce_scatter(buffer, "ring")
+        one.collectives.start_reduce_scatter(buffer, "ring")
         for one, buffer in zip(ranks, buffers, strict=True)
     ]
     finish(requests)
@@ -69,17 +78,20 @@ def test_chunks_make_the_same_sum_and_pinned_memory_does_not_grow(small_chunks: 
     assert max(hub.most_in_flight.values()) <= WINDOW
 
 
-def test_operations_start_in_the_order_asked_for_whichever_device_is_ready_first() -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_operations_start_in_the_order_asked_for_whichever_device_is_ready_first(
+    direct: bool,
+) -> None:
     """One rank's first buffer is ready late; its second must not overtake it on the network."""
     hub = FakeHub(SIZE, name=lambda buffer: str(buffer.numel()))
-    ranks = [Rank(hub, rank) for rank in range(SIZE)]
+    ranks = [Rank(hub, rank, direct=direct) for rank in range(SIZE)]
     late = HostStream()
     late.is_open = False
     buffers = [[torch.ones(4), torch.ones(6)] for _ in ranks]
     ranks[0].side.written(buffers[0][0], [late])
     ranks[0].side.written(buffers[0][1], [HostStream()])
     requests = [
-        one.staged.start_all_gather(buffer)
+        one.collectives.start_all_gather(buffer)
         for one, mine in zip(ranks, buffers, strict=True)
         for buffer in mine
     ]
@@ -96,16 +108,18 @@ def test_a_whole_buffer_goes_both_ways_and_half_precision_is_passed_on(small_chu
     hub = FakeHub(SIZE)
     ranks = [Rank(hub, rank) for rank in range(SIZE)]
     total = [torch.full((20,), 1.0 + rank) for rank in range(SIZE)]
-    finish([one.staged.start_all_reduce(b, "sum") for one, b in zip(ranks, total, strict=True)])
+    finish(
+        [one.collectives.start_all_reduce(b, "sum") for one, b in zip(ranks, total, strict=True)]
+    )
     assert ranks[1].values(total[1]) == [3.0] * 20
     told = [torch.full((20,), 1.0 + rank) for rank in range(SIZE)]
-    finish([one.staged.start_broadcast(b, 1) for one, b in zip(ranks, told, strict=True)])
+    finish([one.collectives.start_broadcast(b, 1) for one, b in zip(ranks, told, strict=True)])
     assert ranks[0].values(told[0]) == [2.0] * 20
     fine = 1.0 + 2.0**-12
     rounded = [torch.full((20,), fine) for _ in range(SIZE)]
     finish(
         [
-            one.staged.start_all_gather(b, wire_dtype="bf16")
+            one.collectives.start_all_gather(b, wire_dtype="bf16")
             for one, b in zip(ranks, rounded, strict=True)
         ]
     )
@@ -188,3 +202,51 @@ def test_parameters_on_several_devices_are_refused() -> None:
         device_of(params)
     with pytest.raises(ConfigError, match="on meta; cpu and cuda are served"):
         device_of(params[1:])
+
+
+WORKS = [Verdict(operation, works=True) for operation in OPERATIONS]
+ONLY_RING = [Verdict(v.operation, works=v.operation == "ring") for v in WORKS]
+NO_RING = [
+    Verdict(v.operation, works=v.operation != "ring", output="Segmentation fault") for v in WORKS
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "algorithm", "verdicts", "chosen"),
+    [
+        ("staged", "ring", WORKS, "staged (as asked)"),
+        ("auto", "ring", [], "staged (MPI was not tried on device memory)"),
+        ("auto", "ring", WORKS, "direct (MPI did ring on device memory in a trial)"),
+        ("auto", "native", WORKS, "direct (MPI did all-gather and native on device memory"),
+        ("direct", "ring", ONLY_RING, "direct (MPI did ring on device memory in a trial)"),
+        ("auto", "ring", NO_RING, "staged (in a trial MPI did not do ring on device memory)"),
+        ("auto", "auto", NO_RING, "staged (in a trial MPI did not do ring on device memory)"),
+    ],
+)
+def test_the_way_and_its_reason(
+    asked: CudaBuffers,
+    algorithm: ReduceScatter | Literal["auto"],
+    verdicts: list[Verdict],
+    chosen: str,
+) -> None:
+    assert str(choose_way(asked, algorithm, verdicts)).startswith(chosen)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"), [([], "probe_devices"), (NO_RING, "Segmentation fault")]
+)
+def test_direct_is_refused_without_proof(verdicts: list[Verdict], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose_way("direct", "ring", verdicts)
+
+
+def test_memory_that_is_out_is_told_with_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (512 << 20, 8192 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7000 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    with pytest.raises(DeviceError, match=r"H200.* 1024\.0 MiB: 512 MiB are free of 8192.*7000"):
+        zeros(1 << 28, torch.ones(1))

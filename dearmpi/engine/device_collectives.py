@@ -1,0 +1,134 @@
+"""Collectives on a device's tensors, whichever way they take to MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from dearmpi.comm.api import Collectives, ReduceOp, Request
+from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.engine.passage import Passage
+from dearmpi.engine.side_stream import DeviceSideStream
+from dearmpi.errors import CommError
+
+Start = Callable[[Any], Request]
+_ALL = slice(None)
+
+
+class CrossingRequest:
+    """An operation in one crossing or several; complete once the last of them is over."""
+
+    def __init__(self, drive: Callable[[], None], num_left: int) -> None:
+        self._drive = drive
+        self._num_left = num_left
+
+    def test(self) -> bool:
+        """Drive all operations of the same collectives."""
+        if self._num_left:
+            self._drive()
+        return not self._num_left
+
+    def landed(self) -> bool:
+        """Count a crossing that is over; True if it was the last."""
+        self._num_left -= 1
+        return not self._num_left
+
+
+class DeviceCollectives:
+    """``Collectives`` for tensors of the device of ``side``, over those of the host.
+
+    Results are ready for what is queued to ``side`` once a request is complete. What differs
+    between the ways is ``_cross``.
+    """
+
+    def __init__(self, collectives: Collectives, side: DeviceSideStream, *, window: int) -> None:
+        """``window``: most operations on the network at once."""
+        self._collectives = collectives
+        self.rank, self.size, self.host = collectives.rank, collectives.size, collectives.host
+        self._side, self._device = side, side.device
+        self._passage = Passage(window)
+
+    def start_reduce_scatter(
+        self, buffer: Tensor, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+    ) -> Request:
+        """All shards go out, the own one comes back."""
+
+        def start(sent: Any) -> Request:
+            return self._collectives.start_reduce_scatter(sent, algorithm, wire_dtype=wire_dtype)
+
+        return self._cross(self._shards(buffer), start, out=_ALL, back=self._own)
+
+    def start_all_gather(
+        self,
+        buffer: Tensor,
+        algorithm: AllGather = "native",
+        *,
+        wire_dtype: WireDtype | None = None,
+    ) -> Request:
+        """The own shard goes out, all come back."""
+
+        def start(sent: Any) -> Request:
+            return self._collectives.start_all_gather(sent, algorithm, wire_dtype=wire_dtype)
+
+        return self._cross(self._shards(buffer), start, out=self._own, back=_ALL)
+
+    def start_all_reduce(self, buffer: Tensor, op: ReduceOp) -> Request:
+        """Everything goes both ways."""
+
+        def start(sent: Any) -> Request:
+            return self._collectives.start_all_reduce(sent, op)
+
+        return self._cross(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
+
+    def start_broadcast(self, buffer: Tensor, root: int) -> Request:
+        """Everything goes both ways."""
+
+        def start(sent: Any) -> Request:
+            return self._collectives.start_broadcast(sent, root)
+
+        return self._cross(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
+
+    def start_duplicate(self) -> tuple[Collectives, Request]:
+        """Of the host's collectives."""
+        return self._collectives.start_duplicate()
+
+    def free(self) -> None:
+        """Give the host's collectives back."""
+        self._collectives.free()
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        """As on the host."""
+        return self._collectives.start_message(data, destination)
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        """As on the host."""
+        return self._collectives.receive_message()
+
+    def abort(self, code: int) -> None:
+        """As on the host."""
+        self._collectives.abort(code)
+
+    def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
+        """``start`` on the memory of ``rows``, of which some go out, and some come back."""
+        raise NotImplementedError
+
+    @property
+    def _own(self) -> slice:
+        return slice(self.rank, self.rank + 1)
+
+    def _shards(self, buffer: Tensor) -> Tensor:
+        return buffer.view(self.size, buffer.numel() // self.size)
+
+    def _drive(self) -> None:
+        """Raises CommError, with the device's name, if the device fails."""
+        try:
+            self._passage.advance()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise CommError(
+                f"{self._device.name} failed: {error}; look for its errors in nvidia-smi and dmesg "
+                f"on {self.host}, and resume from the last checkpoint"
+            ) from error

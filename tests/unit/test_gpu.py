@@ -1,0 +1,37 @@
+"""The GPU's script on machines without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "tests/gpu/run.py"), *arguments]
+    environment = os.environ | {"OUT": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_says_why_it_does_nothing(tmp_path: Path) -> None:
+    reason = "built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
+    assert reason in run(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_all_its_parts_run_on_the_host(tmp_path: Path) -> None:
+    said = run(tmp_path, "--dry")
+    for what in ("parity, staged", "iteration, resnet50", "staging, each way", "profile, resnet50"):
+        assert what in said
+    assert "FAILED" not in said

@@ -1,0 +1,64 @@
+"""Which device each rank trains on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.train.device import VISIBLE, DeviceChoice, choose_device
+from dearmpi.train.settings import DeviceSetting
+
+
+@dataclass
+class Ranks:
+    """The ranks of some hosts, each with the devices that it sees; one of them is asked."""
+
+    counts: list[int]
+    hosts: list[str]
+    rank: int = 0
+
+    @property
+    def local_rank(self) -> int:
+        return self.hosts[: self.rank].count(self.hosts[self.rank])
+
+    def all_gather_text(self, text: str, /) -> list[str]:
+        assert json.loads(text)[0] == self.counts[self.rank]
+        return [json.dumps([count, None]) for count in self.counts]
+
+
+def choose(
+    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, asked: DeviceSetting = "auto"
+) -> DeviceChoice:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: ranks.counts[ranks.rank])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    return choose_device(ranks, asked)
+
+
+def test_ranks_of_a_host_take_its_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ["n0", "n0", "n0", "n1", "n1"]
+    choices = [choose(monkeypatch, Ranks([2, 2, 2, 4, 4], hosts, rank)) for rank in range(5)]
+    assert [choice.device.index for choice in choices] == [0, 1, 0, 0, 1]
+    assert choices[0].reason == "H200, local rank 0 of 3, shared by 2 ranks"
+    assert choices[1].reason == "H200, local rank 1 of 3"
+
+
+def test_without_devices_the_host_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(monkeypatch, Ranks([0, 0], ["n0", "n0"])).device.type == "cpu"
+    assert choose(monkeypatch, Ranks([1, 0], ["n0", "n1"]), "cpu").device.type == "cpu"
+    with pytest.raises(ConfigError, match=f"rank 0 on n0 sees no CUDA device .*{VISIBLE} is not"):
+        choose(monkeypatch, Ranks([0, 0], ["n0", "n0"]), "cuda")
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_ranks_with_and_without_a_device_are_named(
+    asked: DeviceSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(2):
+        with pytest.raises(MismatchError, match="rank 1 on n1 sees no .* rank 0 on n0 sees 2"):
+            choose(monkeypatch, Ranks([2, 0], ["n0", "n1"], rank), asked)
