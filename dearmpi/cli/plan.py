@@ -10,7 +10,7 @@ import click
 from dearmpi.cli.console import Console
 from dearmpi.cli.measurement import OUT, check_writable
 from dearmpi.cli.picture import check_picture, write_picture
-from dearmpi.config import EngineConfig, Gather
+from dearmpi.config import CommDtype, EngineConfig, Gather
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +63,13 @@ if TYPE_CHECKING:
     metavar="N",
     help="micro-batches per optimizer step of the run; the profile is of one of them",
 )
+@click.option(
+    "--comm-dtype",
+    type=click.Choice(get_args(CommDtype)),
+    default=EngineConfig().comm_dtype,
+    show_default=True,
+    help="in what the run sends fp32; the calibration is without",
+)
 @click.option("--out", type=OUT, metavar="FILE", help="write the plan there, as JSON")
 @click.option(
     "--picture",
@@ -78,6 +85,7 @@ def plan(
     eager: bool,
     gather: Gather,
     micro_batches: int,
+    comm_dtype: CommDtype,
     out: Path | None,
     picture_path: Path | None,
 ) -> int:
@@ -101,6 +109,7 @@ def plan(
     console = Console(speaks=True)
     profile = read_profile(profile_path)
     costs = _read_costs(calibration_path, world_size)
+    costs = costs.sent_as(comm_dtype, profile.workload.params())
     made = make_plan(profile, costs, world_size=costs.world_size, eager=eager, gather=gather)
     made = made.over(micro_batches)
     console.say(*describe_profile_use(profile, costs), *describe_costs(costs), made.describe())

@@ -82,7 +82,9 @@ class SelfPlanning:
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
         begin_s = time.perf_counter()
-        self._costs = calibrate(world, reduce_scatter=reduce_scatter).costs
+        self._costs = calibrate(
+            world, reduce_scatter=reduce_scatter, wire_dtype=config.wire_dtype
+        ).costs
         self.pause = Pause(measuring_s=time.perf_counter() - begin_s)
         self.problem = ""
 

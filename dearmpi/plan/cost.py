@@ -10,15 +10,18 @@ long as the wire needs for the bytes of both, whichever is more.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
+from dearmpi.plan.layout import ParamSpec
 
 Sample = tuple[float, float]
 """Bytes, and the seconds that they took."""
 
+_HALF_BYTES = 2
 _LEAST_WIRE_SHARE = 0.5  # two operations in flight cannot be faster than one of them alone
 # What a sample may be: beyond, squares and their sums leave what floats can hold.
 _MOST_BYTES, _LEAST_S, _MOST_S = 1e18, 1e-12, 1e12
@@ -96,6 +99,30 @@ class Costs:
             self,
             update_s=self.update_s or _TYPICAL_UPDATE_S,
             main_thread_s=self.main_thread_s or _TYPICAL_MAIN_THREAD_S,
+        )
+
+    def sent_as(self, comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> Costs:
+        """The same where the trained ones of ``specs`` are sent in ``comm_dtype``.
+
+        Bytes remain those in memory, and take the time of what is sent of them: where tensors of
+        several dtypes are mixed, of the average. Conversions are taken to cost nothing.
+
+        Raises ConfigError if all are of half precision already.
+        """
+        if comm_dtype == "fp32":
+            return self
+        trained = [spec for spec in specs if spec.trained]
+        nbytes = sum(spec.nbytes for spec in trained)
+        sent = sum(spec.numel * min(spec.itemsize, _HALF_BYTES) for spec in trained)
+        if sent == nbytes:
+            raise ConfigError(
+                f"comm_dtype {comm_dtype!r} has no effect: no trained parameter is wider than "
+                f"{_HALF_BYTES} bytes; leave it out"
+            )
+        return replace(
+            self,
+            reduce_scatter=self.reduce_scatter.scaled(alpha=1, beta=sent / nbytes),
+            all_gather=self.all_gather.scaled(alpha=1, beta=sent / nbytes),
         )
 
     def at(self, world_size: int) -> Costs:

@@ -9,7 +9,7 @@ import torch
 
 from dearmpi.comm.trial import Start, run_all, start_gather, start_reduce
 from dearmpi.comm.world import Channel, World
-from dearmpi.config import ReduceScatter, all_gather_for
+from dearmpi.config import ReduceScatter, WireDtype, all_gather_for
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, parse_calibration
 from dearmpi.tune.ladder import WINDOWS, Run, climb
@@ -18,14 +18,20 @@ Operation = Callable[[torch.Tensor], Start]
 
 
 def calibrate(
-    world: World, *, reduce_scatter: ReduceScatter = "ring", library: str = "", budget_s: float = 1
+    world: World,
+    *,
+    reduce_scatter: ReduceScatter = "ring",
+    wire_dtype: WireDtype | None = None,
+    library: str = "",
+    budget_s: float = 1,
 ) -> Calibration:
     """Measure both operations, on the engine's way, at sizes as large as the time allows.
 
     As in training, operations follow one another, with one and with two of them in flight; the
-    slowest rank's median counts. The result is the same on all ranks (collective). library: the
-    MPI library, in words. budget_s: what all measurements together may take; two sizes are
-    measured even if that takes longer.
+    slowest rank's median counts. The result is the same on all ranks (collective). wire_dtype: in
+    what the fp32 buffers are sent, whose bytes count. library: the MPI library, in words.
+    budget_s: what all measurements together may take; two sizes are measured even if that takes
+    longer.
 
     Raises ConfigError in a world of one, in which nothing is sent.
     """
@@ -33,8 +39,10 @@ def calibrate(
         raise ConfigError("one rank has no collectives to measure; start several with mpirun")
     channels = {window: world.open_channel("trial", window=window) for window in WINDOWS}
     operations: tuple[Operation, ...] = (
-        lambda buffer: partial(start_reduce, buffer, reduce_scatter),
-        lambda buffer: partial(start_gather, buffer, all_gather_for(reduce_scatter)),
+        lambda buffer: partial(start_reduce, buffer, reduce_scatter, wire_dtype=wire_dtype),
+        lambda buffer: partial(
+            start_gather, buffer, all_gather_for(reduce_scatter), wire_dtype=wire_dtype
+        ),
     )
     prepared = [partial(_prepare, world, channels, operation) for operation in operations]
     reduces, gathers = climb(world, prepared, budget_s=budget_s)

@@ -48,6 +48,17 @@ def test_the_plan_is_told_written_and_drawn(
     assert "simulated iteration over 4 ranks" in drawn
 
 
+def test_half_precision_on_the_wire_is_planned_for(
+    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = []
+    for comm_dtype in ("fp32", "bf16"):
+        assert main([*given, "--comm-dtype", comm_dtype, "--out", str(tmp_path / "p.json")]) == 0
+        plans.append(read_plan(tmp_path / "p.json"))
+    assert "reduce-scatter 1.000 ms + 4." in capsys.readouterr().out
+    assert plans[1].prediction.communication_s < 0.7 * plans[0].prediction.communication_s
+
+
 def test_for_another_number_of_ranks_and_without_eager_updates(
     tmp_path: Path, given: list[str]
 ) -> None:

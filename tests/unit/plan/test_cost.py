@@ -9,6 +9,7 @@ import pytest
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel, fit_link, hierarchical_cost, ring_cost
+from dearmpi.plan.layout import ParamSpec
 
 SIZES = [1e4, 1e5, 1e6, 4e6, 25e6]
 TRUE = LinkModel(1e-3, 8e-9)
@@ -119,3 +120,18 @@ def test_times_that_fall_with_size_leave_the_rate_of_the_pairs() -> None:
     fit = fit_link([(1e4, 3e-3), (1e6, 1e-3)], pairs=[(1e4, 3e-3), (1e6, 4e-3)])
     assert fit.link.beta_s_per_byte == pytest.approx(2e-9)
     assert fit.link.wire_share == 1
+
+
+def test_half_precision_takes_half_the_time_of_fp32_bytes_and_the_same_start_up() -> None:
+    costs = Costs(4, TRUE, TRUE.scaled(alpha=2, beta=3), update_s_per_byte=1e-9)
+    single, double = ParamSpec("a", (10,)), ParamSpec("b", (10,), 8, "float64")
+    idle = ParamSpec("c", (99,), trained=False)
+    half = ParamSpec("d", (20,), 2, "bfloat16")
+    assert costs.sent_as("fp32", [single]) is costs
+    for specs, share in (([single, idle], 0.5), ([double], 0.25), ([single, half], 0.75)):
+        found = costs.sent_as("bf16", specs)
+        assert found.reduce_scatter == TRUE.scaled(alpha=1, beta=share)
+        assert found.all_gather == costs.all_gather.scaled(alpha=1, beta=share)
+        assert found.update_s_per_byte == costs.update_s_per_byte
+    with pytest.raises(ConfigError, match="'fp16' has no effect"):
+        costs.sent_as("fp16", [half, idle])
