@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from dearmpi.comm.watchdog import StallLimits
 from dearmpi.config import (
-    CudaBuffers,
+    CommDtype,
     EngineConfig,
     Gather,
     ProgressMode,
@@ -19,7 +19,6 @@ from dearmpi.errors import ConfigError
 from dearmpi.train.setting import Setting, named, setting
 
 Precision = Literal["fp32", "bf16", "fp64"]
-DeviceSetting = Literal["auto", "cpu", "cuda"]
 LrSchedule = Literal["constant", "cosine", "step"]
 OnNan = Literal["stop", "skip"]
 
@@ -158,13 +157,12 @@ class RunSettings:
         "the algorithm; auto measures at start",
         choices=(*get_args(ReduceScatter), "auto"),
     )
-    cuda_buffers: CudaBuffers = setting(
-        _ENGINE.cuda_buffers,
+    comm_dtype: CommDtype = setting(
+        _ENGINE.comm_dtype,
         "Communication",
         "choice",
-        "staged: by pinned host memory; direct: by an MPI that was tried on device memory; auto: "
-        "direct where that works",
-        choices=get_args(CudaBuffers),
+        "bf16 and fp16 send tensors of fp32 with half the bytes",
+        choices=get_args(CommDtype),
     )
     window: int = setting(
         _ENGINE.window, "Communication", "integer", "operations in flight of each kind", least=1
@@ -199,13 +197,6 @@ class RunSettings:
         above=0,
     )
 
-    device: DeviceSetting = setting(
-        "auto",
-        "Numerics",
-        "choice",
-        "auto: CUDA where all ranks see a device, which those of a host take in turn",
-        choices=get_args(DeviceSetting),
-    )
     precision: Precision = setting(
         "fp32",
         "Numerics",
@@ -287,6 +278,7 @@ class RunSettings:
                 )
         self._check_step_schedule()
         self.stall_limits()
+        self.engine()
         if self.deterministic and self.reduce_scatter == "auto":
             raise ConfigError(
                 "deterministic needs a fixed reduce_scatter: with auto, timing would choose the "
@@ -339,7 +331,7 @@ class RunSettings:
             gather=self.gather,
             bucket_cap_mb=self.bucket_cap_mb,
             reduce_scatter=self.reduce_scatter,
-            cuda_buffers=self.cuda_buffers,
+            comm_dtype=self.comm_dtype,
             window=self.window,
             eager=self.max_grad_norm == 0,
         )

@@ -81,6 +81,7 @@ def test_settings_are_checked_where_they_are_made() -> None:
         ({"lr_milestones": (0.7, 0.5), "lr_schedule": "step"}, "in rising order"),
         ({"lr_milestones": (30.0, 60.0), "lr_schedule": "step"}, "shares of the run"),
         ({"deterministic": True, "reduce_scatter": "auto"}, "needs a fixed reduce_scatter"),
+        ({"comm_dtype": "bf16", "reduce_scatter": "native"}, "use 'ring' or 'exchange'"),
         ({"deterministic": True, "plan": "auto"}, "needs a fixed plan"),
         ({"deterministic": True, "plan": "bayes"}, "needs a fixed plan: with bayes"),
         ({"plan": "bayes", "bucket_cap_mb": 8}, "bucket_cap_mb is 8.0, but plan bayes searches"),
