@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from dearmpi.comm.watchdog import StallLimits
 from dearmpi.config import (
     CommDtype,
+    CudaBuffers,
     EngineConfig,
     Gather,
     ProgressMode,
@@ -19,6 +20,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.train.setting import Setting, named, setting
 
 Precision = Literal["fp32", "bf16", "fp64"]
+DeviceSetting = Literal["auto", "cpu", "cuda"]
 LrSchedule = Literal["constant", "cosine", "step"]
 OnNan = Literal["stop", "skip"]
 
@@ -164,6 +166,14 @@ class RunSettings:
         "bf16 and fp16 send tensors of fp32 with half the bytes",
         choices=get_args(CommDtype),
     )
+    cuda_buffers: CudaBuffers = setting(
+        _ENGINE.cuda_buffers,
+        "Communication",
+        "choice",
+        "staged: by pinned host memory; direct: by an MPI that was tried on device memory; auto: "
+        "direct where that works",
+        choices=get_args(CudaBuffers),
+    )
     window: int = setting(
         _ENGINE.window, "Communication", "integer", "operations in flight of each kind", least=1
     )
@@ -197,6 +207,13 @@ class RunSettings:
         above=0,
     )
 
+    device: DeviceSetting = setting(
+        "auto",
+        "Numerics",
+        "choice",
+        "auto: CUDA where all ranks see a device, which those of a host take in turn",
+        choices=get_args(DeviceSetting),
+    )
     precision: Precision = setting(
         "fp32",
         "Numerics",
@@ -332,6 +349,7 @@ class RunSettings:
             bucket_cap_mb=self.bucket_cap_mb,
             reduce_scatter=self.reduce_scatter,
             comm_dtype=self.comm_dtype,
+            cuda_buffers=self.cuda_buffers,
             window=self.window,
             eager=self.max_grad_norm == 0,
         )
