@@ -11,11 +11,11 @@ from pathlib import Path
 from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
 from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP, Pause
+from dearmpi.report.straggler import Straggler, find_straggler
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
 from dearmpi.train.plan_file import PlanFile
-from dearmpi.train.rank_times import Straggler, find_straggler
 from dearmpi.train.threads import ThreadChoice
 from dearmpi.train.tracing import Tracing
 from dearmpi.train.trainer import Outcome
@@ -97,12 +97,16 @@ class Report:
 
     def _name_straggler(self, row: MetricsRow) -> None:
         """Say which rank holds the others up, once until it is another or none."""
-        straggler = find_straggler(row.ranks)
-        if straggler is not None and straggler.rank != self._slow_rank:
+        straggler = find_straggler(
+            [times.own_s for times in row.ranks],
+            [times.wait_s for times in row.ranks],
+            step_s=max((times.step_s for times in row.ranks), default=0.0),
+        )
+        if straggler is not None and straggler.place != self._slow_rank:
             line = describe_straggler(straggler, self.job.world.hosts)
             self.console.say(line)
             logging.getLogger("dearmpi").info("step %d: %s", row.step, line)
-        self._slow_rank = None if straggler is None else straggler.rank
+        self._slow_rank = None if straggler is None else straggler.place
 
 
 def describe_row(job: Job, row: MetricsRow) -> list[str]:
@@ -145,8 +149,8 @@ def _describe_hidden(row: MetricsRow) -> list[str]:
 def describe_straggler(straggler: Straggler, hosts: Sequence[str]) -> str:
     """Which rank is slow, by how much, and what it costs the others."""
     return (
-        f"rank {straggler.rank} on {hosts[straggler.rank]} is slow: busy for "
-        f"{straggler.own_s:.3g} s per step, the other ranks for {straggler.typical_s:.3g} s, and "
+        f"rank {straggler.place} on {hosts[straggler.place]} is slow: busy for "
+        f"{straggler.busy_s:.3g} s per step, the other ranks for {straggler.typical_s:.3g} s, and "
         f"they wait {straggler.waited_s:.3g} s for it; see what else runs there, its cores and its "
         "data"
     )

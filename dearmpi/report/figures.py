@@ -10,6 +10,7 @@ from dearmpi.engine.span import Lane
 from dearmpi.report.exposure import Exposure, measure_exposure, shared_wait
 from dearmpi.report.history import History
 from dearmpi.report.recording import Recording
+from dearmpi.report.straggler import Straggler, find_straggler
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ class Figures:
         return max(self.ranks, key=lambda times: times.compute_s)
 
     @property
-    def straggling_s(self) -> float:
-        """How much longer the slowest rank computes than the median of the others."""
-        others = [times.compute_s for times in self.ranks if times is not self.slowest]
-        return self.slowest.compute_s - median(others) if others else 0.0
+    def straggler(self) -> Straggler | None:
+        """The slowest rank, if the others wait for it."""
+        busy_s, wait_s = zip(*((one.compute_s, one.wait_s) for one in self.ranks), strict=True)
+        return find_straggler(busy_s, wait_s, step_s=self.step_s)
 
     @property
     def least_waiting(self) -> RankTimes:

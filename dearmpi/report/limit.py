@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dearmpi.report.figures import Figures
+from dearmpi.report.straggler import WORTH
 from dearmpi.report.unit import share_text, time_text
-
-# A part of less than this share of a step is not worth anybody's time.
-WORTH = 0.10
 
 
 class Limit(Enum):
@@ -41,9 +39,10 @@ def judge(figures: Figures) -> Verdict:
     """
     # The first bucket and the network are one kind of loss: only together they compete.
     is_first = figures.first_s > figures.network_s / 2
+    straggler = figures.straggler
     kinds = {
         Limit.FIRST_BUCKET if is_first else Limit.NETWORK: figures.network_s,
-        Limit.STRAGGLER: figures.straggling_s,
+        Limit.STRAGGLER: 0.0 if straggler is None else straggler.excess_s,
         Limit.UNEVEN: figures.uneven_s,
         Limit.DATA: figures.data_s,
     }

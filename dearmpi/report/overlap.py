@@ -51,7 +51,7 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     )
     if len(ranks) < len(recording.spans):
         caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
-    timeline = replicate(recording, figures.least_waiting.rank, window=_window(run))
+    timeline = replicate(recording, figures.least_waiting.rank, window=_window(run), plan=run.plan)
     if timeline is not None:
         exposed = f"waits {time_text(timeline.exposed_s)}"
         tracks.append(Track("simulated", *replica_spans(timeline), exposed))
@@ -123,13 +123,14 @@ def _ranks(figures: Figures) -> Section | None:
 
 
 def _compare_ranks(figures: Figures) -> str:
-    slowest, more_s = figures.slowest, figures.straggling_s
-    if more_s < 0.05 * figures.step_s:
-        return f"All ranks compute about as long, at most {time_text(slowest.compute_s)}."
+    slowest, straggler = figures.slowest, figures.straggler
     label = slowest.label[0].upper() + slowest.label[1:]
+    said = f"{label} computes longest, {time_text(slowest.compute_s)}"
+    if straggler is None:
+        return f"{said}; no rank is so much slower that it holds the others up."
     return (
-        f"{label} computes longest, {time_text(slowest.compute_s)}; that is {time_text(more_s)} "
-        "more than the median of the others."
+        f"{said}; that is {time_text(straggler.excess_s)} more than the median of the others, who "
+        f"wait {time_text(straggler.waited_s)} longer than it does."
     )
 
 

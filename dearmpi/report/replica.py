@@ -8,6 +8,7 @@ did while the recording's collectives were in flight, and nothing disturbs anyth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from dearmpi.config import ScheduleName
@@ -15,8 +16,9 @@ from dearmpi.engine.span import Lane, Span
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.plan.plan import Plan
 from dearmpi.plan.profile import LayerTimes, ModelProfile
-from dearmpi.plan.schedule import build_schedule
+from dearmpi.plan.schedule import Schedule, build_schedule
 from dearmpi.plan.timeline import Timeline, simulate
 from dearmpi.plan.workload import LayerSpec, Workload
 from dearmpi.report.interval import subtract, total, union
@@ -31,22 +33,25 @@ _LANES = {
 _NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
 
 
-def replicate(recording: Recording, rank: int, *, window: int) -> Timeline | None:
+def replicate(
+    recording: Recording, rank: int, *, window: int, plan: Plan | None = None
+) -> Timeline | None:
     """The iteration of ``rank`` (the least waiting one tells most) simulated.
 
-    window: as in ``EngineConfig``. None for a schedule of a plan, for an iteration of several
-    micro-batches, and where the recording lacks bytes or readiness.
+    window: as in ``EngineConfig``. plan: what the run followed at last; it goes before ``window``
+    where it is what was recorded. None for the schedule of another plan, for an iteration of
+    several micro-batches, and where the recording lacks bytes or readiness.
     """
     if rank not in recording.spans:
         return None
     spans, windows = recording.spans[rank], recording.windows(rank)
     sizes = recording.bucket_bytes
-    names: dict[str, ScheduleName] = {"dear": "dear", "wfbp": "wfbp", "serial": "serial"}
+    conduct = _conduct(recording, window, plan)
     if any([kind for kind, _ in one.passes(spans)] != ["F", "B"] for one in windows):
         return None
     ready = [_ready_s(spans, windows, bucket) for bucket in range(len(sizes))]
     link = _link(spans, windows, sizes)
-    if link is None or None in ready or recording.schedule not in names:
+    if link is None or None in ready or conduct is None:
         return None
     specs = [ParamSpec(f"bucket{i}", (size,), itemsize=1) for i, size in enumerate(sizes)]
     layers = tuple(LayerSpec(spec.name, (spec,)) for spec in specs)
@@ -61,13 +66,34 @@ def replicate(recording: Recording, rank: int, *, window: int) -> Timeline | Non
         return simulate(
             ModelProfile(Workload("replica", "a recording", layers, 1, "samples"), times),
             build_layout([[spec] for spec in specs], world_size),
-            build_schedule(names[recording.schedule], len(sizes)),
+            conduct.schedule,
             Costs(world_size, link, link, update_s=update_s),
-            eager=False,
-            window=window,
+            eager=conduct.eager,
+            window=conduct.window,
         )
     except ConfigError:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Conduct:
+    """How the buckets travelled."""
+
+    schedule: Schedule
+    window: int
+    eager: bool
+
+
+def _conduct(recording: Recording, window: int, plan: Plan | None) -> _Conduct | None:
+    num_buckets = len(recording.bucket_bytes)
+    if plan is not None:
+        recorded = (recording.schedule, num_buckets)
+        if (plan.schedule.name, len(plan.buckets)) == recorded:
+            return _Conduct(plan.schedule, plan.window, plan.eager)
+    names: dict[str, ScheduleName] = {"dear": "dear", "wfbp": "wfbp", "serial": "serial"}
+    if recording.schedule not in names:
+        return None
+    return _Conduct(build_schedule(names[recording.schedule], num_buckets), window, False)
 
 
 def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from dearmpi.errors import ConfigError, DataError
+from dearmpi.plan.plan import Plan, read_plan
 from dearmpi.report.history import History, read_history
 from dearmpi.report.recording import Recording, record
 from dearmpi.report.trace import find_traces, read_traces
@@ -20,6 +21,7 @@ from dearmpi.report.trace import find_traces, read_traces
 class Run:
     """settings: as in config.yaml. environment: as in env.json; both empty where missing.
 
+    plan: what was followed at last; None without --plan.
     notes: what is missing or could not be read, in sentences.
     """
 
@@ -28,6 +30,7 @@ class Run:
     environment: Mapping[str, Any]
     history: History
     recording: Recording
+    plan: Plan | None
     notes: tuple[str, ...]
 
     @property
@@ -67,7 +70,16 @@ def read_run(path: Path) -> Run:
     else:
         notes.append("There is no trace: record one with --trace START:STOP to see an iteration.")
     notes += [*history.notes, *map(_sentence, recording.notes)]
-    return Run(path.resolve().name, settings, environment, history, recording, tuple(notes))
+    plan = _read_plan(path / "plan.json", notes)
+    return Run(path.resolve().name, settings, environment, history, recording, plan, tuple(notes))
+
+
+def _read_plan(path: Path, notes: list[str]) -> Plan | None:
+    try:
+        return read_plan(path) if path.exists() else None
+    except ConfigError as error:
+        notes.append(_sentence(str(error)))
+        return None
 
 
 def _read(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:

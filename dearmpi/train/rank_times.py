@@ -1,18 +1,13 @@
-"""Rank times: what every rank spends on a step, known to all, and who holds the others up."""
+"""Rank times: what every rank spends on a step, known to all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.world import Channel, World
-
-SLOW_FACTOR = 1.2  # of the other ranks' median; below it are the differences of any two machines
-_WAITED_SHARE = 0.5  # of the excess: where the others do not wait for it, it harms nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +21,6 @@ class RankTimes:
     def own_s(self) -> float:
         """What the rank itself was busy."""
         return max(0.0, self.step_s - self.wait_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """A rank for which the others wait. own_s and typical_s: what it and the others' median rank
-    are busy per step; waited_s: what the others wait, by median.
-    """
-
-    rank: int
-    own_s: float
-    typical_s: float
-    waited_s: float
-
-
-def find_straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
-    """The slowest rank, if it is well behind the others and they wait for it."""
-    if len(ranks) < 2:
-        return None
-    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].own_s)
-    others = [times for rank, times in enumerate(ranks) if rank != slowest]
-    own_s, typical_s = ranks[slowest].own_s, median(times.own_s for times in others)
-    waited_s = median(times.wait_s for times in others) - ranks[slowest].wait_s
-    if own_s <= SLOW_FACTOR * typical_s or waited_s < _WAITED_SHARE * (own_s - typical_s):
-        return None
-    return Straggler(slowest, own_s, typical_s, waited_s)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dearmpi.report.figures import Figures, RankTimes
-from dearmpi.report.limit import WORTH, Limit, judge
+from dearmpi.report.limit import Limit, judge
+from dearmpi.report.straggler import WORTH
 
 EVEN = (RankTimes(0, "n0", 1.0, 0.05), RankTimes(1, "n1", 1.0, 0.06))
 FIGURES = Figures(

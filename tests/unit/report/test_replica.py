@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dearmpi.engine.span import Lane, Span
+from dearmpi.plan.plan import Plan, Prediction
+from dearmpi.plan.schedule import Wait, build_schedule
 from dearmpi.report.interval import total, union
 from dearmpi.report.recording import Recording, record
 from dearmpi.report.replica import replica_spans, replicate
@@ -32,6 +35,32 @@ def test_a_slower_link_takes_longer(tmp_path: Path) -> None:
     assert fast is not None and slow is not None
     assert slow.communication_s > fast.communication_s
     assert slow.iteration_s > fast.iteration_s
+
+
+def plan_of(num_buckets: int) -> Plan:
+    """A plan that gathers all before the next feed-forward."""
+    names = tuple(f"p{index}" for index in range(num_buckets))
+    return Plan(
+        parameters=names,
+        buckets=tuple((name,) for name in names),
+        schedule=replace(build_schedule("dear", num_buckets), wait=Wait.STEP),
+        window=1,
+        eager=False,
+        world_size=2,
+        fingerprint="",
+        prediction=Prediction(1.0, 1.0, 1.0, 1.0),
+        origin="made up",
+    )
+
+
+def test_a_run_by_a_plan_is_simulated_by_it(tmp_path: Path) -> None:
+    recording = recorded(ExampleRun(), tmp_path)
+    free = replicate(recording, 0, window=2)
+    planned = replicate(recording, 0, window=2, plan=plan_of(4))
+    assert free is not None and planned is not None
+    assert planned.iteration_s > free.iteration_s + 0.2
+    # A plan taken up after the recording says nothing about it.
+    assert replicate(recording, 0, window=2, plan=plan_of(3)) == free
 
 
 def test_spans_fill_an_iteration(tmp_path: Path) -> None:
