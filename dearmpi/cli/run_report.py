@@ -21,13 +21,13 @@ def report(run: Path, out: Path | None) -> None:
     The page RUN/report.html needs nothing else to be shown; the pictures stand in RUN/report/ as
     PNG as well. A run that was started with --trace START:STOP shows an iteration in full.
     """
+    from dearmpi.report.limit import UNMEASURED
     from dearmpi.report.report import write_report
     from dearmpi.train.run_folder import RunFolder
 
     folder = RunFolder.open(run)
     written = write_report(folder.path, out or folder.path)
-    if written.verdict is not None:
-        click.echo(written.verdict.sentence)
+    click.echo(UNMEASURED if written.verdict is None else written.verdict.sentence)
     for note in written.notes:
         click.echo(f"note: {note}")
     click.echo(f"wrote {written.page}")

@@ -9,6 +9,9 @@ from dearmpi.report.figures import Figures
 from dearmpi.report.straggler import WORTH
 from dearmpi.report.unit import share_text, time_text
 
+UNMEASURED = "Nothing was measured: this run has taken no step yet."
+"""What is said in place of a verdict where there is none."""
+
 
 class Limit(Enum):
     """What limits a run."""

@@ -8,7 +8,7 @@ from html import escape
 
 from dearmpi.report import svg
 from dearmpi.report.figures import Figures
-from dearmpi.report.limit import Verdict
+from dearmpi.report.limit import UNMEASURED, Verdict
 from dearmpi.report.run import Run
 from dearmpi.report.section import Section
 from dearmpi.report.unit import digits, share_text, time_text
@@ -70,7 +70,7 @@ def draw_page(
 
 def _draw_verdict(verdict: Verdict | None) -> str:
     if verdict is None:
-        return '<p class="verdict lost">Nothing was measured: this run has taken no step yet.</p>'
+        return f'<p class="verdict lost">{UNMEASURED}</p>'
     kind = "verdict lost" if verdict.lost_s > 0 else "verdict"
     return f'<p class="{kind}">{escape(verdict.sentence)}</p>'
 

@@ -97,4 +97,6 @@ def _read(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".") + "."
+    first, *_ = text.split(" ", 1)
+    begun = text[:1].upper() + text[1:] if first.isalpha() else text  # a path stays as it is
+    return begun.rstrip(".") + "."

@@ -58,6 +58,8 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """Return the existing run folder at ``path``; raises ConfigError when it is none."""
         folder = cls(path)
+        if not path.is_dir():
+            raise ConfigError(f"there is no folder {path}; name the folder of a run")
         if not folder.holds_run:
             raise ConfigError(f"{path} is no run folder: it has no {folder.checkpoints.name}/")
         return folder

@@ -105,11 +105,23 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 
 
 @quick
-def test_an_empty_run_has_a_page_that_says_so(tmp_path: Path) -> None:
+def test_an_empty_run_has_a_page_that_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     page = report(tmp_path / "run")
+    assert "no step yet" in capsys.readouterr().out
     for word in ("no step yet", "metrics.jsonl is missing", "no trace", "config.yaml is missing"):
         assert word in page
+
+
+@quick
+def test_a_trace_of_another_run_is_told_of_and_left_out(tmp_path: Path) -> None:
+    folder = ExampleRun().write(tmp_path)
+    ExampleRun(run_id="two").write_trace(folder, 1)
+    page = report(folder)
+    assert f"{folder}/trace/rank-00001.json is of run example (two)" in page
+    assert "The network limits" in page or "Computation limits" in page
 
 
 @quick
@@ -181,7 +193,9 @@ def test_of_many_ranks_the_slowest_is_shown(tmp_path: Path) -> None:
 def test_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("is no run folder") == 2
+    said = capsys.readouterr().err
+    assert f"there is no folder {tmp_path / 'nowhere'}" in said
+    assert f"{tmp_path} is no run folder" in said
 
 
 @quick
