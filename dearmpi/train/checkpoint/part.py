@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dearmpi.engine.buffers import flattened, is_dense
 from dearmpi.errors import CheckpointError
+from dearmpi.train.checkpoint.direct_file import BLOCK_BYTES
 
 STORABLE: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -79,7 +80,8 @@ class CopyBuffer:
     def copy(self, part: Part) -> Part:
         """``part`` with values of its own. The copy before it must not be in use any more."""
         if self._data.numel() < part.num_bytes:
-            self._data = torch.empty(part.num_bytes, dtype=torch.uint8)
+            room = torch.empty(part.num_bytes + BLOCK_BYTES, dtype=torch.uint8)
+            self._data = room[-room.data_ptr() % BLOCK_BYTES :]  # as DirectFile asks
         pieces: dict[str, Piece] = {}
         end = 0
         # Wide elements first: each piece then begins at a multiple of its element size.

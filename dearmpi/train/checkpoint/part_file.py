@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError
+from dearmpi.train.checkpoint.direct_file import BLOCK_BYTES, DirectFile
 from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.checkpoint.part import STORABLE, Part, Piece
 
 ABOUT = "dearmpi"  # the key of the header's metadata under which all else than values stands
-_CHUNK_BYTES = 1 << 20
-_ALIGNMENT = 8
+_CHUNK_BYTES = 4 << 20
 
 
 def write_part(path: Path, part: Part) -> FileRecord:
@@ -34,13 +33,11 @@ def write_part(path: Path, part: Part) -> FileRecord:
     """
     digest = hashlib.sha256()
     num_bytes = 0
-    with open(path, "wb") as file:
+    with DirectFile(path) as file:
         for chunk in _chunks(part):
             file.write(chunk)
             digest.update(chunk)
             num_bytes += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
     return FileRecord(bytes=num_bytes, sha256=digest.hexdigest())
 
 
@@ -96,7 +93,7 @@ def _header(part: Part) -> bytes:
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)  # so that the values begin at a block
     return len(text).to_bytes(8, "little") + text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.errors import NonFiniteLossError
 from dearmpi.train import checkpoint
 from dearmpi.train.agreement import AgreedError
 from dearmpi.train.checkpoint import Snapshot, part_file
@@ -25,7 +27,7 @@ from dearmpi.train.job import Job, prepare
 from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.optimizers import choose_optimizer
 from dearmpi.train.run_folder import RunFolder
-from dearmpi.train.saving import Saver, synchronize
+from dearmpi.train.saving import Saver, check_finite, synchronize
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
 from dearmpi.train.task import Task
@@ -248,6 +250,18 @@ def test_a_failure_to_commit_ends_all_ranks(
 
     run_ranks(2, work)
     assert checkpoint.find_latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_number_that_is_not_finite_is_saved(dtype: torch.dtype, bad: float) -> None:
+    values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
+    others = [torch.empty(0), torch.arange(3), torch.tensor([True])]
+    pieces = {f"model/{i}": Piece.of(t, start=0, like=t) for i, t in enumerate([*others, values])}
+    check_finite(Part(pieces, {}), 7)
+    values[41] = bad
+    with pytest.raises(NonFiniteLossError, match="3 is not finite after step 7"):
+        check_finite(Part(pieces, {}), 7)
 
 
 def test_one_copy_serves_for_all_checkpoints() -> None:

@@ -108,7 +108,7 @@ def test_views_of_one_buffer_are_stored_apart(tmp_path: Path) -> None:
     for name, expected in model.items():
         assert torch.equal(loaded.model[name], expected)
     path = tmp_path / "checkpoints/step-00000001/part-00000.safetensors"
-    assert path.stat().st_size < 40 * 4 + 1000
+    assert path.stat().st_size < 4096 + 40 * 4  # a header of one block, and each element once
 
 
 def test_loaded_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
