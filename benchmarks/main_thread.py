@@ -18,13 +18,10 @@ from typing import Any
 import torch
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.subject import task_subject
+from dearmpi.bench.session import Question, make_subject
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ParameterTable
-from dearmpi.train.seeding import seed_all
-from dearmpi.train.tasks import build_task
-from dearmpi.train.threads import choose_threads
 
 _WARMUP = 5
 _COPY = "copy of a gradient"
@@ -77,12 +74,7 @@ def clock_seconds() -> float:
 def main() -> None:
     name, count = [*sys.argv[1:], *("bytes-lm", "40")[len(sys.argv) - 1 :]]
     world = connect()
-    choose_threads(world, asked=None, progress_thread=world.size > 1)
-    seed_all(0)
-    task = build_task(name, {})
-    batch_size = task.defaults.get("batch_size", 16)
-    assert isinstance(batch_size, int)
-    subject = task_subject(task, batch_size=batch_size, rank=world.rank, world_size=world.size)
+    subject = make_subject(world, Question(name, ()), lambda _: None)
     model, watch = subject.build(), Stopwatch()
     for owner, method, title in _ENTRIES:
         watch.attach(owner, method, title)

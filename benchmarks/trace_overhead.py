@@ -1,10 +1,12 @@
 """What does recording a trace cost?
 
-Usage: mpirun -n 2 python benchmarks/trace_overhead.py [TASK] [ROUNDS]
+Usage: mpirun -n 2 python benchmarks/trace_overhead.py [WORKLOAD] [PAIRS]
 
-Blocks of iterations take turns: nobody listens, or all is recorded and written as by ``dear-train
-run --trace``. Prints the CPU time of rank 0's main thread per iteration, so that waiting for a core
-or for the network does not count, and the difference between neighbouring blocks.
+Pairs of iterations: in one nobody listens, in the other all is recorded, and written as by
+``dear-train run --trace``; which comes first alternates. A replayed workload computes for 0.1 s
+forward and 0.2 s back. Prints rank 0's iteration time, the CPU time of its main thread and that of
+all its threads, and of each the median difference within a pair with its 95 % confidence interval
+(bootstrap).
 """
 
 from __future__ import annotations
@@ -12,66 +14,90 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median, quantiles
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.subject import task_subject
+from dearmpi.bench.session import Question, make_subject
 from dearmpi.engine.layer_spans import LayerSpans
+from dearmpi.plan.workload import is_workload
 from dearmpi.report.trace_writer import TraceHeader, TraceWriter
-from dearmpi.train.seeding import seed_all
-from dearmpi.train.tasks import build_task
-from dearmpi.train.threads import choose_threads
 
-_BLOCK = 5
+_COMPUTE_S = (0.1, 0.2)
 _WARMUP = 10
+_CLOCKS = {
+    "iteration": time.perf_counter,
+    "main thread": time.thread_time,
+    "all threads": time.process_time,
+}
+_RESAMPLES = 4000
 
 
 def main() -> None:
-    name, rounds = [*sys.argv[1:], *("bytes-lm", "20")[len(sys.argv) - 1 :]]
+    name, num_pairs = [*sys.argv[1:], *("bytes-lm", "200")[len(sys.argv) - 1 :]]
     world = connect()
-    choose_threads(world, asked=None, progress_thread=world.size > 1)
-    seed_all(0)
-    task = build_task(name, {})
-    batch_size = task.defaults.get("batch_size", 16)
-    assert isinstance(batch_size, int)
-    subject = task_subject(task, batch_size=batch_size, rank=world.rank, world_size=world.size)
+    times = _COMPUTE_S if is_workload(name) else (None, None)
+    question = Question(name, (), feed_forward_s=times[0], backprop_s=times[1])
+    subject = make_subject(world, question, lambda _: None)
     model, loss = subject.build(), subject.losses()
     optimizer = DistributedOptimizer(subject.make_optimizer(model.parameters()), model, world=world)
-    spans = optimizer.spans
 
-    def iterate(count: int, writer: TraceWriter | None) -> float:
-        """CPU seconds of the main thread per iteration."""
-        layers = LayerSpans(model, spans) if writer is not None else None
-        spans.recorder = writer
-        start = time.thread_time()
-        for _ in range(count):
-            optimizer.zero_grad()
-            loss(model).backward()
-            optimizer.step()
-            if writer is not None:
-                writer.flush()
-        seconds = time.thread_time() - start
+    @contextmanager
+    def recording(writer: TraceWriter) -> Iterator[None]:
+        layers = LayerSpans(model, optimizer.spans)
+        optimizer.spans.recorder = writer
+        yield
+        optimizer.spans.recorder = None
+        layers.remove()
+
+    def iterate(writer: TraceWriter | None) -> list[float]:
+        """Seconds by each clock, from one step's last gather to the next one's."""
+        start = [clock() for clock in _CLOCKS.values()]
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
         optimizer.synchronize()
-        spans.recorder = None
-        if layers is not None:
-            layers.remove()
-        return seconds / count
+        if writer is not None:
+            writer.flush()
+        return [clock() - begun for clock, begun in zip(_CLOCKS.values(), start, strict=True)]
 
+    off, on = [], []
     header = TraceHeader("r", "0", world.rank, world.size, world.host, (1, 2), "dear", ())
     with tempfile.TemporaryDirectory() as folder:
         writer = TraceWriter(Path(folder) / "trace.json")
         writer.begin(header)
-        iterate(_WARMUP, None)
-        pairs = [(iterate(_BLOCK, None), iterate(_BLOCK, writer)) for _ in range(int(rounds))]
+        for _ in range(_WARMUP):
+            iterate(None)
+        for number in range(2 * int(num_pairs)):
+            if number % 4 in (0, 3):
+                off.append(iterate(None))
+            else:
+                with recording(writer):
+                    on.append(iterate(writer))
         writer.close()
-    if world.rank == 0:
-        off_ms = median(off for off, _ in pairs) * 1e3
-        low, middle, high = quantiles([(on - off) * 1e3 for off, on in pairs], n=4)
+    if world.is_root:
+        print(f"{subject.name} on {world.size} ranks, {num_pairs} pairs of iterations")
+        report(np.array(off), np.array(on))
+    optimizer.close()
+
+
+def report(off: NDArray[np.float64], on: NDArray[np.float64]) -> None:
+    """Print the table. off, on: seconds, (pairs, clocks)."""
+    difference = on - off
+    picked = np.random.default_rng(0).integers(len(off), size=(_RESAMPLES, len(off)))
+    for column, title in enumerate(_CLOCKS):
+        base = np.median(off[:, column])
+        medians = np.median(difference[:, column][picked], axis=1)
+        low, high = np.quantile(medians, (0.025, 0.975))
+        middle = np.median(difference[:, column])
         print(
-            f"{task.name} on {world.size} ranks: main thread {off_ms:.2f} ms of CPU per iteration; "
-            f"recording adds {middle:+.3f} ms ({low:+.3f} to {high:+.3f}, quartiles of "
-            f"{len(pairs)} pairs), {middle / off_ms:+.2%}"
+            f"{title:12s} {base * 1e3:8.2f} ms, recording adds {middle * 1e3:+.3f} ms "
+            f"({low * 1e3:+.3f} to {high * 1e3:+.3f}), {middle / base:+.2%} "
+            f"({low / base:+.2%} to {high / base:+.2%})"
         )
 
 

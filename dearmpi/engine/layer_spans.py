@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dearmpi.engine.layers import Layer, find_layers, node_behind
 from dearmpi.engine.span import Lane, Span
 from dearmpi.engine.spans import Spans
 
 Edge = tuple[str, float]
-"""What began, and when, on the clock of ``time.perf_counter``."""
+"""What began or ended, and when, on the clock of ``time.perf_counter``."""
 
 
 class LayerSpans:
     """Tells ``spans`` of the feed-forward and backprop of each layer of ``model``.
 
     A layer is a module that owns parameters. Its feed-forward is taken without the wait for its
-    parameters. Its backprop begins where autograd comes to what it put out and lasts until that of
-    the next layer begins, so what lies between layers counts with the one after it in the model.
-    Feed-forwards without gradients, and those that fail, are not told; on a device the times are
-    those of the host. All are told at the end of backprop: between two layers every microsecond
-    is the training's.
+    parameters. Its backprop ends with the gradient of its first parameter, which is the last to
+    come in torch's layers, and begins where that of the layer before it in backprop ended, the
+    first one's where autograd comes to what the model put out. So what lies between layers counts
+    with one of them, and so does a layer whose parameters are all frozen, or tied to those of an
+    earlier one. Feed-forwards without gradients, and those that fail, are not told; on a device the
+    times are those of the host.
+
+    Gradients are watched, not outputs, since the engine's own hooks run at the same moments: what
+    costs is to come back to Python after a large operation, not what is done there. For the same
+    reason all spans are told at the end of backprop.
     """
 
     def __init__(self, model: nn.Module, spans: Spans) -> None:
@@ -34,14 +40,13 @@ class LayerSpans:
         self._spans = spans
         self._handles: list[RemovableHandle] = []
         self._running: list[Edge] = []
-        self._backprop: Edge | None = None
-        self._over: list[tuple[str, float, float, int]] = []
-        self._hooked: Node | None = None
-        for name, module in model.named_modules():
-            if module._parameters:
-                enter, leave = self._translate(name or type(module).__name__)
-                self._handles.append(module.register_forward_pre_hook(enter))
-                self._handles.append(module.register_forward_hook(leave))
+        self._over: list[tuple[str, float, float]] = []
+        self._begun_s: float | None = None
+        self._gradients: list[Edge] = []
+        for layer in find_layers(model):
+            self._attach(layer)
+        self._handles.append(model.register_forward_pre_hook(self._enter_model))
+        self._handles.append(model.register_forward_hook(self._leave_model))
 
     def remove(self) -> None:
         """Detach from the model."""
@@ -50,66 +55,89 @@ class LayerSpans:
         self._handles.clear()
         self._end_backprop()
 
-    def _translate(
+    def _attach(self, layer: Layer) -> None:
+        enter, leave = self._translate_forward(f"F {layer.name}")
+        self._handles.append(layer.module.register_forward_pre_hook(enter))
+        self._handles.append(layer.module.register_forward_hook(leave))
+        hook = self._translate_gradient(f"B {layer.name}")
+        for param in layer.params[:1]:
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _translate_forward(
         self, name: str
     ) -> tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module, Any, Any], None]]:
         """The hooks before and after a layer's feed-forward; closures, which are called fastest."""
-        forward, backward = f"F {name}", f"B {name}"
-        running, over, spans = self._running, self._over, self._spans
-
-        def enter_backprop(_: Any) -> None:
-            now_s = perf_counter()
-            ended, self._backprop = self._backprop, (backward, now_s)
-            if ended is None:
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._end_backprop)
-            else:
-                over.append((*ended, now_s, spans.iteration))
+        running, over = self._running, self._over
+        is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
         def enter(_: nn.Module, __: Any) -> None:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                running.append((forward, perf_counter()))
+            if is_grad_enabled() and not is_compiling():
+                running.append((name, perf_counter()))
 
-        def leave(_: nn.Module, inputs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        def leave(_: nn.Module, __: Any, ___: Any) -> None:
+            if is_compiling() or not running:
                 return
             stop_s = perf_counter()
-            while running:
-                begun = running.pop()
-                if begun[0] is forward:  # above it lie those that failed
-                    over.append((*begun, stop_s, spans.iteration))
-                    break
-            node = _node_behind(output)
-            # What a layer passes on untouched belongs to the layer before it.
-            if node is not None and node is not self._hooked and node is not _node_behind(inputs):
-                node.register_prehook(enter_backprop)
-            self._hooked = node if running else None  # for long it would keep the graph alive
+            if running[-1][0] is not name and not _drop_failed(running, name):
+                return
+            over.append((*running.pop(), stop_s))
 
         return enter, leave
 
+    def _translate_gradient(self, name: str) -> Callable[[Any], None]:
+        """The hook after one of a layer's gradients is there."""
+        gradients = self._gradients
+
+        def ready(_: Any) -> None:
+            if not gradients:
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._end_backprop)
+            gradients.append((name, perf_counter()))
+
+        return ready
+
+    def _enter_model(self, _: nn.Module, __: Any) -> None:
+        self._gradients.clear()  # of a backprop that failed
+        self._begun_s = None  # by torch.autograd.grad
+
+    def _leave_model(self, _: nn.Module, __: Any, output: Any) -> None:
+        node = None if torch.compiler.is_compiling() else node_behind(output)
+        if node is not None:
+            node.register_prehook(self._begin_backprop)
+
+    def _begin_backprop(self, _: Any) -> None:
+        if self._begun_s is None:  # the model may have run several times
+            self._begun_s = perf_counter()
+
     def _end_backprop(self) -> None:
-        """The backprop of the last layer is over: tell of all that were."""
-        if self._backprop is not None:
-            self._over.append((*self._backprop, perf_counter(), self._spans.iteration))
-            self._backprop = None
-        recorder = self._spans.recorder
+        """Backprop is over: tell of all layers that were computed."""
+        self._over += self._backprops()
+        recorder, iteration = self._spans.recorder, self._spans.iteration
         if recorder is not None:
             for span in self._over:
-                recorder.add(Span(Lane.COMPUTE, *span))
+                recorder.add(Span(Lane.COMPUTE, *span, iteration))
         self._over.clear()
+        self._gradients.clear()
         self._running.clear()  # what is left has failed
+        self._begun_s = None
+
+    def _backprops(self) -> Iterator[tuple[str, float, float]]:
+        """The layers between whose gradients no other layer's came."""
+        if not self._gradients:
+            return
+        start_s = self._begun_s
+        if start_s is None:  # the model was not called as a whole
+            first_s = self._gradients[0][1]
+            start_s = max((s for *_, s in self._over if s <= first_s), default=first_s)
+        for name, group in groupby(self._gradients, key=lambda edge: edge[0]):
+            *_, (_, stop_s) = group
+            yield name, start_s, stop_s
+            start_s = stop_s
 
 
-def _node_behind(values: Any) -> Node | None:
-    """What made the first of the tensors in a module's input or output that has a graph."""
-    if isinstance(values, Tensor):
-        return values.grad_fn
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif not isinstance(values, (tuple, list)):
-        return None
-    for part in values:  # no generator: this runs between layers
-        node = part.grad_fn if isinstance(part, Tensor) else _node_behind(part)
-        if node is not None:
-            return node
-    return None
+def _drop_failed(running: list[Edge], name: str) -> bool:
+    """Take off what lies above ``name``, since it failed; False if ``name`` never began."""
+    places = [place for place, edge in enumerate(running) if edge[0] is name]
+    if places:
+        del running[places[-1] + 1 :]
+    return bool(places)

@@ -23,6 +23,7 @@ from dearmpi.engine.clipping import clip, scale
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine
 from dearmpi.engine.gathered_state import GatheredState
+from dearmpi.engine.layer_ranges import LayerRanges
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
 from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.probe import elementwise_keys
@@ -76,6 +77,7 @@ class DistributedOptimizer(Optimizer):
         self.world = world if world is not None else connect()
         self.config = merge_settings(config, settings)
         self.spans = Spans()
+        self._ranges = LayerRanges(model)
         self._plan = read_plan(plan) if isinstance(plan, str | Path) and plan != "auto" else plan
         check_plan(self._plan, self.config)
         self.plan_pause: Pause | None = None
@@ -130,6 +132,7 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._ranges.follow()
         self._assembly.engine.step()
         if self._buffers is not None:
             self._buffers.exchange()
@@ -146,6 +149,7 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of this rank that no step has used."""
+        self._ranges.follow()
         self._assembly.engine.zero_gradients(set_to_none=set_to_none)
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -333,6 +337,7 @@ class DistributedOptimizer(Optimizer):
         Safe to call twice; the state can still be saved.
         """
         self._abandon_planning()
+        self._ranges.remove()
         if self._buffers is not None:
             self._buffers.close()
             self._buffers = None

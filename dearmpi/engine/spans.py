@@ -94,17 +94,19 @@ class _WatchedRequest:
     def __init__(self, request: Request, span: Span, recorder: Recorder | None) -> None:
         self._request, self._span, self._recorder = request, span, recorder
         self._progress_s: float | None = None
+        self._awaits_progress = hasattr(request, "num_arrived")
         self._done = False
 
     def test(self) -> bool:
         """As the request's own."""
-        if not self._done:
-            self._done = self._request.test()
-            now_s = time.perf_counter()
-            if self._progress_s is None and getattr(self._request, "num_arrived", False):
-                self._progress_s = now_s
-            if self._done:
-                self._finish(now_s)
+        if self._done:
+            return True
+        self._done = self._request.test()
+        if self._awaits_progress and self._request.num_arrived:  # type: ignore[attr-defined]
+            self._awaits_progress = False
+            self._progress_s = time.perf_counter()
+        if self._done:
+            self._finish(time.perf_counter())
         return self._done
 
     def _finish(self, now_s: float) -> None:

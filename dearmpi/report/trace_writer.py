@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 from dearmpi.engine.span import Lane, Span
@@ -49,9 +52,10 @@ class TraceHeader:
 
 
 class TraceWriter:
-    """Records spans in memory, and writes them when told to. A ``Recorder``.
+    """Records spans in memory, and has them written when told to. A ``Recorder``.
 
-    A failure to write ends the trace with a warning: no training is lost for its picture.
+    A thread of its own writes, since the iterations that are recorded go on meanwhile. A failure to
+    write ends the trace with a warning: no training is lost for its picture.
     """
 
     def __init__(self, path: Path, *, most_spans: int = MOST_SPANS) -> None:
@@ -62,7 +66,10 @@ class TraceWriter:
         self._file.write(b"[" + _END)
         self._offset = 1
         self._header: TraceHeader | None = None
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque()
+        self._wanted = SimpleQueue[bool]()
+        self._writing = Lock()
+        self._thread: Thread | None = None
         self._left = most_spans
         self._most = most_spans
         self._busy_until: dict[int, float] = {}
@@ -71,6 +78,8 @@ class TraceWriter:
         """Write what the trace is of."""
         self._header = header
         self._write(_to_lines(describe(header)))
+        self._thread = Thread(target=self._write_when_wanted, name="trace writer", daemon=True)
+        self._thread.start()
 
     def add(self, span: Span) -> None:
         """Keep ``span`` until the next ``flush``; of too many, the rest is dropped."""
@@ -79,20 +88,33 @@ class TraceWriter:
         self._left -= 1
 
     def flush(self) -> None:
-        """Write what was added since the last time."""
-        assert self._header is not None
-        spans, self._spans = self._spans, []
-        self._write([line for span in spans for line in self._lines(span)])
+        """Have what was added written; returns once what was added before the last time is."""
+        if self._thread is not None and self._thread.is_alive():
+            self._writing.acquire()
+            self._wanted.put(True)
 
     def close(self) -> None:
         """Write the rest, and where spans were dropped how many. Safe to call twice."""
-        if self._file.closed:
-            return
-        if self._header is not None:
-            self.flush()
+        if self._thread is not None:
+            self._wanted.put(False)
+            self._thread.join()
+            self._thread = None
+            self._write_spans()
             if self._left < 0:
                 self._write(_to_lines([self._note_of_cap()]))
         self._file.close()
+
+    def _write_when_wanted(self) -> None:
+        while self._wanted.get():
+            try:
+                self._write_spans()
+            finally:
+                self._writing.release()
+
+    def _write_spans(self) -> None:
+        # Others may add meanwhile; that is left for the next time.
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
+        self._write([line for span in spans for line in self._lines(span)])
 
     def _lines(self, span: Span) -> list[str]:
         assert self._header is not None
@@ -175,7 +197,10 @@ def _to_lines(events: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _span_line(span: Span, head: str, origin_s: float) -> str:
-    """The event of a span; put together by hand, since json takes longer."""
+    """The event of a span; put together by hand, since json takes longer.
+
+    Both ends are rounded to nanoseconds, not the length, so that spans that touch still do.
+    """
     _, _, start_s, stop_s, iteration, bucket, nbytes, queued_s, progress_s = span
     args = f'"iteration":{iteration}'
     if bucket is not None:
@@ -184,7 +209,8 @@ def _span_line(span: Span, head: str, origin_s: float) -> str:
         args += f',"queued_us":{(start_s - queued_s) * 1e6:.1f}'
     if progress_s is not None:
         args += f',"first_progress_us":{(progress_s - start_s) * 1e6:.1f}'
-    ts, duration = (start_s - origin_s) * 1e6, (stop_s - start_s) * 1e6
+    start_ns, stop_ns = round((start_s - origin_s) * 1e9), round((stop_s - origin_s) * 1e9)
+    ts, duration = start_ns / 1e3, (stop_ns - start_ns) / 1e3
     return f'{head},"ts":{ts:.3f},"dur":{duration:.3f},"args":{{{args}}}}}'
 
 

@@ -107,13 +107,14 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
     """On each track spans lie within one another or apart, else viewers drop them."""
     tracks = defaultdict(list)
     for event in events:
-        tracks[event["tid"]].append((event["ts"], -event["dur"]))
+        start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+        tracks[event["tid"]].append((start_ns, -length_ns))
     for track in tracks.values():
-        open_until: list[float] = []
+        open_until: list[int] = []
         for start, length in sorted(track):
-            while open_until and open_until[-1] <= start + 0.002:
+            while open_until and open_until[-1] <= start:
                 open_until.pop()
-            assert not open_until or start - length <= open_until[-1] + 0.002
+            assert not open_until or start - length <= open_until[-1]
             open_until.append(start - length)
 
 

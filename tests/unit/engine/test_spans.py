@@ -110,6 +110,29 @@ def test_torchs_profiler_sees_the_engines_spans() -> None:
     assert names >= {"dearmpi U0", "dearmpi RS0 posted", "dearmpi RS0 done", "dearmpi AG2 done"}
 
 
+def test_torchs_profiler_sees_layers_while_it_is_on(world: World) -> None:
+    model = Nested()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, world=world
+    )
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        iterate()
+    ranges = {e.name: e for e in seen.events() if e.name.startswith("dearmpi ")}
+    for layer in ("first", "last"):
+        backprop = ranges[f"dearmpi B {layer}"]
+        assert ranges[f"dearmpi F {layer}"].cpu_parent is ranges["dearmpi F Nested"]
+        assert "evaluate_function" in backprop.cpu_parent.name
+        assert any("Backward" in child.name for child in backprop.cpu_children)
+    iterate()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 class Nested(nn.Module):
     """A module with parameters of its own around others, one of which passes its input on."""
 
@@ -147,9 +170,9 @@ def test_layers_are_told_in_feed_forward_and_backprop() -> None:
     check_nesting(heard.spans)
 
 
-def test_layers_within_layers_nest_and_one_that_passes_on_has_no_backprop() -> None:
+def test_of_layers_within_layers_each_has_its_backprop() -> None:
     heard, _ = watch(Nested(), torch.ones(2, 4))
-    assert heard.names() == ["F first", "F last", "F Nested", "B last", "B first"]
+    assert heard.names() == ["F first", "F last", "F Nested", "B last", "B first", "B Nested"]
     check_nesting(heard.spans)
 
 

@@ -55,6 +55,14 @@ def spans_of(path: Path) -> list[dict[str, Any]]:
     return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
 
 
+def test_spans_that_touch_do_not_overlap_by_a_nanosecond(tmp_path: Path) -> None:
+    """Perfetto drops the second of two that do."""
+    ends = [100.0 + 1.2345678e-3 * number for number in range(100)]
+    path = write(tmp_path, HEADER, *map(compute, ends, ends[1:]))
+    begun = [(round(event["ts"] * 1e3), round(event["dur"] * 1e3)) for event in spans_of(path)]
+    assert all(a + length == b for (a, length), (b, _) in zip(begun, begun[1:], strict=False))
+
+
 def test_a_span_is_written_with_its_lane_times_and_bucket(tmp_path: Path) -> None:
     path = write(tmp_path, HEADER, compute(100.0, 100.5), reduce(1, 101.0, 101.25))
     layer, operation = spans_of(path)
@@ -99,6 +107,7 @@ def test_the_file_is_whole_json_after_every_write(tmp_path: Path) -> None:
         writer.add(compute(number, number + 0.5))
         assert len(spans_of(path)) == number
         writer.flush()
+        writer.flush()  # waits for the one before
         assert len(spans_of(path)) == number + 1
     writer.close()
     writer.close()
