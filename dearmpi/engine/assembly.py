@@ -22,7 +22,7 @@ from dearmpi.engine.hooks import ModelHooks
 from dearmpi.engine.master import HALVES, MasterRule, is_half
 from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.pipeline import Pipeline
-from dearmpi.engine.probe import require_elementwise, require_separable
+from dearmpi.engine.probe import require_elementwise, require_half, require_separable
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.side_stream import HostSideStream, SideStream
 from dearmpi.engine.spans import Spans
@@ -98,6 +98,9 @@ def assemble(
             "the model first, or leave master_weights out"
         )
     _check_comm_dtype(names, config)
+    if not config.master_weights:
+        halves = {param.dtype for param in names if is_half(param)}
+        require_half(optimizer, halves, whole=config.gather == "gradients")
     if world.size == 1 and not config.master_weights:
         require_separable(optimizer)  # what cannot run on several ranks is refused on one already
         return Assembly(names, layout, schedule, AloneEngine(optimizer, spans))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,23 @@ def require_separable(optimizer: Optimizer) -> None:
             )
 
 
+def require_half(optimizer: Optimizer, dtypes: Iterable[torch.dtype], *, whole: bool) -> None:
+    """Raise ConfigError unless the optimizer can update tensors of ``dtypes``.
+
+    whole: it is given whole tensors, and not 1-D pieces of them.
+    """
+    for dtype in dtypes:
+        for options in _kinds_of_options(optimizer):
+            try:
+                _try_steps(optimizer, options, [16], shape=(4, 4) if whole else None, dtype=dtype)
+            except Exception as error:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} cannot update parameters of {dtype} (a trial step "
+                    f"failed: {error}); set master_weights=True, which gives it copies in fp32, or "
+                    "keep the parameters in fp32"
+                ) from error
+
+
 def elementwise_keys(optimizer: Optimizer) -> frozenset[str]:
     """Names of the state entries that have one value per element of a parameter.
 
@@ -102,12 +119,13 @@ def _try_steps(
     *,
     shape: tuple[int, ...] | None = None,
     apart: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Three steps of a clone on made-up values; returns the values, 1-D, in fp32."""
     device = _device_of(optimizer)
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
-    values = torch.randn(total, generator=generator, device="cpu").to(device)
+    values = torch.randn(total, generator=generator, device="cpu").to(device, dtype)
     pieces = torch.split(values, list(lengths))
     params = [nn.Parameter(piece.clone().view(shape or piece.shape)) for piece in pieces]
     groups = [[param] for param in params] if apart else [params]
@@ -115,10 +133,10 @@ def _try_steps(
         clone(optimizer, [{**options, "params": group}], defaultdict(dict)) for group in groups
     ]
     for _ in range(3):
-        drawn = torch.randn(total, generator=generator, device="cpu").to(device)
+        drawn = torch.randn(total, generator=generator, device="cpu").to(device, dtype)
         gradients = torch.split(drawn, list(lengths))
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient.clone().view_as(param)
         for twin in clones:
             twin.step()
-    return torch.cat([param.detach().reshape(-1) for param in params])
+    return torch.cat([param.detach().reshape(-1).float() for param in params])

@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: Any, steps: range, world: World) -> None:
         data = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + world.rank))
         optimizer.zero_grad()
         outputs = model(data) if step >= 3 else model[1](model[0](data))  # type: ignore[index]
-        (model.scale * outputs).square().mean().backward()  # type: ignore[operator]
+        (model.scale * outputs).square().mean().backward()
         optimizer.step()
 
 
@@ -79,7 +79,7 @@ def masters_of(saved: Saved) -> list[Tensor]:
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_a_resumed_run_goes_on_bit_by_bit(gather: str, inner: str) -> None:
     """Also where there is no other state, and where parameters got their first gradient late."""
-    settings = {"comm_dtype": "bf16", "gather": gather, "inner": inner}
+    settings: dict[str, Any] = {"comm_dtype": "bf16", "gather": gather, "inner": inner}
     whole = run_ranks(3, resume(range(7), **settings))
     for middle in (2, 5):
         start = run_ranks(3, resume(range(middle), **settings))[0][0]
@@ -256,3 +256,36 @@ def test_a_master_copy_of_another_model_is_refused() -> None:
 
     for message in run_ranks(2, rank):
         assert "master copy of parameter" in message and "(2,)" in message
+
+
+class SingleOnly(torch.optim.SGD):
+    """Refuses anything but fp32."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dtype != torch.float32:
+                    raise TypeError(f"no kernel for {param.dtype}")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_an_optimizer_that_needs_single_precision_is_given_it_or_refused(gather: str) -> None:
+    def rank(world: World) -> str:
+        model = make_model()
+        inner = SingleOnly(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(
+            inner, model, world=world, comm_dtype="bf16", gather=gather
+        )
+        train(model, optimizer, range(3, 5), world)
+        optimizer.close()
+        half = make_model().bfloat16()
+        with pytest.raises(ConfigError) as caught:
+            DistributedOptimizer(
+                SingleOnly(half.parameters(), lr=0.1), half, world=world, gather=gather
+            )
+        return str(caught.value)
+
+    for message in run_ranks(2, rank):
+        assert "SingleOnly cannot update parameters of torch.bfloat16" in message
+        assert "no kernel for" in message and "master_weights=True" in message
