@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from dearmpi.bench.group import PATIENCE_S, join_group, leave_group
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.memory import peak_bytes, start_peak
-from dearmpi.bench.method import Entrant, Method, Setup, read_config
+from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.peers import read_method
 from dearmpi.bench.result import Block, Iteration, Result, Row
 from dearmpi.bench.subject import Subject
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig
+from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import CommError, ConfigError
 from dearmpi.plan.layout import BucketLayout
@@ -59,13 +59,20 @@ class Length:
 
 
 def hold_contest(
-    world: World, subject: Subject, methods: Sequence[Method], *, length: Length, tell: Tell
+    world: World,
+    subject: Subject,
+    methods: Sequence[Method],
+    *,
+    length: Length,
+    tell: Tell,
+    comm_dtype: CommDtype = "fp32",
 ) -> Result:
     """Measure every method, and computation and communication alone (collective).
 
-    tell: is given a line on each block as it ends.
+    tell: is given a line on each block as it ends. comm_dtype: in what communication alone sends
+    fp32; methods know for themselves.
     """
-    config = read_config({})
+    config = EngineConfig(comm_dtype=comm_dtype)
     layout = plan_of(world, subject.build())
     alone = read_method("alone")
     rows = {method.label: Row(method.label) for method in (alone, *methods)}
@@ -81,6 +88,7 @@ def hold_contest(
         link=[],
         num_buckets=len(layout),
         payload_bytes=sum(bucket.nbytes for bucket in layout),
+        comm_dtype=comm_dtype,
     )
     for number in range(length.num_rounds):
         result.link += measure_link(world, layout, config, repeats=1)

@@ -28,11 +28,18 @@ def measure_link(
         for bucket in layout
     ]
     if config.reduce_scatter == "auto":
-        algorithm = fastest_reduce_scatter(world, max(buffers, key=lambda b: b.numel()))
+        largest = max(buffers, key=lambda b: b.numel())
+        algorithm = fastest_reduce_scatter(world, largest, wire_dtype=config.wire_dtype)
     else:
         algorithm = config.reduce_scatter
-    reduces = [partial(start_reduce, buffer, algorithm) for buffer in reversed(buffers)]
-    gathers = [partial(start_gather, buffer, all_gather_for(algorithm)) for buffer in buffers]
+    reduces = [
+        partial(start_reduce, buffer, algorithm, wire_dtype=config.wire_dtype)
+        for buffer in reversed(buffers)
+    ]
+    gathers = [
+        partial(start_gather, buffer, all_gather_for(algorithm), wire_dtype=config.wire_dtype)
+        for buffer in buffers
+    ]
     channel = world.open_channel("benchmark", window=config.window)
     run_all(world, channel, [reduces[-1], gathers[0]])
     times = []

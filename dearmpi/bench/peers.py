@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -24,30 +25,40 @@ from dearmpi.bench.method import (
     read_config,
     read_options,
 )
+from dearmpi.config import CommDtype, check_choice
 from dearmpi.errors import ConfigError
 
 
 def ddp(setup: Setup) -> Entrant:
-    """torch's DistributedDataParallel; options: ``cap``, in MiB."""
-    _refuse_unknown(setup.options, {"cap"})
+    """torch's DistributedDataParallel; options: ``cap``, in MiB, and ``comm_dtype``, by a hook."""
+    _refuse_unknown(setup.options, {"cap", "comm_dtype"})
     settings: dict[str, Any] = {}
     if "cap" in setup.options:
         settings["bucket_cap_mb"] = _number(setup.options["cap"])
     model = nn.parallel.DistributedDataParallel(setup.model, **settings)
+    _compress(model, setup.options.get("comm_dtype", "fp32"))
     return Entrant(model, setup.make_optimizer(model.parameters()))
 
 
 def ddp_bf16(setup: Setup) -> Entrant:
     """The same with gradients compressed to bfloat16 on the wire."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    if setup.options.get("comm_dtype", "bf16") != "bf16":
+        raise ConfigError("ddp-bf16 sends bf16; take ddp with another comm_dtype")
+    return ddp(replace(setup, options={**setup.options, "comm_dtype": "bf16"}))
 
-    entrant = ddp(setup)
-    assert isinstance(entrant.model, nn.parallel.DistributedDataParallel)
+
+def _compress(model: nn.parallel.DistributedDataParallel, comm_dtype: str) -> None:
+    """Have gradients sent as ``comm_dtype``; fp32: as they are."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    check_choice("comm_dtype", comm_dtype, get_args(CommDtype))
+    if comm_dtype == "fp32":
+        return
+    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
     # torch refuses its own hook by name where there is no NCCL, although gloo adds bfloat16 too.
-    group = dist.group.WORLD
+    group, hook = dist.group.WORLD, hooks[comm_dtype]
     assert group is not None
-    entrant.model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(group, bucket))
-    return entrant
+    model.register_comm_hook(None, lambda _, bucket: hook(group, bucket))
 
 
 def fsdp2(setup: Setup) -> Entrant:
@@ -92,10 +103,11 @@ _PEERS: Mapping[str, Factory] = {"ddp": ddp, "ddp-bf16": ddp_bf16, "fsdp2": fsdp
 METHOD_NAMES = (ALONE, *OURS, *_PEERS)
 
 
-def read_method(text: str) -> Method:
+def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
     """The method ``NAME[:CAP_MB][:OPTION=VALUE...]``, NAME one of METHOD_NAMES.
 
-    Raises ConfigError for any other name.
+    comm_dtype: in what it is to send, unless its own options say. Raises ConfigError for any other
+    name, and for a method that cannot.
     """
     name, *parts = text.split(":")
     if name == ALONE:
@@ -109,17 +121,24 @@ def read_method(text: str) -> Method:
             f"there is no method {name!r}; choose from {', '.join(METHOD_NAMES)}, or give your own "
             "with --method module:factory"
         )
-    options = read_options(parts, label=text)
+    options = {**_asked(comm_dtype), **read_options(parts, label=text)}
+    sends = {"ddp-bf16": ("fp32", "bf16"), "fsdp2": ("fp32",)}.get(name, get_args(CommDtype))
+    if name != ALONE and comm_dtype not in sends:
+        raise ConfigError(
+            f"method {name} cannot send as {comm_dtype}; leave it out, or give comm_dtype to the "
+            f"others one by one, as in dear:comm_dtype={comm_dtype}"
+        )
     if name in OURS:
         read_config(options)
     return Method(text, factory, options, uses_group=name in _PEERS)
 
 
-def plug_in(text: str) -> Method:
+def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
     """The method of ``module:factory``, which is imported when it enters, on every rank; the
     working folder is searched first.
 
     The factory takes a ``Setup`` and returns an ``Entrant``; ``torch.distributed`` is initialised.
+    ``comm_dtype`` is among the setup's options, unless it is fp32.
     """
     module, colon, attribute = text.partition(":")
     if not (module and colon and attribute):
@@ -134,7 +153,11 @@ def plug_in(text: str) -> Method:
         finally:
             sys.path.remove(entry)
 
-    return Method(text, enter)
+    return Method(text, enter, _asked(comm_dtype))
+
+
+def _asked(comm_dtype: CommDtype) -> dict[str, str]:
+    return {} if comm_dtype == "fp32" else {"comm_dtype": comm_dtype}
 
 
 def _refuse_unknown(options: Mapping[str, str], known: set[str]) -> None:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dearmpi.config import CommDtype
+
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
@@ -134,7 +136,10 @@ class Bounds:
 
 @dataclass(slots=True)
 class Result:
-    """A whole benchmark. batch_size: per rank. alone: plain torch without communication."""
+    """A whole benchmark. batch_size: per rank. alone: plain torch without communication.
+
+    comm_dtype: in what fp32 was sent, in ``link`` and by methods that do not say so themselves.
+    """
 
     subject: str
     unit: str
@@ -147,6 +152,7 @@ class Result:
     link: list[LinkTimes]
     num_buckets: int
     payload_bytes: int
+    comm_dtype: CommDtype = "fp32"
 
     @property
     def bounds(self) -> Bounds | None:

@@ -10,12 +10,13 @@ import torch
 from dearmpi.bench.contest import Length, Tell, hold_contest, plan_of
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.memory import reuse_pages
-from dearmpi.bench.method import Method, read_config
+from dearmpi.bench.method import Method
 from dearmpi.bench.peers import plug_in, read_method
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.result import Result
 from dearmpi.bench.subject import ReplaySubject, Subject, task_subject
 from dearmpi.comm.world import World
+from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.errors import ConfigError, TaskError
 from dearmpi.plan.profile import ModelProfile, profile_workload, read_profile
 from dearmpi.plan.workload import Workload, is_workload, read_workload, workload_names
@@ -36,7 +37,8 @@ class Question:
     workload: a replayed model, the file of a measured profile, or a task of ``dear-train run``.
     methods, plug_ins: as ``read_method`` and ``plug_in`` take them.
     ratio: communication alone over computation; or the two times of a replay. All None: 1.
-    batch_size: per rank; None: the workload's own.
+    batch_size: per rank; None: the workload's own. comm_dtype: in what methods send fp32 that do
+    not say so themselves, and in what communication alone is measured.
     """
 
     workload: str
@@ -46,6 +48,7 @@ class Question:
     feed_forward_s: float | None = None
     backprop_s: float | None = None
     batch_size: int | None = None
+    comm_dtype: CommDtype = "fp32"
     length: Length = Length()
 
     def __post_init__(self) -> None:
@@ -66,7 +69,10 @@ class Question:
 
     def read_methods(self) -> list[Method]:
         """All methods, in order. Raises ConfigError for one that does not exist or comes twice."""
-        methods = [*map(read_method, self.methods), *map(plug_in, self.plug_ins)]
+        methods = [
+            *(read_method(text, comm_dtype=self.comm_dtype) for text in self.methods),
+            *(plug_in(text, comm_dtype=self.comm_dtype) for text in self.plug_ins),
+        ]
         labels = [method.label for method in methods if method.label != "alone"]
         if not labels:
             raise ConfigError("no method to measure; give some, such as dear,ddp")
@@ -84,7 +90,9 @@ def answer(world: World, question: Question, tell: Tell) -> Result:
     with together(world):
         methods = question.read_methods()
     subject = make_subject(world, question, tell)
-    return hold_contest(world, subject, methods, length=question.length, tell=tell)
+    return hold_contest(
+        world, subject, methods, length=question.length, tell=tell, comm_dtype=question.comm_dtype
+    )
 
 
 def make_subject(world: World, question: Question, tell: Tell) -> Subject:
@@ -137,7 +145,9 @@ def _divide_time(world: World, question: Question, workload: Workload, tell: Tel
     """``workload`` with the times asked for, or those that give the ratio."""
     feed_forward_s, backprop_s = question.feed_forward_s, question.backprop_s
     if feed_forward_s is None or backprop_s is None:
-        compute_s = _communication_s(world, workload, tell) / (question.ratio or 1.0)
+        compute_s = _communication_s(world, workload, question.comm_dtype, tell) / (
+            question.ratio or 1.0
+        )
         feed_forward_s = compute_s * _FEED_FORWARD_SHARE
         backprop_s = compute_s - feed_forward_s
     return profile_workload(workload, feed_forward_s=feed_forward_s, backprop_s=backprop_s)
@@ -158,7 +168,7 @@ def _make_replay(
     )
 
 
-def _communication_s(world: World, workload: Workload, tell: Tell) -> float:
+def _communication_s(world: World, workload: Workload, comm_dtype: CommDtype, tell: Tell) -> float:
     """The median of a few trials of communication alone; a ratio needs it beforehand."""
     if world.size == 1:
         raise ConfigError(
@@ -167,5 +177,5 @@ def _communication_s(world: World, workload: Workload, tell: Tell) -> float:
         )
     tell("measuring communication alone")
     layout = plan_of(world, ReplayModel(profile_workload(workload, feed_forward_s=0, backprop_s=0)))
-    trials = measure_link(world, layout, read_config({}), repeats=_NUM_TRIALS)
+    trials = measure_link(world, layout, EngineConfig(comm_dtype=comm_dtype), repeats=_NUM_TRIALS)
     return float(torch.tensor([trial.total_s for trial in trials]).median())

@@ -43,10 +43,11 @@ def _describe_rates(result: Result, row: Row) -> list[str]:
 
 
 def _describe_subject(result: Result) -> str:
+    sent = "" if result.comm_dtype == "fp32" else f", sent as {result.comm_dtype}"
     return (
         f"{result.subject}, batch size {result.batch_size} per rank, {result.world_size} ranks on "
         f"{result.hosts} host(s), {result.payload_bytes / 1e6:.1f} MB in {result.num_buckets} "
-        "buckets"
+        f"buckets{sent}"
     )
 
 

@@ -104,7 +104,8 @@ class Contents:
     type=click.Choice(["fp32", *get_args(WireDtype)]),
     default="fp32",
     show_default=True,
-    help="in what --collectives are to send fp32 buffers",
+    help="in what fp32 is sent: by --collectives, by communication alone, and by methods that do "
+    "not say themselves, as dear:comm_dtype=bf16 does; ddp takes torch's hook",
 )
 @click.pass_context
 def bench(
@@ -146,7 +147,7 @@ def _check_combination(context: click.Context) -> None:
         useless = given - _FOR_COLLECTIVES
         reason = "has no effect together with --collectives"
     else:
-        useless = given & {"sizes_mb", "comm_dtype"}
+        useless = given & {"sizes_mb"}
         reason = "has an effect together with --collectives only"
     for option in context.command.params:
         if option.name in useless:
@@ -192,6 +193,7 @@ def _measure_methods(
             feed_forward_s=given["feed_forward_s"],
             backprop_s=given["backprop_s"],
             batch_size=given["batch_size"],
+            comm_dtype=given["comm_dtype"],
             length=Length(
                 num_warmup=given["num_warmup_batches"],
                 num_batches=given["num_batches_per_iter"],

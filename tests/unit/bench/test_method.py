@@ -116,3 +116,17 @@ def test_the_peak_is_of_what_came_after_the_start() -> None:
     second = peak_bytes(start)
     assert second is not None
     assert first < 20_000_000 < 38_000_000 < second < 55_000_000
+
+
+def test_a_dtype_for_all_methods_yields_to_their_own() -> None:
+    assert read_method("dear:2", comm_dtype="bf16").options == {"comm_dtype": "bf16", "cap": "2"}
+    assert read_method("dear:comm_dtype=fp16", comm_dtype="bf16").options == {"comm_dtype": "fp16"}
+    assert read_method("ddp", comm_dtype="fp16").options == {"comm_dtype": "fp16"}
+    assert plug_in("mine:make", comm_dtype="bf16").options == {"comm_dtype": "bf16"}
+    assert read_config(read_method("wfbp", comm_dtype="bf16").options).comm_dtype == "bf16"
+
+
+@pytest.mark.parametrize(("text", "comm_dtype"), [("fsdp2", "bf16"), ("ddp-bf16", "fp16")])
+def test_a_method_that_cannot_send_so_is_refused(text: str, comm_dtype: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{text} cannot send as {comm_dtype}"):
+        read_method(text, comm_dtype=comm_dtype)
