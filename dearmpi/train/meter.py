@@ -56,6 +56,8 @@ class Meter:
     interval: Sums = field(default_factory=Sums)
     steady: Sums = field(default_factory=Sums)
     _started: bool = False
+    _told_wait_s: float = 0.0
+    _late_wait_s: float = 0.0
 
     def add(
         self, seconds: float, num_samples: int, times: IterationTimes, *, waited_s: float = 0.0
@@ -73,7 +75,17 @@ class Meter:
         if self.steady.num_steps:
             self.steady.seconds += seconds
 
+    def tell(self) -> RankTimes:
+        """This rank's means since the last lap, for the other ranks. What it waits between this and
+        the lap is told with the next ones.
+        """
+        num_steps = max(1, self.interval.num_steps)
+        late_s, self._told_wait_s = self._late_wait_s / num_steps, self.interval.waited_s
+        own = self.interval.per_step
+        return RankTimes(own.step_s + late_s, own.wait_s + late_s)
+
     def lap(self) -> Sums:
         """The sums since the last lap, which begin anew."""
         sums, self.interval = self.interval, Sums()
+        self._late_wait_s, self._told_wait_s = sums.waited_s - self._told_wait_s, 0.0
         return sums

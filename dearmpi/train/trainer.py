@@ -140,7 +140,7 @@ class Trainer:
             waited_s=self._job.world.progress.waited_s - waited_s,
         )
         if self._row_due():
-            self._times.share(self._meter.interval.per_step)
+            self._times.share(self._meter.tell())
         self._listener.stepped(self._step)
 
     def _samples_of_step(self) -> int:

@@ -24,6 +24,7 @@ from dearmpi.train.evaluation import Evaluator
 from dearmpi.train.job import Job, prepare
 from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.optimizers import choose_optimizer
+from dearmpi.train.rank_times import find_straggler
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
 from dearmpi.train.task import Task
@@ -392,5 +393,6 @@ def test_rows_count_the_time_that_a_slower_rank_takes(tmp_path: Path) -> None:
 
     first, *rows, _ = run_ranks(2, work)[0]  # the last waits for an evaluation too
     assert first.elapsed_s is not None and rows[-1].elapsed_s is not None
+    assert all((slow := find_straggler(row.ranks)) and slow.rank == 1 for row in rows)
     shown_s = sum(row.step_s or 0.0 for row in rows)
     assert shown_s > 0.7 * (rows[-1].elapsed_s - first.elapsed_s)
