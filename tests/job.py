@@ -199,7 +199,7 @@ class Job:
 
     def _clean(self) -> None:
         self._kill()
-        _remove_segments(since_s=self._began_s)
+        remove_segments(since_s=self._began_s)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _kill(self) -> int:
@@ -251,7 +251,7 @@ def _marked_processes(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
                 yield int(path.parent.name), {name: value for name, _, value in pairs}
 
 
-def _remove_segments(*, since_s: float) -> None:
+def remove_segments(*, since_s: float) -> None:
     """Remove shared memory files made since then that no process has open or mapped any more."""
     shared = Path("/dev/shm")
     for path in [path for pattern in _SEGMENTS for path in shared.glob(pattern)]:

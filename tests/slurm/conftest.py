@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.job import clean_environment
+from tests.job import clean_environment, remove_segments
 from tests.slurm.cluster import Cluster, missing_programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +34,8 @@ def cluster() -> Iterator[Cluster]:
     environment["OMP_NUM_THREADS"] = "1"
     # A test run that is ended from outside must still end the cluster.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # MPICH names its shared memory by the job's number, which begins at 1 in every cluster.
+    remove_segments(since_s=0.0)
     folder = Path(tempfile.mkdtemp(prefix="dear-slurm-"))
     folder.chmod(0o711)
     try:

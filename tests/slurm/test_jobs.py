@@ -228,6 +228,16 @@ def _all_processes() -> Iterator[tuple[str, set[str]]]:
             yield command.replace("\0", " "), set(variables.split("\0"))
 
 
+def test_srun_starts_several_ranks_on_each_of_several_nodes(site: Site) -> None:
+    options = ("--nodes=2", "--ntasks-per-node=2")
+    job = site.submit(
+        "train-srun.sbatch", "--task", "line.py:make", "--max-steps=4", options=options
+    )
+    ended = site.wait_for_end(job)
+    assert ended == JobState("COMPLETED", 0, restarts=0), site.output(job)
+    assert "line on 4 ranks" in site.output(job)
+
+
 def test_srun_without_pmi_is_refused_once_with_the_flag_to_use(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
