@@ -52,6 +52,7 @@ def main() -> int:
     from tests.gpu.machine import FOLDER, rows_of
 
     FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "log.txt").unlink(missing_ok=True)
     began_s = time.monotonic()
     rows: list[list[str]] = []
     failed = False
