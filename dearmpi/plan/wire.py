@@ -1,11 +1,14 @@
-"""Wire: messages one after the other, in the order in which they were sent.
+"""Wire: messages one after the other, reduce-scatters before all-gathers.
 
 A collective goes in rounds: in each, a rank sends a message to its neighbour and waits for the one
 that comes from the other side. Two ranks share one connection, or one link, and what is sent over
-it arrives in order. So a message stands in line behind all that is on its way already, whatever it
-belongs to: a small collective beside a large one waits for the large one's message, in every round
+it arrives in order. So a message stands in line behind those of its kind that are on their way
+already: a small reduce-scatter beside a large one waits for the large one's message, in every round
 unless it gets through its own while the large one pauses. A wire shared in equal parts would let
 the small one through in next to no time.
+
+Reduce-scatters pass all-gathers (``comm/traffic.py``): what is left of a gather's message goes on
+after them. The engine hands so little over ahead of time that what it cannot take back is left out.
 """
 
 from __future__ import annotations
@@ -29,12 +32,21 @@ class Transfer:
 class Flight:
     """A transfer under way, with the ``bucket`` that it carries."""
 
-    __slots__ = ("bucket", "left", "message_s", "pause_s", "reduces", "start_s", "until_s")
+    __slots__ = (
+        "bucket",
+        "left",
+        "message_left_s",
+        "message_s",
+        "pause_s",
+        "reduces",
+        "start_s",
+        "until_s",
+    )
 
     def __init__(self, bucket: int, transfer: Transfer, *, reduces: bool, now: float) -> None:
         self.bucket, self.reduces, self.start_s = bucket, reduces, now
         self.left = transfer.num_rounds
-        self.message_s = transfer.wire_s / self.left
+        self.message_s = self.message_left_s = transfer.wire_s / self.left
         self.pause_s = max(0.0, transfer.alone_s - transfer.wire_s) / self.left
         self.until_s = now  # end of the message on the wire, or of the pause after it
 
@@ -51,9 +63,15 @@ class Wire:
 
     def post(self, flight: Flight, now: float) -> None:
         """Put the next message of ``flight`` in line."""
-        self._line.append(flight)
-        if len(self._line) == 1:
+        line, place = self._line, len(self._line)
+        while flight.reduces and place and not line[place - 1].reduces:
+            place -= 1
+        flight.message_left_s = flight.message_s
+        if place == 0:
+            if line:
+                line[0].message_left_s = line[0].until_s - now
             flight.until_s = now + flight.message_s
+        line.insert(place, flight)
 
     def advance(self, limit_s: float) -> tuple[float, list[Flight]]:
         """Let time pass until something is complete, to ``limit_s`` at most: until when, and what.
@@ -73,7 +91,7 @@ class Wire:
                 sent.until_s = now + sent.pause_s
                 pausing.append(sent)
                 if line:
-                    line[0].until_s = now + line[0].message_s
+                    line[0].until_s = now + line[0].message_left_s
             if landed := self._end_pauses(now):
                 return now, landed
 

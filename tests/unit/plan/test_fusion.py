@@ -42,11 +42,12 @@ def test_every_parameter_stands_in_one_bucket(model: list[ParamSpec], cap_bytes:
 
 
 @given(models(), st.integers(1, 200))
-def test_only_a_single_larger_parameter_exceeds_the_cap(
+def test_only_a_single_parameter_exceeds_the_cap_beside_less_than_a_quarter_of_it(
     model: list[ParamSpec], cap_bytes: int
 ) -> None:
     for bucket in fuse_by_cap(model, cap_bytes):
-        assert len(bucket) == 1 or sum(spec.nbytes for spec in bucket) <= cap_bytes
+        whole, rest = (sum(spec.nbytes for spec in part) for part in (bucket, bucket[1:]))
+        assert whole <= cap_bytes or rest < cap_bytes / 4
 
 
 @given(models(), st.integers(1, 200))
@@ -69,14 +70,15 @@ def test_dtypes_and_devices_stay_apart(model: list[ParamSpec], cap_bytes: int) -
 
 
 @given(models(), st.integers(1, 200))
-def test_a_bucket_is_closed_only_when_the_next_parameter_does_not_fit(
+def test_a_bucket_is_closed_only_a_quarter_full_and_when_the_next_parameter_does_not_fit(
     model: list[ParamSpec], cap_bytes: int
 ) -> None:
     buckets = fuse_by_cap(model, cap_bytes)
     for kind in {spec.storage_kind for spec in model}:
         of_kind = [bucket for bucket in buckets if bucket[0].storage_kind == kind]
         for earlier, later in zip(of_kind, of_kind[1:], strict=False):
-            assert sum(spec.nbytes for spec in (earlier[-1], *later)) > cap_bytes
+            filled = sum(spec.nbytes for spec in later)
+            assert earlier[-1].nbytes + filled > cap_bytes and filled >= cap_bytes / 4
 
 
 def test_what_does_not_fill_a_bucket_is_left_to_the_first_layers() -> None:
@@ -89,6 +91,13 @@ def test_what_does_not_fill_a_bucket_is_left_to_the_first_layers() -> None:
 
 def test_a_parameter_larger_than_the_cap_is_alone() -> None:
     assert numels(fuse_by_cap(floats(3, 100, 2, 2), cap_bytes=20)) == [[3], [100], [2, 2]]
+
+
+def test_next_to_nothing_is_no_bucket_between_two_large_parameters() -> None:
+    """ResNet-50 had ten buckets of less than 50 kB, each as much trouble as any other."""
+    model = floats(6, 100, 1, 100, 5, 100, 4)
+    buckets = fuse_by_cap(model, cap_bytes=80)
+    assert numels(buckets) == [[6], [100, 1], [100], [5], [100, 4]]
 
 
 def test_the_cap_itself_still_fits() -> None:

@@ -11,8 +11,8 @@ SMALL = Transfer(alone_s=0.9, wire_s=0.3, num_rounds=3)  # of 0.1 s and 0.2 s
 BUSY = Transfer(alone_s=9.0, wire_s=9.0, num_rounds=3)  # never pauses
 
 
-def send(*posts: tuple[float, Transfer]) -> list[float]:
-    """When each of what is posted at given times is complete."""
+def send(*posts: tuple[float, Transfer], gathers: int | None = None) -> list[float]:
+    """When each of what is posted at given times is complete; number ``gathers`` is a gather."""
     wire, waiting = Wire(), [*enumerate(posts)]
     arrivals: dict[int, float] = {}
     while waiting or len(wire):
@@ -20,7 +20,7 @@ def send(*posts: tuple[float, Transfer]) -> list[float]:
         arrivals |= {flight.bucket: now for flight in landed}
         while waiting and waiting[0][1][0] <= now:
             number, (at, transfer) = waiting.pop(0)
-            wire.post(Flight(number, transfer, reduces=True, now=at), at)
+            wire.post(Flight(number, transfer, reduces=number != gathers, now=at), at)
     return [arrivals[number] for number in range(len(posts))]
 
 
@@ -39,3 +39,12 @@ def test_a_small_one_waits_in_every_round_where_there_is_no_pause() -> None:
 
 def test_two_alike_fill_each_others_pauses() -> None:
     assert send((0.0, LARGE), (0.0, LARGE)) == [pytest.approx(16.0), pytest.approx(19.0)]
+
+
+def test_a_reduce_scatter_does_not_wait_for_the_message_of_a_gather() -> None:
+    # All its rounds take 0.9 s, and the gather has the wire back whenever it pauses.
+    assert send((0.0, BUSY), (1.0, SMALL), gathers=0) == [pytest.approx(9.3), pytest.approx(1.9)]
+
+
+def test_a_gather_waits_for_the_message_of_a_reduce_scatter() -> None:
+    assert send((0.0, BUSY), (1.0, SMALL), gathers=1) == [pytest.approx(9.0), pytest.approx(9.9)]
