@@ -28,10 +28,10 @@ def calibrate(
     """Measure both operations, on the engine's way, at sizes as large as the time allows.
 
     As in training, operations follow one another, with one and with two of them in flight; the
-    slowest rank's median counts. The result is the same on all ranks (collective). wire_dtype: in
-    what the fp32 buffers are sent, whose bytes count. library: the MPI library, in words.
-    budget_s: what all measurements together may take; two sizes are measured even if that takes
-    longer.
+    least of the slowest rank's times counts. The result is the same on all ranks (collective).
+    wire_dtype: in what the fp32 buffers are sent, whose bytes count. library: the MPI library, in
+    words. budget_s: what all measurements together may take; two sizes are measured even if that
+    takes longer.
 
     Raises ConfigError in a world of one, in which nothing is sent.
     """

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dearmpi.comm.trial import slowest_median
 from dearmpi.comm.world import World
 from dearmpi.tune.calibration import SizeTimes
 
@@ -18,7 +17,8 @@ WINDOWS = (1, 2)
 class Rung:
     """Measured together: ``length`` operations of ``nbytes``, one after the other.
 
-    Several, as in training: what a network lets through at once after a pause shall not count.
+    Several, as in training: what a network lets through at once after a pause shall not count, nor
+    what ranks that begin and end together lose at both ends.
     """
 
     nbytes: int
@@ -26,7 +26,7 @@ class Rung:
 
 
 _FEWEST_RUNGS = 2  # that a line can be drawn through
-LADDER = (Rung(1 << 16, 8), Rung(1 << 19, 2), Rung(1 << 22, 2), Rung(1 << 25, 2))
+LADDER = (Rung(1 << 16, 8), Rung(1 << 19, 4), Rung(1 << 22, 4), Rung(1 << 25, 4))
 
 Run = Callable[[int, int], float]
 """Runs so many of the prepared operations, with so many in flight; the seconds on this rank."""
@@ -40,9 +40,10 @@ def climb(
 ) -> list[tuple[SizeTimes, ...]]:
     """The times of each of ``operations`` at several sizes, whole shards each (collective).
 
-    Operations follow one another, with one and with two of them in flight; the slowest rank's
-    median counts. Two sizes are measured even if that takes longer than ``budget_s``, and more of
-    the ladder as far as the time allows: the last as large as it does.
+    Operations follow one another, with one and with two of them in flight; the least of the
+    slowest rank's times counts, since whatever else goes on makes them longer. Two sizes are
+    measured even if that takes longer than ``budget_s``, and more of the ladder as far as the time
+    allows: the last as large as it does.
     """
     found: list[list[SizeTimes]] = [[] for _ in operations]
     begin = time.perf_counter()
@@ -80,7 +81,8 @@ def _measure(world: World, prepare: Prepare, rung: Rung, *, budget_s: float) -> 
     affordable = budget_s / (len(WINDOWS) * rung.length * first_s)
     repeats = int(min(_NUM_REPEATS, max(1, affordable)))
     each_s = [
-        slowest_median(world, [run(rung.length, window) for _ in range(repeats)]) / rung.length
+        min(world.all_reduce([run(rung.length, window) for _ in range(repeats)], "max"))
+        / rung.length
         for window in WINDOWS
     ]
     return SizeTimes(4 * count, each_s[0], 2 * each_s[1])

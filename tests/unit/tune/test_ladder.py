@@ -15,9 +15,9 @@ def prepare(numel: int, count: int) -> Run:
 @pytest.mark.parametrize(
     ("budget_s", "least_mb", "most_mb"),
     [
-        (1.0, 0.5, 0.5),  # twice the second rung would take 5 s
-        (15.0, 2.9, 3.0),  # 5 operations of 2.999 s
-        (35.0, 4.0, 4.0),  # twice that would take 40 s
+        (1.0, 0.5, 0.5),  # twice the second rung would take 9 s
+        (27.0, 2.9, 3.0),  # 9 operations of 2.999 s
+        (63.0, 4.0, 4.0),  # twice that would take 72 s
         (1000.0, 32.0, 32.0),
     ],
 )
