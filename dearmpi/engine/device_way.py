@@ -85,6 +85,11 @@ def open_side_stream(
     """
     device = device_of(params)
     if device is None:
+        if config.cuda_buffers != "auto":
+            raise ConfigError(
+                f"cuda_buffers is {config.cuda_buffers!r}, but the parameters are on the host, where it "
+                "has no effect; leave it out, or move the model to a device first"
+            )
         return HostSideStream()
     way = choose_way(config.cuda_buffers, config.reduce_scatter, _share(world, known_verdicts()))
     carry: Any = partial(DirectCollectives, window=config.window)

@@ -21,6 +21,7 @@ LAYER_S = 0.02
 NUM_LAYERS = 4
 COMPUTE_S = 2 * NUM_LAYERS * LAYER_S
 PASSING_S = 0.6 * LAYER_S
+_NUM_TRIES = 12  # on a busy machine most are disturbed
 
 pytestmark = pytest.mark.ranks(at_least=2)
 
@@ -115,7 +116,7 @@ def iteration_s(slow_world: World, wire: Wire) -> Iterate:
         )
         wire.seconds, before = operation_s, wire.num_carried
         times = []
-        for _ in range(6):
+        for _ in range(_NUM_TRIES):
             slow_world.barrier()
             start = time.perf_counter()
             model.backward()

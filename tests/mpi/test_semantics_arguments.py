@@ -21,6 +21,7 @@ OTHER_VALUES: dict[str, Any] = {
     "gather": "gradients",
     "bucket_cap_mb": 0.002,
     "reduce_scatter": "native",
+    "comm_dtype": "bf16",
     "window": 1,
     "eager": True,
     "master_weights": True,
@@ -31,13 +32,22 @@ OTHER_VALUES: dict[str, Any] = {
 
 def test_no_argument_is_dropped(world: World) -> None:
     """Each setting arrives, by name or in a configuration; its effect has tests of its own."""
-    assert OTHER_VALUES.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert names == {*OTHER_VALUES, "cuda_buffers"}
     for name, value in OTHER_VALUES.items():
         for settings in ({name: value}, {"config": EngineConfig(**{name: value})}):
-            model = layers().bfloat16()  # so that all of them make sense
+            # Masters make sense behind half precision, half precision on the wire behind the rest.
+            model = layers() if name == "comm_dtype" else layers().bfloat16()
             optimizer = DistributedOptimizer(adam(model), model, world=world, **settings)
             assert optimizer.config == EngineConfig(**{name: value})
             optimizer.close()
+
+
+@pytest.mark.parametrize("way", ["staged", "direct"])
+def test_a_way_for_a_device_is_refused_where_there_is_none(way: str, world: World) -> None:
+    model = layers()
+    with pytest.raises(ConfigError, match=f"cuda_buffers is '{way}', but .* on the host"):
+        DistributedOptimizer(adam(model), model, world=world, cuda_buffers=way)
 
 
 def test_an_unknown_argument_is_refused(world: World) -> None:
