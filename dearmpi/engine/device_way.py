@@ -87,8 +87,8 @@ def open_side_stream(
     if device is None:
         if config.cuda_buffers != "auto":
             raise ConfigError(
-                f"cuda_buffers is {config.cuda_buffers!r}, but the parameters are on the host, where it "
-                "has no effect; leave it out, or move the model to a device first"
+                f"cuda_buffers is {config.cuda_buffers!r}, but the parameters are on the host, "
+                "where it has no effect; leave it out, or move the model to a device first"
             )
         return HostSideStream()
     way = choose_way(config.cuda_buffers, config.reduce_scatter, _share(world, known_verdicts()))
