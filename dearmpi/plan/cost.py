@@ -26,9 +26,10 @@ _LEAST_WIRE_SHARE = 0.5  # two operations in flight cannot be faster than one of
 # What a sample may be: beyond, squares and their sums leave what floats can hold.
 _MOST_BYTES, _LEAST_S, _MOST_S = 1e18, 1e-12, 1e12
 _NUM_REWEIGHTINGS = 30
-# CPU time that a bucket costs whatever it holds (`python benchmarks/main_thread.py`, docs/log.md).
-_TYPICAL_MAIN_THREAD_S = 0.1e-3
-_TYPICAL_UPDATE_S = 0.5e-3
+# What a bucket costs whatever it holds. The main thread hands it over in 0.1 ms, but competes for
+# the interpreter and for cores with 2 ms of posting, polling and updating (docs/log.md).
+_TYPICAL_MAIN_THREAD_S = 1e-3
+_TYPICAL_UPDATE_S = 1e-3
 _HUBER = 1.345  # standard deviations beyond which a sample counts less (Huber, 1964)
 
 

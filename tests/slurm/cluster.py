@@ -8,6 +8,7 @@ machine may have. Jobs in the partition ``urgent`` preempt those in ``main``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pwd
 import shutil
@@ -15,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -205,15 +206,15 @@ class Cluster:
         self.wait_until((munge / "socket").exists)
         self._start("slurmctld", "-D", "-c")
         for name in self.nodes:
-            self._start("slurmd", "-D", "-N", name)
+            self._start("slurmd", "-D", "-N", name, prefix=_own_shared_memory())
 
-    def _start(self, name: str, *arguments: str) -> None:
+    def _start(self, name: str, *arguments: str, prefix: Sequence[str] = ()) -> None:
         program = find_program(name)
         assert program is not None, f"no {name}: ask missing_programs() first"
         with (self.folder / "log" / f"{name}-{len(self._daemons)}.out").open("wb") as output:
             self._daemons.append(
                 subprocess.Popen(
-                    [program, *arguments],
+                    [*prefix, program, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -234,6 +235,20 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
         self._daemons.clear()
+
+
+@functools.cache
+def _own_shared_memory() -> tuple[str, ...]:
+    """What starts a program with a /dev/shm of its own, where this process may do that.
+
+    MPICH names shared memory by the job's number, the same on all nodes of a job and whenever the
+    job is queued again. Ranks of different nodes must not meet there.
+    """
+    command = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
+    if shutil.which("unshare") is None:
+        return ()
+    tried = subprocess.run([*command, "true"], capture_output=True, timeout=_MESSAGE_S, check=False)
+    return command if tried.returncode == 0 else ()
 
 
 def _user() -> str:

@@ -32,6 +32,8 @@ def cluster() -> Iterator[Cluster]:
     environment["DEARMPI_VENV"] = sys.prefix
     environment["PYTHONPATH"] = str(ROOT)
     environment["OMP_NUM_THREADS"] = "1"
+    # Else UCX, which knows that the nodes are one machine, would look for shared memory there.
+    environment["UCX_TLS"] = "tcp,self"
     # A test run that is ended from outside must still end the cluster.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     # MPICH names its shared memory by the job's number, which begins at 1 in every cluster.
