@@ -85,7 +85,7 @@ def assemble(
     ranks' models, optimizers or settings differ.
     """
     names = _optimized_parameters(optimizer, model)
-    check_devices(world, names)
+    check_devices(world, names, asked=config.cuda_buffers)
     layout = lay_out(optimizer, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
         schedule, config = plan.schedule, replace(config, window=plan.window)

@@ -85,11 +85,6 @@ def open_side_stream(
     """
     device = device_of(params)
     if device is None:
-        if config.cuda_buffers != "auto":
-            raise ConfigError(
-                f"cuda_buffers is {config.cuda_buffers!r}, but the parameters are on the host, "
-                "where it has no effect; leave it out, or move the model to a device first"
-            )
         return HostSideStream()
     way = choose_way(config.cuda_buffers, config.reduce_scatter, _share(world, known_verdicts()))
     carry: Any = partial(DirectCollectives, window=config.window)
@@ -99,9 +94,9 @@ def open_side_stream(
     return DeviceSideStream(device, carry, name=str(way))
 
 
-def check_devices(world: World, params: Iterable[nn.Parameter]) -> None:
+def check_devices(world: World, params: Iterable[nn.Parameter], *, asked: CudaBuffers) -> None:
     """Raise MismatchError unless all ranks have their parameters on one kind of device
-    (collective), and ConfigError unless this rank has them on one.
+    (collective), and ConfigError unless this rank has them on one, and ``asked`` has an effect.
     """
     device = device_of(params)
     seen = world.all_gather_text(_HOST if device is None else device.name)
@@ -111,6 +106,11 @@ def check_devices(world: World, params: Iterable[nn.Parameter]) -> None:
                 f"rank {rank} on {world.hosts[rank]} has its parameters on {name}, rank 0 on "
                 f"{world.hosts[0]} on {seen[0]}; train on devices everywhere, or nowhere"
             )
+    if device is None and asked != "auto":
+        raise ConfigError(
+            f"cuda_buffers is {asked!r}, but the parameters are on the host, where it has no "
+            "effect; leave it out, or move the model to a device first"
+        )
 
 
 def _share(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:
