@@ -38,8 +38,7 @@ def main() -> None:
     parser.add_argument("--gigabits", type=float, default=1.0)
     parser.add_argument("--split-mb", type=float, default=4.0)
     given = parser.parse_args()
-    link = ring_cost(ALPHA_S / 3, 8e-9 / given.gigabits, given.world_size)
-    costs = Costs(given.world_size, link, link, update_s=1e-3, main_thread_s=1e-4)
+    costs = assumed_costs(given.world_size, given.gigabits)
     print(f"{'workload':<13} ratio  {'  '.join(f'{name:>6}' for name in COLUMNS)}  plan")
     for name in workload_names():
         workload = read_workload(name)
@@ -78,7 +77,7 @@ def row(workload: Workload, pieces: Workload, costs: Costs, *, ratio: float) -> 
     took = time.process_time() - start
     times = (
         plan.prediction.bound_s,
-        by_default(profile, costs, schedule="dear"),
+        by_default(profile, costs),
         by_default(profile, costs, schedule="wfbp"),
         plan.prediction.iteration_s,
         planned(timed(pieces, costs, ratio=ratio), costs).prediction.iteration_s,
@@ -114,6 +113,12 @@ def cut(spec: ParamSpec, most_bytes: int) -> list[ParamSpec]:
     ]
 
 
+def assumed_costs(world_size: int, gigabits: float) -> Costs:
+    """A ring over links of so many Gbit/s, and updates of a millisecond."""
+    link = ring_cost(ALPHA_S / 3, 8e-9 / gigabits, world_size)
+    return Costs(world_size, link, link, update_s=1e-3, main_thread_s=1e-4)
+
+
 def communication_of(workload: Workload, costs: Costs) -> float:
     """Seconds that all bytes need on the wire, both ways."""
     nbytes = sum(spec.nbytes for spec in workload.params())
@@ -126,11 +131,20 @@ def timed(workload: Workload, costs: Costs, *, ratio: float) -> ModelProfile:
     return profile_workload(workload, feed_forward_s=compute_s / 3, backprop_s=compute_s * 2 / 3)
 
 
-def by_default(profile: ModelProfile, costs: Costs, *, schedule: ScheduleName) -> float:
-    """Seconds of an iteration with the engine's default settings, but for eager updates."""
+def by_default(
+    profile: ModelProfile,
+    costs: Costs,
+    *,
+    schedule: ScheduleName = "dear",
+    cap_bytes: int | None = None,
+) -> float:
+    """Seconds of an iteration with the engine's default settings, but for eager updates.
+
+    cap_bytes: most bytes of a bucket, if not the default.
+    """
     config = EngineConfig(schedule=schedule)
     specs = list(profile.workload.params())
-    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
+    cap_bytes = cap_bytes or config.cap_bytes(sum(spec.nbytes for spec in specs))
     layout = build_layout(fuse_by_cap(specs, cap_bytes), costs.world_size)
     made = build_schedule(schedule, len(layout))
     return simulate(profile, layout, made, costs, eager=True, window=config.window).iteration_s

@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.planned import ALPHA_S, by_default, communication_of, planned, timed
-from dearmpi.config import MIB, EngineConfig
-from dearmpi.plan.cost import Costs, ring_cost
-from dearmpi.plan.fusion import fuse_by_cap
-from dearmpi.plan.layout import build_layout
+from benchmarks.planned import assumed_costs, by_default, communication_of, planned, timed
+from dearmpi.config import MIB
+from dearmpi.plan.cost import Costs
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.schedule import build_schedule
-from dearmpi.plan.timeline import simulate
 from dearmpi.plan.workload import read_workload, workload_names
 from dearmpi.tune.bayes import BayesianSearch
 from dearmpi.tune.search import GridSearch, RandomSearch, Search, SearchSpace
@@ -35,8 +31,7 @@ def main() -> None:
     parser.add_argument("--gigabits", type=float, default=1.0)
     parser.add_argument("--trials", type=int, default=10)
     given = parser.parse_args()
-    link = ring_cost(ALPHA_S / 3, 8e-9 / given.gigabits, given.world_size)
-    costs = Costs(given.world_size, link, link, update_s=1e-3, main_thread_s=1e-4)
+    costs = assumed_costs(given.world_size, given.gigabits)
     print(f"{'workload':<13} ratio  {'  '.join(f'{name:>7}' for name in COLUMNS)}  caps found, MiB")
     for name in workload_names():
         workload = read_workload(name)
@@ -60,10 +55,10 @@ def row(profile: ModelProfile, costs: Costs, num_trials: int, bound_s: float) ->
     for search in searches:
         while not search.is_done:
             cap_bytes = search.suggest()
-            search.observe(cap_bytes, with_cap(profile, costs, cap_bytes))
+            search.observe(cap_bytes, by_default(profile, costs, cap_bytes=cap_bytes))
     plan_s = planned(profile, costs).prediction.iteration_s
     seconds = (
-        by_default(profile, costs, schedule="dear"),
+        by_default(profile, costs),
         *(search.best.seconds for search in searches),
         plan_s,
     )
@@ -71,15 +66,6 @@ def row(profile: ModelProfile, costs: Costs, num_trials: int, bound_s: float) ->
     cells = "  ".join(f"{value / bound_s:7.3f}" for value in seconds)
     caps = ", ".join(f"{search.best.cap_bytes / MIB:.3g}" for search in searches)
     return f"{cells}  {STEPS_PER_TRIAL * tried_s / plan_s:7.1f}  {caps}"
-
-
-def with_cap(profile: ModelProfile, costs: Costs, cap_bytes: int) -> float:
-    """Seconds of an iteration in DeAR's order with buckets of at most ``cap_bytes``."""
-    specs = list(profile.workload.params())
-    layout = build_layout(fuse_by_cap(specs, cap_bytes), costs.world_size)
-    schedule = build_schedule("dear", len(layout))
-    window = EngineConfig().window
-    return simulate(profile, layout, schedule, costs, eager=True, window=window).iteration_s
 
 
 if __name__ == "__main__":

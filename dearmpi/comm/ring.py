@@ -70,14 +70,14 @@ class Ring(ABC):
         self._chunk_numel = -(-self._shard_numel // self._num_chunks)
         self._chunk_bytes = max(1, self._chunk_numel * element_size)
         self._num_messages = (way.size - 1) * self._num_chunks
-        self._num_ahead = num_receives(self._shard_numel, element_size, way.size)
         self._num_arrived = self._num_sent = 0
         self._receives: deque[Request] = deque()
         self._sends: deque[Request] = deque()
-        for number in range(self._num_ahead):
+        for number in range(num_receives(self._shard_numel, element_size, way.size)):
             self._post_receive(number)
-        way.traffic.enter(self)
-        self._post_sends()
+        if self._num_messages:
+            way.traffic.enter(self)
+            self._post_sends()
 
     def test(self) -> bool:
         """Advance by as many messages as have arrived; True when all are done."""
@@ -85,10 +85,12 @@ class Ring(ABC):
             self._receives.popleft()
             self._take(self._num_arrived)
             self._num_arrived += 1
-            self._post_sends()
+            if self._num_sent < self._num_messages:
+                self._post_sends()
             if self._num_arrived + len(self._receives) < self._num_messages:
                 self._post_receive(self._num_arrived + len(self._receives))
-        self._post_sends()  # others, or the memory to send from, may have held this ring up
+        if self._num_sent < self._num_messages:
+            self._post_sends()  # others, or the memory to send from, may have held this ring up
         if self._num_sent < self._num_messages or self._receives:
             return False  # every poll of MPI costs, and drives the sends as well
         self._release_sends()
@@ -105,7 +107,10 @@ class Ring(ABC):
         return max(0, self._num_sent - self._num_arrived) * self._chunk_bytes
 
     def _post_sends(self) -> None:
-        """Post what may be sent: the first round, and what came in a round ago."""
+        """Post what may be sent: the first round, and what came in a round ago.
+
+        To be called while something is left to be sent.
+        """
         num_ready = min(self._num_messages, self._num_chunks + self._num_arrived)
         while self._num_sent < num_ready and self._way.traffic.admits(self) and self._has_room():
             part = self._outgoing(self._num_sent)
@@ -185,6 +190,7 @@ class RingReduceScatter(Ring):
     ) -> None:
         self._scratch, self._staging = scratch, outgoing
         width = scratch[0].element_size() if scratch else buffer.element_size()
+        assert len(scratch) >= num_receives(buffer.numel() // way.size, width, way.size)
         super().__init__(way, buffer, element_size=width)
 
     def _outgoing(self, number: int) -> Any:

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dearmpi.config import MIB
 from dearmpi.errors import ConfigError, DeviceError
-
-MIB = 1024 * 1024
 
 
 class Event(Protocol):

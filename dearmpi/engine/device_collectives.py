@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ class CrossingRequest:
         return not self._num_left
 
 
-class DeviceCollectives:
+class DeviceCollectives(ABC):
     """``Collectives`` for tensors of the device of ``side``, over those of the host.
 
     Results are ready for what is queued to ``side`` once a request is complete. What differs
@@ -110,9 +111,9 @@ class DeviceCollectives:
         """As on the host."""
         self._collectives.abort(code)
 
+    @abstractmethod
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
         """``start`` on the memory of ``rows``, of which some go out, and some come back."""
-        raise NotImplementedError
 
     @property
     def _own(self) -> slice:

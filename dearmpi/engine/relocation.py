@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -143,20 +144,16 @@ class _Move:
         for new in self._owners[name]:
             if new.rank == self._rank:
                 self._make_room(name, new.stop - new.start)
-        for old in stretches(bucket, slot):
+        for old, new in product(stretches(bucket, slot), self._owners[name]):
             described = self._described[old.rank].get(name, {})
-            keys = sorted(key for key, entry in described.items() if "tensor" in entry)
-            for new in self._owners[name]:
-                start, stop = max(old.start, new.start), min(old.stop, new.stop)
-                if start >= stop:
-                    continue
-                for key in keys:
-                    if old.rank == self._rank:
-                        part = held[key][start - old.start : stop - old.start].cpu()
-                        self._sends.append((new.rank, part))
-                    if new.rank == self._rank:
-                        room = self._arrived[name][key][start - new.start : stop - new.start]
-                        self._receives.append((old.rank, room))
+            start, stop = max(old.start, new.start), min(old.stop, new.stop)
+            for key in sorted(key for key, entry in described.items() if "tensor" in entry):
+                if start < stop and old.rank == self._rank:
+                    part = held[key][start - old.start : stop - old.start].cpu()
+                    self._sends.append((new.rank, part))
+                if start < stop and new.rank == self._rank:
+                    room = self._arrived[name][key][start - new.start : stop - new.start]
+                    self._receives.append((old.rank, room))
 
     def run(self, channel: Channel, label: str) -> dict[str, State]:
         """Send and receive: what arrived, by parameter name (collective).

@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from dearmpi.comm.api import Collectives, Request
-from dearmpi.engine.device import MIB, Event
+from dearmpi.config import MIB
+from dearmpi.engine.device import Event
 from dearmpi.engine.device_collectives import CrossingRequest, DeviceCollectives, Start
 from dearmpi.engine.passage import Crossing
 from dearmpi.engine.pinned import PinnedPieces, as_rows

@@ -21,7 +21,7 @@ from dearmpi.train.data import BatchPlan
 from dearmpi.train.evaluation import Evaluator, probe_metrics
 from dearmpi.train.lr_schedule import LrCurve, lr_curve
 from dearmpi.train.optimizers import OptimizerChoice
-from dearmpi.train.precision import convert_model
+from dearmpi.train.precision import convert_model, device_of
 from dearmpi.train.random_state import restore_random_state
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
@@ -53,7 +53,7 @@ class Job:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next((p.device for p in self.task.model.parameters()), torch.device("cpu"))
+        return device_of(self.task.model)
 
     def position(self, step: int) -> tuple[int, int]:
         """Epoch and step within it of step number ``step``, from 0."""

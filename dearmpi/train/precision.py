@@ -25,9 +25,14 @@ def convert_batch(batch: Any, precision: Precision) -> Any:
     return _map(batch, lambda part: part.double() if part.is_floating_point() else part)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are; the host for a model without any."""
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
 def send_batch(batch: Any, model: nn.Module) -> Any:
     """The batch on the device of ``model``."""
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     return batch if device.type == "cpu" else _map(batch, lambda part: part.to(device))
 
 
