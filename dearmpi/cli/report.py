@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
 from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP, Pause
-from dearmpi.report.straggler import Straggler, find_straggler
+from dearmpi.report.straggler import SlowRanks, Straggler
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
@@ -39,7 +39,11 @@ class Report:
     cap_search: CapSearch | None = None
     _live: Sequence[str] = ()
     _step_s: float = 0.0
-    _slow_rank: int | None = None
+    _slow_ranks: SlowRanks = field(init=False)
+    _named: int | None = None
+
+    def __post_init__(self) -> None:
+        self._slow_ranks = SlowRanks(self.job.start_step)
 
     def stepped(self, step: int) -> None:
         """Move the bar; the next iteration comes."""
@@ -96,17 +100,19 @@ class Report:
         return [f"{duration(rest_s)} left"] if rest_s else []
 
     def _name_straggler(self, row: MetricsRow) -> None:
-        """Say which rank holds the others up, once until it is another or none."""
-        straggler = find_straggler(
-            [times.own_s for times in row.ranks],
-            [times.wait_s for times in row.ranks],
-            step_s=max((times.step_s for times in row.ranks), default=0.0),
-        )
-        if straggler is not None and straggler.place != self._slow_rank:
+        """Say which rank holds the others up all the time, once until it is another or none."""
+        if not row.ranks:
+            return  # they are not shared where a run is stopped between two rows
+        own_s, wait_s = [one.own_s for one in row.ranks], [one.wait_s for one in row.ranks]
+        self._slow_ranks.add(row.step, own_s, wait_s)
+        straggler = self._slow_ranks.steady
+        if straggler is not None and straggler.place != self._named:
             line = describe_straggler(straggler, self.job.world.hosts)
             self.console.say(line)
             logging.getLogger("dearmpi").info("step %d: %s", row.step, line)
-        self._slow_rank = None if straggler is None else straggler.place
+            self._named = straggler.place
+        if self._named is not None and self._slow_ranks.has_recovered(self._named):
+            self._named = None
 
 
 def describe_row(job: Job, row: MetricsRow) -> list[str]:

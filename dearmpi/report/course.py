@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dearmpi.report.chart import Series, draw_chart
 from dearmpi.report.history import HistoryRow
@@ -16,9 +16,9 @@ def course_sections(run: Run) -> list[Section]:
     """The sections for which there are figures."""
     found = (
         _step_time(run),
-        _curve(run, "throughput", "Throughput", "samples/s", _samples),
+        _curve(run, "throughput", "Throughput", _samples, unit="samples/s"),
         _loss(run),
-        _curve(run, "learning-rate", "Learning rate", "learning rate", _learning_rate),
+        _curve(run, "learning-rate", "Learning rate", _learning_rate),
     )
     return [section for section in found if section is not None]
 
@@ -64,15 +64,25 @@ def _loss(run: Run) -> Section | None:
         return draw_chart("loss", title, series, unit="loss", width=width, from_zero=False)
 
     parts = [
-        f"{name} {points[0][1]:.4f} to {points[-1][1]:.4f}"
+        f"{name} {_from_to(points)}"
         for name, points in (("In training", training), ("held out", held_out))
         if points
     ]
     return Section("Loss", draw, ", ".join(parts) + ".")
 
 
+def _from_to(points: Sequence[tuple[float, float]]) -> str:
+    first, last = points[0][1], points[-1][1]
+    return f"{first:.4f} to {last:.4f}" if len(points) > 1 else f"{last:.4f}"
+
+
 def _curve(
-    run: Run, name: str, heading: str, unit: str, value: Callable[[HistoryRow], float | None]
+    run: Run,
+    name: str,
+    heading: str,
+    value: Callable[[HistoryRow], float | None],
+    *,
+    unit: str = "",
 ) -> Section | None:
     points = run.history.column(value)
     if not points:
@@ -80,11 +90,12 @@ def _curve(
 
     def draw(width: float) -> Picture:
         series = [Series(heading, points, "first")]
-        return draw_chart(name, f"{heading} over the run", series, unit=unit, width=width)
+        axis = unit or heading.lower()
+        return draw_chart(name, f"{heading} over the run", series, unit=axis, width=width)
 
     numbers = [number for _, number in points]
     low, high, last = map(digits, (min(numbers), max(numbers), numbers[-1]))
-    caption = f"Between {low} and {high} {unit}, last {last}."
+    caption = f"Between {low} and {high}{unit and f' {unit}'}, last {last}."
     return Section(heading, draw, caption)
 
 

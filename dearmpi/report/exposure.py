@@ -17,18 +17,18 @@ _NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
 class BucketTime:
     """A bucket's reduce-scatter and all-gather, in seconds per iteration.
 
-    in_flight_s: both together. exposed_s: of it, the main thread waited; where several operations
-    were in flight, each bears an equal part.
+    network_s: they were in flight. exposed_s: of it, the main thread waited. Where several
+    operations were in flight, each bears an equal part, so that buckets add up to the whole.
     """
 
     bucket: int
-    in_flight_s: float
+    network_s: float
     exposed_s: float
 
     @property
     def hidden_s(self) -> float:
         """What computation covered."""
-        return max(0.0, self.in_flight_s - self.exposed_s)
+        return max(0.0, self.network_s - self.exposed_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +53,24 @@ class Exposure:
 
 def measure_exposure(spans: Sequence[Span], windows: Sequence[Window]) -> Exposure:
     """The exposure of the rank that recorded ``spans``: means over ``windows`` (at least one)."""
-    in_flight: dict[int, float] = {}
+    network: dict[int, float] = {}
     exposed: dict[int, float] = {}
     communication_s = first_s = idle_s = 0.0
     for window in windows:
         operations = [s for s in spans if s.lane in _NETWORK and window.clip(s)]
-        for span in operations:
-            start_s, stop_s = window.clip(span) or (0.0, 0.0)
-            bucket = _bucket(span)
-            in_flight[bucket] = in_flight.get(bucket, 0.0) + stop_s - start_s
-        clipped = (window.clip(span) for span in operations)
-        communication_s += total(union(part for part in clipped if part is not None))
+        for length_s, active in _pieces((window.start_s, window.stop_s), operations):
+            _share_out(length_s, active, network)
+            communication_s += length_s if active else 0.0
         for wait in _waits(spans, window):
             for length_s, active in _pieces(wait, operations):
-                for span in active:
-                    bucket = _bucket(span)
-                    exposed[bucket] = exposed.get(bucket, 0.0) + length_s / len(active)
+                _share_out(length_s, active, exposed)
                 idle_s += 0.0 if active else length_s
                 first_s += length_s if _only_first(active) else 0.0
     count = len(windows)
     return Exposure(
         tuple(
             BucketTime(bucket, seconds / count, exposed.get(bucket, 0.0) / count)
-            for bucket, seconds in sorted(in_flight.items())
+            for bucket, seconds in sorted(network.items())
         ),
         communication_s / count,
         first_s / count,
@@ -106,12 +101,23 @@ def _waits(spans: Sequence[Span], window: Window) -> list[Interval]:
     return union(interval for interval in clipped if interval is not None)
 
 
-def _pieces(wait: Interval, spans: Sequence[Span]) -> Iterator[tuple[float, list[Span]]]:
-    """Parts of ``wait`` during which the same spans were active: length, spans."""
-    start, stop = wait
+def _pieces(whole: Interval, spans: Sequence[Span]) -> Iterator[tuple[float, list[Span]]]:
+    """Parts of ``whole`` during which the same spans were active: length, spans."""
+    start, stop = whole
     edges = {edge for span in spans for edge in (span.start_s, span.stop_s) if start < edge < stop}
+    coming = sorted(spans, key=lambda span: span.start_s, reverse=True)
+    active: list[Span] = []
     for low, high in pairwise(sorted({start, stop} | edges)):
-        yield high - low, [s for s in spans if s.start_s <= low and s.stop_s >= high]
+        while coming and coming[-1].start_s <= low:
+            active.append(coming.pop())
+        active = [span for span in active if span.stop_s > low]
+        yield high - low, active
+
+
+def _share_out(seconds: float, active: Sequence[Span], by_bucket: dict[int, float]) -> None:
+    for span in active:
+        bucket = _bucket(span)
+        by_bucket[bucket] = by_bucket.get(bucket, 0.0) + seconds / len(active)
 
 
 def _only_first(active: Sequence[Span]) -> bool:

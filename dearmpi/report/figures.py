@@ -12,6 +12,8 @@ from dearmpi.report.history import History
 from dearmpi.report.recording import Recording
 from dearmpi.report.straggler import Straggler, find_straggler
 
+_STEADY_SHARE = 0.75  # of a run; in less of it a rank may be late because others need its cores
+
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
@@ -45,6 +47,7 @@ class Figures:
     thread waited for one, on rank 0.
     first_s: the rank that waits least waited for the first bucket, see ``Exposure``.
     shared_wait: see ``exposure.shared_wait``.
+    slow_share: the share of the run in which the others waited for the slowest rank.
     traced: whether data and first bucket could be told apart.
     """
 
@@ -56,6 +59,7 @@ class Figures:
     schedule: str
     traced: bool
     shared_wait: float = 1.0
+    slow_share: float = 1.0
 
     @property
     def slowest(self) -> RankTimes:
@@ -64,7 +68,9 @@ class Figures:
 
     @property
     def straggler(self) -> Straggler | None:
-        """The slowest rank, if the others wait for it."""
+        """The slowest rank, if the others wait for it, and not for each rank in turn."""
+        if self.slow_share < _STEADY_SHARE:
+            return None
         busy_s, wait_s = zip(*((one.compute_s, one.wait_s) for one in self.ranks), strict=True)
         return find_straggler(busy_s, wait_s, step_s=self.step_s)
 
@@ -118,6 +124,7 @@ def measure(
         )
         for times in _with_all(ranks, traced)
     )
+    slowest = max(ranks, key=lambda times: times.compute_s).rank
     step_s = history.typical(lambda row: row.step_s) or median(t.step_s for t in ranks)
     if step_s <= 0:
         return None
@@ -132,6 +139,7 @@ def measure(
         schedule=recording.schedule or schedule,
         traced=bool(traced),
         shared_wait=shared_wait(recording),
+        slow_share=history.slow_share(slowest),
     )
 
 

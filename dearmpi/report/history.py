@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from dearmpi.errors import DataError
+from dearmpi.report.straggler import SlowRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,7 @@ class History:
 
     def typical_ranks(self) -> tuple[tuple[float, float], ...]:
         """Of each rank the medians of step and wait, in seconds; without the first row as well."""
-        rows = [row for row in self.rows if row.rank_step_s]
-        rows = [row for row in rows[1:] or rows if len(row.rank_step_s) == self._num_ranks()]
+        rows = self._rank_rows()
         return tuple(
             (
                 median(row.rank_step_s[rank] for row in rows),
@@ -66,6 +66,22 @@ class History:
             )
             for rank in range(self._num_ranks())
         )
+
+    def slow_share(self, rank: int) -> float:
+        """The share of the run in which the others waited for ``rank``; 1 where nothing tells."""
+        rows = self._rank_rows()
+        before = [row.step for row in self.rows if rows and row.step < rows[0].step]
+        slow_ranks = SlowRanks(before[-1] if before else 0)
+        for row in rows:
+            times = zip(row.rank_step_s, row.rank_wait_s, strict=True)
+            busy_s = [max(0.0, step_s - wait_s) for step_s, wait_s in times]
+            slow_ranks.add(row.step, busy_s, row.rank_wait_s)
+        return slow_ranks.share(rank)
+
+    def _rank_rows(self) -> list[HistoryRow]:
+        """The rows of the ranks that trained last, without the first row if there are more."""
+        rows = [row for row in self.rows if row.rank_step_s]
+        return [row for row in rows[1:] or rows if len(row.rank_step_s) == self._num_ranks()]
 
     def _num_ranks(self) -> int:
         """Of the last row: a run may go on with another number of ranks."""
@@ -90,8 +106,8 @@ def read_history(path: Path) -> History:
     if len(lines) > sum(row is not None for row in rows):
         bad = [number for number, row in enumerate(rows, 1) if row is None]
         notes.append(
-            f"{len(bad)} of {len(lines)} lines of {path.name} are broken and left out, "
-            f"the first is line {bad[0]}."
+            f"{len(bad)} of {len(lines)} lines of {path.name} {'is' if len(bad) == 1 else 'are'} "
+            f"broken and left out; the first is line {bad[0]}."
         )
     if not good:
         notes.append(f"{path.name} holds no row yet.")

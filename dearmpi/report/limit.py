@@ -9,7 +9,7 @@ from dearmpi.report.figures import Figures
 from dearmpi.report.straggler import WORTH
 from dearmpi.report.unit import share_text, time_text
 
-UNMEASURED = "Nothing was measured: this run has taken no step yet."
+UNMEASURED = "Nothing was measured: neither metrics nor traces tell of a step."
 """What is said in place of a verdict where there is none."""
 
 

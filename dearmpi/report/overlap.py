@@ -20,6 +20,7 @@ from dearmpi.report.unit import share_text, size_text, time_text, time_unit
 
 MOST_TRACKS = 4
 MOST_BARS = 24
+_SEEN = 0.005  # of a step; what is less is no wider than a line
 
 
 def overlap_sections(run: Run, figures: Figures) -> list[Section]:
@@ -47,7 +48,8 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     ]
     caption = (
         f"Iteration {window.iteration}, of median length among those recorded: "
-        f"{time_text(window.length_s)}. It begins where the last rank ended the backprop before."
+        f"{time_text(window.length_s)}. It begins where the last rank ended the backprop before. "
+        "Blank is what the main thread does besides, such as to hand over a step."
     )
     if len(ranks) < len(recording.spans):
         caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
@@ -92,7 +94,7 @@ def _ranks(figures: Figures) -> Section | None:
         return None
     unit = time_unit(figures.step_s)
     keys = [Key("computes", "plain"), Key("waits for communication", "lost", hatched=True)]
-    if figures.data_s > 0:
+    if figures.data_s > _SEEN * figures.step_s:
         keys.append(Key("loads data", "data"))
     ranks = figures.ranks
     if len(ranks) > MOST_BARS:
@@ -127,7 +129,7 @@ def _compare_ranks(figures: Figures) -> str:
     label = slowest.label[0].upper() + slowest.label[1:]
     said = f"{label} computes longest, {time_text(slowest.compute_s)}"
     if straggler is None:
-        return f"{said}; no rank is so much slower that it holds the others up."
+        return f"{said}; no rank is so much slower all the time that it holds the others up."
     return (
         f"{said}; that is {time_text(straggler.excess_s)} more than the median of the others, who "
         f"wait {time_text(straggler.waited_s)} longer than it does."
@@ -141,7 +143,7 @@ def _exposure(run: Run, figures: Figures) -> Section | None:
         return None
     sizes = run.recording.bucket_bytes
     groups = _group(exposure.buckets)
-    unit = time_unit(max(group[1].in_flight_s for group in groups))
+    unit = time_unit(max(group[1].network_s for group in groups))
     keys = (Key("hidden behind computation", "first"), Key("exposed", "lost", hatched=True))
 
     def draw(width: float) -> Picture:
@@ -149,31 +151,32 @@ def _exposure(run: Run, figures: Figures) -> Section | None:
             Bar(
                 label,
                 (unit.of(times.hidden_s), unit.of(times.exposed_s)),
-                f"{share_text(times.hidden_s / (times.in_flight_s or 1.0))} hidden",
+                f"{share_text(times.hidden_s / (times.network_s or 1.0))} hidden",
             )
             for label, times in groups
         ]
         title = "Hidden and exposed communication by bucket"
-        name = f"{unit.name} in flight per iteration"
+        name = f"{unit.name} of the network per iteration"
         return draw_bars("buckets", title, bars, keys=keys, unit=name, width=width)
 
     waited_s, idle_s = exposure.waited_s, exposure.idle_s
     caption = (
         f"Rank {rank}, which waits least, waits {time_text(waited_s)} per iteration: "
         f"{time_text(exposure.first_s)} for the first bucket at the boundary, "
-        f"{time_text(idle_s)} while nothing was in flight."
+        f"{time_text(idle_s)} while nothing was in flight. Buckets that were in flight together "
+        "share that time equally."
     )
-    head = ("bucket", "size", "in flight", "exposed", "hidden")
+    head = ("bucket", "size", "network", "exposed", "hidden")
     rows = tuple(
         (
             str(one.bucket),
             size_text(sizes[one.bucket]) if one.bucket < len(sizes) else "",
-            time_text(one.in_flight_s),
+            time_text(one.network_s),
             time_text(one.exposed_s),
-            share_text(one.hidden_s / one.in_flight_s),
+            share_text(one.hidden_s / one.network_s),
         )
         for one in exposure.buckets
-        if one.in_flight_s > 0
+        if one.network_s > 0
     )
     return Section("Hidden and exposed communication", draw, caption, (head, *rows))
 
@@ -186,9 +189,9 @@ def _group(buckets: tuple[BucketTime, ...]) -> list[tuple[str, BucketTime]]:
         part = buckets[start : start + size]
         first, last = part[0].bucket, part[-1].bucket
         label = f"bucket {first}" if first == last else f"buckets {first} to {last}"
-        in_flight_s = sum(one.in_flight_s for one in part)
+        network_s = sum(one.network_s for one in part)
         exposed_s = sum(one.exposed_s for one in part)
-        groups.append((label, BucketTime(first, in_flight_s, exposed_s)))
+        groups.append((label, BucketTime(first, network_s, exposed_s)))
     return groups
 
 

@@ -91,8 +91,8 @@ def _facts(run: Run, figures: Figures | None) -> list[tuple[str, str]]:
     if rate is not None:
         facts.append(("throughput", f"{digits(rate)} samples/s"))
     if figures is not None and figures.hidden_share is not None:
-        facts.append(("communication per step", time_text(figures.communication_s)))
-        facts.append(("of it hidden", share_text(figures.hidden_share)))
+        hidden = f"{share_text(figures.hidden_share)} hidden"
+        facts.append(("communication", f"{time_text(figures.communication_s)} per step, {hidden}"))
     return facts
 
 

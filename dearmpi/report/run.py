@@ -63,7 +63,7 @@ def read_run(path: Path) -> Run:
         try:
             recording = record(read_traces(path))
         except ConfigError as error:
-            recording = Recording(notes=(str(error),))
+            recording = Recording(notes=(f"The traces are left out: {error}",))
         else:
             if recording.typical() is None:
                 notes.append("The trace holds no iteration from end to end on all ranks.")
@@ -78,7 +78,7 @@ def _read_plan(path: Path, notes: list[str]) -> Plan | None:
     try:
         return read_plan(path) if path.exists() else None
     except ConfigError as error:
-        notes.append(_sentence(str(error)))
+        notes.append(f"The plan is left out: {error}.")
         return None
 
 
@@ -97,6 +97,4 @@ def _read(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _sentence(text: str) -> str:
-    first, *_ = text.split(" ", 1)
-    begun = text[:1].upper() + text[1:] if first.isalpha() else text  # a path stays as it is
-    return begun.rstrip(".") + "."
+    return text[:1].upper() + text[1:].rstrip(".") + "."

@@ -90,9 +90,13 @@ def read_traces(run_folder: Path) -> Traces:
         if trace.torn:
             notes.append(f"rank {rank}: {path.name} ends in the middle; read as far as it goes")
     if not traces:
+        begun = "traces, but nothing is in them" if found else "no traces"
         raise ConfigError(
-            f"{run_folder} has no traces; record some with dear-train run --trace START:STOP"
+            f"{run_folder} has {begun}; record some with dear-train run --trace START:STOP"
         )
+    run, name = traces[0].run, run_folder.resolve().name
+    if run != name:
+        notes.append(f"the traces are of run {run}; unless {name} was called so, remove them")
     missing = [str(rank) for rank in range(traces[0].world_size) if rank not in found]
     if missing:
         notes.append(f"no trace of {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}")

@@ -54,7 +54,8 @@ def draw_tracks(name: str, title: str, tracks: Sequence[Track], *, width: float)
     left = max(map(text_width, names)) + 6
     longest_s = max(track.window.length_s for track in tracks)
     x = Axis(0.0, longest_s, left, width - 1)
-    has_data = any(track.parts(Lane.DATA) for track in tracks)
+    data = (stop - start for track in tracks for _, (start, stop) in track.parts(Lane.DATA))
+    has_data = max(data, default=0.0) * width > longest_s  # else less than a pixel
     shapes, y = draw_legend([*_KEYS, _DATA] if has_data else _KEYS, width=width, top=0)
     shapes.append(Label(0, y + 8, "Colours and numbers: buckets", colour="faint"))
     y += 20

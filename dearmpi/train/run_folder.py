@@ -61,7 +61,10 @@ class RunFolder:
         if not path.is_dir():
             raise ConfigError(f"there is no folder {path}; name the folder of a run")
         if not folder.holds_run:
-            raise ConfigError(f"{path} is no run folder: it has no {folder.checkpoints.name}/")
+            raise ConfigError(
+                f"{path} is no run folder: it has no {folder.checkpoints.name}/; name the folder "
+                "of a run, such as runs/NAME"
+            )
         return folder
 
     @property

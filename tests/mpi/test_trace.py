@@ -130,7 +130,7 @@ def test_a_rank_killed_while_it_records_leaves_a_trace_that_loads(folder: Path) 
 
 
 def test_a_slow_rank_is_named_with_its_host(folder: Path) -> None:
-    ended = launch(folder, "--task-option", "slow_s=0.05", "--log-interval", "4")
+    ended = launch(folder, "--task-option", "slow_s=0.02", "--max-steps", "100")
     assert ended.returncode == 0, ended.output
     run = folder / "runs" / "a"
     host = json.loads((run / "env.json").read_text())["hosts"][1]
@@ -139,5 +139,5 @@ def test_a_slow_rank_is_named_with_its_host(folder: Path) -> None:
     for line in (run / "metrics.jsonl").read_text().splitlines()[1:]:
         row = json.loads(line)
         own = [a - b for a, b in zip(row["rank_step_s"], row["rank_wait_s"], strict=True)]
-        assert own[1] > 0.05 > own[0]
+        assert own[1] > 0.02 and own[1] > own[0]
         assert row["rank_wait_s"][0] > row["rank_wait_s"][1]

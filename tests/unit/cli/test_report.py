@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.report import Report
+from dearmpi.report.straggler import STEADY, STRETCH_STEPS
 from dearmpi.train.job import Job
 from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.rank_times import RankTimes
@@ -16,6 +17,7 @@ TASK = SimpleNamespace(loss_scale_name="loss", loss_scale=1.0, unit="samples")
 JOB = SimpleNamespace(
     world=SimpleNamespace(size=2, hosts=("n0", "n1")),
     task=TASK,
+    start_step=0,
     total_steps=10,
     units=lambda number: number,
 )
@@ -69,8 +71,10 @@ def test_a_slow_rank_is_named_once_with_its_host_and_again_after_it_recovered() 
     slow, even = (RankTimes(2, 1.5), RankTimes(2, 0)), (RankTimes(2, 0), RankTimes(2, 0))
     out = io.StringIO()
     report = make_report(out)
-    for step, ranks in enumerate((slow, slow, even, slow), 1):
-        report.measured(make_row(step, ranks=ranks))
+    phases = (slow, STEADY), (even, 1), (slow, STEADY), (even, STEADY), (slow, STEADY)
+    rows = [ranks for ranks, count in phases for _ in range(count)]
+    for row, ranks in enumerate(rows, 1):
+        report.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
     lines = [line for line in out.getvalue().splitlines() if "slow" in line]
     assert len(lines) == 2
     assert lines[0].startswith("rank 1 on n1 is slow: busy for 2 s per step, the other ranks for")

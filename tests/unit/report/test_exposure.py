@@ -25,7 +25,7 @@ def test_hidden_and_exposed_add_up() -> None:
     spans = [_network(RS, 3, 0, 4), _network(AG, 3, 6, 8), _wait(3, 5)]
     exposure = measure_exposure(spans, [WINDOW])
     (bucket,) = exposure.buckets
-    assert (bucket.in_flight_s, bucket.exposed_s, bucket.hidden_s) == (6, 1, 5)
+    assert (bucket.network_s, bucket.exposed_s, bucket.hidden_s) == (6, 1, 5)
     assert exposure.idle_s == 1 and exposure.waited_s == 2 and exposure.first_s == 0
 
 
@@ -33,7 +33,8 @@ def test_operations_in_flight_at_once_share_a_wait() -> None:
     spans = [_network(RS, 1, 0, 4), _network(RS, 2, 2, 6), _wait(0, 6)]
     exposure = measure_exposure(spans, [WINDOW])
     assert [one.exposed_s for one in exposure.buckets] == [3, 3]
-    assert exposure.communication_s == 6
+    assert [one.hidden_s for one in exposure.buckets] == [0, 0]
+    assert sum(one.network_s for one in exposure.buckets) == exposure.communication_s == 6
 
 
 def test_the_first_bucket_bears_a_wait_only_once_the_others_are_reduced() -> None:
@@ -53,7 +54,7 @@ def test_means_are_over_all_windows_and_nothing_outside_counts() -> None:
     spans = [_network(RS, 0, -5, 2), _wait(-5, 1), _network(AG, 0, 19, 30)]
     exposure = measure_exposure(spans, [WINDOW, Window(2, 10.0, 20.0)])
     (bucket,) = exposure.buckets
-    assert (bucket.in_flight_s, bucket.exposed_s) == (1.5, 0.5)
+    assert (bucket.network_s, bucket.exposed_s) == (1.5, 0.5)
 
 
 def test_a_wait_is_shared_while_all_ranks_wait() -> None:

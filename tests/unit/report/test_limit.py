@@ -45,6 +45,11 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
             Limit.STRAGGLER,
             ["Rank 2 on n2", "900 ms", "500 ms", "wait for it"],
         ),
+        (  # in half of the run only, as when others need its cores
+            replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.05, 0.52), slow_share=0.5),
+            Limit.COMPUTE,
+            ["Computation"],
+        ),
         (
             replace(FIGURES, ranks=_with_waits(0.4, 0.42), shared_wait=0.25),
             Limit.UNEVEN,

@@ -51,6 +51,19 @@ def test_the_sentence_on_top_is_that_of_the_run(
 
 
 @quick
+def test_ranks_that_are_slow_in_turn_are_not_called_slow(tmp_path: Path) -> None:
+    folder = ExampleRun(slow={1: 0.5}).write(tmp_path)
+    shutil.rmtree(folder / "trace")
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[1::2]:
+        row["rank_wait_s"].reverse()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = report(folder)
+    assert "Computation limits" in page and "no rank is so much slower all the time" in page
+
+
+@quick
 def test_a_page_needs_nothing_else_and_is_small(tmp_path: Path) -> None:
     run = ExampleRun(num_ranks=16, num_buckets=100, num_iterations=3)
     page = report(run.write(tmp_path))
@@ -110,8 +123,13 @@ def test_an_empty_run_has_a_page_that_says_so(
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     page = report(tmp_path / "run")
-    assert "no step yet" in capsys.readouterr().out
-    for word in ("no step yet", "metrics.jsonl is missing", "no trace", "config.yaml is missing"):
+    assert "Nothing was measured" in capsys.readouterr().out
+    for word in (
+        "Nothing was measured",
+        "metrics.jsonl is missing",
+        "no trace",
+        "config.yaml is missing",
+    ):
         assert word in page
 
 
@@ -130,7 +148,7 @@ def test_a_half_line_of_metrics_is_left_out_and_told(tmp_path: Path) -> None:
     metrics = folder / "metrics.jsonl"
     text = metrics.read_text()
     metrics.write_text(text[:-20])
-    assert "1 of 20 lines of metrics.jsonl are broken" in report(folder)
+    assert "1 of 20 lines of metrics.jsonl is broken" in report(folder)
     metrics.write_bytes(b"\xff\x00\n[1]\n{}\n" + text.encode() + b'{"step": "x"}\n')
     assert "4 of 24 lines of metrics.jsonl are broken" in report(folder)
     metrics.write_text('{"step": 1, "loss": null, "step_s": "fast", "rank_step_s": [1]}\n')

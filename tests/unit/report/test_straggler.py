@@ -1,10 +1,17 @@
-"""Which rank holds the others up."""
+"""Which rank holds the others up, and for how long."""
 
 from __future__ import annotations
 
 import pytest
 
-from dearmpi.report.straggler import WORTH, Straggler, find_straggler
+from dearmpi.report.straggler import (
+    STEADY,
+    STRETCH_STEPS,
+    WORTH,
+    SlowRanks,
+    Straggler,
+    find_straggler,
+)
 
 
 def find(*ranks: tuple[float, float]) -> Straggler | None:
@@ -39,3 +46,41 @@ def test_differences_that_harm_nobody_are_not_told(ranks: list[tuple[float, floa
 def test_it_must_cost_a_share_of_a_step(more: float, is_slow: bool) -> None:
     excess_s = WORTH + more
     assert (find((1.0 - excess_s, excess_s), (1.0, 0.0)) is not None) is is_slow
+
+
+def follow(*places: int | None, num_steps: int = STRETCH_STEPS) -> SlowRanks:
+    """Of 2 ranks, after rows of ``num_steps`` in which the rank at each of ``places`` was slow."""
+    slow_ranks = SlowRanks(100)
+    for row, place in enumerate(places, 1):
+        busy_s = [1.0 if rank == place else 0.5 for rank in range(2)]
+        slow_ranks.add(100 + num_steps * row, busy_s, [1.0 - own_s for own_s in busy_s])
+    return slow_ranks
+
+
+def test_a_rank_is_named_once_it_was_slow_for_a_while() -> None:
+    assert follow(*[1] * (STEADY - 1)).steady is None
+    found = follow(0, *[1] * STEADY).steady
+    assert found is not None and found.place == 1 and found.excess_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("places", [(0, 1) * STEADY, (1, 1, None) * STEADY, (0, 0, 0, 1) * STEADY])
+def test_ranks_that_are_late_in_turn_are_not_named(places: tuple[int | None, ...]) -> None:
+    assert follow(*places).steady is None
+
+
+def test_rows_of_few_steps_count_together() -> None:
+    few = STRETCH_STEPS // 5
+    assert follow(*[1] * STEADY, num_steps=few).steady is None
+    assert follow(*[1] * 5 * STEADY, num_steps=few).steady is not None
+    assert follow(*[0, 1] * 5 * STEADY, num_steps=few).steady is None  # as busy on the whole
+
+
+def test_a_rank_has_recovered_once_it_was_not_slow_for_as_long() -> None:
+    slow = [1] * STEADY
+    assert not follow(*slow, *[None] * (STEADY - 1)).has_recovered(1)
+    assert follow(*slow, *[None] * STEADY).has_recovered(1)
+
+
+def test_the_share_of_a_run_in_which_a_rank_was_slow() -> None:
+    assert follow(1, 1, 0, None).share(1) == 0.5
+    assert SlowRanks(0).share(1) == 1.0

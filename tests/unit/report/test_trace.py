@@ -182,15 +182,23 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
 
 
 def test_merging_aligns_the_clocks(tmp_path: Path) -> None:
-    write(tmp_path, HEADER, compute(100.0, 101.0))
+    folder = tmp_path / HEADER.run
+    write(folder, HEADER, compute(100.0, 101.0))
     late = replace(HEADER, rank=1, offset_s=0.25, uncertainty_s=1e-4)
-    write(tmp_path, late, compute(100.0, 101.0))
-    merged = merge(tmp_path)
-    assert merged.path == tmp_path / "trace" / "merged.json"
+    write(folder, late, compute(100.0, 101.0))
+    merged = merge(folder)
+    assert merged.path == folder / "trace" / "merged.json"
     assert (merged.num_ranks, merged.notes) == (2, ())
     assert merged.uncertainty_us == pytest.approx(100.0)
     assert [(e["pid"], e["ts"]) for e in spans_of(merged.path)] == [(0, 0.0), (1, 250000.0)]
-    assert merge(tmp_path).num_events == merged.num_events  # the merged file is not a rank's
+    assert merge(folder).num_events == merged.num_events  # the merged file is not a rank's
+
+
+def test_traces_that_were_copied_from_another_run_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "b", replace(HEADER, run="a", world_size=1), compute(100.0, 101.0))
+    assert merge(tmp_path / "b").notes == (
+        "the traces are of run a; unless b was called so, remove them",
+    )
 
 
 def test_merging_goes_without_ranks_that_left_nothing_and_names_them(tmp_path: Path) -> None:
@@ -236,5 +244,8 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, problem: 
 def test_a_folder_without_traces_is_refused_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         merge(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="dear-train run --trace START:STOP"):
+    with pytest.raises(ConfigError, match="has no traces; .* dear-train run --trace START:STOP"):
+        merge(tmp_path)
+    TraceWriter(trace_path(tmp_path, 0)).close()
+    with pytest.raises(ConfigError, match="nothing is in them; .* --trace START:STOP"):
         merge(tmp_path)
