@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
@@ -12,9 +14,6 @@ from dearmpi.cli.console import Console
 from dearmpi.cli.failure import end_run, is_first_process
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dearmpi.doctor.examination import Examination
 
 _STANDARD_OUTPUT = Path("-")
 
@@ -50,7 +49,7 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
 
     console = Console(speaks=is_first_process() and json_path != _STANDARD_OUTPUT)
     try:
-        from dearmpi.doctor.examination import examine, probe_devices
+        from dearmpi.doctor.examination import Examination, examine, probe_devices
         from dearmpi.doctor.launch import open_world
     except Exception as error:  # libraries with compiled parts fail at import in many ways
         finding = fail(
@@ -59,29 +58,32 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
             cure="install it anew: pip install --force-reinstall dearmpi",
         )
         console.say(*describe(finding))
+        _write(json_path, {"findings": [asdict(finding)], "exit_code": exit_code([finding])})
         return exit_code([finding])
     verdicts = probe_devices() if is_first_process() else ()
     world, joined = open_world()
+    examination = Examination(tell=lambda finding: console.say(*describe(finding)))
     with rank_log(speaks=False) as log:
         try:
-            examination = examine(
-                world,
-                joined=joined,
-                verdicts=verdicts,
-                folder=run_folder,
-                tell=lambda finding: console.say(*describe(finding)),
-            )
-            console.say("", summarize(examination.findings))
-            if json_path is not None and is_first_process():
-                _write(json_path, examination)
+            try:
+                examine(examination, world, joined=joined, verdicts=verdicts, folder=run_folder)
+                console.say("", summarize(examination.findings))
+            except Exception as error:
+                examination.error = str(error)  # a bug report needs it most
+                raise
+            finally:
+                _write(json_path, examination.as_plain())
             # Rank 0 alone has written to the disk; what it found is what counts.
             return int(world.broadcast_text(str(exit_code(examination.findings))))
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
 
 
-def _write(path: Path, examination: Examination) -> None:
-    text = json.dumps(examination.as_plain(), indent=1) + "\n"
+def _write(path: Path | None, plain: Mapping[str, Any]) -> None:
+    """Write ``plain`` as JSON to ``path``, if there is one, once for all ranks."""
+    if path is None or not is_first_process():
+        return
+    text = json.dumps(plain, indent=1, default=str) + "\n"
     if path == _STANDARD_OUTPUT:
         click.echo(text, nl=False)
         return

@@ -37,8 +37,8 @@ def _check_host(ranks: Sequence[RankFacts]) -> Finding | None:
     if num_ranks > len(cores):
         return warn(
             "cores",
-            f"{num_ranks} ranks on {host} share {_cores(len(cores))}: they take turns, and so do "
-            "computation and communication",
+            f"{num_ranks} ranks on {host} share {_count(len(cores), 'core')}: they take "
+            "turns, and so do computation and communication",
             cure=f"start at most {len(cores)} there; if {host} has more cores, the launcher binds "
             "too tightly: mpirun -bind-to none (MPICH), --bind-to none (Open MPI), or srun "
             "--cpus-per-task=N",
@@ -47,8 +47,8 @@ def _check_host(ranks: Sequence[RankFacts]) -> Finding | None:
         each = max(1, len(cores) // num_ranks)
         return warn(
             "cores",
-            f"{num_threads} torch threads of {num_ranks} ranks on {host} want "
-            f"{_cores(len(cores))} (threads {ranks[0].threads_reason})",
+            f"{num_threads} torch threads of {_count(num_ranks, 'rank')} on {host} want "
+            f"{_count(len(cores), 'core')} (threads {ranks[0].threads_reason})",
             cure=f"set OMP_NUM_THREADS={each}, or leave it unset",
         )
     quota = min((rank.quota for rank in ranks if rank.quota is not None), default=None)
@@ -72,7 +72,7 @@ def _describe(ranks: Sequence[RankFacts]) -> str:
         return "; ".join(f"rank {rank.rank}: {text}" for rank, text in zip(ranks, own, strict=True))
     cores = sorted(len(rank.cores) for rank in ranks)
     threads = sorted(rank.threads for rank in ranks)
-    return f"each rank may use {_range(cores)} cores and computes on {_range(threads)} threads"
+    return f"each rank may use {_range(cores, 'core')} and computes on {_range(threads, 'thread')}"
 
 
 def abbreviate(cores: Sequence[int]) -> str:
@@ -84,10 +84,10 @@ def abbreviate(cores: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _cores(number: int) -> str:
-    return f"{number} core{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _range(values: Sequence[int]) -> str:
+def _range(values: Sequence[int], noun: str) -> str:
     low, high = values[0], values[-1]
-    return str(low) if low == high else f"{low} to {high}"
+    return _count(low, noun) if low == high else f"{low} to {high} {noun}s"

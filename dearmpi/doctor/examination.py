@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dearmpi.bench.collectives import Overlap
+from dearmpi.comm.library import Library
 from dearmpi.comm.world import World
 from dearmpi.doctor import launch
 from dearmpi.doctor.cores import check_cores, is_crowded
 from dearmpi.doctor.device import check_devices
 from dearmpi.doctor.facts import RankFacts, cuda_devices, gather_facts
-from dearmpi.doctor.finding import Finding, ok
-from dearmpi.doctor.folder import check_folder, try_folder
+from dearmpi.doctor.finding import Finding, exit_code, ok
+from dearmpi.doctor.folder import FolderTrial, check_folder, try_folder
 from dearmpi.doctor.network import (
     Network,
     check_network,
@@ -30,12 +32,22 @@ from dearmpi.tune.device_probe import Verdict, probe
 
 @dataclass(slots=True)
 class Examination:
-    """What was found so far, for people through ``tell`` and for bug reports as JSON."""
+    """What was found so far, for people through ``tell`` and for bug reports as JSON.
+
+    verdicts: of operations on device memory. overlap: of a reduce-scatter of ``overlap_bytes``.
+    error: what ended the examination before its end.
+    """
 
     tell: Callable[[Finding], None]
     findings: list[Finding] = field(default_factory=list)
+    library: Library | None = None
     ranks: Sequence[RankFacts] = ()
+    verdicts: Sequence[Verdict] = ()
     network: Network | None = None
+    overlap_bytes: int = 0
+    overlap: Overlap | None = None
+    folder: FolderTrial | None = None
+    error: str = ""
 
     def note(self, finding: Finding) -> None:
         """Keep a finding, and tell it."""
@@ -43,12 +55,24 @@ class Examination:
         self.tell(finding)
 
     def as_plain(self) -> dict[str, Any]:
-        """Mappings, lists, texts and numbers; no variable of the environment that may be secret."""
+        """Mappings, lists, texts, numbers and paths; no variable that may be secret."""
         return {
             "findings": [asdict(finding) for finding in self.findings],
+            "exit_code": None if self.error else exit_code(self.findings),
+            "error": self.error or None,
+            "mpi": _plain(self.library),
+            "launcher": launch.name_launcher(os.environ) or None,
             "ranks": [asdict(rank) for rank in self.ranks],
-            "network": None if self.network is None else asdict(self.network),
+            "device_memory": [asdict(verdict) for verdict in self.verdicts],
+            "network": _plain(self.network),
+            "overlap_bytes": self.overlap_bytes,
+            "overlap": _plain(self.overlap),
+            "run_folder": _plain(self.folder),
         }
+
+
+def _plain(found: Library | Network | Overlap | FolderTrial | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found)
 
 
 def probe_devices() -> tuple[Verdict, ...]:
@@ -57,20 +81,20 @@ def probe_devices() -> tuple[Verdict, ...]:
 
 
 def examine(
+    examination: Examination,
     world: World,
     *,
     joined: bool,
     verdicts: Sequence[Verdict],
     folder: Path,
-    tell: Callable[[Finding], None],
-) -> Examination:
+) -> None:
     """Run all checks (collective). All ranks get the same findings.
 
     joined: whether the ranks that were launched are this world. verdicts: of rank 0's probe.
     """
-    examination = Examination(tell)
     note = examination.note
     library, reason = launch.find_library()
+    examination.library = library
     note(launch.check_library(library, reason))
     note(launch.check_launch(world.hosts, library, joined=joined))
     if library is not None:
@@ -79,25 +103,29 @@ def examine(
     note(check_software(ranks))
     note(check_extras())
     note(check_cores(ranks))
-    note(check_devices(ranks, _share(world, verdicts)))
+    examination.verdicts = _share(world, verdicts)
+    note(check_devices(ranks, examination.verdicts))
     infiniband = ranks[0].infiniband
     note(check_transport(os.environ, infiniband, crowded=is_crowded(ranks)))
-    examination.network = _examine_network(world, note)
+    _examine_network(examination, world)
     note(check_workers(ranks[0].start_method, infiniband, os.environ))
-    note(check_folder(try_folder(world, folder)))
-    return examination
+    examination.folder = try_folder(world, folder)
+    note(check_folder(examination.folder))
 
 
-def _examine_network(world: World, note: Callable[[Finding], None]) -> Network | None:
+def _examine_network(examination: Examination, world: World) -> None:
     if world.size == 1:
-        note(ok("network", "one rank has none; to measure it: mpirun -n 2 dear-train doctor"))
-        return None
+        examination.note(
+            ok("network", "one rank has none; to measure it: mpirun -n 2 dear-train doctor")
+        )
+        return
     channel = world.open_channel("doctor", window=1)
-    network = measure_network(world, channel)
-    note(check_network(network))
-    note(check_overlap(*measure_hiding(world, channel, network)))
+    examination.network = network = measure_network(world, channel)
+    examination.note(check_network(network))
+    num_bytes, overlap = measure_hiding(world, channel, network)
+    examination.overlap_bytes, examination.overlap = num_bytes, overlap
+    examination.note(check_overlap(num_bytes, overlap))
     channel.close()
-    return network
 
 
 def _share(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:

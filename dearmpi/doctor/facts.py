@@ -17,7 +17,8 @@ import dearmpi
 from dearmpi.comm.world import World
 from dearmpi.train.threads import choose_threads
 
-PACKAGES = ("torch", "numpy", "mpi4py", "safetensors")
+PACKAGES = ("torch", "numpy", "mpi4py", "safetensors", "PyYAML")
+MISSING = "missing"  # in place of a version
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _INFINIBAND = Path("/sys/class/infiniband")
 # Variables that choose how MPI and the processes behave; others may hold secrets.
@@ -32,6 +33,7 @@ _PREFIXES = (
 class RankFacts:
     """One rank.
 
+    system: the kernel and the C library.
     cores: those it may run on. quota: cores' worth of time that its container may use; None for no
     limit. threads: torch's, as ``dear-train run`` would choose them, and why.
     devices: names of its CUDA devices. infiniband: names of its host's adapters.
@@ -39,6 +41,7 @@ class RankFacts:
 
     rank: int
     host: str
+    system: str
     cores: tuple[int, ...]
     quota: float | None
     threads: int
@@ -56,6 +59,7 @@ def gather_facts(world: World) -> list[RankFacts]:
     own = RankFacts(
         rank=world.rank,
         host=world.host,
+        system=platform.platform(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
         quota=read_quota(_QUOTA),
         threads=threads.count,
@@ -83,7 +87,7 @@ def read_quota(path: Path) -> float | None:
 def own_versions() -> dict[str, str]:
     """Python's version and those of what training needs."""
     versions = {"python": platform.python_version(), "dearmpi": dearmpi.__version__}
-    return versions | {name: installed_version(name) or "missing" for name in PACKAGES}
+    return versions | {name: installed_version(name) or MISSING for name in PACKAGES}
 
 
 def installed_version(distribution: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dearmpi.doctor.facts import RankFacts, installed_version
+from dearmpi.doctor.facts import MISSING, RankFacts, installed_version
 from dearmpi.doctor.finding import Finding, fail, ok, warn
 
 # Distributions that only some tasks and options need, with the extra that brings each.
@@ -20,8 +20,17 @@ _FORK_SAFE = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
 
 
 def check_software(ranks: Sequence[RankFacts]) -> Finding:
-    """Whether every rank runs the same versions."""
+    """Whether every rank has what training needs, and in the same versions."""
     first = ranks[0]
+    for rank in ranks:
+        # Of mpi4py another check tells more, and a rank alone can do without.
+        absent = [n for n, version in rank.versions.items() if version == MISSING and n != "mpi4py"]
+        if absent:
+            return fail(
+                "packages",
+                f"{', '.join(absent)} is missing on rank {rank.rank} ({rank.host})",
+                cure=f"pip install {' '.join(absent)}, there",
+            )
     for other in ranks[1:]:
         for name, version in first.versions.items():
             if other.versions.get(name) != version:

@@ -13,7 +13,8 @@ import dearmpi.comm
 from dearmpi.cli.main import main
 from dearmpi.comm import world
 from dearmpi.comm.library import Library
-from dearmpi.doctor import launch
+from dearmpi.doctor import examination, launch
+from dearmpi.errors import CommError
 
 LIBRARY = Library("MPICH", "5.0.2", "4.1.2", "mpich", "MPI_THREAD_MULTIPLE")
 
@@ -51,6 +52,8 @@ def test_everything_can_be_had_as_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert examine(tmp_path, "--json", "-") == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["findings"][0]["name"] == "mpi" and plain["ranks"][0]["rank"] == 0
+    assert plain["exit_code"] == 0 and plain["mpi"]["name"] == "MPICH"
+    assert plain["run_folder"]["free_bytes"] > 0
     assert examine(tmp_path, "--json", str(tmp_path / "doctor.json")) == 0
     assert capsys.readouterr().out.startswith("[ok]   mpi")
     again = json.loads((tmp_path / "doctor.json").read_text())
@@ -102,3 +105,20 @@ def test_broken_libraries_are_told_without_a_traceback(
     assert examine(tmp_path) == 1
     captured = capsys.readouterr()
     assert "[fail] packages" in captured.out and "Traceback" not in captured.out + captured.err
+    assert examine(tmp_path, "--json", "-") == 1
+    plain = json.loads(capsys.readouterr().out)
+    assert [finding["name"] for finding in plain["findings"]] == ["packages"]
+
+
+@pytest.mark.usefixtures("_mpi")
+def test_what_was_found_before_a_failure_is_in_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CommError("rank 1 does not answer")
+
+    monkeypatch.setattr(examination, "_examine_network", fail)
+    assert examine(tmp_path, "--json", "-") == 8
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["error"] == "rank 1 does not answer" and plain["ranks"]
+    assert "cores" in [finding["name"] for finding in plain["findings"]]

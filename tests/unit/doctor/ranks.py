@@ -11,6 +11,7 @@ def rank(number: int = 0, **changes: Any) -> RankFacts:
     """A rank on host n0 with two cores and nothing wrong about it."""
     facts: dict[str, Any] = {
         "host": "n0",
+        "system": "Linux-6.1",
         "cores": (0, 1),
         "quota": None,
         "threads": 1,

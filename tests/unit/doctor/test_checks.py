@@ -13,7 +13,7 @@ from dearmpi.doctor import launch
 from dearmpi.doctor.cores import abbreviate, check_cores, is_crowded
 from dearmpi.doctor.device import check_devices
 from dearmpi.doctor.facts import RankFacts, read_quota, relevant
-from dearmpi.doctor.finding import Finding
+from dearmpi.doctor.finding import Finding, exit_code
 from dearmpi.doctor.network import Link, Network, check_network, check_overlap
 from dearmpi.doctor.software import check_extras, check_software, check_workers
 from dearmpi.doctor.transport import check_transport
@@ -104,13 +104,13 @@ def test_ranks_are_counted_by_host() -> None:
         (
             [rank(0), rank(1, host="n1", cores=(3,), threads=2)],
             "warn",
-            ["n1", "2 torch threads of 1 ranks", "1 core "],
+            ["n1", "2 torch threads of 1 rank on", "1 core "],
         ),
         ([rank(i, cores=range(8)) for i in range(8)], "ok", ["every rank: cores 0-7, threads 1"]),
         (
             [rank(i, cores=range(8 + i)) for i in range(8)],
             "ok",
-            ["8 to 15 cores", "1 threads"],
+            ["8 to 15 cores", "1 thread"],
         ),
     ],
 )
@@ -135,6 +135,15 @@ def test_a_rank_with_another_version_is_named() -> None:
     check(
         check_software([rank(0), other]), "fail", "2.13.0 on rank 0 (n0)", "2.12.0 on rank 1 (n1)"
     )
+
+
+def test_a_rank_without_what_training_needs_is_named() -> None:
+    lacking = rank(1, host="n1", versions={"python": "3.12.1", "safetensors": "missing"})
+    finding = check_software([rank(0), lacking])
+    check(finding, "fail", "safetensors is missing on rank 1 (n1)", "pip install safetensors")
+    assert exit_code([finding]) == 1
+    alone = rank(0, versions={"python": "3.12.1", "mpi4py": "missing"})
+    check(check_software([alone]), "ok")
 
 
 def test_what_is_not_installed_is_named_with_what_brings_it(
