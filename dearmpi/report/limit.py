@@ -67,10 +67,8 @@ def _say_compute(figures: Figures, _lost_s: float) -> str:
     if hidden is None:
         said = "nothing is communicated"
     else:
-        wait_s = figures.least_waiting.wait_s
         said = (
-            f"of {time_text(figures.step_s)} per step {time_text(wait_s)} "
-            f"({share_text(wait_s / figures.step_s)}) is spent waiting, and "
+            f"{_of_step(figures, figures.network_s)} is spent waiting for the network, and "
             f"{share_text(hidden)} of the communication is hidden"
         )
     return (
