@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError
@@ -64,7 +64,7 @@ class _Job(Generic[T]):
     def run(self, rank: int) -> None:
         """Be rank ``rank`` from its connection to its end."""
         try:
-            world = World(self.hub.collectives(rank), progress=self.progress)
+            world = World(FakeCollectives(self.hub, rank), progress=self.progress)
             try:
                 self.results[rank] = self.function(world)
             finally:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Buffer, Collectives, Request
-from dearmpi.comm.fake import FakeClock, FakeHub, Fault
+from dearmpi.comm.fake import FakeClock, FakeCollectives, FakeHub, Fault
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
@@ -23,7 +23,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 def channels(hub: FakeHub) -> list[Collectives]:
     """A duplicated communicator of every rank, driven by the test itself."""
-    pairs = [hub.collectives(rank).start_duplicate() for rank in range(hub.size)]
+    pairs = [FakeCollectives(hub, rank).start_duplicate() for rank in range(hub.size)]
     assert all(request.test() for _, request in pairs)
     return [twin for twin, _ in pairs]
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dearmpi.comm.api import Completed, Request
-from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.watchdog import StallLimits, Status, Watchdog
 from dearmpi.comm.world import World
@@ -17,7 +17,7 @@ LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
 
 
 def start_world(hub: FakeHub, rank: int, limits: StallLimits = LIMITS) -> World:
-    return World(hub.collectives(rank), stall_limits=limits)
+    return World(FakeCollectives(hub, rank), stall_limits=limits)
 
 
 def run_with_limits(size: int, function, limits: StallLimits = LIMITS) -> list[object]:  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, ReduceScatter
@@ -33,7 +33,7 @@ class Rank:
     """One rank's collectives for a device, on a channel of ``hub`` and polled by the test."""
 
     def __init__(self, hub: FakeHub, rank: int, *, direct: bool = False) -> None:
-        collectives, request = hub.collectives(rank).start_duplicate()
+        collectives, request = FakeCollectives(hub, rank).start_duplicate()
         request.test()
         self.device = LazyDevice()
         self.side = DeviceSideStream(self.device, carry=None)

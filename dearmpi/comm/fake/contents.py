@@ -9,6 +9,7 @@ import numpy as np
 
 from dearmpi.comm.api import Buffer
 from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.shard import shard_of
 
 
 def nbytes_of(buffer: Buffer | None, carrier: Buffer | None = None) -> int:
@@ -38,11 +39,6 @@ def signature_of(label: str, detail: Any, buffer: Buffer | None, carrier: Buffer
 
 def bytes_of(buffer: Buffer) -> bytes:
     return ctypes.string_at(buffer.data_ptr(), nbytes_of(buffer))
-
-
-def shard_of(buffer: Any, rank: int, size: int) -> Any:
-    count = buffer.numel() // size
-    return buffer[rank * count : (rank + 1) * count]
 
 
 def spoil(buffer: Any, *, keep: int | None = None, size: int = 1) -> None:
