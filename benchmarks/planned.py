@@ -25,7 +25,7 @@ from dearmpi.plan.planner import make_plan
 from dearmpi.plan.profile import ModelProfile, profile_workload
 from dearmpi.plan.schedule import build_schedule
 from dearmpi.plan.timeline import simulate
-from dearmpi.plan.workload import LayerSpec, Workload, read_workload, workload_names
+from dearmpi.plan.workload import Workload, read_workload, workload_names
 
 ALPHA_S = 0.5e-3  # of a collective over 4 hosts, and in proportion over more
 COLUMNS = ("bound", "dear", "wfbp", "plan", "split")
@@ -90,17 +90,7 @@ def row(workload: Workload, pieces: Workload, costs: Costs, *, ratio: float) -> 
 
 def split(workload: Workload, most_bytes: int) -> Workload:
     """``workload`` with its tensors cut into pieces of ``most_bytes`` at most."""
-    pieces = {spec.name: cut(spec, most_bytes) for spec in workload.params()}
-    layers = tuple(
-        LayerSpec(
-            layer.name,
-            tuple(piece for spec in layer.params for piece in pieces[spec.name]),
-            layer.flops,
-            tuple(piece.name for name in layer.uses for piece in pieces[name]),
-        )
-        for layer in workload.layers
-    )
-    return replace(workload, layers=layers)
+    return workload.cut({spec.name: cut(spec, most_bytes) for spec in workload.params()})
 
 
 def cut(spec: ParamSpec, most_bytes: int) -> list[ParamSpec]:

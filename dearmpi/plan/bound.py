@@ -7,6 +7,7 @@ from itertools import accumulate
 from dearmpi.config import Gather
 from dearmpi.plan.cost import Costs
 from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.workload import Workload
 
 
 def least_iteration_s(
@@ -30,19 +31,9 @@ def least_iteration_s(
     What a parameter cannot avoid by itself is a further bound: it is handed over, reduced, updated
     and gathered one after the other, in a bucket that has at least its size.
     """
-    layers = profile.workload.layers
-    first_user: dict[str, int] = {}
-    for place, layer in enumerate(layers):
-        for name in layer.used:
-            first_user.setdefault(name, place)
-    sizes, largest = [0] * len(layers), [0] * len(layers)
-    for spec in profile.workload.params():
-        if spec.trained:
-            place = first_user[spec.name]
-            sizes[place] += spec.nbytes
-            largest[place] = max(largest[place], spec.nbytes)
-    released = [*accumulate(reversed([t.backprop_s for t in profile.times]))][::-1]
-    tails = [*accumulate(reversed([t.feed_forward_s for t in profile.times]))][::-1]
+    sizes, largest = _sizes_by_place(profile.workload)
+    released = profile.backprop_stops_s()
+    tails = [*accumulate(times.feed_forward_s for times in reversed(profile.times))][::-1]
     handed_s = costs.main_thread_s if any(sizes) else 0.0
     step_s = profile.backprop_s + handed_s
     waits = not eager and gather == "parameters"
@@ -58,6 +49,18 @@ def least_iteration_s(
             chain_s = _chain_s(largest[place], costs, gather)
             least = max(least, released[place] + handed_s + chain_s + tails[place])
     return least
+
+
+def _sizes_by_place(workload: Workload) -> tuple[list[int], list[int]]:
+    """Bytes of all parameters that a layer is the first to use, and of the largest of them."""
+    first_users = workload.first_users()
+    sizes, largest = [0] * len(workload.layers), [0] * len(workload.layers)
+    for spec in workload.params():
+        if spec.trained:
+            place = first_users[spec.name]
+            sizes[place] += spec.nbytes
+            largest[place] = max(largest[place], spec.nbytes)
+    return sizes, largest
 
 
 def _chain_s(nbytes: int, costs: Costs, gather: Gather) -> float:

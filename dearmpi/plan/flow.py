@@ -46,6 +46,9 @@ class Passage:
         return max(self.update[1], self.gather[1])
 
 
+_IDLE = ((0.0, 0.0),) * 3  # a bucket that takes no part keeps nobody waiting
+
+
 class Flow:
     """Carries the buckets of ``loads`` through one iteration; a load of None takes no part.
 
@@ -79,7 +82,7 @@ class Flow:
         self._num_reducing = 0
         self._updates: deque[int] = deque()
         self._now = 0.0
-        self.passages = [Passage() for _ in loads]
+        self.passages = [Passage() if load is not None else Passage(*_IDLE) for load in loads]
         self.num_events = 0
 
     def run(self) -> list[Passage]:
@@ -149,10 +152,7 @@ class Flow:
         if self._gathers_wait and self._now < self._options_s:
             return False
         before = passage.reduce if self._gathers_gradients else passage.update
-        tied = self._loads[gather.after] is not None
-        return before[1] <= self._now and not (
-            tied and self.passages[gather.after].reduce[1] > self._now
-        )
+        return max(before[1], self.passages[gather.after].reduce[1]) <= self._now
 
     def _post(self, bucket: int, *, reduces: bool) -> None:
         load = self._loads[bucket]

@@ -16,7 +16,7 @@ from dearmpi.plan.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.problem import Problem
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.plan.schedule import AllGather, Schedule
-from dearmpi.plan.timeline import simulate
+from dearmpi.plan.timeline import Timeline, simulate
 
 _CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact
 
@@ -48,11 +48,7 @@ def make_plan(
     if not problem.tensors:
         raise ConfigError(f"{profile.workload.name} has no parameter that is trained")
     bound_s = least_iteration_s(profile, costs, eager=eager, gather=gather)
-    exact = len(problem.tensors) <= MOST_TENSORS
-    if exact:
-        draft = best_of_all(problem, enough_s=bound_s)
-    else:
-        draft = improve(problem, enough_s=bound_s * (1 + _CLOSE))
+    draft, how = _search(problem, bound_s)
     groups = problem.groups(draft.cuts)
     layout = build_layout(groups, world_size)
     schedule = _with_idle(draft, len(groups))
@@ -60,7 +56,6 @@ def make_plan(
         profile, layout, schedule, costs, eager=eager, window=draft.window, gather=gather
     )
     specs = list(profile.workload.params())
-    how = "the best of all plans" if exact else "the best plan found"
     return Plan(
         parameters=tuple(spec.name for spec in specs),
         buckets=tuple(bucket.names for bucket in layout),
@@ -69,13 +64,24 @@ def make_plan(
         eager=eager,
         world_size=world_size,
         fingerprint=fingerprint(specs),
-        prediction=Prediction(
-            iteration_s=timeline.iteration_s,
-            compute_s=timeline.compute_s,
-            communication_s=timeline.communication_s,
-            bound_s=bound_s,
-        ),
+        prediction=_predict(timeline, bound_s),
         origin=f"{how} for {profile.workload.name} on {profile.device}",
+    )
+
+
+def _search(problem: Problem, bound_s: float) -> tuple[Draft, str]:
+    """The draft to make a plan of, and what it is among all."""
+    if len(problem.tensors) <= MOST_TENSORS:
+        return best_of_all(problem, enough_s=bound_s), "the best of all plans"
+    return improve(problem, enough_s=bound_s * (1 + _CLOSE)), "the best plan found"
+
+
+def _predict(timeline: Timeline, bound_s: float) -> Prediction:
+    return Prediction(
+        iteration_s=timeline.iteration_s,
+        compute_s=timeline.compute_s,
+        communication_s=timeline.communication_s,
+        bound_s=bound_s,
     )
 
 

@@ -15,22 +15,12 @@ from dearmpi.plan.cost import LinkModel
 from dearmpi.plan.layout import ParamSpec
 from dearmpi.plan.merging import Arrival
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.workload import LayerSpec
 
 
 def partition(profile: ModelProfile, *, most_numel: int) -> ModelProfile:
     """``profile`` with every parameter cut into pieces of at most ``most_numel`` elements."""
     pieces = {spec.name: _cut(spec, most_numel) for spec in profile.workload.params()}
-    layers = tuple(
-        LayerSpec(
-            layer.name,
-            tuple(piece for spec in layer.params for piece in pieces[spec.name]),
-            layer.flops,
-            tuple(piece.name for name in layer.uses for piece in pieces[name]),
-        )
-        for layer in profile.workload.layers
-    )
-    return replace(profile, workload=replace(profile.workload, layers=layers))
+    return replace(profile, workload=profile.workload.cut(pieces))
 
 
 def _cut(spec: ParamSpec, most_numel: int) -> tuple[ParamSpec, ...]:

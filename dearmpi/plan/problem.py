@@ -50,12 +50,9 @@ class Problem:
 
     def __init__(self, profile: ModelProfile, costs: Costs, *, eager: bool, gather: Gather) -> None:
         self.profile, self.costs, self.eager, self.gather = profile, costs, eager, gather
-        first_user: dict[str, int] = {}
-        for place, layer in enumerate(profile.workload.layers):
-            for name in layer.used:
-                first_user.setdefault(name, place)
+        first_users = profile.workload.first_users()
         tensors = [
-            Tensor(spec, position, first_user[spec.name])
+            Tensor(spec, position, first_users[spec.name])
             for position, spec in enumerate(profile.workload.params())
             if spec.trained
         ]
@@ -68,9 +65,8 @@ class Problem:
         )
         self.nbytes = [tensor.spec.nbytes for tensor in self.tensors]
         self._numels = [0, *accumulate(tensor.spec.numel for tensor in self.tensors)]
-        times = profile.times
-        self._ready_s = [*accumulate(reversed([t.backprop_s for t in times]))][::-1]
-        self._passed_s = [0.0, *accumulate(t.feed_forward_s for t in times)]
+        self._ready_s = profile.backprop_stops_s()
+        self._passed_s = [0.0, *accumulate(times.feed_forward_s for times in profile.times)]
         self.num_events = 0
 
     def groups(self, cuts: Cuts) -> list[list[ParamSpec]]:

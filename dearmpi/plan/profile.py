@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from dearmpi.errors import ConfigError
@@ -68,6 +69,10 @@ class ModelProfile:
     def backprop_s(self) -> float:
         """Seconds of the whole backprop."""
         return math.fsum(times.backprop_s for times in self.times)
+
+    def backprop_stops_s(self) -> list[float]:
+        """When backprop is over for each layer, in seconds from the beginning of it all."""
+        return [*accumulate(times.backprop_s for times in reversed(self.times))][::-1]
 
     def to_json(self) -> str:
         """The form of ``dearmpi/workloads/*.json``, with the times of each layer."""

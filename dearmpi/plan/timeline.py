@@ -128,15 +128,9 @@ def simulate(
     """
     _check(profile, layout, schedule, costs)
     backprop = _run_backprop(profile, layout, costs)
-    ready = [
-        max(pair) for pair in zip(backprop.ready_s, not_before_s or backprop.ready_s, strict=True)
-    ]
-    loads = [
-        make_load(bucket.numel, bucket.itemsize, costs, ready_s=ready_s, gather=gather)
-        if is_active(bucket)
-        else None
-        for bucket, ready_s in zip(layout, ready, strict=True)
-    ]
+    earliest_s = not_before_s or backprop.ready_s
+    ready_s = [max(pair) for pair in zip(backprop.ready_s, earliest_s, strict=True)]
+    loads = _make_loads(layout, costs, ready_s, gather=gather)
     flow = Flow(
         loads,
         schedule,
@@ -146,19 +140,15 @@ def simulate(
         gathers_gradients=gather == "gradients",
     )
     passages = flow.run()
-    current_s = [
-        passage.current_s if load is not None else 0.0
-        for load, passage in zip(loads, passages, strict=True)
-    ]
-    start_s = backprop.stop_s
-    if schedule.wait is Wait.STEP:
-        start_s = max([start_s, *current_s])
-    forward = _feed_forward(profile, layout, current_s, start_s=start_s)
-    active = [load for load in loads if load is not None]
-    reduces, gathers = [load.reduce for load in active], [load.gather for load in active]
+    current_s = [passage.current_s for passage in passages]
+    waits = schedule.wait is Wait.STEP
+    start_s = max([backprop.stop_s, *current_s]) if waits else backprop.stop_s
+    forward, stop_s = _run_feed_forward(profile, layout, current_s, start_s=start_s)
+    reduces = [load.reduce for load in loads if load is not None]
+    gathers = [load.gather for load in loads if load is not None]
     return Timeline(
         spans=(*backprop.spans, *forward, *_bucket_spans(loads, passages)),
-        iteration_s=forward[-1].stop_s if forward else start_s,
+        iteration_s=stop_s,
         backprop_s=profile.backprop_s,
         feed_forward_s=profile.feed_forward_s,
         step_s=backprop.stop_s,
@@ -167,6 +157,18 @@ def simulate(
         communication_s=least_s([*reduces, *gathers], 2 * window),
         num_events=flow.num_events,
     )
+
+
+def _make_loads(
+    layout: BucketLayout, costs: Costs, ready_s: Sequence[float], *, gather: Gather
+) -> list[Load | None]:
+    """What each bucket brings; None of those that take no part. ready_s: by bucket."""
+    return [
+        make_load(bucket.numel, bucket.itemsize, costs, ready_s=seconds, gather=gather)
+        if is_active(bucket)
+        else None
+        for bucket, seconds in zip(layout, ready_s, strict=True)
+    ]
 
 
 def make_load(numel: int, itemsize: int, costs: Costs, *, ready_s: float, gather: Gather) -> Load:
@@ -221,15 +223,11 @@ class _Backprop:
 
 
 def _run_backprop(profile: ModelProfile, layout: BucketLayout, costs: Costs) -> _Backprop:
-    layers = profile.workload.layers
-    first_user: dict[str, int] = {}
-    for place, layer in enumerate(layers):
-        for name in layer.used:
-            first_user.setdefault(name, place)
+    layers, first_users = profile.workload.layers, profile.workload.first_users()
     completed: list[list[int]] = [[] for _ in layers]
     for bucket in layout:
         if is_active(bucket):
-            completed[min(first_user[name] for name in bucket.names)].append(bucket.index)
+            completed[min(first_users[name] for name in bucket.names)].append(bucket.index)
     spans, ready_s, now = [], [0.0] * len(layout), 0.0
     for place in reversed(range(len(layers))):
         start, now = now, now + profile.times[place].backprop_s
@@ -242,16 +240,17 @@ def _run_backprop(profile: ModelProfile, layout: BucketLayout, costs: Costs) -> 
     return _Backprop(tuple(spans), tuple(ready_s), now)
 
 
-def _feed_forward(
+def _run_feed_forward(
     profile: ModelProfile, layout: BucketLayout, current_s: Sequence[float], *, start_s: float
-) -> list[Span]:
+) -> tuple[list[Span], float]:
+    """Each layer as soon as its buckets are current, and when the last is over."""
     buckets = layout.bucket_of()
     spans, now = [], start_s
     for layer, times in profile.layers():
         start = max([now, *(current_s[buckets[name].index] for name in layer.used)])
         now = start + times.feed_forward_s
         spans.append(Span("compute", f"F {layer.name}", start, now))
-    return spans
+    return spans, now
 
 
 def _bucket_spans(loads: Sequence[Load | None], passages: Sequence[Passage]) -> list[Span]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import resources
 from typing import Any
@@ -92,6 +92,18 @@ class Workload:
         for layer in self.layers:
             yield from layer.params
 
+    def cut(self, pieces: Mapping[str, Sequence[ParamSpec]]) -> Workload:
+        """The same model with each parameter in pieces, given by its name."""
+        layers = tuple(
+            replace(
+                layer,
+                params=tuple(piece for spec in layer.params for piece in pieces[spec.name]),
+                uses=tuple(piece.name for name in layer.uses for piece in pieces[name]),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
@@ -108,6 +120,14 @@ class Workload:
         if not total:
             return [1 / len(self.layers)] * len(self.layers)
         return [layer.flops / total for layer in self.layers]
+
+    def first_users(self) -> dict[str, int]:
+        """By parameter name, the place among ``layers`` of the first that computes with it."""
+        places: dict[str, int] = {}
+        for place, layer in enumerate(self.layers):
+            for name in layer.used:
+                places.setdefault(name, place)
+        return places
 
     def tied_parameters(self) -> set[str]:
         """Names of parameters that several layers compute with."""
