@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from dearmpi.errors import ConfigError
@@ -100,6 +101,14 @@ _KINDS = {
     "buckets": "a plan, as dear-train plan writes it",
 }
 """The files of this package, by a key that stands in no other."""
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """All of the file at ``path``, which is to be a ``what``. Raises ConfigError if it has none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error}") from None
 
 
 def read_fields(text: str, place: str, *, mark: str | None = None) -> Fields:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dearmpi.errors import ConfigError
-from dearmpi.plan.fields import Fields, read_fields
+from dearmpi.plan.fields import Fields, read_fields, read_text
 from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
 from dearmpi.version import __version__
@@ -242,11 +242,7 @@ class Plan:
 
 def read_plan(path: str | Path) -> Plan:
     """The plan in the file at ``path``. Raises ConfigError if it is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the plan {path}: {error}") from None
-    return Plan.from_json(text, str(path))
+    return Plan.from_json(read_text(path, "plan"), str(path))
 
 
 def fingerprint(specs: Iterable[ParamSpec]) -> str:

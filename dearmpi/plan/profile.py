@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from dearmpi.errors import ConfigError
-from dearmpi.plan.fields import read_fields
+from dearmpi.plan.fields import read_fields, read_text
 from dearmpi.plan.workload import LayerSpec, Workload, layer_fields, parse_workload
 from dearmpi.version import __version__
 
@@ -135,8 +135,4 @@ def parse_profile(text: str, place: str) -> ModelProfile:
 
 def read_profile(path: str | Path) -> ModelProfile:
     """The profile in the file at ``path``. Raises ConfigError if it is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the profile {path}: {error}") from None
-    return parse_profile(text, str(path))
+    return parse_profile(read_text(path, "profile"), str(path))

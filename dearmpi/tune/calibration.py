@@ -14,7 +14,7 @@ from typing import Any, get_args
 from dearmpi.config import ReduceScatter
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkFit, fit_link
-from dearmpi.plan.fields import Fields, read_fields
+from dearmpi.plan.fields import Fields, read_fields, read_text
 from dearmpi.version import __version__
 
 FORMAT = 1
@@ -143,11 +143,7 @@ def parse_calibration(text: str, place: str) -> Calibration:
 
 def read_calibration(path: str | Path) -> Calibration:
     """The calibration in the file at ``path``. Raises ConfigError if it is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the calibration {path}: {error}") from None
-    return parse_calibration(text, str(path))
+    return parse_calibration(read_text(path, "calibration"), str(path))
 
 
 def _parse_samples(data: Fields) -> tuple[SizeTimes, ...]:
