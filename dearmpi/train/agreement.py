@@ -13,21 +13,14 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from dearmpi.errors import DearError, MismatchError, NonFiniteLossError
+from dearmpi.train.text_world import TextWorld
 
 
-class TextWorld(Protocol):
+class AgreeingWorld(TextWorld, Protocol):
     """What an agreement needs of the world."""
 
     @property
-    def rank(self) -> int: ...
-
-    @property
     def size(self) -> int: ...
-
-    @property
-    def host(self) -> str: ...
-
-    def all_gather_text(self, text: str, /) -> list[str]: ...
 
 
 class AgreedError(DearError):
@@ -47,7 +40,7 @@ def is_agreed(error: BaseException) -> bool:
 
 
 @contextmanager
-def together(world: TextWorld, *, root_only: bool = False) -> Iterator[None]:
+def together(world: AgreeingWorld, *, root_only: bool = False) -> Iterator[None]:
     """Run a part that may fail on some ranks only (collective at its end).
 
     The part must make no collective calls itself. ``root_only``: it is rank 0's alone, which a
@@ -62,7 +55,9 @@ def together(world: TextWorld, *, root_only: bool = False) -> Iterator[None]:
     share_failure(world, failure, root_only=root_only)
 
 
-def share_failure(world: TextWorld, failure: Exception | None, *, root_only: bool = False) -> None:
+def share_failure(
+    world: AgreeingWorld, failure: Exception | None, *, root_only: bool = False
+) -> None:
     """Raise AgreedError on every rank if any gives a ``failure`` (collective)."""
     own = "" if failure is None else json.dumps([_exit_code(failure), explain(failure), world.host])
     gathered = world.all_gather_text(own)

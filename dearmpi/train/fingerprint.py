@@ -7,13 +7,14 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import dearmpi
 from dearmpi.errors import MismatchError
+from dearmpi.train.text_world import TextWorld
 
 NUM_DIGITS = 12
 LONGEST_VALUE = 60
@@ -24,18 +25,6 @@ CURES = {
     "argument": "start every rank with the same command line, environment and config file",
     "model": "give every rank the same task, data and seed",
 }
-
-
-class TextWorld(Protocol):
-    """What a comparison needs of the world."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def host(self) -> str: ...
-
-    def all_gather_text(self, text: str, /) -> list[str]: ...
 
 
 def code_fingerprint(folder: Path = Path(dearmpi.__file__).parent) -> str:

@@ -6,23 +6,12 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
+from dearmpi.train.text_world import TextWorld
+
 ROOM_FROM = 4  # with fewer cores a rank computes on all of them; the progress thread mostly sleeps
-
-
-class TextWorld(Protocol):
-    """What the choice needs of the world."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def host(self) -> str: ...
-
-    def all_gather_text(self, text: str, /) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
