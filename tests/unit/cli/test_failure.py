@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dearmpi.cli.failure import describe, end_run, exit_code
 from dearmpi.cli.rank_log import RankLog, rank_log
-from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, ConfigError, DataError, NonFiniteLossError
 from dearmpi.train.agreement import AgreedError
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    world = World(AloneCollectives(), progress="poll")
-    yield world
-    world.close()
 
 
 def fail_inside() -> Exception:

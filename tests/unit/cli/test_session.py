@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import yaml
 
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
-from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
@@ -61,15 +59,6 @@ def make(options):
         defaults={"optimizer": "SGD", "lr": 0.25, "max_steps": 6, "batch_size": 4},
     )
 """
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    threads = torch.get_num_threads()
-    world = World(AloneCollectives(), progress="poll")
-    yield world
-    world.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

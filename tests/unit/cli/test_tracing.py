@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from dearmpi.cli.main import main
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
-from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.report.trace import trace_path
 from dearmpi.train.agreement import AgreedError
@@ -34,15 +31,6 @@ def make(options):
     defaults = {"optimizer": "SGD", "lr": 0.25, "max_steps": 8, "batch_size": 4}
     return Task("line", model, data, loss, eval_data=data[:5], defaults=defaults)
 """
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    threads = torch.get_num_threads()
-    world = World(AloneCollectives(), progress="poll")
-    yield world
-    world.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 
-from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.train.threads import RankCores, choose_threads, find_crowded, share_of_cores
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    before = torch.get_num_threads()
-    world = World(AloneCollectives(), progress="poll")
-    yield world
-    world.close()
-    torch.set_num_threads(before)
 
 
 def test_ranks_that_share_cores_divide_them() -> None:
