@@ -1,107 +1,19 @@
-from __future__ import annotations
+"""Profile: each layer's time, whatever a script does with its model, and no bit of it changed."""
 
-from collections.abc import Callable
-from itertools import count
-from typing import Any
+from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dearmpi.comm.fake import FakeClock, FakeHub
+from dearmpi.comm.fake import FakeClock
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.tune.profile import LayerTimer, slowest_profile
-from dearmpi.tune.stopwatch import DeviceStopwatch, HostStopwatch, Stopwatch
-from tests.unit.engine.chain import Chain
-
-
-class ClockStopwatch:
-    """Marks are readings of a clock that only the tests' models move."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        self._clock = clock
-
-    def mark(self) -> float:
-        return self._clock.now()
-
-    def settle(self) -> None:
-        pass
-
-    def seconds(self, start: float, stop: float) -> float:
-        return stop - start
-
-
-class Ticks(ClockStopwatch):
-    """Every mark is one later than the one before: tells the order of things."""
-
-    def __init__(self) -> None:
-        self._ticks = count()
-
-    def mark(self) -> float:
-        return float(next(self._ticks))
-
-
-class _AtBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, advance: Callable[[], None]) -> Tensor:
-        ctx.advance = advance
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.advance()
-        return grads[0], None
-
-
-def spend(inputs: Tensor, clock: FakeClock, *, forward: float = 0, backward: float = 0) -> Tensor:
-    """``inputs``, after some time; as much as is said for the backprop passes there."""
-    clock.advance(forward)
-    outputs: Tensor = _AtBackward.apply(inputs, lambda: clock.advance(backward))  # type: ignore[no-untyped-call]
-    return outputs
-
-
-class Timed(nn.Linear):
-    """A layer whose time is known."""
-
-    def __init__(self, clock: FakeClock, forward: float, backward: float, **kw: Any) -> None:
-        super().__init__(4, 4, **kw)
-        self.clock, self.times = clock, (forward, backward)
-
-    def forward(self, input: Tensor) -> Tensor:
-        forward, backward = self.times
-        return spend(super().forward(input), self.clock, forward=forward, backward=backward)
-
-
-def chain(clock: FakeClock) -> nn.Sequential:
-    return nn.Sequential(Timed(clock, 1, 10), Timed(clock, 2, 20), Timed(clock, 3, 30))
-
-
-def set_times(layer: nn.Module, forward: float, backward: float) -> None:
-    assert isinstance(layer, Timed)
-    layer.times = (forward, backward)
-
-
-def timer(model: nn.Module, clock: FakeClock, **settings: Any) -> LayerTimer:
-    settings = {"num_warmup": 0, "stopwatch": ClockStopwatch(clock), **settings}
-    return LayerTimer(model, **settings)
-
-
-def train(model: nn.Module, num_passes: int = 1) -> None:
-    for _ in range(num_passes):
-        model(torch.ones(2, 4)).sum().backward()
-
-
-def shown(profile: ModelProfile) -> list[tuple[str, float, float]]:
-    return [(layer.name, t.feed_forward_s, t.backprop_s) for layer, t in profile.layers()]
-
-
-def params_of(profile: ModelProfile) -> dict[str, list[str]]:
-    return {layer.name: [spec.name for spec in layer.params] for layer, _ in profile.layers()}
+from tests.unit.tune.timed import Timed, chain, params_of, set_times, shown, spend, timer, train
 
 
 def test_each_layer_has_its_times_and_parameters() -> None:
@@ -252,101 +164,6 @@ def test_a_model_whose_parts_are_called_one_by_one_is_timed() -> None:
     assert shown(watch.finish()) == [("0", 1, 10), ("1", 11, 20), ("2", 3, 39)]
 
 
-class Tied(nn.Module):
-    """The decoder's weight is the embedding's; its bias is its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(4, 4, bias=False)
-        self.middle = nn.Linear(4, 4)
-        self.decoder = nn.Linear(4, 4)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.decoder(self.middle(self.embedding(inputs)))
-        return outputs
-
-
-def test_a_tied_parameter_belongs_to_the_layer_that_uses_it_first() -> None:
-    model = Tied()
-    watch = LayerTimer(model, num_warmup=0, stopwatch=Ticks())
-    train(model)
-    profile = watch.finish()
-    assert params_of(profile) == {
-        "embedding": ["embedding.weight"],
-        "middle": ["middle.weight", "middle.bias"],
-        "decoder": ["decoder.bias"],
-    }
-    assert [layer.uses for layer in profile.workload.layers] == [(), (), ("embedding.weight",)]
-
-
-class Functional(nn.Module):
-    """Parameters that are used without their module being called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 4)
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4))])
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.body = nn.Linear(4, 4)
-        self.spare = nn.Linear(4, 4)
-        self.fixed = nn.Linear(4, 4)
-        self.fixed.requires_grad_(False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        scaled = self.fixed(inputs).unsqueeze(0) * self.scales[0]
-        inner = self.body(self.attention(scaled, scaled, scaled)[0])
-        return nn.functional.linear(inner, self.head.weight, self.head.bias)
-
-
-def test_every_parameter_stands_once_where_it_is_used() -> None:
-    model = Functional()
-    watch = LayerTimer(model, num_warmup=0, stopwatch=Ticks())
-    train(model, 2)
-    profile = watch.finish()
-    params = params_of(profile)
-    assert params == {
-        "scales": ["scales.0"],
-        "fixed": ["fixed.weight", "fixed.bias"],
-        "attention": ["attention.in_proj_weight", "attention.in_proj_bias"],
-        "attention.out_proj": ["attention.out_proj.weight", "attention.out_proj.bias"],
-        "body": ["body.weight", "body.bias"],
-        "head": ["head.weight", "head.bias", "spare.weight", "spare.bias"],
-    }
-    assert list(params) == ["scales", "fixed", "attention", "attention.out_proj", "body", "head"]
-    trained = {spec.name: spec.trained for spec in profile.workload.params()}
-    assert trained["scales.0"] and not trained["fixed.weight"]
-
-
-def test_a_model_of_functions_alone_is_timed() -> None:
-    clock = FakeClock()
-
-    class Functions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterDict({"a": torch.eye(4)})
-            self.head = nn.Linear(4, 4, bias=False)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            inputs = spend(inputs @ self.weights["a"], clock, forward=2, backward=1)
-            return spend(inputs @ self.head.weight, clock, forward=2, backward=3)
-
-    model = Functions()
-    watch = timer(model, clock)
-    train(model)
-    assert shown(watch.finish()) == [("weights", 1, 1), ("head", 3, 3)]
-
-
-def test_only_the_parameters_asked_for_are_listed() -> None:
-    clock = FakeClock()
-    model = chain(clock)
-    watch = timer(model, clock, params=model[1].parameters())
-    train(model)
-    profile = watch.finish()
-    assert params_of(profile) == {"1": ["1.weight", "1.bias"]}
-    assert profile.feed_forward_s == 6  # nothing of the computation is lost
-
-
 def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -405,70 +222,6 @@ def test_a_model_without_backprop_is_refused() -> None:
         LayerTimer(small_model().requires_grad_(False))
     with pytest.raises(ConfigError, match="-1 warm-up"):
         LayerTimer(small_model(), num_warmup=-1)
-
-
-WAIT_S = 0.02
-
-
-def profile_while_distributed(world: World) -> tuple[float, float]:
-    """Compute time of an iteration, and how long it waited."""
-    model = Chain(4)
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, world=world, bucket_cap_mb=1e-4
-    )
-    watch = LayerTimer(model, waited=lambda: optimizer.waited_s)
-    for _ in range(4):
-        optimizer.zero_grad()
-        model.backward()
-        optimizer.step()
-    profile = watch.finish()
-    waited_s = optimizer.waited_s / 4
-    optimizer.close()
-    assert [layer.name for layer in profile.workload.layers] == [f"layers.{n}" for n in range(4)]
-    return profile.feed_forward_s + profile.backprop_s, waited_s
-
-
-def test_waits_for_communication_are_no_computation() -> None:
-    hub = FakeHub(2, seconds=lambda label, nbytes: WAIT_S)
-    for compute_s, waited_s in run_ranks(2, profile_while_distributed, hub=hub):
-        assert waited_s > 4 * WAIT_S
-        assert compute_s < waited_s / 2
-
-
-def test_a_clock_that_stands_still_while_waiting() -> None:
-    waited_s = 0.0
-    stopwatch: Stopwatch = HostStopwatch(lambda: waited_s)
-    start = stopwatch.mark()
-    waited_s = 1000.0
-    assert -1000.0 <= stopwatch.seconds(start, stopwatch.mark()) < -900.0
-
-
-class FakeEvent:
-    """An event of a device that is ``late`` milliseconds behind the host."""
-
-    def __init__(self, clock: FakeClock, settled: list[FakeEvent]) -> None:
-        self._clock, self._settled = clock, settled
-        self.at_s = -1.0
-
-    def record(self) -> None:
-        self.at_s = self._clock.now()
-
-    def synchronize(self) -> None:
-        self._settled.append(self)
-
-    def elapsed_time(self, end_event: FakeEvent, /) -> float:
-        assert self._settled, "read before the device has come that far"
-        return (end_event.at_s - self.at_s) * 1e3
-
-
-def test_events_of_a_device_serve_as_marks() -> None:
-    clock, settled = FakeClock(), list[FakeEvent]()
-    model = chain(clock)
-    stopwatch = DeviceStopwatch(lambda: FakeEvent(clock, settled))
-    watch = timer(model, clock, stopwatch=stopwatch)
-    train(model, 2)
-    assert not settled  # nobody waits while training
-    assert shown(watch.finish()) == [("0", 1, 10), ("1", 2, 20), ("2", 3, 30)]
 
 
 def test_all_ranks_get_mean_times_that_add_up_to_the_slowest_rank_s() -> None:

@@ -1,0 +1,106 @@
+"""No wake-up is lost, and nothing is polled more often than it is worth."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from dearmpi.comm.api import Completed
+from dearmpi.comm.progress import Backoff, Lane, Progress, Work
+from tests.unit.comm.progress.works import LIMIT_S, holds, in_thread, limited
+
+
+@pytest.fixture
+def _frequent_switches() -> Iterator[None]:
+    """Switch threads as often as possible, so that races show."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Yielding:
+    """A request that lets other threads run just when it turns out to be complete."""
+
+    def test(self) -> bool:
+        time.sleep(0)
+        return True
+
+
+@pytest.mark.usefixtures("_frequent_switches")
+def test_no_wake_up_is_lost(threaded: Progress) -> None:
+    """Many short waits from several threads."""
+
+    def ping(lane: Lane) -> None:
+        done: list[int] = []
+        for number in range(400):
+            threaded.submit(lane, Work("ping", Completed, partial(done.append, number)))
+            threaded.wait_until(holds(done, number + 1), what="ping")
+
+    lanes = [threaded.open_lane(str(number), window=2) for number in range(3)]
+    threads = [in_thread(partial(ping, lane)) for lane in lanes]
+    for thread, errors in threads:
+        thread.join(LIMIT_S * 2)
+        assert not errors and not thread.is_alive()
+
+
+@pytest.mark.usefixtures("_frequent_switches")
+def test_notify_wakes_who_waits_for_something_else(threaded: Progress) -> None:
+    state: list[int] = []
+    for number in range(200):
+        ready = holds(state, number + 1)
+        thread, errors = in_thread(partial(threaded.wait_until, ready, what="a number"))
+        state.append(number)
+        threaded.notify()
+        thread.join(LIMIT_S * 2)
+        assert not errors and not thread.is_alive()
+
+
+@pytest.mark.usefixtures("_frequent_switches")
+def test_two_threads_may_drive_in_poll_mode() -> None:
+    """Each work is started and finished once, whoever polls."""
+    driven = Progress("poll", origin="here")
+    lanes = [driven.open_lane("a", window=2), driven.open_lane("b", window=2)]
+    finished: list[list[int]] = [[], []]
+
+    together = threading.Barrier(2, timeout=LIMIT_S)
+
+    def drive(index: int) -> None:
+        together.wait()
+        for number in range(300):
+            finish = partial(finished[index].append, number)
+            driven.submit(lanes[index], Work(str(number), Yielding, finish))
+            driven.wait_until(holds(finished[index], number + 1), what="one more")
+
+    with limited(driven):
+        threads = [in_thread(partial(drive, index)) for index in range(2)]
+        for thread, errors in threads:
+            thread.join(LIMIT_S * 2)
+            assert not errors and not thread.is_alive()
+    assert finished == [list(range(300))] * 2
+
+
+def test_backoff_yields_first_then_sleeps_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    backoff = Backoff()
+    yields = 0
+    while (sleep_s := backoff.next_sleep_s()) == 0.0:
+        yields += 1
+        assert yields < 100
+    assert yields > 0 and 0 < sleep_s < 1e-4
+    slept = []
+    for _ in range(200):
+        now[0] += sleep_s
+        sleep_s = backoff.next_sleep_s()
+        slept.append(sleep_s)
+    assert slept == sorted(slept)
+    assert slept[-1] == pytest.approx(1e-3)
+    assert sum(slept[:-1]) > 0.01
+    backoff.reset()
+    assert backoff.next_sleep_s() == 0.0

@@ -1,0 +1,71 @@
+"""What a script does with gradients that cannot be served is refused, with what to do."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import UsageError
+from tests.mpi.oracle import Case, Training
+
+
+@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
+def test_no_sync_after_a_synchronizing_backprop_is_refused(schedule: str) -> None:
+    def rank(world: World) -> None:
+        with Training(Case(schedule=schedule), world) as training:
+            training.step(0)
+            training.backward(1)
+            with pytest.raises(UsageError, match="no_sync"), training.no_sync():
+                training.backward(2)
+            training.optimizer.zero_grad()
+
+    run_ranks(2, rank)
+
+
+def test_an_eager_second_backprop_is_refused() -> None:
+    def rank(world: World) -> None:
+        training = Training(Case(eager=True, cap_mb=1.0), world)
+        training.step(0)
+        training.backward(1)
+        with pytest.raises(UsageError, match="eager"):
+            training.backward(2)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("act", ["zero_grad", "clip"])
+def test_eager_gradients_can_be_neither_dropped_nor_clipped(act: str) -> None:
+    def rank(world: World) -> None:
+        training = Training(Case(eager=True), world)
+        training.step(0)
+        training.backward(1)
+        with pytest.raises(UsageError, match="eager=False"):
+            training.optimizer.zero_grad() if act == "zero_grad" else training.clip(2.0)
+
+    run_ranks(2, rank)
+
+
+def test_gradients_under_way_cannot_be_read_unnoticed() -> None:
+    """torch's own clipping would find nothing to clip, and say nothing."""
+
+    def rank(world: World) -> None:
+        with Training(Case(), world) as training:
+            training.backward(0)
+            with pytest.raises(UsageError, match=r"optimizer\.clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+            training.optimizer.zero_grad()
+
+    run_ranks(2, rank)
+
+
+def test_gradients_cleared_behind_the_optimizer_s_back_are_noticed() -> None:
+    def rank(world: World) -> None:
+        training = Training(Case(), world)
+        training.backward(0)
+        training.model.zero_grad()
+        with pytest.raises(UsageError, match=r"optimizer\.zero_grad"):
+            training.optimizer.step()
+
+    run_ranks(2, rank)

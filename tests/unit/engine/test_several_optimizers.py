@@ -1,0 +1,88 @@
+"""Several optimizers on one model, and several models that train each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from tests.mpi.models import fill
+from tests.mpi.oracle import Case, Training, batch, cut
+from tests.unit.engine.same_as_alone import assert_same_as_alone
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_two_optimizers_on_halves_of_one_model(gather: str) -> None:
+    """One backprop feeds both; each steps at a pace of its own."""
+
+    def script(training: Training) -> None:
+        world, model = training.world, training.model
+        params = list(model.parameters())
+        halves: list[Any] = [
+            torch.optim.SGD(params[0::2], lr=0.05, momentum=0.9),
+            torch.optim.Adam(params[1::2], lr=0.01),
+        ]
+        if world is not None:
+            training.optimizer.close()
+            halves = [
+                DistributedOptimizer(half, model, world=world, gather=gather) for half in halves
+            ]
+        for step in range(4):
+            for half in halves:
+                half.zero_grad()
+            training.backward(step)
+            halves[0].step()
+            if step % 2:
+                halves[1].step()
+        if world is not None:
+            for half in halves:
+                half.close()
+
+    assert_same_as_alone(script, Case(gather=gather))
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_two_models_that_train_each_other(gather: str) -> None:
+    """As in a GAN: backprop of one's loss leaves gradients in the other, which are dropped."""
+
+    def train(world: World | None) -> list[Any]:
+        maker = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+        judge = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        fill(maker)
+        fill(judge)
+        optimizers: list[Any] = [
+            torch.optim.Adam(model.parameters(), lr=0.01) for model in (maker, judge)
+        ]
+        size, rank = (world.size, world.rank) if world else (1, 0)
+        if world:
+            optimizers = [
+                DistributedOptimizer(optimizer, model, world=world, gather=gather)
+                for optimizer, model in zip(optimizers, (maker, judge), strict=True)
+            ]
+        for step in range(4):
+            noise = batch(step, torch.float64)[0]
+            noise = noise[cut(len(noise), size)[rank]]
+            optimizers[1].zero_grad()
+            fake = maker(noise)
+            loss = (judge(fake.detach()) + judge(noise[:, :6]).square()).sum() * size
+            loss.backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (-judge(fake).sum() * size).backward()
+            optimizers[0].step()
+        found = [value.clone() for m in (maker, judge) for value in m.state_dict().values()]
+        if world:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                optimizer.close()
+        return found
+
+    expected = train(None)
+    for found in run_ranks(2, train):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)

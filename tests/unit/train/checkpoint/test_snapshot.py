@@ -1,0 +1,45 @@
+"""A snapshot of another model is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dearmpi.errors import CheckpointError
+from dearmpi.train import checkpoint
+from dearmpi.train.checkpoint import Snapshot
+from tests.unit.train.checkpoint.example_snapshot import make_snapshot
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(4, 2)}, r"weight is \(4, 3\) in the checkpoint, \(4, 2\) in the"),
+        ({"weight": torch.zeros(4, 3).double()}, r"weight is torch.float32 .* torch.float64 in"),
+        ({"extra": torch.zeros(1)}, "extra is missing in the checkpoint"),
+        ({"bias": None}, "bias is not in the model"),
+    ],
+)
+def test_another_model_is_refused(change: dict[str, Any], message: str) -> None:
+    snapshot = make_snapshot()
+    checkpoint.check_model(snapshot, snapshot.model)
+    state = {name: t for name, t in (snapshot.model | change).items() if t is not None}
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.check_model(snapshot, state)
+
+
+def test_only_the_first_differences_are_named() -> None:
+    state = {f"layer{i}": torch.zeros(1) for i in range(40)}
+    with pytest.raises(CheckpointError, match=r"layer4 is missing .*; and 37 more; train with"):
+        checkpoint.check_model(make_snapshot(), state)
+
+
+def test_two_tensors_cannot_be_loaded_into_a_tied_one() -> None:
+    one = torch.zeros(2)
+    snapshot = Snapshot(1, {"a": torch.zeros(2), "b": torch.ones(2)}, {}, [], {})
+    with pytest.raises(CheckpointError, match="b and a are one tensor in the model, two in the"):
+        checkpoint.check_model(snapshot, {"a": one, "b": one})
+    equal = Snapshot(1, {"a": torch.zeros(2), "b": torch.zeros(2)}, {}, [], {})
+    checkpoint.check_model(equal, {"a": one, "b": one})

@@ -1,0 +1,88 @@
+"""Which checkpoint is found, replaced and removed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dearmpi.train import checkpoint
+from tests.unit.train.checkpoint.example_snapshot import make_snapshot
+
+
+def test_no_checkpoint_is_found_in_a_new_run(tmp_path: Path) -> None:
+    assert checkpoint.find_latest(tmp_path) is None
+    assert checkpoint.survey(tmp_path).passed_over == ()
+
+
+def test_the_latest_file_decides(tmp_path: Path) -> None:
+    first = checkpoint.save(tmp_path, make_snapshot(10))
+    second = checkpoint.save(tmp_path, make_snapshot(20))
+    assert (tmp_path / "latest").read_text() == "checkpoints/step-00000020\n"
+    assert checkpoint.find_latest(tmp_path) == second
+    (tmp_path / "latest").write_text("checkpoints/step-00000010\n")
+    assert checkpoint.find_latest(tmp_path) == checkpoint.resolve(tmp_path) == first
+    assert checkpoint.resolve(second) == second
+
+
+@pytest.mark.parametrize("text", ["checkpoints/step-00000099\n", "", "../../etc", "\0", None])
+def test_a_useless_latest_file_is_passed_over(tmp_path: Path, text: str | None) -> None:
+    checkpoint.save(tmp_path, make_snapshot(10))
+    second = checkpoint.save(tmp_path, make_snapshot(20))
+    if text is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_text(text)
+    assert checkpoint.find_latest(tmp_path) == second
+
+
+def test_what_was_written_last_is_newest_even_after_going_back(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 15):
+        checkpoint.save(tmp_path, make_snapshot(step))
+    (tmp_path / "latest").unlink()
+    found = checkpoint.find_latest(tmp_path)
+    assert found is not None and found.name == "step-00000015"
+    checkpoint.prune(tmp_path, keep=2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000015",
+        "step-00000030",
+    ]
+
+
+def test_pruning_keeps_the_last_and_the_one_to_resume_from(tmp_path: Path) -> None:
+    paths = [checkpoint.save(tmp_path, make_snapshot(step)) for step in (1, 2, 3, 4, 5)]
+    (tmp_path / "latest").write_text("checkpoints/step-00000002\n")
+    (paths[2] / "part-00000.safetensors").unlink()
+    assert checkpoint.prune(tmp_path, keep=1) == (paths[0], paths[3])
+    assert [p.exists() for p in paths] == [False, True, True, False, True]
+    assert checkpoint.prune(tmp_path, keep=5) == ()
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, make_snapshot(10, fill=1.0))
+    path = checkpoint.save(tmp_path, make_snapshot(10, fill=2.0))
+    assert checkpoint.load(path).model["weight"][0, 0] == 2.0
+    assert [p.name for p in path.parent.iterdir()] == ["step-00000010"]
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, make_snapshot(10))
+    for name in (".writing-step-00000007", ".removing-step-00000003"):
+        shutil.copytree(path, path.parent / name)
+    assert checkpoint.survey(tmp_path) == checkpoint.Survey(path, ())
+    last = checkpoint.save(tmp_path, make_snapshot(20))
+    assert sorted(path.parent.iterdir()) == [path, last]
+
+
+def test_a_checkpoint_that_was_to_be_replaced_serves_until_it_is(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, make_snapshot(10))
+    aside = path.rename(path.with_name(path.name + ".replaced"))
+    found = checkpoint.survey(tmp_path)
+    assert found.latest == aside
+    assert "names step-00000010, which does not exist" in found.passed_over[0]
+    assert checkpoint.load(aside).step == 10
+    last = checkpoint.save(tmp_path, make_snapshot(20))
+    assert sorted(path.parent.iterdir()) == [aside, last]
+    checkpoint.save(tmp_path, make_snapshot(10))
+    assert sorted(path.parent.iterdir()) == [path, last]

@@ -1,0 +1,41 @@
+"""Evaluation: each sample once, and nothing changed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.train.evaluation import Evaluator
+from tests.unit.train.points import Points, make_task, squared_error
+
+
+def test_evaluation_counts_each_sample_once_at_any_number_of_ranks() -> None:
+    torch.manual_seed(0)
+    task = make_task(eval_count=7)
+    assert task.eval_data is not None
+    data = Points(7)
+    with torch.no_grad():
+        expected = float(squared_error(task.model, (data.inputs, data.targets)))
+
+    def work(world: World) -> tuple[float, int, Mapping[str, float]]:
+        assert task.eval_data is not None
+        found = Evaluator(task, task.eval_data, "fp32", batch_size=3, names=("ones",)).run(world)
+        return found.loss, found.num_samples, found.metrics
+
+    for size in (1, 3, 8):
+        for loss, num_samples, metrics in run_ranks(size, work):
+            assert loss == pytest.approx(expected)
+            assert (num_samples, metrics) == (7, {"ones": 1.0})
+
+
+def test_evaluation_leaves_modes_and_gradients_as_they_were(alone: World) -> None:
+    task = make_task()
+    task.model[0].eval()  # type: ignore[index]
+    assert task.eval_data is not None
+    Evaluator(task, task.eval_data, "fp32", batch_size=3, names=("ones",)).run(alone)
+    assert [module.training for module in task.model.modules()] == [True, False, True, True, True]
+    assert torch.is_grad_enabled()
