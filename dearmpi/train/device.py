@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from dearmpi.errors import ConfigError, MismatchError
-from dearmpi.train.settings import DeviceSetting
+from dearmpi.train.choices import DeviceSetting
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
+from dearmpi.train.choices import Precision
 from dearmpi.train.data import evaluation_shares, load_batch
 from dearmpi.train.precision import computing, convert_batch, send_batch
-from dearmpi.train.settings import Precision
 from dearmpi.train.task import Samples, Task
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dearmpi.train.settings import LrSchedule, RunSettings
+from dearmpi.train.choices import LrSchedule
+from dearmpi.train.settings import RunSettings
 
 MILESTONES = (0.5, 0.75)
 GAMMA = 0.1

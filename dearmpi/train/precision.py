@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.train.settings import Precision
+from dearmpi.train.choices import Precision
 
 
 def convert_model(model: nn.Module, precision: Precision) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.train.choices import DeviceSetting
 from dearmpi.train.device import VISIBLE, DeviceChoice, choose_device
-from dearmpi.train.settings import DeviceSetting
 
 
 @dataclass
