@@ -15,6 +15,7 @@ from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
     from dearmpi.plan.cost import Costs
+    from dearmpi.plan.plan import Plan
     from dearmpi.plan.profile import ModelProfile
 
 
@@ -101,8 +102,6 @@ def plan(
     """
     from dearmpi.plan.planner import make_plan
     from dearmpi.plan.profile import read_profile
-    from dearmpi.plan.timeline import simulate
-    from dearmpi.report.plan import draw_plan
 
     check_writable(out)
     check_picture(picture_path)
@@ -117,11 +116,7 @@ def plan(
         out.write_text(made.to_json(), encoding="utf-8")
         console.say(f"wrote {out}")
     if picture_path is not None:
-        layout = made.layout(profile.workload.params(), costs.world_size)
-        timeline = simulate(
-            profile, layout, made.schedule, costs, eager=eager, window=made.window, gather=gather
-        )
-        write_picture(picture_path, draw_plan(made, timeline))
+        _draw(made, profile, costs, gather=gather, path=picture_path)
         console.say(f"wrote {picture_path}")
     return 0
 
@@ -133,6 +128,24 @@ def _read_costs(path: Path, world_size: int | None) -> Costs:
         raise ConfigError(f"--world-size is {world_size}; it must be 2 or more: one sends nothing")
     calibration = read_calibration(path)
     return calibration.costs.at(world_size or calibration.world_size).with_typical_overheads()
+
+
+def _draw(plan: Plan, profile: ModelProfile, costs: Costs, *, gather: Gather, path: Path) -> None:
+    """The iteration that ``plan`` is simulated to take."""
+    from dearmpi.plan.timeline import simulate
+    from dearmpi.report.plan import draw_plan
+
+    layout = plan.layout(profile.workload.params(), costs.world_size)
+    timeline = simulate(
+        profile,
+        layout,
+        plan.schedule,
+        costs,
+        eager=plan.eager,
+        window=plan.window,
+        gather=gather,
+    )
+    write_picture(path, draw_plan(plan, timeline))
 
 
 def describe_profile_use(profile: ModelProfile, costs: Costs) -> list[str]:

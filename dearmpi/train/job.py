@@ -95,10 +95,7 @@ def prepare(
         plan = make_plan(settings, task, world)
         if settings.plan == "auto":
             check_plan("auto", settings.engine())  # also where the run is too short for a plan
-        convert_model(task.model, settings.precision)
-        if snapshot is not None:
-            check_model(snapshot, task.model.state_dict())
-            task.model.load_state_dict(snapshot.model)
+        _fill_model(task, settings, snapshot)
         names = probe_metrics(task, settings.precision)
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
@@ -124,6 +121,14 @@ def prepare(
         total_steps=total_steps,
         evaluator=_evaluator(settings, task, plan, names),
     )
+
+
+def _fill_model(task: Task, settings: RunSettings, snapshot: Snapshot | None) -> None:
+    """Give the model the run's precision, and the snapshot's parameters and buffers."""
+    convert_model(task.model, settings.precision)
+    if snapshot is not None:
+        check_model(snapshot, task.model.state_dict())
+        task.model.load_state_dict(snapshot.model)
 
 
 def check_position(snapshot: Snapshot, task: Task) -> None:
