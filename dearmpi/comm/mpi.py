@@ -11,7 +11,6 @@ import ctypes
 import signal
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,10 @@ if mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules:
 
 from mpi4py import MPI
 
-from dearmpi.comm.api import Buffer, Completed, ReduceOp, Request
+from dearmpi.comm.algorithms import Algorithms
+from dearmpi.comm.api import Buffer, ReduceOp, Request
 from dearmpi.comm.library import Library
-from dearmpi.comm.ring import CHUNK_BYTES, RingAllGather, RingReduceScatter, Way, num_receives
-from dearmpi.comm.scratch import Scratch, ScratchRequest, add_in_order, carrier_of
 from dearmpi.comm.traffic import Traffic
-from dearmpi.config import AllGather, ReduceScatter, WireDtype
 from dearmpi.errors import CommError, ConfigError
 
 _ARITHMETIC = {
@@ -49,7 +46,6 @@ _THREAD_LEVELS = {
 }
 _ABORT_S = 10  # how long an abort may take
 _MESSAGE_TAG = 32767  # the largest that every MPI has
-_NUM_TAGS = 32767  # those below it
 
 
 class MpiRequest:
@@ -69,69 +65,18 @@ class MpiRequest:
         return True
 
 
-class MpiCollectives:
+class MpiCollectives(Algorithms):
     """``Collectives`` on one communicator."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        comm.Set_errhandler(MPI.ERRORS_RETURN)
+    def __init__(self, comm: MPI.Comm, *, rank: int, size: int, traffic: Traffic) -> None:
+        """rank, size: of ``comm``, which a duplicate that is not complete yet cannot tell."""
+        super().__init__(rank=rank, size=size, traffic=traffic)
         self._comm = comm
-        self._num_started = 0
-        self._scratch = Scratch()
-        self._traffic = Traffic()  # shared with all duplicates: they use the same wires
-
-    @property
-    def rank(self) -> int:
-        """This process's index."""
-        return int(self._comm.rank)
-
-    @property
-    def size(self) -> int:
-        """World size."""
-        return int(self._comm.size)
 
     @property
     def host(self) -> str:
         """The name of this rank's host."""
         return MPI.Get_processor_name()
-
-    def start_reduce_scatter(
-        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
-    ) -> Request:
-        """Sum ``buffer`` over the ranks into this rank's shard of it."""
-        if buffer.numel() % self.size:
-            raise CommError(
-                f"reduce-scatter of {buffer.numel()} elements over {self.size} ranks: "
-                "the length must be a multiple of the world size"
-            )
-        if self.size == 1:
-            return Completed()
-        carrier = carrier_of(buffer, wire_dtype)
-        if algorithm == "ring":
-            return self._start_ring(buffer, carrier)
-        if algorithm == "native":
-            return self._start_native(buffer, carrier)
-        return self._start_exchange(buffer, carrier)
-
-    def start_all_gather(
-        self,
-        buffer: Buffer,
-        algorithm: AllGather = "native",
-        *,
-        wire_dtype: WireDtype | None = None,
-    ) -> Request:
-        """Fill ``buffer`` with every rank's shard of it, in place."""
-        carrier = carrier_of(buffer, wire_dtype) if self.size > 1 else buffer
-        sent = buffer
-        if carrier is not buffer:
-            sent = self._scratch.take(carrier, buffer.numel())
-            self._own_shard(sent).copy_(self._own_shard(buffer))
-        request = self._start_gather(sent, algorithm)
-        if sent is buffer:
-            return request
-        # The own shard too, so that all ranks hold the same.
-        return ScratchRequest(
-            self._scratch, request, held=[sent], finish=partial(_copy, sent, into=buffer)
-        )
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         """Reduce ``buffer`` over the ranks, in place."""
@@ -145,10 +90,7 @@ class MpiCollectives:
     def start_duplicate(self) -> tuple[MpiCollectives, Request]:
         """A duplicated communicator, usable once the request is complete."""
         comm, request = self._comm.Idup()
-        # The error handler is inherited; setting it again must wait for the request.
-        twin = MpiCollectives.__new__(MpiCollectives)
-        twin._comm, twin._num_started, twin._scratch = comm, 0, Scratch()
-        twin._traffic = self._traffic
+        twin = MpiCollectives(comm, rank=self.rank, size=self.size, traffic=self._traffic)
         return twin, MpiRequest(request, comm)
 
     def free(self) -> None:
@@ -187,68 +129,31 @@ class MpiCollectives:
         """Receive into ``buffer`` from one rank."""
         return MpiRequest(self._comm.Irecv(_spec(buffer, moved=True), source, tag), buffer)
 
-    def _start_gather(self, buffer: Buffer, algorithm: AllGather) -> Request:
-        if algorithm == "ring" and self.size > 1:
-            return RingAllGather(self._next_way(), buffer)
-        spec = _spec(buffer, buffer.numel() // self.size, moved=True)
-        return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
-
-    def _next_way(self) -> Way:
-        """Where the next ring runs, under a tag of its own."""
-        self._num_started += 1
-        tag = self._num_started % _NUM_TAGS
-        return Way(self, rank=self.rank, size=self.size, tag=tag, traffic=self._traffic)
-
-    def _start_ring(self, buffer: Buffer, carrier: Buffer) -> Request:
-        shard_numel, width = buffer.numel() // self.size, carrier.element_size()
-        # A power of two, so that buckets of all sizes share what lies on the free list.
-        numel = min(1 << shard_numel.bit_length(), CHUNK_BYTES // width)
-        num = num_receives(shard_numel, width, self.size)
-        scratch = [self._scratch.take(carrier, numel) for _ in range(num)]
-        outgoing = []
-        if carrier is not buffer:
-            outgoing = [self._scratch.take(carrier, numel) for _ in range(num)]
-        ring = RingReduceScatter(self._next_way(), buffer, scratch=scratch, outgoing=outgoing)
-        return ScratchRequest(self._scratch, ring, held=[*scratch, *outgoing])
-
-    def _start_native(self, buffer: Buffer, carrier: Buffer) -> Request:
+    def _check_addable(self, carrier: Buffer) -> None:
         dtype = _name(carrier)
         if dtype not in _ARITHMETIC:
             raise ConfigError(
                 f"reduce_scatter is 'native', but MPI cannot add {dtype}; use 'exchange' (fp32 "
                 "sums) or 'ring'"
             )
-        count = buffer.numel() // self.size
-        total = self._scratch.take(buffer, count)
-        request = MpiRequest(
-            self._comm.Ireduce_scatter_block(_spec(buffer, count), _spec(total, count), MPI.SUM),
-            buffer,
-            total,
-        )
-        finish = partial(_copy, total, into=self._own_shard(buffer))
-        return ScratchRequest(self._scratch, request, held=[total], finish=finish)
 
-    def _start_exchange(self, buffer: Buffer, carrier: Buffer) -> Request:
-        count, sent = buffer.numel() // self.size, buffer
-        arrived = self._scratch.take(carrier, buffer.numel())
-        held = [arrived]
-        if carrier is not buffer:
-            sent = self._scratch.take(carrier, buffer.numel())
-            _copy(buffer, into=sent)
-            held.append(sent)
+    def _start_sum(self, buffer: Buffer, total: Buffer) -> Request:
+        count = total.numel()
+        request = self._comm.Ireduce_scatter_block(
+            _spec(buffer, count), _spec(total, count), MPI.SUM
+        )
+        return MpiRequest(request, buffer, total)
+
+    def _start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
+        count = sent.numel() // self.size
         request = self._comm.Ialltoall(
             _spec(sent, count, moved=True), _spec(arrived, count, moved=True)
         )
-        parts = [arrived[i * count : (i + 1) * count] for i in range(self.size)]
-        finish = partial(add_in_order, parts, into=self._own_shard(buffer))
-        return ScratchRequest(
-            self._scratch, MpiRequest(request, sent, arrived), held=held, finish=finish
-        )
+        return MpiRequest(request, sent, arrived)
 
-    def _own_shard(self, buffer: Buffer) -> Any:
-        """The slice of ``buffer`` that belongs to this rank."""
-        count = buffer.numel() // self.size
-        return buffer[self.rank * count : (self.rank + 1) * count]
+    def _start_gather(self, buffer: Buffer) -> Request:
+        spec = _spec(buffer, buffer.numel() // self.size, moved=True)
+        return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
 
 
 def connect() -> MpiCollectives:
@@ -257,7 +162,9 @@ def connect() -> MpiCollectives:
     Waits for all ranks without the interpreter's lock, so that other threads can act.
     """
     initialize()
-    return MpiCollectives(MPI.COMM_WORLD.Dup())
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
+    return MpiCollectives(comm, rank=comm.rank, size=comm.size, traffic=Traffic())
 
 
 def initialize() -> None:
@@ -323,10 +230,6 @@ def library() -> Library:
         thread_level=_THREAD_LEVELS[MPI.Query_thread()],
         device=next((said.strip() for key, _, said in lines if key.endswith("Device")), ""),
     )
-
-
-def _copy(source: Any, *, into: Any) -> None:
-    into.copy_(source)
 
 
 def _name(buffer: Buffer) -> str:
