@@ -19,7 +19,7 @@ from dearmpi.comm.world import World, connect
 from dearmpi.config import EngineConfig
 from dearmpi.engine.assembly import Assembly, assemble, lay_out
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
-from dearmpi.engine.clipping import clip, scale
+from dearmpi.engine.clipping import Clips, scale
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine
 from dearmpi.engine.gathered_state import GatheredState
@@ -72,8 +72,7 @@ class DistributedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer = optimizer
         self._model = model
-        self._clips: list[tuple[float, float]] = []
-        self._last_clips: list[tuple[float, float]] = []
+        self._clips = Clips()
         self.world = world if world is not None else connect()
         self.config = merge_settings(config, settings)
         self.spans = Spans()
@@ -138,7 +137,7 @@ class DistributedOptimizer(Optimizer):
             self._buffers.exchange()
         if isinstance(self.state, GatheredState):
             self.state.forget()
-        self._last_clips, self._clips = self._clips, []
+        self._clips.stepped()
         checks = self._assembly.checks
         if checks is not None and checks.is_due():
             options = repr(read_options(self._optimizer))
@@ -177,8 +176,7 @@ class DistributedOptimizer(Optimizer):
         Call it between backward and ``step``. Waits for the reduce-scatters. Returns the norm
         before clipping, of the averaged gradients, the same on every rank.
         """
-        norm = clip(self._assembly.engine, self.world, max_norm, norm_type)
-        self._clips.append((max_norm, norm_type))
+        norm = self._clips.clip(self._assembly.engine, self.world, max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
@@ -349,8 +347,7 @@ class DistributedOptimizer(Optimizer):
         self._assembly = replace(self._assembly, engine=closed, hooks=None, checks=None)
 
     def _shadow_step(self) -> None:
-        for max_norm, norm_type in self._last_clips:
-            self.clip_grad_norm_(max_norm, norm_type)
+        self._clips.repeat(self._assembly.engine, self.world)
         self._assembly.engine.step(joined=True)
         if self._buffers is not None:
             self._buffers.exchange()

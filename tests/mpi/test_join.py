@@ -29,12 +29,14 @@ def num_batches(rank: int) -> int:
     return max(1, STEPS - 2 * rank)
 
 
-def reference(size: int, max_norm: float | None) -> nn.Module:
+def reference(
+    size: int, max_norm: float | None, *, num_epochs: int = 1, gamma: float = 0.7
+) -> nn.Module:
     """One process: the mean over all ranks, those without a batch counting as zero."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = ExponentialLR(optimizer, 0.7)
-    for step in range(STEPS):
+    scheduler = ExponentialLR(optimizer, gamma)
+    for step in [*range(STEPS)] * num_epochs:
         optimizer.zero_grad()
         for rank in range(size):
             if step < num_batches(rank):
@@ -72,6 +74,25 @@ def test_ranks_without_batches_follow_the_others_schedule_and_clipping(
             optimizer.step()
             scheduler.step()
     expected = reference(world.size, max_norm).state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
+    optimizer.close()
+
+
+@pytest.mark.ranks(at_least=2)
+def test_a_rank_that_has_waited_clips_in_later_epochs_as_often_as_the_others(world: World) -> None:
+    model = make_model()
+    optimizer = dearmpi.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.1), model, world=world
+    )
+    for _ in range(2):
+        with optimizer.join():
+            for step in range(num_batches(world.rank)):
+                optimizer.zero_grad()
+                model(batch(step, world.rank)).square().mean().backward()
+                optimizer.clip_grad_norm_(0.01)
+                optimizer.step()
+    expected = reference(world.size, 0.01, num_epochs=2, gamma=1.0).state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
     optimizer.close()
