@@ -14,7 +14,6 @@ from dearmpi.comm.world import World
 from dearmpi.engine.bucket import BucketRuntime, BucketState
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.cycle import Cycle
-from dearmpi.engine.join import pack, unpack
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.update import Options
 from dearmpi.errors import UsageError
@@ -110,7 +109,8 @@ class Engine:
             for index in cycle.active:
                 self._buckets[index].pending = True
         if self._joining:
-            self._agree_on_options(joined)
+            own = cycle.options or self._read_options()
+            cycle.options = self._pipeline.agree_on_options(own, joined=joined)
         if cycle.options is None:
             cycle.options = self._read_options()
         self._pipeline.submit_step()
@@ -222,14 +222,6 @@ class Engine:
         if count.item() > 0:
             self._begin_cycle(joined=True)
         return count.item()
-
-    def _agree_on_options(self, joined: bool) -> None:
-        own = self._cycle.options or self._read_options()
-        packed = pack(own, joined=joined)
-        self._pipeline.agree_on_options(packed)
-        if joined:
-            self._pipeline.wait_for_control()
-            self._cycle.options = unpack(own, packed)
 
     def _refuse_endless_wait(self) -> None:
         """Buckets that wait for ``step()`` hold up the gathers of those that do not."""

@@ -20,10 +20,11 @@ from dearmpi.engine.bucket import BucketRuntime, BucketState
 from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
+from dearmpi.engine.join import pack, unpack
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Lane
 from dearmpi.engine.spans import Spans
-from dearmpi.engine.update import Update
+from dearmpi.engine.update import Options, Update
 from dearmpi.engine.wire_range import check_gradients, check_parameters
 from dearmpi.plan.schedule import Schedule, Wait
 
@@ -111,9 +112,14 @@ class Pipeline:
         self._control_channel.submit("attendance", lambda c: c.start_all_reduce(count, "sum"))
         return count
 
-    def agree_on_options(self, packed: Tensor) -> None:
-        """Turn ``packed`` into the maximum over the ranks, some time later (collective)."""
+    def agree_on_options(self, own: Options, *, joined: bool) -> Options:
+        """Tell ``own`` options; those of the others, if this rank has ``joined`` (collective)."""
+        packed = pack(own, joined=joined)
         self._control_channel.submit("options", lambda c: c.start_all_reduce(packed, "max"))
+        if not joined:
+            return own
+        self.wait_for_control()
+        return unpack(own, packed)
 
     def wait_for_control(self) -> None:
         """Wait until what was said to other ranks has arrived."""
