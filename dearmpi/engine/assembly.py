@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,27 +12,25 @@ from dearmpi.comm.choose import fastest_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter
 from dearmpi.engine.alone import AloneEngine
+from dearmpi.engine.blueprint import Blueprint, draw_blueprint
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.buffers import Arena
 from dearmpi.engine.check import Checks, steps_between_checks
-from dearmpi.engine.device_way import check_devices, open_side_stream
+from dearmpi.engine.device_way import open_side_stream
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
-from dearmpi.engine.master import HALVES, MasterRule, is_half
+from dearmpi.engine.master import HALVES, MasterRule
 from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.pipeline import Pipeline
-from dearmpi.engine.probe import require_elementwise, require_half, require_separable
+from dearmpi.engine.probe import require_elementwise, require_separable
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.side_stream import HostSideStream, SideStream
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import read_options
 from dearmpi.engine.whole_update import WholeUpdate
-from dearmpi.errors import ConfigError, MismatchError
-from dearmpi.plan.fusion import fuse_by_cap
-from dearmpi.plan.layout import BucketLayout, build_layout
-from dearmpi.plan.parameter import spec_of
+from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
-from dearmpi.plan.schedule import Schedule, build_schedule
+from dearmpi.plan.schedule import Schedule
 
 Updates = Sequence[ShardUpdate | WholeUpdate]
 
@@ -77,48 +74,29 @@ def assemble(
     spans: Spans,
     plan: Plan | None = None,
 ) -> Assembly:
-    """Lay out, check against the other ranks, and build (collective).
+    """Decide, check against the other ranks, and build (collective).
 
     ``plan`` goes before what ``config`` says of buckets, schedule and window.
 
     Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
     ranks' models, optimizers or settings differ.
     """
-    names = _optimized_parameters(optimizer, model)
-    check_devices(world, names, asked=config.cuda_buffers)
-    layout = lay_out(optimizer, model, world_size=world.size, config=config, plan=plan)
-    if plan is not None:
-        schedule, config = plan.schedule, replace(config, window=plan.window)
-    else:
-        schedule = build_schedule(config.schedule, len(layout))
-    _check_agreement(world, optimizer, names, layout, schedule, config)
-    if config.master_weights and not any(is_half(param) for param in names):
-        raise ConfigError(
-            "master_weights has no effect: no parameter of the optimizer is bf16 or fp16; convert "
-            "the model first, or leave master_weights out"
-        )
-    _check_comm_dtype(names, config)
-    if not config.master_weights:
-        halves = {param.dtype for param in names if is_half(param)}
-        require_half(optimizer, halves, whole=config.gather == "gradients")
-    if world.size == 1 and not config.master_weights:
-        require_separable(optimizer)  # what cannot run on several ranks is refused on one already
-        return Assembly(names, layout, schedule, AloneEngine(optimizer, spans))
+    blueprint = draw_blueprint(optimizer, model, world=world, config=config, plan=plan)
+    if world.size > 1 or config.master_weights:
+        return _build(blueprint, optimizer, model, world=world, spans=spans)
+    require_separable(optimizer)  # what cannot run on several ranks is refused on one already
+    engine = AloneEngine(optimizer, spans)
+    return Assembly(blueprint.names, blueprint.layout, blueprint.schedule, engine)
+
+
+def _build(
+    blueprint: Blueprint, optimizer: Optimizer, model: nn.Module, *, world: World, spans: Spans
+) -> Assembly:
+    names, layout, config = blueprint.names, blueprint.layout, blueprint.config
     shards = config.gather == "parameters"
     require = require_elementwise if shards else require_separable
     require(optimizer)
-    params = {name: param for param, name in names.items()}
-    gradients, parameters = Arena(layout), Arena(layout) if shards else None
-    buckets = [
-        BucketRuntime(
-            plan,
-            [params[name] for name in plan.names],
-            rank=world.rank,
-            gradients=gradients,
-            parameters=parameters,
-        )
-        for plan in layout
-    ]
+    buckets = _build_buckets(names, layout, rank=world.rank, shards=shards)
     give_back_freed()
     side = open_side_stream(names, world=world, layout=layout, config=config)
     masters = _choose_masters(world, config)
@@ -131,7 +109,7 @@ def assemble(
         world,
         buckets,
         updates,
-        schedule=schedule,
+        schedule=blueprint.schedule,
         config=config,
         reduce_scatter=reduce_scatter,
         side=side,
@@ -140,84 +118,43 @@ def assemble(
     engine = Engine(
         world, pipeline, eager=config.eager, read_options=lambda: read_options(optimizer)
     )
-    places = {
-        param: (bucket, slot) for bucket in buckets for slot, param in enumerate(bucket.params)
-    }
-    hooks = ModelHooks(model, places, pre_forward=engine.pre_forward, grad_ready=engine.grad_ready)
     every = steps_between_checks(config.check_every)
-    checks = Checks(world, model, buckets, every=every) if every else None
     return Assembly(
-        names, layout, schedule, engine, reduce_scatter, masters, updates, hooks, checks, side
+        names,
+        layout,
+        blueprint.schedule,
+        engine,
+        reduce_scatter,
+        masters,
+        updates,
+        hooks=_attach_hooks(model, buckets, engine),
+        checks=Checks(world, model, buckets, every=every) if every else None,
+        side=side,
     )
 
 
-def lay_out(
-    optimizer: Optimizer,
-    model: nn.Module,
-    *,
-    world_size: int,
-    config: EngineConfig,
-    plan: Plan | None = None,
-) -> BucketLayout:
-    """The buckets that ``assemble`` makes. Raises ConfigError for a plan that does not fit."""
-    names = _optimized_parameters(optimizer, model)
-    specs = [spec_of(param, name) for param, name in names.items()]
-    if plan is not None:
-        return plan.layout(specs, world_size)
-    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
-    return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
-
-
-def _optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
-    """The optimizer's parameters with their names, in the model's order."""
-    wanted = {param for group in optimizer.param_groups for param in group["params"]}
-    names = {param: name for name, param in model.named_parameters() if param in wanted}
-    strangers = [tuple(param.shape) for param in wanted if param not in names]
-    if strangers:
-        raise ConfigError(
-            f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
-            f"{strangers[:3]}; pass the model that the optimizer was made for"
+def _build_buckets(
+    names: Mapping[nn.Parameter, str], layout: BucketLayout, *, rank: int, shards: bool
+) -> list[BucketRuntime]:
+    params = {name: param for param, name in names.items()}
+    gradients, parameters = Arena(layout), Arena(layout) if shards else None
+    return [
+        BucketRuntime(
+            bucket,
+            [params[name] for name in bucket.names],
+            rank=rank,
+            gradients=gradients,
+            parameters=parameters,
         )
-    if not any(param.requires_grad for param in names):
-        raise ConfigError("the optimizer has no parameter that requires grad: nothing to train")
-    return names
+        for bucket in layout
+    ]
 
 
-def _check_agreement(
-    world: World,
-    optimizer: Optimizer,
-    names: Mapping[nn.Parameter, str],
-    layout: BucketLayout,
-    schedule: Schedule,
-    config: EngineConfig,
-) -> None:
-    """Raise MismatchError unless all ranks have the same model, optimizer and settings."""
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    facts = {
-        "settings": repr(config),
-        "optimizer": f"{type(optimizer).__name__} {groups}",
-        "model": repr([bucket.slots for bucket in layout]),
-        "schedule": repr(schedule),
+def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: Engine) -> ModelHooks:
+    places = {
+        param: (bucket, slot) for bucket in buckets for slot, param in enumerate(bucket.params)
     }
-    for what, fact in facts.items():
-        digest = hashlib.sha256(fact.encode()).hexdigest()[:12]
-        seen = world.all_gather_text(f"{fact[:160]} ... (hash {digest})")
-        for rank, other in enumerate(seen):
-            if other != seen[0]:
-                raise MismatchError(
-                    f"rank {rank} has another {what} than rank 0: {other} against {seen[0]}; "
-                    "every rank must build the same one"
-                )
-
-
-def _check_comm_dtype(params: Iterable[nn.Parameter], config: EngineConfig) -> None:
-    """Raise ConfigError if nothing is wider than what it is to be sent as, on one rank as well."""
-    if config.wire_dtype is not None and all(is_half(param) for param in params):
-        raise ConfigError(
-            f"comm_dtype {config.comm_dtype!r} has no effect: all parameters of the optimizer are "
-            "of half precision and travel as they are; leave it out, or keep the parameters in "
-            "fp32 and compute under torch.autocast"
-        )
+    return ModelHooks(model, places, pre_forward=engine.pre_forward, grad_ready=engine.grad_ready)
 
 
 def _choose_masters(world: World, config: EngineConfig) -> MasterRule:

@@ -12,21 +12,25 @@ from dearmpi.config import Buffers
 
 
 class BufferExchange:
-    """Makes all buffers of ``model`` those of rank 0, or the average over the ranks.
+    """Makes all buffers of ``model`` those of rank 0, or the average over the ranks, or keeps them.
 
     Integers, such as counters, are always rank 0's. One message per data type and exchange.
     """
 
     def __init__(self, model: nn.Module, world: World, how: Buffers) -> None:
-        """``how`` is ``broadcast`` or ``average`` (collective)."""
+        """``how``: as in ``EngineConfig`` (collective)."""
         self._model = model
         self._size = world.size
         self._averages = how == "average"
-        self._channel = world.open_channel("buffers", window=1)
+        self._channel: Channel | None = None
+        if how != "keep" and world.size > 1:
+            self._channel = world.open_channel("buffers", window=1)
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Wait for the other ranks' buffers (collective)."""
+        """Wait for the other ranks' buffers, if they are wanted (collective)."""
+        if self._channel is None:
+            return
         for tensors in _by_kind(self._model.buffers()):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
             if self._averages and flat.is_floating_point():
@@ -39,8 +43,10 @@ class BufferExchange:
                 tensor.copy_(part.view(tensor.shape))
 
     def close(self) -> None:
-        """Give the channel back (collective)."""
-        self._channel.close()
+        """Give the channel back (collective); no exchange has an effect any more."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,25 +16,21 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World, connect
 from dearmpi.config import EngineConfig
-from dearmpi.engine.assembly import Assembly, assemble, lay_out
+from dearmpi.engine.assembly import Assembly
+from dearmpi.engine.attachment import Attachment
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.clipping import Clips, scale
 from dearmpi.engine.clock import IterationTimes
-from dearmpi.engine.closed import ClosedEngine
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.layer_ranges import LayerRanges
-from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
+from dearmpi.engine.local_state import LocalState
 from dearmpi.engine.model_buffers import BufferExchange
-from dearmpi.engine.probe import elementwise_keys
-from dearmpi.engine.relocation import place_state, relocate_state
 from dearmpi.engine.self_planning import Pause, SelfPlanning
-from dearmpi.engine.settings import check_plan, merge_settings
+from dearmpi.engine.settings import check_plan, choose_plan, merge_settings
 from dearmpi.engine.spans import Spans
-from dearmpi.engine.state import gather_state, load_state
-from dearmpi.engine.update import read_options
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
-from dearmpi.plan.plan import Plan, read_plan
+from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
 
 
@@ -77,18 +72,17 @@ class DistributedOptimizer(Optimizer):
         self.config = merge_settings(config, settings)
         self.spans = Spans()
         self._ranges = LayerRanges(model)
-        self._plan = read_plan(plan) if isinstance(plan, str | Path) and plan != "auto" else plan
-        check_plan(self._plan, self.config)
+        self._plan = choose_plan(plan, self.config)
         self.plan_pause: Pause | None = None
         self._planning: SelfPlanning | None = None
-        self._waited_before_s = 0.0
-        self._assembly: Assembly
-        self._assemble()
+        self._attachment = Attachment(
+            optimizer, model, world=self.world, config=self.config, plan=self.plan, spans=self.spans
+        )
+        self._share()
+        self._begin_planning()
         broadcast_parameters(model, self.world)
         broadcast_buffers(model, self.world)
-        self._buffers: BufferExchange | None = None
-        if self.config.buffers != "keep" and self.world.size > 1:
-            self._buffers = BufferExchange(model, self.world, self.config.buffers)
+        self._buffers = BufferExchange(model, self.world, self.config.buffers)
 
     @property
     def layout(self) -> BucketLayout:
@@ -118,12 +112,16 @@ class DistributedOptimizer(Optimizer):
     @property
     def times(self) -> IterationTimes:
         """Exposed and total communication time of the iteration that the last step ended."""
-        return self._assembly.engine.times
+        return self._attachment.times
 
     @property
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
-        return self._waited_before_s + self._assembly.engine.waited_s
+        return self._attachment.waited_s
+
+    @property
+    def _assembly(self) -> Assembly:
+        return self._attachment.assembly
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take an optimizer step; returns before it is finished. Options are read now."""
@@ -133,15 +131,11 @@ class DistributedOptimizer(Optimizer):
                 loss = closure()
         self._ranges.follow()
         self._assembly.engine.step()
-        if self._buffers is not None:
-            self._buffers.exchange()
+        self._buffers.exchange()
         if isinstance(self.state, GatheredState):
             self.state.forget()
         self._clips.stepped()
-        checks = self._assembly.checks
-        if checks is not None and checks.is_due():
-            options = repr(read_options(self._optimizer))
-            checks.compare_replicas(self._assembly.engine.take_posted(), options)
+        self._attachment.check()
         if self._planning is not None:
             self._plan_on(self._planning)
         return loss
@@ -193,49 +187,26 @@ class DistributedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
-        self.synchronize()
-        packed: dict[str, Any] = self._optimizer.state_dict()
-        if self._assembly.updates:
-            whole = gather_state(self.world, self._assembly.updates)
-            params = [param for group in self.param_groups for param in group["params"]]
-            names = self._assembly.names
-            packed["state"] = {
-                index: whole[names[param]]
-                for index, param in enumerate(params)
-                if whole.get(names[param])
-            }
-        return packed
+        return self._attachment.state_dict()
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; waits for the last step, but for nobody else.
 
         The tensors are those that the next step changes.
         """
-        self.synchronize()
-        packed: dict[str, Any] = self._optimizer.state_dict()
-        updates, names = self._assembly.updates, self._assembly.names
-        whole = read_whole(updates)
-        if not updates:
-            held = ((name, self.state.get(param)) for param, name in names.items())
-            whole = {name: dict(entries) for name, entries in held if entries}
-        return LocalState(packed["param_groups"], whole, read_pieces(updates))
+        return self._attachment.local_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in plain torch form, whole and the same on every rank."""
-        self.synchronize()
-        self._optimizer.load_state_dict(state_dict)
-        if self.config.master_weights:  # torch has rounded the state to the parameters' dtype
-            params = [param for group in self._optimizer.param_groups for param in group["params"]]
-            for index, entries in state_dict["state"].items():
-                self._optimizer.state[params[index]] = dict(entries)
-        self._adopt_state()
+        self._attachment.load_state_dict(state_dict)
+        self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the buckets are laid out anew (collective).
 
         Gradients that no step has used are dropped.
         """
-        if not hasattr(self, "_assembly"):  # torch's constructor adds the groups it is given
+        if not hasattr(self, "_attachment"):  # torch's constructor adds the groups it is given
             super().add_param_group(param_group)
             return
         self._assembly.engine.drop_gradients()
@@ -244,7 +215,7 @@ class DistributedOptimizer(Optimizer):
                 f"the plan is for {len(self._plan.parameters)} parameters, and add_param_group "
                 "adds some; add them before the plan is made, or leave plan out"
             )
-        self._assemble_anew(lambda: self._optimizer.add_param_group(param_group))
+        self._lay_out_anew(lambda: self._optimizer.add_param_group(param_group))
         broadcast_parameters(self._model, self.world)
 
     def follow(self, plan: Plan) -> None:
@@ -256,7 +227,7 @@ class DistributedOptimizer(Optimizer):
         check_plan(plan, self.config)
         self._assembly.engine.drop_gradients()
         self._plan = plan
-        self._assemble_anew(lambda: None)
+        self._lay_out_anew()
 
     def fuse(self, bucket_cap_mb: float) -> None:
         """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective).
@@ -266,40 +237,18 @@ class DistributedOptimizer(Optimizer):
         self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
         self._assembly.engine.drop_gradients()
         self._plan = None
-        self._assemble_anew(lambda: None)
+        self._lay_out_anew()
 
-    def _assemble_anew(self, change: Callable[[], None]) -> None:
+    def _lay_out_anew(self, change: Callable[[], None] = lambda: None) -> None:
         """Lay out again after ``change`` to the wrapped optimizer; the state is carried over."""
         self._abandon_planning()
         self.synchronize()
         change()
-        layout = lay_out(
-            self._optimizer,
-            self._model,
-            world_size=self.world.size,
-            config=self.config,
-            plan=self.plan,
-        )
-        states = relocate_state(self.world, self._assembly.updates, layout)
-        self._waited_before_s, times = self.waited_s, self.times
-        self._close_assembly()
-        self._assembly = replace(self._assembly, updates=())
-        gc.collect()  # engines and hooks refer to each other, and their buffers are large
-        self._assemble()
-        self._assembly.engine.times = times
-        with self._assembly.side.section():
-            place_state(self._assembly.updates, states)
+        self._attachment.renew(config=self.config, plan=self.plan)
+        self._share()
+        self._begin_planning()
 
-    def _assemble(self) -> None:
-        self._assembly = assemble(
-            self._optimizer,
-            self._model,
-            world=self.world,
-            config=self.config,
-            plan=self.plan,
-            spans=self.spans,
-        )
-        self._adopt_state()
+    def _begin_planning(self) -> None:
         if self._plan == "auto" and self.world.size > 1:
             self._planning = SelfPlanning(
                 self._model,
@@ -336,41 +285,15 @@ class DistributedOptimizer(Optimizer):
         """
         self._abandon_planning()
         self._ranges.remove()
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
-        self._close_assembly()
-
-    def _close_assembly(self) -> None:
-        self._assembly.close()
-        closed = ClosedEngine(self._optimizer, self.times)
-        self._assembly = replace(self._assembly, engine=closed, hooks=None, checks=None)
+        self._buffers.close()
+        self._attachment.close()
 
     def _shadow_step(self) -> None:
         self._clips.repeat(self._assembly.engine, self.world)
         self._assembly.engine.step(joined=True)
-        if self._buffers is not None:
-            self._buffers.exchange()
+        self._buffers.exchange()
 
-    def _adopt_state(self) -> None:
-        """Share the groups with the wrapped optimizer; each rank takes the state it needs."""
+    def _share(self) -> None:
+        """Have the param groups of the wrapped optimizer, and its state wherever that lies."""
         self.param_groups = self._optimizer.param_groups
-        state = self._optimizer.state
-        self.state = state
-        names = self._assembly.names
-        with torch.no_grad():
-            for param, name in names.items():
-                if param in state:
-                    self._assembly.masters.settle(param.detach(), state[param], name)
-        if self._assembly.updates:
-            states = {n: dict(state[p]) for p, n in names.items() if p in state}
-            shards = self.config.gather == "parameters"
-            elementwise = elementwise_keys(self._optimizer) if shards else frozenset[str]()
-            with self._assembly.side.section():
-                load_state(self._assembly.updates, states, elementwise=elementwise)
-            state.clear()
-            self.state = GatheredState(self._read_state)  # type: ignore[assignment]
-
-    def _read_state(self) -> dict[Tensor, Any]:
-        params = [param for group in self.param_groups for param in group["params"]]
-        return {params[index]: entries for index, entries in self.state_dict()["state"].items()}
+        self.state = self._attachment.state()

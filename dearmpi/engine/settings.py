@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
-from dearmpi.plan.plan import Plan
+from dearmpi.plan.plan import Plan, read_plan
 
 DECIDED_BY_PLAN = ("schedule", "bucket_cap_mb", "window")
 
@@ -28,6 +29,17 @@ def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
             "the plan is made for eager=True (buckets are updated during backprop), but eager is "
             "False; set it, or make a plan without"
         )
+
+
+def choose_plan(
+    plan: Plan | Literal["auto"] | str | Path | None, config: EngineConfig
+) -> Plan | Literal["auto"] | None:
+    """The plan itself where ``plan`` is the file of one. Raises ConfigError as ``check_plan``."""
+    chosen: Plan | Literal["auto"] | None = "auto"
+    if plan != "auto":
+        chosen = read_plan(plan) if isinstance(plan, str | Path) else plan
+    check_plan(chosen, config)
+    return chosen
 
 
 def merge_settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:

@@ -1,0 +1,169 @@
+"""Attachment: what stands between an optimizer and its model, for as long as both are in use."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
+from dearmpi.engine.assembly import Assembly, assemble
+from dearmpi.engine.blueprint import lay_out
+from dearmpi.engine.clock import IterationTimes
+from dearmpi.engine.closed import ClosedEngine
+from dearmpi.engine.gathered_state import GatheredState
+from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
+from dearmpi.engine.probe import elementwise_keys
+from dearmpi.engine.relocation import place_state, relocate_state
+from dearmpi.engine.shard_update import ShardUpdate
+from dearmpi.engine.spans import Spans
+from dearmpi.engine.state import gather_state, load_state
+from dearmpi.engine.update import read_options
+from dearmpi.plan.plan import Plan
+
+
+class Attachment:
+    """An assembly in use, which is exchanged for another where buckets change.
+
+    The optimizer's state lies in its updates, if it has any, and moves with them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        world: World,
+        config: EngineConfig,
+        plan: Plan | None,
+        spans: Spans,
+    ) -> None:
+        """Assemble, and take over the state that ``optimizer`` has (collective).
+
+        Raises what ``assemble`` raises.
+        """
+        self._optimizer, self._model = optimizer, model
+        self._world, self._spans = world, spans
+        self._waited_before_s = 0.0
+        self.assembly = self._assemble(config, plan)
+        self._adopt_state()
+
+    @property
+    def times(self) -> IterationTimes:
+        """Of the iteration that the last step ended."""
+        return self.assembly.engine.times
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that forward and backward have waited for communication since the start."""
+        return self._waited_before_s + self.assembly.engine.waited_s
+
+    def renew(self, *, config: EngineConfig, plan: Plan | None) -> None:
+        """Lay out anew, with the same parameters and state; nothing is under way (collective).
+
+        Raises ConfigError for a plan that does not fit, with everything as it was.
+        """
+        layout = lay_out(
+            self._optimizer, self._model, world_size=self._world.size, config=config, plan=plan
+        )
+        states = relocate_state(self._world, self.assembly.updates, layout)
+        self._waited_before_s, times = self.waited_s, self.times
+        self.close()
+        self.assembly = replace(self.assembly, updates=())
+        gc.collect()  # engines and hooks refer to each other, and their buffers are large
+        self.assembly = self._assemble(config, plan)
+        self._adopt_state()
+        self.assembly.engine.times = times
+        with self.assembly.side.section():
+            place_state(self.assembly.updates, states)
+
+    def check(self) -> None:
+        """After a step: compare replicas, if it is time to (collective)."""
+        checks = self.assembly.checks
+        if checks is not None and checks.is_due():
+            options = repr(read_options(self._optimizer))
+            checks.compare_replicas(self.assembly.engine.take_posted(), options)
+
+    def state(self) -> Any:
+        """The state by parameter, as ``optimizer.state`` shows it."""
+        return GatheredState(self._by_param) if self.assembly.updates else self._optimizer.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain torch form, whole on every rank (collective)."""
+        self.assembly.engine.synchronize()
+        packed: dict[str, Any] = self._optimizer.state_dict()
+        if self.assembly.updates:
+            whole = gather_state(self._world, self.assembly.updates)
+            names = self.assembly.names
+            packed["state"] = {
+                index: whole[names[param]]
+                for index, param in enumerate(self._params())
+                if whole.get(names[param])
+            }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state in plain torch form, whole and the same on every rank."""
+        self.assembly.engine.synchronize()
+        self._optimizer.load_state_dict(state_dict)
+        if self.assembly.masters.weights:  # torch has rounded the state to the parameters' dtype
+            params = self._params()
+            for index, entries in state_dict["state"].items():
+                self._optimizer.state[params[index]] = dict(entries)
+        self._adopt_state()
+
+    def local_state(self) -> LocalState:
+        """What this rank holds of the state; its tensors are those that the next step changes."""
+        self.assembly.engine.synchronize()
+        packed: dict[str, Any] = self._optimizer.state_dict()
+        updates, names = self.assembly.updates, self.assembly.names
+        whole = read_whole(updates)
+        if not updates:
+            held = ((name, self._optimizer.state.get(param)) for param, name in names.items())
+            whole = {name: dict(entries) for name, entries in held if entries}
+        return LocalState(packed["param_groups"], whole, read_pieces(updates))
+
+    def close(self) -> None:
+        """Finish what is under way and detach from the model; the state can still be read."""
+        self.assembly.close()
+        closed = ClosedEngine(self._optimizer, self.times)
+        self.assembly = replace(self.assembly, engine=closed, hooks=None, checks=None)
+
+    def _adopt_state(self) -> None:
+        """Take the state that the optimizer has been given, each rank what it needs of it."""
+        state, names = self._optimizer.state, self.assembly.names
+        with torch.no_grad():
+            for param, name in names.items():
+                if param in state:
+                    self.assembly.masters.settle(param.detach(), state[param], name)
+        updates = self.assembly.updates
+        if updates:
+            states = {n: dict(state[p]) for p, n in names.items() if p in state}
+            shards = any(isinstance(update, ShardUpdate) for update in updates)
+            elementwise = elementwise_keys(self._optimizer) if shards else frozenset[str]()
+            with self.assembly.side.section():
+                load_state(updates, states, elementwise=elementwise)
+            state.clear()
+
+    def _by_param(self) -> dict[Tensor, Any]:
+        params = self._params()
+        return {params[index]: entries for index, entries in self.state_dict()["state"].items()}
+
+    def _params(self) -> list[nn.Parameter]:
+        """By their numbers in a state dict."""
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _assemble(self, config: EngineConfig, plan: Plan | None) -> Assembly:
+        return assemble(
+            self._optimizer,
+            self._model,
+            world=self._world,
+            config=config,
+            plan=plan,
+            spans=self._spans,
+        )

@@ -1,0 +1,136 @@
+"""Blueprint: what an optimizer's engine is built by, agreed upon by all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
+from dearmpi.engine.device_way import check_devices
+from dearmpi.engine.master import is_half
+from dearmpi.engine.probe import require_half
+from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.plan.fusion import fuse_by_cap
+from dearmpi.plan.layout import BucketLayout, build_layout
+from dearmpi.plan.parameter import spec_of
+from dearmpi.plan.plan import Plan
+from dearmpi.plan.schedule import Schedule, build_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """Everything that is decided before anything is built.
+
+    names: the parameters under the optimizer, in the model's order.
+    config: with the window of the plan, if there is one.
+    """
+
+    names: Mapping[nn.Parameter, str]
+    layout: BucketLayout
+    schedule: Schedule
+    config: EngineConfig
+
+
+def draw_blueprint(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    world: World,
+    config: EngineConfig,
+    plan: Plan | None = None,
+) -> Blueprint:
+    """Lay out and check, here and against the other ranks (collective).
+
+    Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
+    ranks' models, optimizers or settings differ.
+    """
+    names = _optimized_parameters(optimizer, model)
+    check_devices(world, names, asked=config.cuda_buffers)
+    layout = lay_out(optimizer, model, world_size=world.size, config=config, plan=plan)
+    if plan is not None:
+        schedule, config = plan.schedule, replace(config, window=plan.window)
+    else:
+        schedule = build_schedule(config.schedule, len(layout))
+    blueprint = Blueprint(names, layout, schedule, config)
+    _check_agreement(world, optimizer, blueprint)
+    _check_precision(optimizer, blueprint)
+    return blueprint
+
+
+def lay_out(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    world_size: int,
+    config: EngineConfig,
+    plan: Plan | None = None,
+) -> BucketLayout:
+    """The buckets of a blueprint. Raises ConfigError for a plan that does not fit."""
+    names = _optimized_parameters(optimizer, model)
+    specs = [spec_of(param, name) for param, name in names.items()]
+    if plan is not None:
+        return plan.layout(specs, world_size)
+    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
+    return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
+
+
+def _optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
+    """The optimizer's parameters with their names, in the model's order."""
+    wanted = {param for group in optimizer.param_groups for param in group["params"]}
+    names = {param: name for name, param in model.named_parameters() if param in wanted}
+    strangers = [tuple(param.shape) for param in wanted if param not in names]
+    if strangers:
+        raise ConfigError(
+            f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
+            f"{strangers[:3]}; pass the model that the optimizer was made for"
+        )
+    if not any(param.requires_grad for param in names):
+        raise ConfigError("the optimizer has no parameter that requires grad: nothing to train")
+    return names
+
+
+def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -> None:
+    """Raise MismatchError unless all ranks have the same model, optimizer and settings."""
+    names = blueprint.names
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    facts = {
+        "settings": repr(blueprint.config),
+        "optimizer": f"{type(optimizer).__name__} {groups}",
+        "model": repr([bucket.slots for bucket in blueprint.layout]),
+        "schedule": repr(blueprint.schedule),
+    }
+    for what, fact in facts.items():
+        digest = hashlib.sha256(fact.encode()).hexdigest()[:12]
+        seen = world.all_gather_text(f"{fact[:160]} ... (hash {digest})")
+        for rank, other in enumerate(seen):
+            if other != seen[0]:
+                raise MismatchError(
+                    f"rank {rank} has another {what} than rank 0: {other} against {seen[0]}; "
+                    "every rank must build the same one"
+                )
+
+
+def _check_precision(optimizer: Optimizer, blueprint: Blueprint) -> None:
+    """Raise ConfigError for settings of precision without effect, on one rank as well, and for
+    parameters in a precision that the optimizer cannot update.
+    """
+    config = blueprint.config
+    halves = {param.dtype for param in blueprint.names if is_half(param)}
+    if config.master_weights and not halves:
+        raise ConfigError(
+            "master_weights has no effect: no parameter of the optimizer is bf16 or fp16; convert "
+            "the model first, or leave master_weights out"
+        )
+    if config.wire_dtype is not None and all(is_half(param) for param in blueprint.names):
+        raise ConfigError(
+            f"comm_dtype {config.comm_dtype!r} has no effect: all parameters of the optimizer are "
+            "of half precision and travel as they are; leave it out, or keep the parameters in "
+            "fp32 and compute under torch.autocast"
+        )
+    if not config.master_weights:
+        require_half(optimizer, halves, whole=config.gather == "gradients")
