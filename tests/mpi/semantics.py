@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +20,11 @@ from dearmpi.comm.world import World
 from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.oracle import BATCH, copies, cut, flat_state
 
+# How all scripts are tried: on one rank, and on even and uneven shares, for what can be gathered.
+SEMANTICS = [
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
+]
 Script = Callable[["Side"], dict[str, Tensor]]
 NUM_STEPS = 4
 SMALL_CAP_MB = 0.0005  # some tens of parameters, so that every model has several buckets

@@ -12,6 +12,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
 from tests.mpi.models import NUM_FEATURES
 from tests.mpi.semantics import (
+    SEMANTICS,
     Side,
     adam,
     assert_same_on_both_sides,
@@ -22,10 +23,7 @@ from tests.mpi.semantics import (
     whole_batch,
 )
 
-pytestmark = [
-    pytest.mark.ranks(1, 2, 3),
-    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
-]
+pytestmark = SEMANTICS
 
 
 def test_a_second_forward_does_not_repeat_the_update(gather: str, world: World) -> None:

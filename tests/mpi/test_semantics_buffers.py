@@ -14,6 +14,7 @@ from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.oracle import copies, fingerprint
 from tests.mpi.semantics import (
     NUM_STEPS,
+    SEMANTICS,
     Side,
     adam,
     assert_same_on_both_sides,
@@ -23,10 +24,7 @@ from tests.mpi.semantics import (
     whole_batch,
 )
 
-pytestmark = [
-    pytest.mark.ranks(1, 2, 3),
-    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
-]
+pytestmark = SEMANTICS
 
 
 class Convolutions(nn.Module):

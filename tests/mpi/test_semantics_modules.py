@@ -9,12 +9,9 @@ from torch.nn import functional
 
 from dearmpi.comm.world import World
 from tests.mpi.models import NUM_FEATURES
-from tests.mpi.semantics import assert_same_on_both_sides, script_of
+from tests.mpi.semantics import SEMANTICS, assert_same_on_both_sides, script_of
 
-pytestmark = [
-    pytest.mark.ranks(1, 2, 3),
-    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
-]
+pytestmark = SEMANTICS
 
 WIDTH = 6
 

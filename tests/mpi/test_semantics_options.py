@@ -14,6 +14,7 @@ from dearmpi.comm.world import World
 from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.semantics import (
     NUM_STEPS,
+    SEMANTICS,
     Side,
     adam,
     assert_same_on_both_sides,
@@ -24,10 +25,7 @@ from tests.mpi.semantics import (
     whole_batch,
 )
 
-pytestmark = [
-    pytest.mark.ranks(1, 2, 3),
-    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
-]
+pytestmark = SEMANTICS
 
 
 @pytest.mark.parametrize(

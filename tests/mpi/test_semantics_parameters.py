@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.semantics import (
+    SEMANTICS,
     Side,
     adam,
     assert_same_on_both_sides,
@@ -19,10 +19,7 @@ from tests.mpi.semantics import (
     whole_batch,
 )
 
-pytestmark = [
-    pytest.mark.ranks(1, 2, 3),
-    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
-]
+pytestmark = SEMANTICS
 
 
 class Choice(nn.Module):

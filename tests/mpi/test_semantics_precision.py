@@ -10,12 +10,17 @@ import dearmpi
 from dearmpi.comm.world import World
 from dearmpi.errors import UsageError
 from tests.mpi.models import NUM_FEATURES, squared_error
-from tests.mpi.semantics import Side, adam, assert_same_on_both_sides, layers, outcome, seeded
+from tests.mpi.semantics import (
+    SEMANTICS,
+    Side,
+    adam,
+    assert_same_on_both_sides,
+    layers,
+    outcome,
+    seeded,
+)
 
-pytestmark = [
-    pytest.mark.ranks(1, 2, 3),
-    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
-]
+pytestmark = SEMANTICS
 
 
 def single_precision() -> nn.Sequential:

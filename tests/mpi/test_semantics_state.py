@@ -14,6 +14,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import UsageError
 from tests.mpi.oracle import copies, flat_state
 from tests.mpi.semantics import (
+    SEMANTICS,
     Side,
     adam,
     assert_same_on_both_sides,
@@ -22,10 +23,7 @@ from tests.mpi.semantics import (
     train,
 )
 
-pytestmark = [
-    pytest.mark.ranks(1, 2, 3),
-    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
-]
+pytestmark = SEMANTICS
 
 
 def test_state_at_any_point_of_an_iteration(gather: str, world: World) -> None:

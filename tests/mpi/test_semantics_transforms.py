@@ -19,6 +19,7 @@ from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.oracle import BATCH, copies
 from tests.mpi.semantics import (
     NUM_STEPS,
+    SEMANTICS,
     Side,
     adam,
     assert_same_on_both_sides,
@@ -29,10 +30,7 @@ from tests.mpi.semantics import (
     whole_batch,
 )
 
-pytestmark = [
-    pytest.mark.ranks(1, 2, 3),
-    pytest.mark.parametrize("gather", ["parameters", "gradients"]),
-]
+pytestmark = SEMANTICS
 
 
 class SlowAdam(torch.optim.Adam):
