@@ -13,7 +13,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
 from dearmpi.train.choices import Precision
 from dearmpi.train.data import evaluation_shares, load_batch
-from dearmpi.train.precision import computing, convert_batch, send_batch
+from dearmpi.train.precision import computing, convert_batch, device_of, send_batch
 from dearmpi.train.task import Samples, Task
 
 
@@ -69,8 +69,9 @@ def measure_batch(
     task: Task, data: Samples, indices: tuple[int, ...], precision: Precision
 ) -> tuple[float, dict[str, float]]:
     """Mean loss and the task's metrics (sums) of one batch, in the model's present mode."""
-    batch = send_batch(convert_batch(load_batch(task, data, indices), precision), task.model)
-    with computing(task.model, precision):
+    device = device_of(task.model)
+    batch = send_batch(convert_batch(load_batch(task, data, indices), precision), device)
+    with computing(device, precision):
         loss = float(task.loss(task.model, batch))
         metrics = {} if task.metrics is None else dict(task.metrics(task.model, batch))
     return loss, {name: float(value) for name, value in metrics.items()}

@@ -34,6 +34,7 @@ LEAST_STEPS_TO_PLAN = 2 * MOST_STEPS  # so that the plan is followed for half of
 class Job:
     """A run that is ready to go.
 
+    device: where the model is.
     base_lrs: learning rate of each param group, which the curve's factor multiplies.
     start_step, total_steps: optimizer steps taken before, and at the end of the run.
     evaluator: None where the task has nothing to evaluate on.
@@ -42,6 +43,7 @@ class Job:
     world: World
     settings: RunSettings
     task: Task
+    device: torch.device
     optimizer: DistributedOptimizer
     base_lrs: tuple[float, ...]
     curve: LrCurve
@@ -49,11 +51,6 @@ class Job:
     start_step: int
     total_steps: int
     evaluator: Evaluator | None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return device_of(self.task.model)
 
     def position(self, step: int) -> tuple[int, int]:
         """Epoch and step within it of step number ``step``, from 0."""
@@ -104,6 +101,7 @@ def prepare(
     start_step = 0 if snapshot is None else snapshot.step
     num_steps = total_steps - start_step
     followed = _choose_plan(world, settings, num_steps=num_steps, kept=kept_plan)
+    device = device_of(task.model)
     optimizer = _distribute(inner, task, world, settings, plan=followed)
     if state is not None:
         optimizer.load_state_dict(state)
@@ -113,6 +111,7 @@ def prepare(
         world=world,
         settings=settings,
         task=task,
+        device=device,
         optimizer=optimizer,
         base_lrs=base_lrs,
         curve=lr_curve(settings, total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),

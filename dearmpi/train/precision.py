@@ -26,13 +26,15 @@ def convert_batch(batch: Any, precision: Precision) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are; the host for a model without any."""
+    """Where the model's parameters are; the host for a model without any.
+
+    Between two steps this waits for a parameter to be current, as any look at one does.
+    """
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
-def send_batch(batch: Any, model: nn.Module) -> Any:
-    """The batch on the device of ``model``."""
-    device = device_of(model)
+def send_batch(batch: Any, device: torch.device) -> Any:
+    """The batch on ``device``."""
     return batch if device.type == "cpu" else _map(batch, lambda part: part.to(device))
 
 
@@ -49,9 +51,8 @@ def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def computing(model: nn.Module, precision: Precision) -> AbstractContextManager[Any]:
-    """The context of a feed-forward: autocast to bf16, or nothing."""
+def computing(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """The context of a feed-forward on ``device``: autocast to bf16, or nothing."""
     if precision != "bf16":
         return nullcontext()
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    return torch.autocast(device, dtype=torch.bfloat16)
+    return torch.autocast(device.type, dtype=torch.bfloat16)

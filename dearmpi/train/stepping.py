@@ -69,8 +69,8 @@ def _go_forward(job: Job, share: MicroBatch) -> Tensor | None:
     precision = job.settings.precision
     with job.optimizer.spans.span(Lane.DATA, "data"):
         batch = convert_batch(load_batch(job.task, job.task.train_data, share.indices), precision)
-        batch = send_batch(batch, job.task.model)
-    with computing(job.task.model, precision):
+        batch = send_batch(batch, job.device)
+    with computing(job.device, precision):
         loss = job.task.loss(job.task.model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shown = type(loss).__name__

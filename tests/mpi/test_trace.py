@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import dearmpi
+from dearmpi.engine.span import Lane
 from dearmpi.report.trace import read_trace, read_traces, trace_path
 from dearmpi.report.trace_merge import merge
+from dearmpi.report.trace_writer import SLOT_STRIDE
 from tests.job import Ended, run_job
 
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
@@ -91,6 +93,7 @@ def test_traces_of_all_ranks_show_each_bucket_on_its_way(folder: Path) -> None:
                 assert reduced["ts"] + reduced["dur"] <= updated["ts"] + 0.01
                 assert updated["ts"] + updated["dur"] <= gathered["ts"] + 0.01
         check_nesting(spans(trace.events))
+        check_data(spans(trace.events))
     first, second = (
         {(e["name"], e["args"]["iteration"]): e for e in spans(trace.aligned())}
         for trace in traces.traces
@@ -116,6 +119,16 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
                 open_until.pop()
             assert not open_until or start - length <= open_until[-1]
             open_until.append(start - length)
+
+
+def check_data(events: list[dict[str, Any]]) -> None:
+    """A wait counts as communication, and not as data too."""
+    lanes = [
+        [(e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] % SLOT_STRIDE == lane]
+        for lane in (Lane.DATA, Lane.WAIT)
+    ]
+    for start, stop in lanes[0]:
+        assert all(stop <= begun or ended <= start for begun, ended in lanes[1])
 
 
 def test_a_rank_killed_while_it_records_leaves_a_trace_that_loads(folder: Path) -> None:

@@ -27,7 +27,7 @@ def test_fp64_converts_floating_point_in_any_container_and_leaves_labels() -> No
 def test_bf16_computes_in_bf16_over_fp32_parameters() -> None:
     model = nn.Linear(2, 2)
     convert_model(model, "bf16")
-    with computing(model, "bf16"):
+    with computing(torch.device("cpu"), "bf16"):
         output = model(torch.ones(1, 2))
     assert (model.weight.dtype, output.dtype) == (torch.float32, torch.bfloat16)
 
@@ -36,5 +36,5 @@ def test_fp32_changes_nothing() -> None:
     model, batch = nn.Linear(2, 2), (torch.ones(1, 2),)
     convert_model(model, "fp32")
     assert convert_batch(batch, "fp32") is batch
-    with computing(model, "fp32"):
+    with computing(torch.device("cpu"), "fp32"):
         assert model(*batch).dtype == torch.float32
