@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
 
     console = Console(speaks=is_first_process() and json_path != _STANDARD_OUTPUT)
     try:
+        import_module("dearmpi.cli.session")  # all that a run needs
         from dearmpi.doctor.examination import Examination, examine, probe_devices
         from dearmpi.doctor.launch import open_world
     except Exception as error:  # libraries with compiled parts fail at import in many ways
