@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
+
+from dearmpi.cli.terminal import count_columns, launcher_terminal
 
 _REDRAW_S = 0.2
 
@@ -17,8 +20,7 @@ class Console:
     """Lines on ``out``, and where that is a terminal a line below them that is drawn anew.
 
     speaks: False makes it silent.
-    launched: under a launcher it cannot be known what is at the other end: Open MPI gives rank 0 a
-        terminal of its own even where the job's output goes to a file.
+    launched: ``out`` leads to a launcher, and what counts is where that writes.
     """
 
     speaks: bool
@@ -26,11 +28,17 @@ class Console:
     out: TextIO = field(default_factory=lambda: sys.stdout)
     _live: str = ""
     _drawn_s: float = 0.0
+    _terminal: Path | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.speaks and self.launched:
+            self._terminal = launcher_terminal(os.getppid())
 
     @property
     def is_live(self) -> bool:
         """Whether a line that moves is seen by anybody."""
-        return self.speaks and not self.launched and self.out.isatty()
+        seen = self._terminal is not None if self.launched else self.out.isatty()
+        return self.speaks and seen
 
     def say(self, *lines: str) -> None:
         """Print lines."""
@@ -69,7 +77,7 @@ class Console:
     def _draw(self, text: str) -> None:
         self._live = text
         if text and self.is_live:
-            self.out.write(text[: max(1, shutil.get_terminal_size().columns - 1)])
+            self.out.write(text[: max(1, count_columns(self._terminal) - 1)])
 
 
 def bar(done: int, total: int, *, width: int = 24) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 
@@ -31,12 +32,16 @@ def test_there_is_no_live_line_where_nobody_watches() -> None:
     assert out.getvalue() == "a\n"
 
 
-def test_there_is_no_live_line_in_a_terminal_that_a_launcher_may_have_made() -> None:
-    out = Terminal()
-    console = Console(speaks=True, launched=True, out=out)
-    console.show("50 %")
-    console.say("a")
-    assert out.getvalue() == "a\n"
+@pytest.mark.parametrize("out", [io.StringIO(), Terminal()])
+def test_under_a_launcher_the_live_line_goes_where_that_writes(
+    monkeypatch: pytest.MonkeyPatch, out: io.StringIO
+) -> None:
+    for terminal, shown in ((None, ""), (Path("/dev/pts/none"), "50 %")):
+        monkeypatch.setattr("dearmpi.cli.console.launcher_terminal", lambda _, to=terminal: to)
+        out.truncate(0)
+        out.seek(0)
+        Console(speaks=True, launched=True, out=out).show("50 %")
+        assert out.getvalue() == shown
 
 
 def test_the_live_line_stays_below_what_is_said_and_goes_at_the_end() -> None:
