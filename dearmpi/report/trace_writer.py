@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from dearmpi.engine.span import Lane, Span
 MOST_SPANS = 200_000  # of one rank: about 30 MB, more than a viewer handles well
 SLOT_STRIDE = 10  # the second of two overlapping spans goes to track lane + 10, and so on
 _END = b"\n]\n"
+_COMPUTE = Lane.COMPUTE
+_SLICE, _NAP_S = 16, 2e-4  # spans that are put into words at once, and the rest after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,10 @@ class TraceHeader:
 class TraceWriter:
     """Records spans in memory, and has them written when told to. A ``Recorder``.
 
-    A thread of its own writes, since the iterations that are recorded go on meanwhile. A failure to
-    write ends the trace with a warning: no training is lost for its picture.
+    A thread of its own writes, since the iterations that are recorded go on meanwhile. It puts few
+    spans into words at a time, and rests in between: one thread at a time runs Python, and a layer
+    that comes to its end must not wait for that. A failure to write ends the trace with a warning:
+    no training is lost for its picture.
     """
 
     def __init__(self, path: Path, *, most_spans: int = MOST_SPANS) -> None:
@@ -107,32 +112,43 @@ class TraceWriter:
     def _write_when_wanted(self) -> None:
         while self._wanted.get():
             try:
-                self._write_spans()
+                self._write_spans(nap_s=_NAP_S)
             finally:
                 self._writing.release()
 
-    def _write_spans(self) -> None:
+    def _write_spans(self, *, nap_s: float = 0.0) -> None:
         # Others may add meanwhile; that is left for the next time.
-        spans = [self._spans.popleft() for _ in range(len(self._spans))]
-        self._write([line for span in spans for line in self._lines(span)])
+        left = len(self._spans)
+        lines: list[str] = []
+        while left:
+            count = min(left, _SLICE)
+            self._put_into_words(count, lines)
+            left -= count
+            if nap_s and left:
+                time.sleep(nap_s)
+        self._write(lines)
 
-    def _lines(self, span: Span) -> list[str]:
+    def _put_into_words(self, count: int, lines: list[str]) -> None:
+        """Append the events of the next ``count`` spans to ``lines``."""
         assert self._header is not None
-        tid, rank = self._track(span), self._header.rank
-        first_of_slot = tid >= SLOT_STRIDE and tid not in self._busy_until
-        self._busy_until[tid] = span.stop_s
-        line = _span_line(span, _head(rank, tid, span.name), self._header.origin_s)
-        if not first_of_slot:
-            return [line]
-        slot = tid // SLOT_STRIDE + 1
-        return [*_to_lines(_name_track(rank, tid, f"{span.lane.label} ({slot})")), line]
+        rank, origin_s, take = self._header.rank, self._header.origin_s, self._spans.popleft
+        for _ in range(count):
+            span = take()
+            lane, name, *_ = span
+            # Layers lie within layers or apart, which viewers show on one track.
+            tid = _COMPUTE if lane is _COMPUTE else self._find_track(span, lines)
+            lines.append(_span_line(span, _head(rank, tid, name), origin_s))
 
-    def _track(self, span: Span) -> int:
-        """Viewers drop what overlaps on one track, except for layers within layers."""
+    def _find_track(self, span: Span, lines: list[str]) -> int:
+        """One on which ``span`` overlaps no other, since viewers would drop it; named if new."""
+        assert self._header is not None
         tid = int(span.lane)
-        if span.lane is not Lane.COMPUTE:
-            while span.start_s < self._busy_until.get(tid, span.start_s):
-                tid += SLOT_STRIDE
+        while span.start_s < self._busy_until.get(tid, span.start_s):
+            tid += SLOT_STRIDE
+        if tid >= SLOT_STRIDE and tid not in self._busy_until:
+            label = f"{span.lane.label} ({tid // SLOT_STRIDE + 1})"
+            lines += _to_lines(_name_track(self._header.rank, tid, label))
+        self._busy_until[tid] = span.stop_s
         return tid
 
     def _note_of_cap(self) -> dict[str, Any]:
@@ -202,16 +218,16 @@ def _span_line(span: Span, head: str, origin_s: float) -> str:
     Both ends are rounded to nanoseconds, not the length, so that spans that touch still do.
     """
     _, _, start_s, stop_s, iteration, bucket, nbytes, queued_s, progress_s = span
-    args = f'"iteration":{iteration}'
-    if bucket is not None:
-        args += f',"bucket":{bucket},"bytes":{nbytes}'
+    start_ns, stop_ns = round((start_s - origin_s) * 1e9), round((stop_s - origin_s) * 1e9)
+    times = f'{head},"ts":{start_ns / 1e3:.3f},"dur":{(stop_ns - start_ns) / 1e3:.3f}'
+    if bucket is None:
+        return f'{times},"args":{{"iteration":{iteration}}}}}'
+    args = f'"iteration":{iteration},"bucket":{bucket},"bytes":{nbytes}'
     if queued_s is not None:
         args += f',"queued_us":{(start_s - queued_s) * 1e6:.1f}'
     if progress_s is not None:
         args += f',"first_progress_us":{(progress_s - start_s) * 1e6:.1f}'
-    start_ns, stop_ns = round((start_s - origin_s) * 1e9), round((stop_s - origin_s) * 1e9)
-    ts, duration = start_ns / 1e3, (stop_ns - start_ns) / 1e3
-    return f'{head},"ts":{ts:.3f},"dur":{duration:.3f},"args":{{{args}}}}}'
+    return f'{times},"args":{{{args}}}}}'
 
 
 @cache  # names are few, and come in every iteration
