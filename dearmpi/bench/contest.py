@@ -31,6 +31,7 @@ from dearmpi.plan.layout import BucketLayout
 Tell = Callable[[str], None]
 
 _GLOO = "gloo"
+_LINK_REPEATS = 3  # of communication alone in each round
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def hold_contest(
         comm_dtype=comm_dtype,
     )
     for number in range(length.num_rounds):
-        result.link += measure_link(world, layout, config, repeats=1)
+        result.link += measure_link(world, layout, config, repeats=_LINK_REPEATS)
         order = [alone, *methods]
         for method in order if number % 2 == 0 else reversed(order):  # so that no drift favours one
             row = rows[method.label]
@@ -126,13 +127,13 @@ def _run_block(world: World, trial: _Trial, row: Row) -> None:
         row.error = _agree(world, trial.attempt(phase))
         if row.error:
             break
-    peak = peak_bytes(start_bytes)
+    peak, note = peak_bytes(start_bytes), trial.note
     trial.leave()
     peaks = world.all_reduce([float(-1 if peak is None else peak)], "max")
     if not row.error:
         cpu_s = world.all_reduce([trial.cpu_s])[0] / world.size
         most = None if peaks[0] < 0 else int(peaks[0])
-        row.blocks.append(Block(_average(world, trial.iterations), cpu_s, most))
+        row.blocks.append(Block(_average(world, trial.iterations), cpu_s, most, note))
 
 
 class _Trial:
@@ -214,6 +215,11 @@ class _Trial:
         problem = self._subject.problem(self._model, steps)
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")
+
+    @property
+    def note(self) -> str:
+        """What the method says of itself, while it is there."""
+        return "" if self._entrant is None else self._entrant.describe()
 
     def leave(self) -> None:
         """Drop everything."""

@@ -42,6 +42,11 @@ def do_nothing() -> None:
     """Where there is nothing to do."""
 
 
+def say_nothing() -> str:
+    """Of a method that has nothing to tell."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Entrant:
     """A model made ready to be trained by one method.
@@ -50,6 +55,7 @@ class Entrant:
     is_tuning: whether it still tunes itself, in iterations before those that warm up; the same on
         all ranks.
     finish: make the parameters those of the last step. close: give back what was taken.
+    describe: what it has chosen for itself, in half a line.
     """
 
     model: nn.Module
@@ -58,6 +64,7 @@ class Entrant:
     is_tuning: Callable[[], bool] = never
     finish: Callable[[], None] = do_nothing
     close: Callable[[], None] = do_nothing
+    describe: Callable[[], str] = say_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,7 @@ def ours(name: str) -> Factory:
             is_tuning=lambda: optimizer.is_planning,
             finish=optimizer.synchronize,
             close=optimizer.close,
+            describe=lambda: "" if optimizer.plan is None else optimizer.plan.summary(),
         )
 
     return enter

@@ -43,11 +43,13 @@ class Block:
     cpu_s: processor seconds of an iteration, the mean over ranks.
     peak_bytes: most memory beyond what the process had before the model was built, of the rank
         with most; None where the system does not tell.
+    note: what the method says of itself.
     """
 
     iterations: tuple[Iteration, ...]
     cpu_s: float
     peak_bytes: int | None
+    note: str = ""
 
     @property
     def mean_s(self) -> float:

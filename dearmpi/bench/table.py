@@ -21,8 +21,9 @@ def describe_result(result: Result) -> list[str]:
     if bounds is not None:
         lines += _describe_bounds(bounds)
     lines += ["", *align([_HEADER, *(_cells(result, row, bounds) for row in _rows(result))])]
-    errors = [f"{row.label}: {row.error}" for row in _rows(result) if row.error]
-    return [*lines, *([""] if errors else []), *errors]
+    remarks = [remark for row in _rows(result) for remark in _describe_choices(row)]
+    remarks += [f"{row.label}: {row.error}" for row in _rows(result) if row.error]
+    return [*lines, *([""] if remarks else []), *remarks]
 
 
 def _rows(result: Result) -> list[Row]:
@@ -39,6 +40,15 @@ def _describe_rates(result: Result, row: Row) -> list[str]:
         f"{row.label:<12} {unit.capitalize()}/sec per CPU: {mean:.1f} +-{spread:.1f}",
         f"{row.label:<12} Total {unit}/sec on {size} CPU(s): {size * mean:.1f} "
         f"+-{size * spread:.1f}",
+    ]
+
+
+def _describe_choices(row: Row) -> list[str]:
+    """What a method chose for itself, round by round."""
+    return [
+        f"{row.label}, round {number}: {block.note} predicted, {block.mean_s:.4f} s in the mean"
+        for number, block in enumerate(row.blocks)
+        if block.note
     ]
 
 

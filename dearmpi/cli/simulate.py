@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from dearmpi.cli.measurement import OUT, check_writable
 from dearmpi.cli.picture import check_picture, write_picture
+from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     metavar="NETWORK",
     help="10GbE, 100GbIB, alpha,beta in seconds and seconds per byte of one message, or a file of "
     "`dear-train calibrate`",
+)
+@click.option(
+    "--comm-dtype",
+    type=click.Choice(get_args(CommDtype)),
+    default=EngineConfig().comm_dtype,
+    show_default=True,
+    help="in what every method sends fp32",
 )
 @click.option(
     "--method",
@@ -123,6 +131,8 @@ def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
         raise ConfigError(f"--world-size is {world_size}; it must be from 1 to {_MOST_RANKS} ranks")
     profile, network = _read_profile(given), _read_network(given["network"])
     others = [] if picture_path is None else [network.with_bandwidth(r / 8e-9) for r in _GIGABITS]
+    specs = list(profile.workload.params())
+    network, *others = (n.sent_as(given["comm_dtype"], specs) for n in (network, *others))
     methods = _read_methods(given["methods"])
     comparison = compare(profile, network, world_size, methods)
     console.say(*describe_comparison(comparison), "", *align(comparison_rows(comparison)))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, ring_cost
+from dearmpi.plan.layout import ParamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,16 @@ class Network:
     def at(self, world_size: int) -> Costs:
         """Costs over ``world_size`` ranks, by the rounds and bytes of a ring."""
         return self.costs.at(world_size)
+
+    def sent_as(self, comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> Network:
+        """The same for whoever sends the trained ones of ``specs`` in ``comm_dtype``.
+
+        Raises ConfigError if all are of half precision already.
+        """
+        costs = self.costs.sent_as(comm_dtype, specs)
+        if costs is self.costs:
+            return self
+        return replace(self, costs=costs, source=f"{self.source}; parameters sent in {comm_dtype}")
 
     @property
     def bandwidth(self) -> float:

@@ -129,10 +129,20 @@ class Plan:
         """The same plan where an iteration is ``micro_batches`` like the one it was made for."""
         return replace(self, prediction=self.prediction.over(micro_batches))
 
+    @property
+    def num_early_gathers(self) -> int:
+        """Gathers that do not wait for the last reduce-scatter."""
+        last = self.schedule.reduce_scatters[-1]
+        return sum(gather.after != last for gather in self.schedule.all_gathers)
+
+    def summary(self) -> str:
+        """Half a line for people."""
+        buckets, seconds = len(self.buckets), self.prediction.iteration_s
+        early = self.num_early_gathers
+        return f"{self.schedule.name}, {buckets} buckets, {early} early gathers, {seconds:.4f} s"
+
     def describe(self) -> str:
         """A few lines for people."""
-        last = self.schedule.reduce_scatters[-1]
-        num_early = sum(gather.after != last for gather in self.schedule.all_gathers)
         sizes = ", ".join(str(len(bucket)) for bucket in self.buckets)
         seconds = self.prediction
         return "\n".join(
@@ -140,7 +150,7 @@ class Plan:
                 f"{self.schedule.name}, {len(self.buckets)} buckets over {self.world_size} ranks, "
                 f"{self.window} in flight; {self.origin}, dearmpi {self.version}",
                 f"tensors per bucket: {sizes}",
-                f"gathers before the last reduce-scatter: {num_early}",
+                f"gathers before the last reduce-scatter: {self.num_early_gathers}",
                 f"predicted iteration {seconds.iteration_s:.4f} s (computation "
                 f"{seconds.compute_s:.4f} s, communication {seconds.communication_s:.4f} s, no "
                 f"plan below {seconds.bound_s:.4f} s)",

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from dearmpi.comm.alone import AloneCollectives
-from dearmpi.engine.device import MIB, CudaDevice, Device
+from dearmpi.config import MIB
+from dearmpi.engine.device import CudaDevice, Device
 from dearmpi.engine.side_stream import DeviceSideStream
 from dearmpi.engine.staging import StagedCollectives
 from tests.gpu.machine import IS_DRY, device, say, settle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -93,6 +94,14 @@ def test_the_table_holds_every_figure() -> None:
         "dear", "4.3750", "4.1875-4.6250", "14.6", "1.250", "1.458", "1.250", "0.250", "9",
     ]  # fmt: skip
     assert "<peer>:f: rank 1: OSError: no accelerator & no luck" in lines
+
+
+def test_the_table_tells_what_a_method_chose_for_itself() -> None:
+    told = result()
+    told.rows[0].blocks[1] = replace(told.rows[0].blocks[1], note="dear, 3 buckets, 4.1 s")
+    lines = describe_result(told)
+    assert "dear, round 1: dear, 3 buckets, 4.1 s predicted, 4.6250 s in the mean" in lines
+    assert not any("round 0" in line for line in lines)
 
 
 def test_rates_have_the_form_of_the_field() -> None:

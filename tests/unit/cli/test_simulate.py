@@ -69,6 +69,22 @@ def test_a_profile_and_numbers_for_the_network(
     assert text.splitlines()[-1].split() == ["ddp", "2", "3.0000", "0.0000", "1.000", "1.000"]
 
 
+def test_half_precision_takes_half_the_time_on_the_wire(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, picture = tmp_path / "simulated.json", tmp_path / "simulated.svg"
+    exposed = {}
+    for dtype in ("fp32", "bf16"):
+        arguments = [*SMALL, "--network", "0,1e-8", "--method", "serial", "--comm-dtype", dtype]
+        files = ["--json", str(path), "--picture", str(picture)]
+        assert main(["simulate", *arguments, *files]) == 0
+        ((row,),) = (result["methods"] for result in json.loads(path.read_text()))
+        exposed[dtype] = row["exposed_s"]
+    assert exposed["bf16"] == pytest.approx(exposed["fp32"] / 2)
+    assert "parameters sent in bf16" in capsys.readouterr().out
+    assert "Gbit/s, 16 ranks" in picture.read_text()
+
+
 def test_a_calibration_is_the_network_at_any_number_of_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
