@@ -41,9 +41,13 @@ class Channel:
 
     def run(self, label: str, start: Callable[[Collectives], Request]) -> None:
         """Queue an operation and wait for it."""
+        self.begin(label, start)()
+
+    def begin(self, label: str, start: Callable[[Collectives], Request]) -> Callable[[], None]:
+        """Queue an operation; to call what comes back is to wait for it."""
         done: list[bool] = []
         self.submit(label, start, lambda: done.append(True))
-        self._progress.wait_until(lambda: bool(done), what=label)
+        return lambda: self._progress.wait_until(lambda: bool(done), what=label)
 
     def close(self) -> None:
         """Wait for what is queued, then stop and give the communicator back (collective)."""
@@ -137,7 +141,12 @@ class World:
 
     def broadcast_text(self, text: str | None) -> str:
         """Rank 0's text on every rank; the others' is ignored."""
-        return self.all_gather_text(text or "" if self.is_root else "")[0]
+        data = (text or "").encode(errors="surrogatepass") if self.is_root else b""
+        width = int(self.all_reduce([len(data)], "max")[0])
+        buffer = HostBuffer(np.frombuffer(data.ljust(width, b"\0"), dtype=np.uint8).copy())
+        if width:
+            self.broadcast(buffer)
+        return buffer.array.tobytes().decode(errors="surrogatepass")
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> None:
         """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""

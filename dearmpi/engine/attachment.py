@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +74,6 @@ class Attachment:
         self._waited_before_s, times = self.waited_s, self.times
         self.close()
         self.assembly = replace(self.assembly, updates=())
-        gc.collect()  # engines and hooks refer to each other, and their buffers are large
         self.assembly = self._assemble(config, plan)
         self._adopt_state()
         self.assembly.engine.times = times

@@ -26,7 +26,7 @@ class CompilationWatch:
     """
 
     def __init__(self, buckets: Iterable[BucketRuntime], synchronize: Callable[[], None]) -> None:
-        """``synchronize`` (a bound method) is called before torch begins to compile."""
+        """``synchronize`` is called before torch begins to compile."""
         self._buckets = tuple(buckets)
         self._synchronize = synchronize
         self._callback = _call_weakly(self._compiling)

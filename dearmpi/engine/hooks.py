@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,9 +98,9 @@ class ModelHooks:
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
         self._watched: list[tuple[nn.Module, str]] = []
-        self._buckets = tuple(dict.fromkeys(bucket for bucket, _ in places.values()))
-        self._pre_forward = pre_forward
-        self._compilation = CompilationWatch(self._buckets, self._wait_for_all)
+        buckets = tuple(dict.fromkeys(bucket for bucket, _ in places.values()))
+        # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
+        self._compilation = CompilationWatch(buckets, partial(pre_forward, buckets))
         for param, place in places.items():
             self._watch_gradient(param, place, grad_ready)
         for module in model.modules():
@@ -117,9 +118,6 @@ class ModelHooks:
         self._handles.clear()
         self._accumulators.clear()
         self._watched.clear()
-
-    def _wait_for_all(self) -> None:
-        self._pre_forward(self._buckets)
 
     def _watch_gradient(
         self, param: nn.Parameter, place: Place, grad_ready: Callable[[BucketRuntime, int], None]

@@ -1,13 +1,16 @@
 """Relocation: optimizer state goes from the shards of one layout to those of another.
 
 Bucket by bucket, each element from the rank that has it to the rank that is to have it. So a rank
-sends at most its own share of the state, and never holds more than two shares and a bucket.
+sends at most its own share of the state, and never holds more than two shares and a few buckets.
+Several buckets are on their way together: what was spread over all ranks in one of them may have a
+single rank as its new owner, and would keep only that rank's link busy.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -23,6 +26,8 @@ from dearmpi.engine.shard_update import Run, ShardUpdate
 from dearmpi.engine.state import State, describe, read_scalar
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.plan.layout import Bucket, BucketLayout, Slot
+
+NUM_UNDER_WAY = 8  # buckets
 
 Descriptions = Sequence[Mapping[str, Mapping[str, Any]]]
 """Of one bucket, by rank: parameter name to state key to what it is (``state.describe``)."""
@@ -65,15 +70,20 @@ def relocate_state(
     own = json.dumps([describe(update) for update in shards])
     described = [json.loads(text) for text in world.all_gather_text(own)]
     owners = {s.spec.name: stretches(bucket, s) for bucket in layout for s in bucket.slots}
-    channel = world.open_channel("relocation", window=1)
+    channel = world.open_channel("relocation", window=NUM_UNDER_WAY)
+    under_way: deque[Callable[[], dict[str, State]]] = deque()
     for number, update in enumerate(shards):
+        if len(under_way) == NUM_UNDER_WAY:
+            states |= under_way.popleft()()
         move = _Move(world.rank, owners, [by_bucket[number] for by_bucket in described])
         held = {piece.name: piece.tensors for piece in read_pieces([update])}
         for slot in update.bucket.plan.slots:
             move.add(update.bucket.plan, slot, held.get(slot.spec.name, {}))
-        states |= move.run(channel, f"the state of bucket {update.bucket.index}")
+        under_way.append(move.begin(channel, f"the state of bucket {update.bucket.index}"))
         for run in update.runs:
             update.set_state(run, {})
+    for arrived in under_way:
+        states |= arrived()
     channel.close()
     return states
 
@@ -155,8 +165,9 @@ class _Move:
                     room = self._arrived[name][key][start - new.start : stop - new.start]
                     self._receives.append((old.rank, room))
 
-    def run(self, channel: Channel, label: str) -> dict[str, State]:
-        """Send and receive: what arrived, by parameter name (collective).
+    def begin(self, channel: Channel, label: str) -> Callable[[], dict[str, State]]:
+        """Send copies, and receive (collective). To call what comes back is to wait for what
+        arrives, by parameter name.
 
         A message for each rank and dtype: a bucket may hold hundreds of small tensors.
         """
@@ -178,13 +189,17 @@ class _Move:
                 ],
             )
 
-        channel.run(label, start)
-        for place, rooms in receives.items():
-            for room, part in zip(
-                rooms, arrived[place].split([r.numel() for r in rooms]), strict=True
-            ):
-                room.copy_(part)
-        return self._arrived
+        wait = channel.begin(label, start)
+
+        def finish() -> dict[str, State]:
+            wait()
+            for place, rooms in receives.items():
+                parts = arrived[place].split([room.numel() for room in rooms])
+                for room, part in zip(rooms, parts, strict=True):
+                    room.copy_(part)
+            return self._arrived
+
+        return finish
 
     def _make_room(self, name: str, numel: int) -> None:
         """Tensors and scalars as any rank described them; zero where nothing arrives."""

@@ -128,9 +128,10 @@ class SelfPlanning:
             own = self._timer.finish(world_size=world.size)
         except UsageError as error:
             problem = str(error)
-        for rank, text in enumerate(world.all_gather_text(problem)):
-            if text:
-                raise UsageError(f"rank {rank} cannot plan: {text}")
+        if any(world.all_reduce([float(bool(problem))], "max")):
+            texts = enumerate(world.all_gather_text(problem))
+            rank, text = next((rank, text) for rank, text in texts if text)
+            raise UsageError(f"rank {rank} cannot plan: {text}")
         return slowest_profile(world, own), self._with_updates(self._costs)
 
     def _begin(self, *, step_s: float) -> None:

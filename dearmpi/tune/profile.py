@@ -215,13 +215,20 @@ def slowest_profile(world: World, profile: ModelProfile) -> ModelProfile:
     whole = parse_profile(world.broadcast_text(profile.to_json()), "the profile of rank 0")
     own = {layer.name: times for layer, times in profile.layers()}
     mine = [own.get(layer.name, LayerTimes(0.0, 0.0)) for layer in whole.workload.layers]
-    feed_forward = _as_slow_as_the_slowest(world, [times.feed_forward_s for times in mine])
-    backprop = _as_slow_as_the_slowest(world, [times.backprop_s for times in mine])
+    passes = [
+        [times.feed_forward_s for times in mine],
+        [times.backprop_s for times in mine],
+    ]
+    slowest = world.all_reduce([math.fsum(seconds) for seconds in passes], "max")
+    sums = world.all_reduce([*passes[0], *passes[1]], "sum")
+    feed_forward, backprop = (
+        _as_slow_as(whole_s, total)
+        for whole_s, total in zip(slowest, (sums[: len(mine)], sums[len(mine) :]), strict=True)
+    )
     return replace(whole, times=tuple(map(LayerTimes, feed_forward, backprop)))
 
 
-def _as_slow_as_the_slowest(world: World, seconds: list[float]) -> list[float]:
-    sums = world.all_reduce(seconds, "sum")
-    slowest = world.all_reduce([math.fsum(seconds)], "max")[0]
-    factor = slowest / math.fsum(sums) if any(sums) else 0.0
+def _as_slow_as(whole_s: float, sums: list[float]) -> list[float]:
+    """``sums`` in proportion, ``whole_s`` seconds together."""
+    factor = whole_s / math.fsum(sums) if any(sums) else 0.0
     return [total * factor for total in sums]

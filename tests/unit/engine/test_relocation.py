@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from dearmpi.comm.world import World
 from dearmpi.engine.relocation import stretches
 from dearmpi.plan.layout import ParamSpec, build_layout
 from tests.mpi.oracle import OPTIMIZERS
+
+BUFFERS = ("gradients", "parameters")
 
 
 class Model(nn.Module):
@@ -94,6 +98,25 @@ def test_a_rank_sends_no_more_than_its_own_share(monkeypatch: pytest.MonkeyPatch
     held = run_ranks(3, rank)
     whole = 2 * sum(param.numel() for param in Model().parameters())
     assert sum(held) == whole and max(held) <= -(-whole // 3) + 2
+
+
+def test_the_old_buffers_are_gone_at_once() -> None:
+    """They are as large as the model, and Python may take its time to look for cycles."""
+
+    def rank(world: World) -> None:
+        wrapped = trained(world, "adam")
+        updates = wrapped._assembly.updates
+        old = [weakref.ref(getattr(u.bucket, n).data) for u in updates for n in BUFFERS]
+        del updates
+        wrapped.fuse(1.0)
+        assert all(reference() is None for reference in old)
+        wrapped.close()
+
+    gc.disable()
+    try:
+        run_ranks(2, rank)
+    finally:
+        gc.enable()
 
 
 def test_every_element_of_a_parameter_has_one_owner() -> None:
