@@ -24,7 +24,7 @@ h2{font-size:1.15rem;margin:2.2em 0 .6em}
 .verdict{font-size:1.15rem;border-left:5px solid var(--first);padding:.1em 0 .1em .7em;margin:1em 0}
 .verdict.lost{border-color:var(--lost)}
 .facts{display:flex;flex-wrap:wrap;gap:10px 28px;margin:1.2em 0;padding:0}
-.facts div{min-width:6.5em}
+.facts div{min-width:4.5em}
 dt{color:var(--faint);font-size:.85rem}
 dd{margin:0;font-size:1.1rem;overflow-wrap:anywhere}
 .hidden{position:absolute}
