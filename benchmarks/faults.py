@@ -87,6 +87,7 @@ class Campaign:
         self.num_finished = 0
         self._folder, self._chance = folder, random.Random(seed)
         self._world_sizes = world_sizes
+        self._filler = folder / "filler"
         self._number = 0
         self._references: dict[int, Path] = {}
         (folder / "sines.py").write_text(TASK)
@@ -144,8 +145,24 @@ class Campaign:
     def _fault(self, kind: str, job: Job, name: str) -> None:
         tally = self.tallies[kind]
         tally.count += 1
-        filler = self._folder / "filler"
         before_s = job.duration_s
+        self._inject(kind, job)
+        self._await_end(kind, job, before_s)
+        seconds = job.duration_s - before_s
+        left = describe_processes(job)
+        ended = job.end()
+        self._filler.unlink(missing_ok=True)
+        tally.codes.add(ended.returncode)
+        tally.longest_s = max(tally.longest_s, seconds)
+        if seconds >= END_S + STALL_S or ended.left_over:
+            tally.problems.append(f"{name}: {left} after {seconds:.0f} s: {ended.output[-1000:]}")
+        self._check_state(tally, name, ended.output)
+        print(
+            f"{name} on {self.world_size} ranks: {kind}, {ended.returncode}, {seconds:.1f} s",
+            file=sys.stderr,
+        )
+
+    def _inject(self, kind: str, job: Job) -> None:
         match kind:
             case "rank":
                 job.signal_rank(self._chance.randrange(self.world_size), signal.SIGKILL)
@@ -160,7 +177,10 @@ class Campaign:
                     os.kill(pid, signal.SIGKILL)
                 job.signal_launcher(signal.SIGKILL)
             case "disk":
-                fill_up(filler)
+                fill_up(self._filler)
+
+    def _await_end(self, kind: str, job: Job, before_s: float) -> None:
+        """Until all ranks have ended, or for as long as they may take. before_s: of the fault."""
         while job.is_running() or job.rank_pids():
             seconds = job.duration_s - before_s
             if seconds > END_S + STALL_S:
@@ -171,19 +191,6 @@ class Campaign:
                 for rank in job.rank_pids():
                     job.signal_rank(rank, signal.SIGCONT)
             time.sleep(0.02)
-        seconds = job.duration_s - before_s
-        left = describe_processes(job)
-        ended = job.end()
-        filler.unlink(missing_ok=True)
-        tally.codes.add(ended.returncode)
-        tally.longest_s = max(tally.longest_s, seconds)
-        if seconds >= END_S + STALL_S or ended.left_over:
-            tally.problems.append(f"{name}: {left} after {seconds:.0f} s: {ended.output[-1000:]}")
-        self._check_state(tally, name, ended.output)
-        print(
-            f"{name} on {self.world_size} ranks: {kind}, {ended.returncode}, {seconds:.1f} s",
-            file=sys.stderr,
-        )
 
     def _check_state(self, tally: Tally, name: str, output: str) -> None:
         """The newest checkpoint loads, and is not older than what was announced."""

@@ -12,6 +12,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,10 +26,42 @@ import dearmpi
 _NUM_LOOKS = 20
 
 
-def resident_bytes() -> int:
-    """Memory of this process that lies in RAM."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a rank held after an iteration."""
+
+    iteration: int
+    resident_bytes: int
+    num_handles: int
+    num_threads: int
+
+    def row(self) -> str:
+        """A line of the table."""
+        return (
+            f"{self.iteration:10} {self.resident_bytes / 2**20:13.3f} {self.num_handles:13} "
+            f"{self.num_threads:8}"
+        )
+
+
+def look(iteration: int) -> Look:
+    """At this process."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Look(
+        iteration,
+        num_pages * os.sysconf("SC_PAGE_SIZE"),
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+    )
+
+
+def growth(looks: Sequence[Look]) -> tuple[float, int]:
+    """Bytes of resident memory per iteration after the first quarter, and of handles or threads."""
+    steady = looks[_NUM_LOOKS // 4 :]
+    sizes = [one.resident_bytes for one in steady]
+    slope = float(np.polyfit([one.iteration for one in steady], sizes, 1)[0])
+    first, last = looks[0], looks[-1]
+    grown = max(last.num_handles - first.num_handles, last.num_threads - first.num_threads)
+    return slope, grown
 
 
 def main() -> None:
@@ -37,13 +73,10 @@ def main() -> None:
     optimizer = dearmpi.DistributedOptimizer(
         torch.optim.AdamW(model.parameters()), model, gather=gather, bucket_cap_mb=0.0003
     )
-    looks: list[tuple[int, int, int, int]] = []
+    looks: list[Look] = []
     inputs = torch.ones(4, 8)
-    if world.is_root:
-        print(
-            f"{'iteration':>10} {'resident MiB':>13} {'file handles':>13} {'threads':>8}",
-            flush=True,
-        )
+    tell = partial(print, flush=True) if world.is_root else lambda _: None
+    tell(f"{'iteration':>10} {'resident MiB':>13} {'file handles':>13} {'threads':>8}")
     begin_s = time.perf_counter()
     for iteration in range(1, num_iterations + 1):
         optimizer.zero_grad()
@@ -51,24 +84,15 @@ def main() -> None:
         optimizer.step()
         if iteration % (num_iterations // _NUM_LOOKS) == 0:
             optimizer.synchronize()
-            handles = len(os.listdir("/proc/self/fd"))
-            looks.append((iteration, resident_bytes(), handles, threading.active_count()))
-            if world.is_root:
-                _, resident, _, threads = looks[-1]
-                print(
-                    f"{iteration:10} {resident / 2**20:13.3f} {handles:13} {threads:8}", flush=True
-                )
+            looks.append(look(iteration))
+            tell(looks[-1].row())
     seconds = time.perf_counter() - begin_s
-    steady = np.array(looks[_NUM_LOOKS // 4 :], dtype=np.float64)
-    slope = float(np.polyfit(steady[:, 0], steady[:, 1], 1)[0])
-    grown = max(looks[-1][2] - looks[0][2], looks[-1][3] - looks[0][3])
-    most_slope, most_grown = world.all_reduce([slope, grown], "max")
-    if world.is_root:
-        print(
-            f"{num_iterations} iterations on {world.size} ranks, gather {gather}, in {seconds:.0f} "
-            f"s; steepest rank: {most_slope:+.2f} bytes per iteration; handles and threads grew "
-            f"by at most {most_grown:.0f}"
-        )
+    most_slope, most_grown = world.all_reduce([*growth(looks)], "max")
+    tell(
+        f"{num_iterations} iterations on {world.size} ranks, gather {gather}, in {seconds:.0f} s; "
+        f"steepest rank: {most_slope:+.2f} bytes per iteration; handles and threads grew by at "
+        f"most {most_grown:.0f}"
+    )
 
 
 if __name__ == "__main__":

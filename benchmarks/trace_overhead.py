@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.session import Question, make_subject
+from dearmpi.bench.subject import Subject
+from dearmpi.comm.world import World
 from dearmpi.engine.layer_spans import LayerSpans
 from dearmpi.plan.workload import is_workload
 from dearmpi.report.trace_writer import TraceHeader, TraceWriter
@@ -37,52 +39,61 @@ _CLOCKS = {
 _RESAMPLES = 4000
 
 
+class Training:
+    """Iterations of ``subject``, with and without somebody who listens."""
+
+    def __init__(self, world: World, subject: Subject) -> None:
+        self._model, self._loss = subject.build(), subject.losses()
+        self.optimizer = DistributedOptimizer(
+            subject.make_optimizer(self._model.parameters()), self._model, world=world
+        )
+
+    @contextmanager
+    def recording(self, writer: TraceWriter) -> Iterator[None]:
+        """Inside, ``writer`` is told everything."""
+        layers = LayerSpans(self._model, self.optimizer.spans)
+        self.optimizer.spans.recorder = writer
+        yield
+        self.optimizer.spans.recorder = None
+        layers.remove()
+
+    def iterate(self, writer: TraceWriter | None) -> list[float]:
+        """Seconds by each clock, from one step's last gather to the next one's."""
+        start = [clock() for clock in _CLOCKS.values()]
+        self.optimizer.zero_grad()
+        self._loss(self._model).backward()
+        self.optimizer.step()
+        self.optimizer.synchronize()
+        if writer is not None:
+            writer.flush()
+        return [clock() - begun for clock, begun in zip(_CLOCKS.values(), start, strict=True)]
+
+
 def main() -> None:
     name, num_pairs = [*sys.argv[1:], *("bytes-lm", "200")[len(sys.argv) - 1 :]]
     world = connect()
     times = _COMPUTE_S if is_workload(name) else (None, None)
     question = Question(name, (), feed_forward_s=times[0], backprop_s=times[1])
     subject = make_subject(world, question, lambda _: None)
-    model, loss = subject.build(), subject.losses()
-    optimizer = DistributedOptimizer(subject.make_optimizer(model.parameters()), model, world=world)
-
-    @contextmanager
-    def recording(writer: TraceWriter) -> Iterator[None]:
-        layers = LayerSpans(model, optimizer.spans)
-        optimizer.spans.recorder = writer
-        yield
-        optimizer.spans.recorder = None
-        layers.remove()
-
-    def iterate(writer: TraceWriter | None) -> list[float]:
-        """Seconds by each clock, from one step's last gather to the next one's."""
-        start = [clock() for clock in _CLOCKS.values()]
-        optimizer.zero_grad()
-        loss(model).backward()
-        optimizer.step()
-        optimizer.synchronize()
-        if writer is not None:
-            writer.flush()
-        return [clock() - begun for clock, begun in zip(_CLOCKS.values(), start, strict=True)]
-
-    off, on = [], []
+    training = Training(world, subject)
     header = TraceHeader("r", "0", world.rank, world.size, world.host, (1, 2), "dear", ())
     with tempfile.TemporaryDirectory() as folder:
         writer = TraceWriter(Path(folder) / "trace.json")
         writer.begin(header)
         for _ in range(_WARMUP):
-            iterate(None)
+            training.iterate(None)
+        off, on = [], []
         for number in range(2 * int(num_pairs)):
             if number % 4 in (0, 3):
-                off.append(iterate(None))
+                off.append(training.iterate(None))
             else:
-                with recording(writer):
-                    on.append(iterate(writer))
+                with training.recording(writer):
+                    on.append(training.iterate(writer))
         writer.close()
     if world.is_root:
         print(f"{subject.name} on {world.size} ranks, {num_pairs} pairs of iterations")
         report(np.array(off), np.array(on))
-    optimizer.close()
+    training.optimizer.close()
 
 
 def report(off: NDArray[np.float64], on: NDArray[np.float64]) -> None:
