@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
+from dearmpi.cli.measurement import OUT, check_place, measure_together, write
 from dearmpi.config import WireDtype
-from dearmpi.errors import ConfigError, DearError
+from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
     from dearmpi.cli.console import Console
@@ -19,25 +19,7 @@ if TYPE_CHECKING:
 
 _METHODS = "serial,wfbp,dear,ddp"
 _STALL_S = (300.0, 900.0)  # a bucket of a large model over a slow wire takes its time
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _FOR_COLLECTIVES = frozenset({"collectives", "sizes_mb", "comm_dtype", "num_iters", "json_path"})
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Where to write, if anywhere."""
-
-    json: Path | None
-    picture: Path | None
-
-    def check(self) -> None:
-        """Raise ConfigError for a place that cannot be written to: a benchmark takes long."""
-        for path in (self.json, self.picture):
-            if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-                raise ConfigError(
-                    f"cannot write {path}: {path.absolute().parent} is no folder that can be "
-                    "written to; make it or name another"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +67,8 @@ class Contents:
 @click.option("--num-warmup-batches", type=int, default=2, show_default=True, metavar="N")
 @click.option("--num-batches-per-iter", type=int, default=5, show_default=True, metavar="N")
 @click.option("--num-iters", type=int, default=3, show_default=True, metavar="N", help="rounds")
-@click.option("--json", "json_path", type=_FILE, metavar="FILE", help="write everything there")
-@click.option("--picture", "picture_path", type=_FILE, metavar="FILE.svg", help="draw it")
+@click.option("--json", "json_path", type=OUT, metavar="FILE", help="write everything there")
+@click.option("--picture", "picture_path", type=OUT, metavar="FILE.svg", help="draw it")
 @click.option(
     "--collectives",
     is_flag=True,
@@ -119,21 +101,12 @@ def bench(
     """
     _check_combination(context)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of nameless addresses
-    from dearmpi.cli.rank_log import rank_log
     from dearmpi.comm.watchdog import StallLimits
-    from dearmpi.comm.world import connect
 
-    try:
-        world = connect(stall_limits=StallLimits(*_STALL_S))
-    except DearError as error:
-        if is_first_process():
-            complain(f"error: {error}")
-        return exit_code(error)
-    with rank_log(speaks=world.is_root) as log:
-        try:
-            return _measure(world, Files(json_path, picture_path), given)
-        except (Exception, KeyboardInterrupt) as error:
-            return end_run(world, error, log)
+    def measure(world: World, console: Console) -> int:
+        return _measure(world, console, given, json_path=json_path, picture_path=picture_path)
+
+    return measure_together(measure, stall_limits=StallLimits(*_STALL_S))
 
 
 def _check_combination(context: click.Context) -> None:
@@ -154,23 +127,23 @@ def _check_combination(context: click.Context) -> None:
             raise click.UsageError(f"{option.opts[0]} {reason}", context)
 
 
-def _measure(world: World, files: Files, given: dict[str, Any]) -> int:
-    from dearmpi.cli.console import Console
+def _measure(
+    world: World,
+    console: Console,
+    given: dict[str, Any],
+    *,
+    json_path: Path | None,
+    picture_path: Path | None,
+) -> int:
     from dearmpi.train.agreement import together
 
     with together(world, root_only=True):
-        if world.is_root:
-            files.check()
-    console = Console(speaks=world.is_root)
+        check_place(world, json_path, picture_path)
     compare = _measure_collectives if given["collectives"] else _measure_methods
     lines, contents, code = compare(world, console, given)
     console.say("", *lines)
-    for path, text in ((files.json, contents.json), (files.picture, contents.picture)):
-        if path is not None:
-            with together(world, root_only=True):
-                if world.is_root:
-                    path.write_text(text, encoding="utf-8")
-            console.say("", f"wrote {path}")
+    write(world, console, json_path, contents.json)
+    write(world, console, picture_path, contents.picture)
     return code
 
 
