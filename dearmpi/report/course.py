@@ -45,7 +45,8 @@ def _step_time(run: Run) -> Section | None:
 
     typical_s = run.history.typical(lambda row: row.step_s) or 0.0
     slowest_s = max(value for _, value in steps[1:] or steps)
-    caption = f"Median {time_text(typical_s)}, longest {time_text(slowest_s)}, on rank 0."
+    caption = f"On rank 0: median {time_text(typical_s)}, longest {time_text(slowest_s)}"
+    caption += "; the first row, which pays for starting, is left out." if steps[1:] else "."
     return Section("Step time", draw, caption)
 
 
