@@ -81,7 +81,12 @@ def _say_network(figures: Figures, lost_s: float) -> str:
     cure = "try a larger --batch-size, which communicates less often, or a faster link"
     if figures.schedule and figures.schedule != "dear":
         cure = f"try --schedule dear (this was {figures.schedule}), then a larger --batch-size"
-    hint = "" if figures.traced else "; record a --trace to see which buckets are waited for"
+    hint = ""
+    if not figures.traced:
+        hint = (
+            "; record a --trace to see which buckets are waited for, and whether ranks that share "
+            "cores wait for each other rather than for the network"
+        )
     return (
         f"The network limits this run: {_of_step(figures, lost_s)} is spent waiting for "
         f"communication, which takes {time_text(figures.communication_s)} in all; {cure}{hint}."
