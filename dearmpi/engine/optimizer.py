@@ -215,7 +215,7 @@ class DistributedOptimizer(Optimizer):
                 f"the plan is for {len(self._plan.parameters)} parameters, and add_param_group "
                 "adds some; add them before the plan is made, or leave plan out"
             )
-        self._lay_out_anew(lambda: self._optimizer.add_param_group(param_group))
+        self._lay_out_anew(self._plan, lambda: self._optimizer.add_param_group(param_group))
         broadcast_parameters(self._model, self.world)
 
     def follow(self, plan: Plan) -> None:
@@ -226,8 +226,7 @@ class DistributedOptimizer(Optimizer):
         """
         check_plan(plan, self.config)
         self._assembly.engine.drop_gradients()
-        self._plan = plan
-        self._lay_out_anew()
+        self._lay_out_anew(plan)
 
     def fuse(self, bucket_cap_mb: float) -> None:
         """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective).
@@ -236,15 +235,17 @@ class DistributedOptimizer(Optimizer):
         """
         self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
         self._assembly.engine.drop_gradients()
-        self._plan = None
-        self._lay_out_anew()
+        self._lay_out_anew(None)
 
-    def _lay_out_anew(self, change: Callable[[], None] = lambda: None) -> None:
-        """Lay out again after ``change`` to the wrapped optimizer; the state is carried over."""
-        self._abandon_planning()
+    def _lay_out_anew(
+        self, plan: Plan | Literal["auto"] | None, change: Callable[[], None] = lambda: None
+    ) -> None:
+        """Lay out after ``change`` to the wrapped optimizer, by ``plan``; the state stays."""
         self.synchronize()
         change()
-        self._attachment.renew(config=self.config, plan=self.plan)
+        self._attachment.renew(config=self.config, plan=None if plan == "auto" else plan)
+        self._abandon_planning()
+        self._plan = plan
         self._share()
         self._begin_planning()
 

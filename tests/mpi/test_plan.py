@@ -94,6 +94,21 @@ def test_a_plan_taken_up_while_training_changes_no_number(gather: str, world: Wo
     assert_same_on_both_sides(script_with(follow), world, **settings)
 
 
+@pytest.mark.parametrize("before", ["auto", None])
+def test_a_foreign_plan_is_refused_and_training_goes_on_as_before(
+    before: str | None, world: World
+) -> None:
+    def refuse(optimizer: DistributedOptimizer) -> None:
+        layout = optimizer.layout
+        with pytest.raises(ConfigError, match="fingerprint|another model|world size"):
+            optimizer.follow(plan_for(world.size, fingerprint="0" * 16))
+        assert optimizer.layout == layout and optimizer.plan is None
+        assert optimizer.is_planning == (before == "auto")
+
+    settings: dict[str, Any] = {"bucket_cap_mb": None, "eager": True, "plan": before}
+    assert_same_on_both_sides(script_with(refuse), world, **settings)
+
+
 def test_gathers_are_posted_in_the_plan_s_order(world: World) -> None:
     model = layers()
     side = Side(world, bucket_cap_mb=None, eager=True, plan=plan_for(world.size), check_every=100)
