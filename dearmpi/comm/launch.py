@@ -39,6 +39,22 @@ def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
         )
 
 
+def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
+    """What to say before MPI starts, on the first rank; empty where nothing is doubtful.
+
+    library: its version in its own words. MPICH under Open MPI's launcher ends the process while
+    it starts, unless it was built for that; the other way round ``check_launch`` finds out.
+    """
+    announced = "OMPI_COMM_WORLD_SIZE" in environment and announced_rank(environment) == "0"
+    if not announced or "MPICH" not in library:
+        return ""
+    return (
+        f"[rank 0 on {os.uname().nodename}] Open MPI's launcher has started this process, but its "
+        "MPI library is MPICH. If it ends in MPI_Init, use the mpirun that belongs to the library; "
+        "that of pip's mpich lies beside python"
+    )
+
+
 def limit_start(limits: StallLimits) -> Deadline:
     """For MPI's initialisation, which returns when every rank has come to it."""
     rank, size = announced_rank(os.environ), announced_size(os.environ)

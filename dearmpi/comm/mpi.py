@@ -8,6 +8,7 @@ its width, since MPI has no portable half precision.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -25,6 +26,7 @@ from mpi4py import MPI
 
 from dearmpi.comm.algorithms import Algorithms
 from dearmpi.comm.api import Buffer, ReduceOp, Request
+from dearmpi.comm.launch import doubt_launch
 from dearmpi.comm.library import Library
 from dearmpi.comm.traffic import Traffic
 from dearmpi.errors import CommError, ConfigError
@@ -174,6 +176,9 @@ def initialize() -> None:
     """
     if MPI.Is_initialized():
         return
+    doubt = doubt_launch(MPI.Get_library_version(), os.environ)
+    if doubt:
+        print(doubt, file=sys.stderr, flush=True)
     level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
     asked, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
     code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, asked, ctypes.byref(provided))

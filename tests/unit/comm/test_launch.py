@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.comm.launch import announced_rank, announced_size, check_launch
+from dearmpi.comm.launch import announced_rank, announced_size, check_launch, doubt_launch
 from dearmpi.errors import LaunchError
 
 
@@ -35,6 +35,14 @@ def test_launches_that_fit_are_accepted() -> None:
     check_launch(1, {})
     check_launch(1, {"PMI_SIZE": "1"})
     check_launch(4, {"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"})
+
+
+def test_a_library_that_may_not_start_under_its_launcher_is_told_of_once() -> None:
+    open_mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    assert "mpirun that belongs to the library" in doubt_launch("MPICH Version: 4.3.2", open_mpi)
+    assert not doubt_launch("MPICH Version: 4.3.2", {**open_mpi, "OMPI_COMM_WORLD_RANK": "1"})
+    assert not doubt_launch("Open MPI v5.0.8", open_mpi)
+    assert not doubt_launch("MPICH Version: 4.3.2", {"PMI_SIZE": "2", "PMI_RANK": "0"})
 
 
 @pytest.mark.parametrize(
