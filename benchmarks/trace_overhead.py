@@ -2,11 +2,11 @@
 
 Usage: mpirun -n 2 python benchmarks/trace_overhead.py [WORKLOAD] [PAIRS]
 
-Pairs of blocks of ten iterations: in one nobody listens, in the other all is recorded, and written
-as by ``dear-train run --trace 10:20``; which comes first alternates. A replayed workload computes
-for 0.1 s forward and 0.2 s back. Prints the mean of a block on rank 0: iteration time, CPU time of
-the main thread and that of all threads, and of each the median difference within a pair with its
-95 % confidence interval (bootstrap).
+Pairs of iterations: in one nobody listens, in the other all is recorded, and written as by
+``dear-train run --trace``; which comes first alternates. A replayed workload computes for 0.1 s
+forward and 0.2 s back. Prints rank 0's iteration time, the CPU time of its main thread and that of
+all its threads, and of each the median difference within a pair with its 95 % confidence interval
+(bootstrap).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,6 @@ from dearmpi.report.trace_writer import TraceHeader, TraceWriter
 
 _COMPUTE_S = (0.1, 0.2)
 _WARMUP = 10
-_BLOCK = 10
 _CLOCKS = {
     "iteration": time.perf_counter,
     "main thread": time.thread_time,
@@ -59,12 +57,6 @@ class Training:
         self.optimizer.spans.recorder = None
         layers.remove()
 
-    def block(self, writer: TraceWriter | None) -> list[float]:
-        """Mean seconds of an iteration by each clock."""
-        with nullcontext() if writer is None else self.recording(writer):
-            seconds = [self.iterate(writer) for _ in range(_BLOCK)]
-        return [fmean(column) for column in zip(*seconds, strict=True)]
-
     def iterate(self, writer: TraceWriter | None) -> list[float]:
         """Seconds by each clock, from one step's last gather to the next one's."""
         start = [clock() for clock in _CLOCKS.values()]
@@ -78,7 +70,7 @@ class Training:
 
 
 def main() -> None:
-    name, num_pairs = [*sys.argv[1:], *("bytes-lm", "20")[len(sys.argv) - 1 :]]
+    name, num_pairs = [*sys.argv[1:], *("bytes-lm", "200")[len(sys.argv) - 1 :]]
     world = connect()
     times = _COMPUTE_S if is_workload(name) else (None, None)
     question = Question(name, (), feed_forward_s=times[0], backprop_s=times[1])
@@ -93,12 +85,13 @@ def main() -> None:
         off, on = [], []
         for number in range(2 * int(num_pairs)):
             if number % 4 in (0, 3):
-                off.append(training.block(None))
+                off.append(training.iterate(None))
             else:
-                on.append(training.block(writer))
+                with training.recording(writer):
+                    on.append(training.iterate(writer))
         writer.close()
     if world.is_root:
-        print(f"{subject.name} on {world.size} ranks, {num_pairs} pairs of {_BLOCK} iterations")
+        print(f"{subject.name} on {world.size} ranks, {num_pairs} pairs of iterations")
         report(np.array(off), np.array(on))
     training.optimizer.close()
 
