@@ -121,6 +121,7 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
         world=world,
         config=optimizer.config,
         reduce_scatter="ring",  # the default
+        layout=optimizer.layout,
         waited=lambda: optimizer.waited_s,
         spans=optimizer.spans,
     )

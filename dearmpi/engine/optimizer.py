@@ -257,6 +257,7 @@ class DistributedOptimizer(Optimizer):
                 world=self.world,
                 config=self.config,
                 reduce_scatter=self._assembly.reduce_scatter,
+                layout=self.layout,
                 waited=lambda: self.waited_s,
                 spans=self.spans,
             )

@@ -22,8 +22,10 @@ from dearmpi.engine.span import Lane, Span
 from dearmpi.engine.spans import Spans
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.cost import Costs
+from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.timeline import is_active
 from dearmpi.tune.calibrate import calibrate
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 from dearmpi.tune.profile import LayerTimer, slowest_profile
@@ -70,10 +72,13 @@ class SelfPlanning:
         world: World,
         config: EngineConfig,
         reduce_scatter: ReduceScatter,
+        layout: BucketLayout,
         waited: Callable[[], float],
         spans: Spans,
     ) -> None:
+        """``layout``: the buckets that the first iterations use."""
         self._world, self._config, self._spans = world, config, spans
+        self._num_buckets = sum(map(is_active, layout))
         if spans.recorder is None:
             spans.recorder = self
         self._timer = LayerTimer(model, params=params, num_warmup=NUM_WARMUP, waited=waited)
@@ -117,8 +122,11 @@ class SelfPlanning:
         if self._process is not None:
             self._process.close()
 
-    def measure(self) -> tuple[ModelProfile, Costs]:
+    def measure(self, *, micro_batches: int = 1) -> tuple[ModelProfile, Costs]:
         """The times of the layers, and what the link and updates cost (collective).
+
+        ``micro_batches``: passes per step, of which the last hands buckets over. The times are
+        those without any bucket, since the costs have a time for each.
 
         Raises UsageError on all ranks if no pass of a rank could be profiled.
         """
@@ -132,13 +140,16 @@ class SelfPlanning:
             texts = enumerate(world.all_gather_text(problem))
             rank, text = next((rank, text) for rank, text in texts if text)
             raise UsageError(f"rank {rank} cannot plan: {text}")
-        return slowest_profile(world, own), self._with_updates(self._costs)
+        profile, costs = slowest_profile(world, own), self._with_updates(self._costs)
+        if micro_batches == 1:  # else the typical pass, which the profile tells of, hands none over
+            profile = profile.with_shorter_backprop(self._num_buckets * costs.main_thread_s)
+        return profile, costs
 
     def _begin(self, *, step_s: float) -> None:
         """Compare profiles, and have rank 0 plan (collective). step_s: what a step has taken."""
         world, micro_batches = self._world, max(1, self._timer.num_seen // self._num_steps)
         try:
-            profile, costs = self.measure()
+            profile, costs = self.measure(micro_batches=micro_batches)
         except UsageError as error:
             self.problem = str(error)
             return

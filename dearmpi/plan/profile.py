@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -73,6 +73,14 @@ class ModelProfile:
     def backprop_stops_s(self) -> list[float]:
         """When backprop is over for each layer, in seconds from the beginning of it all."""
         return [*accumulate(times.backprop_s for times in reversed(self.times))][::-1]
+
+    def with_shorter_backprop(self, seconds: float) -> ModelProfile:
+        """The same, its backprop shorter by ``seconds`` in all, but not by more than half."""
+        if not self.backprop_s:
+            return self
+        factor = max(0.5, 1 - seconds / self.backprop_s)
+        times = (replace(one, backprop_s=factor * one.backprop_s) for one in self.times)
+        return replace(self, times=tuple(times))
 
     def to_json(self) -> str:
         """The form of ``dearmpi/workloads/*.json``, with the times of each layer."""

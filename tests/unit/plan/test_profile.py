@@ -69,6 +69,15 @@ def test_what_each_layer_computes_with_is_known() -> None:
     assert [spec.name for spec in WORKLOAD.params()] == ["embedding.weight", "scale", "head.weight"]
 
 
+def test_a_shorter_backprop_keeps_its_proportions() -> None:
+    shorter = PROFILE.with_shorter_backprop(0.15)
+    assert [times.backprop_s for times in shorter.times] == pytest.approx([0.15, 0.0, 0.3])
+    assert shorter.feed_forward_s == PROFILE.feed_forward_s
+    assert PROFILE.with_shorter_backprop(9.0).backprop_s == pytest.approx(0.3)  # half is left
+    idle = ModelProfile(WORKLOAD, (LayerTimes(0.1, 0.0),) * 3)
+    assert idle.with_shorter_backprop(0.1) == idle
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
