@@ -27,6 +27,7 @@ from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject
 from dearmpi.bench.table import align
 from dearmpi.comm.world import World
+from dearmpi.engine.blueprint import Blueprint
 from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
 from dearmpi.plan import methods as simulated
 from dearmpi.plan.cost import Costs, LinkModel
@@ -117,11 +118,14 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
     )
     planning = SelfPlanning(
         model,
-        model.parameters(),
+        Blueprint(
+            {param: name for name, param in model.named_parameters()},
+            optimizer.layout,
+            optimizer.schedule,
+            optimizer.config,
+        ),
         world=world,
-        config=optimizer.config,
         reduce_scatter="ring",  # the default
-        layout=optimizer.layout,
         waited=lambda: optimizer.waited_s,
         spans=optimizer.spans,
     )

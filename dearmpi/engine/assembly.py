@@ -30,7 +30,6 @@ from dearmpi.engine.update import read_options
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
-from dearmpi.plan.schedule import Schedule
 
 Updates = Sequence[ShardUpdate | WholeUpdate]
 
@@ -39,15 +38,13 @@ Updates = Sequence[ShardUpdate | WholeUpdate]
 class Assembly:
     """What belongs together for as long as the set of parameters stays the same.
 
-    names: the parameters under the optimizer, in the model's order.
+    blueprint: what all of it was built by.
     reduce_scatter: the algorithm in use. masters: which tensors have master copies.
     updates, hooks: none in a world of one, where the optimizer works undisturbed.
     side: where updates run, and whoever changes their state.
     """
 
-    names: Mapping[nn.Parameter, str]
-    layout: BucketLayout
-    schedule: Schedule
+    blueprint: Blueprint
     engine: Engine | AloneEngine
     reduce_scatter: ReduceScatter = "ring"
     masters: MasterRule = MasterRule()
@@ -85,8 +82,7 @@ def assemble(
     if world.size > 1 or config.master_weights:
         return _build(blueprint, optimizer, model, world=world, spans=spans)
     require_separable(optimizer)  # what cannot run on several ranks is refused on one already
-    engine = AloneEngine(optimizer, spans)
-    return Assembly(blueprint.names, blueprint.layout, blueprint.schedule, engine)
+    return Assembly(blueprint, AloneEngine(optimizer, spans))
 
 
 def _build(
@@ -120,9 +116,7 @@ def _build(
     )
     every = steps_between_checks(config.check_every)
     return Assembly(
-        names,
-        layout,
-        blueprint.schedule,
+        blueprint,
         engine,
         reduce_scatter,
         masters,

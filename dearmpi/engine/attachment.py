@@ -23,6 +23,7 @@ from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.state import gather_state, load_state
 from dearmpi.engine.update import read_options
+from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 
 
@@ -62,14 +63,21 @@ class Attachment:
         """Seconds that forward and backward have waited for communication since the start."""
         return self._waited_before_s + self.assembly.engine.waited_s
 
+    def follows(self, plan: Plan) -> bool:
+        """Whether ``plan`` is what is in use already. Raises ConfigError if it does not fit."""
+        in_use = self.assembly.blueprint
+        return (
+            self._lay_out(in_use.config, plan) == in_use.layout
+            and plan.schedule == in_use.schedule
+            and plan.window == in_use.config.window
+        )
+
     def renew(self, *, config: EngineConfig, plan: Plan | None) -> None:
         """Lay out anew, with the same parameters and state; nothing is under way (collective).
 
         Raises ConfigError for a plan that does not fit, with everything as it was.
         """
-        layout = lay_out(
-            self._optimizer, self._model, world_size=self._world.size, config=config, plan=plan
-        )
+        layout = self._lay_out(config, plan)
         states = relocate_state(self._world, self.assembly.updates, layout)
         self._waited_before_s, times = self.waited_s, self.times
         self.close()
@@ -79,6 +87,11 @@ class Attachment:
         self.assembly.engine.times = times
         with self.assembly.side.section():
             place_state(self.assembly.updates, states)
+
+    def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
+        return lay_out(
+            self._optimizer, self._model, world_size=self._world.size, config=config, plan=plan
+        )
 
     def check(self) -> None:
         """After a step: compare replicas, if it is time to (collective)."""
@@ -97,7 +110,7 @@ class Attachment:
         packed: dict[str, Any] = self._optimizer.state_dict()
         if self.assembly.updates:
             whole = gather_state(self._world, self.assembly.updates)
-            names = self.assembly.names
+            names = self.assembly.blueprint.names
             packed["state"] = {
                 index: whole[names[param]]
                 for index, param in enumerate(self._params())
@@ -119,7 +132,7 @@ class Attachment:
         """What this rank holds of the state; its tensors are those that the next step changes."""
         self.assembly.engine.synchronize()
         packed: dict[str, Any] = self._optimizer.state_dict()
-        updates, names = self.assembly.updates, self.assembly.names
+        updates, names = self.assembly.updates, self.assembly.blueprint.names
         whole = read_whole(updates)
         if not updates:
             held = ((name, self._optimizer.state.get(param)) for param, name in names.items())
@@ -134,7 +147,7 @@ class Attachment:
 
     def _adopt_state(self) -> None:
         """Take the state that the optimizer has been given, each rank what it needs of it."""
-        state, names = self._optimizer.state, self.assembly.names
+        state, names = self._optimizer.state, self.assembly.blueprint.names
         with torch.no_grad():
             for param, name in names.items():
                 if param in state:

@@ -87,12 +87,12 @@ class DistributedOptimizer(Optimizer):
     @property
     def layout(self) -> BucketLayout:
         """Which parameter lies in which bucket."""
-        return self._assembly.layout
+        return self._assembly.blueprint.layout
 
     @property
     def schedule(self) -> Schedule:
         """The order of the collectives."""
-        return self._assembly.schedule
+        return self._assembly.blueprint.schedule
 
     @property
     def way_to_mpi(self) -> str:
@@ -226,7 +226,11 @@ class DistributedOptimizer(Optimizer):
         """
         check_plan(plan, self.config)
         self._assembly.engine.drop_gradients()
-        self._lay_out_anew(plan)
+        if self._attachment.follows(plan):  # no need to stand still
+            self._abandon_planning()
+            self._plan = plan
+        else:
+            self._lay_out_anew(plan)
 
     def fuse(self, bucket_cap_mb: float) -> None:
         """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective).
@@ -253,11 +257,9 @@ class DistributedOptimizer(Optimizer):
         if self._plan == "auto" and self.world.size > 1:
             self._planning = SelfPlanning(
                 self._model,
-                self._assembly.names,
+                self._assembly.blueprint,
                 world=self.world,
-                config=self.config,
                 reduce_scatter=self._assembly.reduce_scatter,
-                layout=self.layout,
                 waited=lambda: self.waited_s,
                 spans=self.spans,
             )

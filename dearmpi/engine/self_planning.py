@@ -10,20 +10,21 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
 from torch import nn
 
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.config import ReduceScatter
+from dearmpi.engine.blueprint import Blueprint
 from dearmpi.engine.span import Lane, Span
 from dearmpi.engine.spans import Spans
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.cost import Costs
-from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
+from dearmpi.plan.planner import plan_of
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.plan.timeline import is_active
 from dearmpi.tune.calibrate import calibrate
@@ -67,21 +68,19 @@ class SelfPlanning:
     def __init__(
         self,
         model: nn.Module,
-        params: Iterable[nn.Parameter],
+        in_use: Blueprint,
         *,
         world: World,
-        config: EngineConfig,
         reduce_scatter: ReduceScatter,
-        layout: BucketLayout,
         waited: Callable[[], float],
         spans: Spans,
     ) -> None:
-        """``layout``: the buckets that the first iterations use."""
-        self._world, self._config, self._spans = world, config, spans
-        self._num_buckets = sum(map(is_active, layout))
+        """``in_use``: what the first iterations follow."""
+        self._world, self._in_use, self._spans = world, in_use, spans
+        config = in_use.config
         if spans.recorder is None:
             spans.recorder = self
-        self._timer = LayerTimer(model, params=params, num_warmup=NUM_WARMUP, waited=waited)
+        self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
         self._num_steps = self._due_step = 0
         self._warm_s = 0.0
@@ -142,7 +141,8 @@ class SelfPlanning:
             raise UsageError(f"rank {rank} cannot plan: {text}")
         profile, costs = slowest_profile(world, own), self._with_updates(self._costs)
         if micro_batches == 1:  # else the typical pass, which the profile tells of, hands none over
-            profile = profile.with_shorter_backprop(self._num_buckets * costs.main_thread_s)
+            num_buckets = sum(map(is_active, self._in_use.layout))
+            profile = profile.with_shorter_backprop(num_buckets * costs.main_thread_s)
         return profile, costs
 
     def _begin(self, *, step_s: float) -> None:
@@ -157,15 +157,33 @@ class SelfPlanning:
         num_steps = world.all_reduce([math.ceil(_PLANNING_S / max(step_s, 1e-6))], "max")[0]
         self._due_step = min(MOST_STEPS, self._num_steps + int(num_steps))
         if world.is_root:
-            self._process = PlanProcess(
-                PlanRequest(
-                    profile,
-                    costs,
-                    eager=self._config.eager,
-                    gather=self._config.gather,
-                    micro_batches=micro_batches,
-                )
+            config = self._in_use.config
+            request = PlanRequest(
+                profile,
+                costs,
+                config.eager,
+                config.gather,
+                micro_batches,
+                self._standing(profile, costs),
             )
+            self._process = PlanProcess(request)
+
+    def _standing(self, profile: ModelProfile, costs: Costs) -> Plan | None:
+        """What is in use, as a plan; None if it cannot be one."""
+        in_use, config = self._in_use, self._in_use.config
+        try:
+            return plan_of(
+                profile,
+                costs,
+                in_use.layout,
+                in_use.schedule,
+                window=config.window,
+                eager=config.eager,
+                gather=config.gather,
+                origin="the buckets in use",
+            )
+        except ConfigError:
+            return None  # the model's order of parameters is not that of its feed-forward
 
     def _stop_listening(self) -> None:
         if self._spans.recorder is self:
@@ -186,7 +204,7 @@ class SelfPlanning:
 
     def _with_updates(self, costs: Costs) -> Costs:
         """``costs`` with those of updates, by the bytes that a rank updates of a bucket."""
-        size = self._world.size if self._config.gather == "parameters" else 1
+        size = self._world.size if self._in_use.config.gather == "parameters" else 1
         seconds = sum(median(times) for times in self._updates.values())
         nbytes = sum(self._updates.keys()) / size
         return replace(

@@ -11,12 +11,12 @@ from dearmpi.plan.cost import Costs
 from dearmpi.plan.draft import Draft
 from dearmpi.plan.exhaustive import MOST_TENSORS, best_of_all
 from dearmpi.plan.improvement import improve
-from dearmpi.plan.layout import build_layout
+from dearmpi.plan.layout import BucketLayout, build_layout
 from dearmpi.plan.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.problem import Problem
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.plan.schedule import AllGather, Schedule
-from dearmpi.plan.timeline import Timeline, simulate
+from dearmpi.plan.timeline import simulate
 
 _CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact
 
@@ -50,23 +50,54 @@ def make_plan(
     bound_s = least_iteration_s(profile, costs, eager=eager, gather=gather)
     draft, how = _search(problem, bound_s)
     groups = problem.groups(draft.cuts)
-    layout = build_layout(groups, world_size)
-    schedule = _with_idle(draft, len(groups))
-    timeline = simulate(
-        profile, layout, schedule, costs, eager=eager, window=draft.window, gather=gather
+    return plan_of(
+        profile,
+        costs,
+        build_layout(groups, world_size),
+        _with_idle(draft, len(groups)),
+        window=draft.window,
+        eager=eager,
+        gather=gather,
+        origin=how,
     )
+
+
+def plan_of(
+    profile: ModelProfile,
+    costs: Costs,
+    layout: BucketLayout,
+    schedule: Schedule,
+    *,
+    window: int,
+    eager: bool,
+    gather: Gather,
+    origin: str,
+) -> Plan:
+    """What is decided on already, as a plan, with the time that it is predicted to take.
+
+    Raises ConfigError if that is for another model, or if the parameters of a bucket do not follow
+    one another in feed-forward order.
+    """
     specs = list(profile.workload.params())
-    return Plan(
+    timeline = simulate(profile, layout, schedule, costs, eager=eager, window=window, gather=gather)
+    plan = Plan(
         parameters=tuple(spec.name for spec in specs),
         buckets=tuple(bucket.names for bucket in layout),
         schedule=schedule,
-        window=draft.window,
+        window=window,
         eager=eager,
-        world_size=world_size,
+        world_size=layout.world_size,
         fingerprint=fingerprint(specs),
-        prediction=_predict(timeline, bound_s),
-        origin=f"{how} for {profile.workload.name} on {profile.device}",
+        prediction=Prediction(
+            iteration_s=timeline.iteration_s,
+            compute_s=timeline.compute_s,
+            communication_s=timeline.communication_s,
+            bound_s=least_iteration_s(profile, costs, eager=eager, gather=gather),
+        ),
+        origin=f"{origin} for {profile.workload.name} on {profile.device}",
     )
+    plan.layout(specs, layout.world_size)
+    return plan
 
 
 def _search(problem: Problem, bound_s: float) -> tuple[Draft, str]:
@@ -74,15 +105,6 @@ def _search(problem: Problem, bound_s: float) -> tuple[Draft, str]:
     if len(problem.tensors) <= MOST_TENSORS:
         return best_of_all(problem, enough_s=bound_s), "the best of all plans"
     return improve(problem, enough_s=bound_s * (1 + _CLOSE)), "the best plan found"
-
-
-def _predict(timeline: Timeline, bound_s: float) -> Prediction:
-    return Prediction(
-        iteration_s=timeline.iteration_s,
-        compute_s=timeline.compute_s,
-        communication_s=timeline.communication_s,
-        bound_s=bound_s,
-    )
 
 
 def _with_idle(draft: Draft, num_buckets: int) -> Schedule:

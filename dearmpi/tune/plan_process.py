@@ -22,18 +22,24 @@ from dearmpi.plan.planner import make_plan
 from dearmpi.plan.profile import ModelProfile, parse_profile
 
 _NICENESS = 10  # training goes first where cores are few
+_LEAST_GAIN = 0.01
 _REFUSED = 2  # the exit code of a process that was given what nothing can be planned from
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What ``make_plan`` is to be called with; of each iteration it sees one micro-batch."""
+    """What ``make_plan`` is to be called with; of each iteration it sees one micro-batch.
+
+    standing: what is in use, from which a plan must gain a hundredth. To change costs about an
+        iteration, and no run of fewer than a hundred steps makes a plan.
+    """
 
     profile: ModelProfile
     costs: Costs
     eager: bool
     gather: Gather
     micro_batches: int = 1
+    standing: Plan | None = None
 
     def to_json(self) -> str:
         """The whole as text."""
@@ -44,6 +50,7 @@ class PlanRequest:
                 "eager": self.eager,
                 "gather": self.gather,
                 "micro_batches": self.micro_batches,
+                "standing": None if self.standing is None else self.standing.to_json(),
             }
         )
 
@@ -56,7 +63,12 @@ class PlanRequest:
             eager=self.eager,
             gather=self.gather,
         )
-        return plan.over(self.micro_batches)
+        plan = plan.over(self.micro_batches)
+        if self.standing is None:
+            return plan
+        standing = self.standing.over(self.micro_batches)
+        least_s = (1 - _LEAST_GAIN) * standing.prediction.iteration_s
+        return plan if plan.prediction.iteration_s <= least_s else standing
 
 
 def parse_request(text: str) -> PlanRequest:
@@ -69,6 +81,7 @@ def parse_request(text: str) -> PlanRequest:
         eager=plain["eager"],
         gather=plain["gather"],
         micro_batches=plain["micro_batches"],
+        standing=plain["standing"] and Plan.from_json(plain["standing"], "what is in use"),
     )
 
 

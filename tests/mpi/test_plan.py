@@ -143,6 +143,28 @@ def test_a_job_plans_for_itself_and_changes_no_number(
     assert pause.total_s == pause.waiting_s + pause.laying_out_s
 
 
+def test_buckets_that_no_plan_beats_stay(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands still, and the plan tells what is in use."""
+
+    class Process(PlanProcess):
+        def result(self) -> Plan:
+            assert self._request.standing is not None
+            return self._request.standing
+
+    monkeypatch.setattr(self_planning, "PlanProcess", Process)
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, eager=True, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    engine = optimizer._assembly.engine
+    train(side, model, optimizer, MOST_STEPS)
+    plan = optimizer.plan
+    assert plan is not None and "the buckets in use" in plan.origin
+    assert plan.buckets == tuple(bucket.names for bucket in optimizer.layout)
+    assert plan.schedule == optimizer.schedule and plan.window == optimizer.config.window
+    assert optimizer._assembly.engine is engine and not optimizer.is_planning
+    side.close()
+
+
 def test_training_goes_on_while_a_plan_is_made_and_micro_batches_are_no_iterations(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

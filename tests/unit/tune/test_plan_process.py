@@ -30,6 +30,17 @@ def test_the_plan_is_that_of_this_process() -> None:
     assert plan.prediction.communication_s == alone.prediction.communication_s
 
 
+@pytest.mark.parametrize(("longer", "stays"), [(1.0, True), (1.009, True), (1.011, False)])
+def test_a_plan_must_gain_a_hundredth_from_what_is_in_use(longer: float, stays: bool) -> None:
+    best = make_plan(PROFILE, REQUEST.costs, world_size=4, eager=True)
+    seconds = longer * best.prediction.iteration_s
+    standing = replace(
+        best, origin="in use", prediction=replace(best.prediction, iteration_s=seconds)
+    )
+    plan = replace(REQUEST, micro_batches=1, standing=standing).carry_out()
+    assert plan == (standing if stays else best)
+
+
 def test_a_process_that_was_killed_is_no_loss() -> None:
     process = PlanProcess(REQUEST)
     assert process._process is not None
@@ -55,6 +66,8 @@ def test_what_cannot_be_planned_is_told() -> None:
 
 def test_a_request_survives_as_text() -> None:
     assert parse_request(REQUEST.to_json()) == REQUEST
+    other = replace(REQUEST, standing=REQUEST.carry_out())
+    assert parse_request(other.to_json()) == other
 
 
 def test_closing_ends_the_process() -> None:
