@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dearmpi.config import Gather
 from dearmpi.plan.schedule import Launch, Schedule, Wait
 from dearmpi.plan.wire import Flight, Transfer, Wire
 
@@ -53,7 +54,7 @@ class Flow:
     """Carries the buckets of ``loads`` through one iteration; a load of None takes no part.
 
     step_s: end of backprop. eager: options are known from the start, instead of at the step.
-    gathers_gradients: the update comes after the gather instead of before it.
+    gather: with ``gradients`` the update comes after the gather instead of before it.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class Flow:
         step_s: float,
         eager: bool,
         window: int,
-        gathers_gradients: bool = False,
+        gather: Gather,
     ) -> None:
         self._loads, self._schedule, self._window = loads, schedule, window
-        self._options_s = 0.0 if eager else step_s
-        self._gathers_gradients = gathers_gradients
+        self._step_s, self._options_s = step_s, 0.0 if eager else step_s
+        self._gathers_gradients = gather == "gradients"
         # Else a further backprop might still add to what is gathered.
         self._gathers_wait = schedule.wait is not Wait.STEP
         late = step_s if schedule.launch is Launch.BACKPROP_END else 0.0
@@ -101,6 +102,13 @@ class Flow:
             if updating <= now:
                 self._updates.popleft()
                 updating = math.inf
+
+    @property
+    def forward_s(self) -> float:
+        """When the feed-forward may begin, after ``run``: at the step, or once all is current."""
+        if self._schedule.wait is not Wait.STEP:
+            return self._step_s
+        return max([self._step_s, *(passage.current_s for passage in self.passages)])
 
     def _move_to(self, now: float, landed: Sequence[Flight]) -> None:
         """Let time pass, and land what has arrived."""

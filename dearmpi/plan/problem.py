@@ -16,7 +16,7 @@ from dearmpi.plan.cost import Costs
 from dearmpi.plan.flow import Flow, Load
 from dearmpi.plan.layout import ParamSpec
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.schedule import Schedule, Wait
+from dearmpi.plan.schedule import Schedule
 from dearmpi.plan.timeline import make_load
 
 Cuts = tuple[int, ...]
@@ -109,13 +109,11 @@ class Problem:
             step_s=buckets.step_s,
             eager=self.eager,
             window=window,
-            gathers_gradients=self.gather == "gradients",
+            gather=self.gather,
         )
         passages = flow.run()
         self.num_events += flow.num_events
-        now, passed = buckets.step_s, self._passed_s
-        if schedule.wait is Wait.STEP:
-            now = max([now, *(passage.current_s for passage in passages)])
+        now, passed = flow.forward_s, self._passed_s
         before = 0
         for place, bucket in sorted(zip(buckets.places, range(len(passages)), strict=True)):
             now = max(now + passed[place] - passed[before], passages[bucket].current_s)

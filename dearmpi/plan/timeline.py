@@ -19,7 +19,7 @@ from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.flow import Flow, Load, Passage
 from dearmpi.plan.layout import Bucket, BucketLayout
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.schedule import Schedule, Wait
+from dearmpi.plan.schedule import Schedule
 from dearmpi.plan.wire import MOST_ROUNDS, Transfer
 
 Lane = Literal["compute", "reduce-scatter", "update", "all-gather"]
@@ -131,19 +131,9 @@ def simulate(
     earliest_s = not_before_s or backprop.ready_s
     ready_s = [max(pair) for pair in zip(backprop.ready_s, earliest_s, strict=True)]
     loads = _make_loads(layout, costs, ready_s, gather=gather)
-    flow = Flow(
-        loads,
-        schedule,
-        step_s=backprop.stop_s,
-        eager=eager,
-        window=window,
-        gathers_gradients=gather == "gradients",
-    )
+    flow = Flow(loads, schedule, step_s=backprop.stop_s, eager=eager, window=window, gather=gather)
     passages = flow.run()
-    current_s = [passage.current_s for passage in passages]
-    waits = schedule.wait is Wait.STEP
-    start_s = max([backprop.stop_s, *current_s]) if waits else backprop.stop_s
-    forward, stop_s = _run_feed_forward(profile, layout, current_s, start_s=start_s)
+    forward, stop_s = _run_feed_forward(profile, layout, passages, start_s=flow.forward_s)
     reduces = [load.reduce for load in loads if load is not None]
     gathers = [load.gather for load in loads if load is not None]
     return Timeline(
@@ -241,13 +231,13 @@ def _run_backprop(profile: ModelProfile, layout: BucketLayout, costs: Costs) -> 
 
 
 def _run_feed_forward(
-    profile: ModelProfile, layout: BucketLayout, current_s: Sequence[float], *, start_s: float
+    profile: ModelProfile, layout: BucketLayout, passages: Sequence[Passage], *, start_s: float
 ) -> tuple[list[Span], float]:
     """Each layer as soon as its buckets are current, and when the last is over."""
     buckets = layout.bucket_of()
     spans, now = [], start_s
     for layer, times in profile.layers():
-        start = max([now, *(current_s[buckets[name].index] for name in layer.used)])
+        start = max([now, *(passages[buckets[name].index].current_s for name in layer.used)])
         now = start + times.feed_forward_s
         spans.append(Span("compute", f"F {layer.name}", start, now))
     return spans, now
