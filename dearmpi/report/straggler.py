@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -55,14 +56,16 @@ def find_straggler(
 class SlowRanks:
     """Which rank was slow in each stretch of a run, from the times of all ranks.
 
-    A stretch is as many rows of metrics as make up ``STRETCH_STEPS``.
+    A stretch is as many rows of metrics as make up ``STRETCH_STEPS``. Of those before the last
+    ``STEADY`` only counts are kept, since a run may go on for weeks.
     """
 
     last_step: int
     _num_steps: int = 0
     _busy_s: list[float] = field(default_factory=list)
     _wait_s: list[float] = field(default_factory=list)
-    _places: list[int | None] = field(default_factory=list)
+    _num_stretches: Counter[int | None] = field(default_factory=Counter)  # by the slow rank's place
+    _last_places: deque[int | None] = field(default_factory=lambda: deque(maxlen=STEADY))
     _latest: Straggler | None = None
 
     def add(self, step: int, busy_s: Sequence[float], wait_s: Sequence[float]) -> None:
@@ -82,21 +85,23 @@ class SlowRanks:
         )
         step_s = max(map(sum, zip(busy_s, wait_s, strict=True)), default=0.0)
         self._latest = find_straggler(busy_s, wait_s, step_s=step_s)
-        self._places.append(None if self._latest is None else self._latest.place)
+        place = None if self._latest is None else self._latest.place
+        self._num_stretches[place] += 1
+        self._last_places.append(place)
         self._num_steps = 0
 
     @property
     def steady(self) -> Straggler | None:
         """In the latest stretch, the rank that was slow in each of the last ``STEADY``."""
-        places = self._places[-STEADY:]
+        places = self._last_places
         return self._latest if len(places) == STEADY and len(set(places)) == 1 else None
 
     def has_recovered(self, place: int) -> bool:
         """Whether the rank at ``place`` was slow in none of the last ``STEADY`` stretches."""
-        return place not in self._places[-STEADY:]
+        return place not in self._last_places
 
     def share(self, place: int) -> float:
         """The share of stretches in which the rank at ``place`` was slow; 1 where there is none."""
-        if not self._places:
+        if not self._num_stretches:
             return 1.0
-        return self._places.count(place) / len(self._places)
+        return self._num_stretches[place] / self._num_stretches.total()
