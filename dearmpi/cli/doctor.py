@@ -46,7 +46,7 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
     disk, and takes a few seconds. Exit code: 0 unless a check fails; then the one that `dear-train
     run` would end with.
     """
-    from dearmpi.doctor.finding import describe, exit_code, fail, summarize
+    from dearmpi.doctor.finding import describe, exit_code, summarize
 
     console = Console(speaks=is_first_process() and json_path != _STANDARD_OUTPUT)
     try:
@@ -54,14 +54,7 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
         from dearmpi.doctor.examination import Examination, examine, probe_devices
         from dearmpi.doctor.launch import open_world
     except Exception as error:  # libraries with compiled parts fail at import in many ways
-        finding = fail(
-            "packages",
-            f"what training needs cannot be imported: {type(error).__name__}: {error}",
-            cure="install it anew: pip install --force-reinstall dearmpi",
-        )
-        console.say(*describe(finding))
-        _write(json_path, {"findings": [asdict(finding)], "exit_code": exit_code([finding])})
-        return exit_code([finding])
+        return _tell_broken_packages(error, console, json_path)
     verdicts = probe_devices() if is_first_process() else ()
     world, joined = open_world()
     examination = Examination(tell=lambda finding: console.say(*describe(finding)))
@@ -79,6 +72,21 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
             return int(world.broadcast_text(str(exit_code(examination.findings))))
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
+
+
+def _tell_broken_packages(error: Exception, console: Console, json_path: Path | None) -> int:
+    """Report that nothing else can be checked; the exit code."""
+    from dearmpi.doctor.finding import describe, exit_code, fail
+
+    finding = fail(
+        "packages",
+        f"what training needs cannot be imported: {type(error).__name__}: {error}",
+        cure="install it anew: pip install --force-reinstall dearmpi",
+    )
+    console.say(*describe(finding))
+    code = exit_code([finding])
+    _write(json_path, {"findings": [asdict(finding)], "exit_code": code})
+    return code
 
 
 def _write(path: Path | None, plain: Mapping[str, Any]) -> None:

@@ -73,14 +73,7 @@ class BucketRuntime:
         self._rank = rank
         self._arena = gradients
         self._gradients: FlatBuffer | None = None
-        self.parameters: FlatBuffer | None = None
-        if parameters is not None:
-            self.parameters = FlatBuffer(
-                plan, [p.detach() for p in params], rank=rank, arena=parameters
-            )
-            for param, view in zip(self.params, self.parameters.views, strict=True):
-                view.copy_(param.detach())
-                param.data = view
+        self.parameters = None if parameters is None else self._move_parameters(parameters)
         self.state = BucketState.IDLE
         self.pending = False
         self.missing: frozenset[int] = frozenset()
@@ -104,12 +97,7 @@ class BucketRuntime:
     def gradients(self) -> FlatBuffer:
         """The gradients' flat buffer, made when the first gradient is expected."""
         if self._gradients is None:
-            self._gradients = FlatBuffer(
-                self.plan,
-                [param.detach() for param in self.params],
-                rank=self._rank,
-                arena=self._arena,
-            )
+            self._gradients = self._make_buffer(self._arena)
         return self._gradients
 
     @property
@@ -243,6 +231,18 @@ class BucketRuntime:
                     ".data = ... or a new Parameter does that); move or convert the model first, "
                     "then make the optimizer"
                 )
+
+    def _make_buffer(self, arena: Arena) -> FlatBuffer:
+        likes = [param.detach() for param in self.params]
+        return FlatBuffer(self.plan, likes, rank=self._rank, arena=arena)
+
+    def _move_parameters(self, arena: Arena) -> FlatBuffer:
+        """Make the parameters views of a flat buffer."""
+        buffer = self._make_buffer(arena)
+        for param, view in zip(self.params, buffer.views, strict=True):
+            view.copy_(param.detach())
+            param.data = view
+        return buffer
 
     def _store_gradient(self, slot: int, grad: Tensor) -> None:
         view = self.gradients.views[slot]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dearmpi.config import EngineConfig
 from dearmpi.engine.span import Lane
 from dearmpi.report.bars import Bar, draw_bars
@@ -141,7 +143,6 @@ def _exposure(run: Run, figures: Figures) -> Section | None:
     exposure = exposure_of(run.recording, rank)
     if exposure is None or not exposure.buckets:
         return None
-    sizes = run.recording.bucket_bytes
     groups = _group(exposure.buckets)
     unit = time_unit(max(group[1].network_s for group in groups))
     keys = (Key("hidden behind computation", "first"), Key("exposed", "lost", hatched=True))
@@ -166,7 +167,12 @@ def _exposure(run: Run, figures: Figures) -> Section | None:
         f"{time_text(idle_s)} while nothing was in flight. Buckets that were in flight together "
         "share that time equally."
     )
-    head = ("bucket", "size", "network", "exposed", "hidden")
+    table = _tabulate(exposure.buckets, run.recording.bucket_bytes)
+    return Section("Hidden and exposed communication", draw, caption, table)
+
+
+def _tabulate(buckets: Sequence[BucketTime], sizes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """A head, and a row for each bucket that was on the network. sizes: in bytes, by bucket."""
     rows = tuple(
         (
             str(one.bucket),
@@ -175,10 +181,10 @@ def _exposure(run: Run, figures: Figures) -> Section | None:
             time_text(one.exposed_s),
             share_text(one.hidden_s / one.network_s),
         )
-        for one in exposure.buckets
+        for one in buckets
         if one.network_s > 0
     )
-    return Section("Hidden and exposed communication", draw, caption, (head, *rows))
+    return (("bucket", "size", "network", "exposed", "hidden"), *rows)
 
 
 def _group(buckets: tuple[BucketTime, ...]) -> list[tuple[str, BucketTime]]:
