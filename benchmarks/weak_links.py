@@ -4,7 +4,8 @@ Usage: bin/netlab up 3 200mbit && python -m benchmarks.weak_links; bin/netlab do
 
 Trains the small task of benchmarks/faults.py on three emulated hosts, once undisturbed and once for
 each fault, which comes at step 30 and strikes host n1. Every run must reach its end, resumed where
-it was ended, with the losses of the undisturbed one, bit for bit. Needs root; prints a table.
+it was ended, with the losses of the undisturbed one, bit for bit. Needs root; prints a table, and
+what ``dear-train report`` says of each run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import ROOT, TASK, read_losses
+from dearmpi.report.report import write_report
 from dearmpi.train import metrics
 
 NUM_HOSTS = 3
@@ -100,6 +102,10 @@ def main() -> int:
             f"{'the same' if same else 'OTHERS'}",
             flush=True,
         )
+        verdict = write_report(
+            folder / "runs" / f"run-{number}", folder / f"report-{number}"
+        ).verdict
+        print(f"    {verdict.sentence if verdict else 'nothing was measured'}", flush=True)
     return 1 if num_wrong else 0
 
 
