@@ -1,10 +1,8 @@
-"""Rings: right results for any number of ranks, whatever arrives first; what is urgent first."""
+"""Rings: right results for any number of ranks, whatever arrives first."""
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,64 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dearmpi.comm import ring, traffic
+from dearmpi.comm import ring
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.ring import Ring, RingAllGather, RingReduceScatter, Way, num_chunks, num_receives
-from dearmpi.comm.traffic import Traffic
-
-
-class Post:
-    """A send or a receive; ``done`` once the bytes have moved."""
-
-    def __init__(self, buffer: Any) -> None:
-        self.buffer = buffer
-        self.done = False
-
-    def test(self) -> bool:
-        return self.done
-
-
-class Wires:
-    """Sends and receives of all ranks; bytes move when the test lets them, as late as it likes.
-
-    What is sent is read at the latest moment, and what is received is written at the latest.
-    """
-
-    def __init__(self) -> None:
-        self.sends: defaultdict[tuple[int, int, int], deque[Post]] = defaultdict(deque)
-        self.receives: defaultdict[tuple[int, int, int], deque[Post]] = defaultdict(deque)
-
-    def deliver_one(self, chance: random.Random) -> bool:
-        """Move one message, chosen at random; those of one sender to one receiver keep order."""
-        ready = [key for key, sends in self.sends.items() if sends and self.receives[key]]
-        if not ready:
-            return False
-        key = chance.choice(sorted(ready))
-        send, receive = self.sends[key].popleft(), self.receives[key].popleft()
-        receive.buffer.copy_(send.buffer)
-        send.done = receive.done = True
-        return True
-
-
-class End:
-    """One rank's access to the wires."""
-
-    def __init__(self, wires: Wires, rank: int) -> None:
-        self.wires, self.rank = wires, rank
-
-    def start_send(self, buffer: Any, destination: int, tag: int) -> Post:
-        post = Post(buffer)
-        self.wires.sends[self.rank, destination, tag].append(post)
-        return post
-
-    def start_receive(self, buffer: Any, source: int, tag: int) -> Post:
-        post = Post(buffer)
-        self.wires.receives[source, self.rank, tag].append(post)
-        return post
-
-
-def way(end: End, size: int, tag: int = 1, traffic: Traffic | None = None) -> Way:
-    return Way(end, rank=end.rank, size=size, tag=tag, traffic=traffic or Traffic())
+from dearmpi.comm.ring import RingAllGather, RingReduceScatter, num_chunks, num_receives
+from tests.unit.comm.wires import End, Post, Wires, run, shard, way
 
 
 def start_rings(
@@ -94,24 +38,6 @@ def start_rings(
         )
         for rank, buffer in enumerate(inputs)
     ]
-
-
-def run(wires: Wires, rings: Sequence[Ring], chance: random.Random) -> None:
-    """Deliver and poll in random order until all rings are complete."""
-    left = list(rings)
-    for _ in range(2000 * len(rings) ** 2):  # far more turns than all rounds of all rings take
-        wires.deliver_one(chance)
-        one = chance.choice(left)
-        if chance.random() < 0.7 and one.test():
-            left.remove(one)
-        if not left:
-            return
-    raise AssertionError(f"{len(left)} of {len(rings)} rings never completed")
-
-
-def shard(buffer: Any, rank: int, size: int) -> Any:
-    count = buffer.numel() // size
-    return buffer[rank * count : (rank + 1) * count]
 
 
 @given(
@@ -281,70 +207,3 @@ def test_an_all_gather_gives_every_rank_every_shard(
         run(wires, rings, chance)
     assert all(torch.equal(buffer, whole) for buffer in buffers)
     assert not any(wires.sends.values()) and not any(wires.receives.values())
-
-
-@given(st.integers(2, 5), st.integers(0, 3), st.integers(0, 1 << 32))
-def test_rings_that_share_the_wires_all_complete(size: int, most_chunks: int, seed: int) -> None:
-    """Whatever each rank finds urgent, and however little may be under way."""
-    chance = random.Random(seed)
-    traffics = [Traffic() for _ in range(size)]
-    wires, shard_numel, num = Wires(), 7, 3
-    summed = [[torch.full((size * shard_numel,), 1.0 + r) for r in range(size)] for _ in range(num)]
-    gathered = [
-        [torch.full((size * shard_numel,), float(r)) for r in range(size)] for _ in range(num)
-    ]
-    rings: list[Ring] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "CHUNK_BYTES", 8)
-        patch.setattr(traffic, "MOST_BYTES", 8 * most_chunks)
-        for rank in range(size):
-            starts = [*range(2 * num)]
-            chance.shuffle(starts)  # ranks need not agree on the order either
-            for number in starts:
-                place = way(End(wires, rank), size, tag=number, traffic=traffics[rank])
-                if number < num:
-                    ahead = num_receives(shard_numel, 4, size)
-                    scratch = [torch.empty(2) for _ in range(ahead)]
-                    one = RingReduceScatter(place, summed[number][rank], scratch=scratch)
-                    rings.append(one)
-                else:
-                    rings.append(RingAllGather(place, gathered[number - num][rank]))
-        run(wires, rings, chance)
-    for rank in range(size):
-        for buffers in summed:
-            own = shard(buffers[rank], rank, size)
-            assert own.tolist() == [size * (size + 1) / 2] * shard_numel
-        for buffers in gathered:
-            expected = torch.arange(float(size)).repeat_interleave(shard_numel)
-            assert torch.equal(buffers[rank], expected)
-
-
-def test_a_small_reduce_scatter_does_not_queue_behind_a_large_all_gather(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ahead of each of its messages there is what may be under way, never a whole shard."""
-    monkeypatch.setattr(ring, "CHUNK_BYTES", 8)
-    monkeypatch.setattr(traffic, "MOST_BYTES", 3 * 8)
-    sent: list[str] = []
-
-    class Logging(End):
-        def start_send(self, buffer: Any, destination: int, tag: int) -> Post:
-            if self.rank == 0:
-                sent.append("-gs"[tag])
-            return super().start_send(buffer, destination, tag)
-
-    wires, size = Wires(), 3
-    traffics = [Traffic() for _ in range(size)]
-    ways = [
-        [way(Logging(wires, r), size, tag=tag, traffic=traffics[r]) for r in range(size)]
-        for tag in (1, 2)
-    ]
-    gathers = [RingAllGather(one, torch.zeros(3 * 40)) for one in ways[0]]
-    scratch = [torch.empty(2) for _ in range(2)]
-    reduces = [RingReduceScatter(one, torch.ones(3 * 2), scratch=scratch) for one in ways[1]]
-    chance = random.Random(0)
-    while not all([one.test() for one in [*gathers, *reduces]][size:]):
-        while wires.deliver_one(chance):
-            pass
-    assert "".join(sent).startswith("gggs") and "".join(sent).rindex("s") <= 3 + 1 + 3
-    assert not any(one.test() for one in gathers)
