@@ -90,35 +90,28 @@ def prepare(
     """
     with together(world):
         plan = make_plan(settings, task, world)
-        if settings.plan == "auto":
-            check_plan("auto", settings.engine())  # also where the run is too short for a plan
         _fill_model(task, settings, snapshot)
-        names = probe_metrics(task, settings.precision)
+        evaluator = _evaluator(settings, task, plan)
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
-        state = None if snapshot is None else _optimizer_state(snapshot, task, inner)
+        state = _optimizer_state(snapshot, task, inner)
     total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
     start_step = 0 if snapshot is None else snapshot.step
-    num_steps = total_steps - start_step
-    followed = _choose_plan(world, settings, num_steps=num_steps, kept=kept_plan)
-    device = device_of(task.model)
-    optimizer = _distribute(inner, task, world, settings, plan=followed)
-    if state is not None:
-        optimizer.load_state_dict(state)
-    with together(world):
-        _set_random_state(world, settings, start_step, snapshot)
+    followed = _choose_plan(world, settings, num_steps=total_steps - start_step, kept=kept_plan)
+    optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
+    _set_random_state(world, settings, start_step, snapshot)
     return Job(
         world=world,
         settings=settings,
         task=task,
-        device=device,
+        device=device_of(task.model),
         optimizer=optimizer,
         base_lrs=base_lrs,
         curve=lr_curve(settings, total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),
         plan=plan,
         start_step=start_step,
         total_steps=total_steps,
-        evaluator=_evaluator(settings, task, plan, names),
+        evaluator=evaluator,
     )
 
 
@@ -150,7 +143,9 @@ def _choose_plan(
     if settings.plan in ("none", "bayes"):
         return None
     if settings.plan == "auto":
-        text = _read_kept(kept, world, settings) if world.is_root and kept is not None else ""
+        with together(world):
+            check_plan("auto", settings.engine())  # also where the run is too short for a plan
+            text = _read_kept(kept, world, settings) if world.is_root and kept is not None else ""
         text = world.broadcast_text(text)
         if text:
             return Plan.from_json(text, "the plan that the run has made before")
@@ -186,19 +181,26 @@ def _distribute(
     settings: RunSettings,
     *,
     plan: Plan | Literal["auto"] | None,
+    state: dict[str, Any] | None,
 ) -> DistributedOptimizer:
+    """``inner``, shared by the ranks, with the ``state`` that it has reached, if any."""
     try:
-        return DistributedOptimizer(
+        optimizer = DistributedOptimizer(
             inner, task.model, world=world, config=settings.engine(), plan=plan
         )
     except ConfigError as error:
         # It follows from settings and model alone, which are the same on all ranks.
         raise AgreedError(str(error), exit_code=error.exit_code) from error
+    if state is not None:
+        optimizer.load_state_dict(state)
+    return optimizer
 
 
 def _optimizer_state(
-    snapshot: Snapshot, task: Task, inner: torch.optim.Optimizer
-) -> dict[str, Any]:
+    snapshot: Snapshot | None, task: Task, inner: torch.optim.Optimizer
+) -> dict[str, Any] | None:
+    if snapshot is None:
+        return None
     return optimizer_state_dict(snapshot, parameter_names(task.model, inner.param_groups))
 
 
@@ -206,18 +208,17 @@ def _set_random_state(
     world: World, settings: RunSettings, start_step: int, snapshot: Snapshot | None
 ) -> None:
     """Continue each rank's random numbers where they stopped; where the number of ranks has
-    changed, or at the start, draw from seed, step and rank.
+    changed, or at the start, draw from seed, step and rank (collective).
     """
     states = [] if snapshot is None else snapshot.random
-    if len(states) == world.size:
-        restore_random_state(states[world.rank])
-    else:
-        seed_all(settings.seed, start_step, world.rank)
+    with together(world):
+        if len(states) == world.size:
+            restore_random_state(states[world.rank])
+        else:
+            seed_all(settings.seed, start_step, world.rank)
 
 
-def _evaluator(
-    settings: RunSettings, task: Task, plan: BatchPlan, names: tuple[str, ...]
-) -> Evaluator | None:
+def _evaluator(settings: RunSettings, task: Task, plan: BatchPlan) -> Evaluator | None:
     if task.eval_data is None or len(task.eval_data) == 0:
         return None
     share = plan.world_size * plan.micro_batches
@@ -226,5 +227,5 @@ def _evaluator(
         task.eval_data,
         settings.precision,
         batch_size=-(-settings.batch_size // share),
-        names=names,
+        names=probe_metrics(task, settings.precision),
     )
