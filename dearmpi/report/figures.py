@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from dearmpi.engine.span import Lane
@@ -48,7 +48,7 @@ class Figures:
     first_s: the rank that waits least waited for the first bucket, see ``Exposure``.
     shared_wait: see ``exposure.shared_wait``.
     slow_share: the share of the run in which the others waited for the slowest rank.
-    traced: whether data and first bucket could be told apart.
+    traced: whether the first bucket could be told apart.
     """
 
     step_s: float
@@ -92,7 +92,12 @@ class Figures:
     @property
     def data_s(self) -> float:
         """What loading data costs: the longest of all ranks."""
-        return max(times.data_s for times in self.ranks)
+        return self.slowest_loader.data_s
+
+    @property
+    def slowest_loader(self) -> RankTimes:
+        """The rank that loads data longest."""
+        return max(self.ranks, key=lambda times: times.data_s)
 
     @property
     def hidden_share(self) -> float | None:
@@ -115,17 +120,11 @@ def measure(
     if not ranks:
         return None
     ranks = tuple(
-        RankTimes(
-            times.rank,
-            times.host,
-            times.step_s,
-            times.wait_s,
-            traced[times.rank].data_s if times.rank in traced else 0.0,
-        )
+        replace(times, data_s=traced[times.rank].data_s if times.rank in traced else times.data_s)
         for times in _with_all(ranks, traced)
     )
     slowest = max(ranks, key=lambda times: times.compute_s).rank
-    step_s = history.typical(lambda row: row.step_s) or median(t.step_s for t in ranks)
+    step_s = max(times.step_s for times in ranks)  # of the rows that tell of waits too
     if step_s <= 0:
         return None
     communication_s = history.typical(lambda row: row.communication_s)
@@ -154,11 +153,10 @@ def _metric_ranks(history: History, hosts: tuple[str, ...]) -> tuple[RankTimes, 
     times = history.typical_ranks()
     step_s = history.typical(lambda row: row.step_s)
     if not times and step_s is not None:
-        times = ((step_s, history.typical(lambda row: row.exposed_s) or 0.0),)
+        times = ((step_s, history.typical(lambda row: row.exposed_s) or 0.0, 0.0),)
     names = dict(enumerate(hosts))
     return tuple(
-        RankTimes(rank, names.get(rank, ""), step_s, wait_s)
-        for rank, (step_s, wait_s) in enumerate(times)
+        RankTimes(rank, names.get(rank, ""), *seconds) for rank, seconds in enumerate(times)
     )
 
 

@@ -17,7 +17,7 @@ from dearmpi.report.straggler import SlowRanks
 class HistoryRow:
     """What was measured up to one step; None where it was not. Units as in metrics.csv.
 
-    rank_step_s, rank_wait_s: of every rank; empty where not known.
+    rank_step_s, rank_wait_s, rank_data_s: of every rank; empty where not known.
     """
 
     step: int
@@ -30,9 +30,10 @@ class HistoryRow:
     communication_s: float | None = None
     rank_step_s: tuple[float, ...] = ()
     rank_wait_s: tuple[float, ...] = ()
+    rank_data_s: tuple[float, ...] = ()
 
 
-_LISTS = ("rank_step_s", "rank_wait_s")
+_LISTS = ("rank_step_s", "rank_wait_s", "rank_data_s")
 _MOST = 1e300  # what is greater, or not a number, cannot be drawn
 _NUMBERS = tuple(name for name in HistoryRow.__slots__[1:] if not name.startswith("rank_"))
 
@@ -56,13 +57,14 @@ class History:
         numbers = [number for _, number in self.column(value)]
         return median(numbers[1:] or numbers) if numbers else None
 
-    def typical_ranks(self) -> tuple[tuple[float, float], ...]:
-        """Of each rank the medians of step and wait, in seconds; without the first row as well."""
+    def typical_ranks(self) -> tuple[tuple[float, float, float], ...]:
+        """Of each rank the medians of step, wait and data; without the first row as well."""
         rows = self._rank_rows()
         return tuple(
             (
                 median(row.rank_step_s[rank] for row in rows),
                 median(row.rank_wait_s[rank] for row in rows),
+                median(row.rank_data_s[rank] for row in rows),
             )
             for rank in range(self._num_ranks())
         )
@@ -122,9 +124,12 @@ def _parse(line: str) -> HistoryRow | None:
     if not isinstance(values, dict) or type(values.get("step")) is not int:
         return None
     fields: dict[str, Any] = {name: _number(values.get(name), name) for name in _NUMBERS}
-    steps_s, waits_s = (_number_list(values.get(name), name) for name in _LISTS)
+    steps_s, waits_s, data_s = (_number_list(values.get(name), name) for name in _LISTS)
     if len(steps_s) == len(waits_s):
-        fields |= {"rank_step_s": steps_s, "rank_wait_s": waits_s}
+        told = len(data_s) == len(steps_s)  # not by earlier versions
+        fields |= dict(
+            zip(_LISTS, (steps_s, waits_s, data_s if told else (0.0,) * len(steps_s)), strict=True)
+        )
     return HistoryRow(values["step"], **fields)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median
 
 from dearmpi.report.figures import Figures
 from dearmpi.report.straggler import WORTH
@@ -122,10 +123,13 @@ def _say_uneven(figures: Figures, lost_s: float) -> str:
 
 
 def _say_data(figures: Figures, lost_s: float) -> str:
-    return (
-        f"Loading data limits this run: {_of_step(figures, lost_s)} goes into it; try to prepare "
-        "samples once beforehand, keep them in memory, or decode less per sample."
-    )
+    slowest = figures.slowest_loader
+    others_s = [times.data_s for times in figures.ranks if times is not slowest]
+    where, cure = "", "try to prepare samples once beforehand, keep them in memory, or decode less"
+    if others_s and median(others_s) < lost_s / 2:
+        where = f" on {slowest.label}, and {time_text(median(others_s))} on the others"
+        cure = "look at that host's way to the data"
+    return f"Loading data limits this run: {_of_step(figures, lost_s)} goes into it{where}; {cure}."
 
 
 _SENTENCES = {

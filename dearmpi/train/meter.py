@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.train.rank_times import RankTimes
@@ -12,7 +12,8 @@ from dearmpi.train.rank_times import RankTimes
 class Sums:
     """What some steps took together; seconds are this rank's.
 
-    waited_s: it waited for other ranks, be it for gradients, parameters or totals.
+    waited_s: it waited for other ranks, be it for gradients, parameters or totals. data_s: it
+        loaded data.
     """
 
     num_steps: int = 0
@@ -21,9 +22,16 @@ class Sums:
     exposed_s: float = 0.0
     communication_s: float = 0.0
     waited_s: float = 0.0
+    data_s: float = 0.0
 
     def add(
-        self, seconds: float, num_samples: int, times: IterationTimes, *, waited_s: float = 0.0
+        self,
+        seconds: float,
+        num_samples: int,
+        times: IterationTimes,
+        *,
+        waited_s: float = 0.0,
+        data_s: float = 0.0,
     ) -> None:
         """Count one step."""
         self.num_steps += 1
@@ -32,12 +40,15 @@ class Sums:
         self.exposed_s += times.exposed_s
         self.communication_s += times.communication_s
         self.waited_s += waited_s
+        self.data_s += data_s
 
     @property
     def per_step(self) -> RankTimes:
         """This rank's means."""
         num_steps = max(1, self.num_steps)
-        return RankTimes(self.seconds / num_steps, self.waited_s / num_steps)
+        return RankTimes(
+            self.seconds / num_steps, self.waited_s / num_steps, self.data_s / num_steps
+        )
 
     @property
     def samples_per_s(self) -> float:
@@ -60,12 +71,18 @@ class Meter:
     _late_wait_s: float = 0.0
 
     def add(
-        self, seconds: float, num_samples: int, times: IterationTimes, *, waited_s: float = 0.0
+        self,
+        seconds: float,
+        num_samples: int,
+        times: IterationTimes,
+        *,
+        waited_s: float = 0.0,
+        data_s: float = 0.0,
     ) -> None:
         """Count one step."""
-        self.interval.add(seconds, num_samples, times, waited_s=waited_s)
+        self.interval.add(seconds, num_samples, times, waited_s=waited_s, data_s=data_s)
         if self._started:
-            self.steady.add(seconds, num_samples, times, waited_s=waited_s)
+            self.steady.add(seconds, num_samples, times, waited_s=waited_s, data_s=data_s)
         self._started = True
 
     def wait(self, seconds: float) -> None:
@@ -82,7 +99,7 @@ class Meter:
         num_steps = max(1, self.interval.num_steps)
         late_s, self._told_wait_s = self._late_wait_s / num_steps, self.interval.waited_s
         own = self.interval.per_step
-        return RankTimes(own.step_s + late_s, own.wait_s + late_s)
+        return replace(own, step_s=own.step_s + late_s, wait_s=own.wait_s + late_s)
 
     def lap(self) -> Sums:
         """The sums since the last lap, which begin anew."""

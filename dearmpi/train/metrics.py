@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -51,7 +51,7 @@ class MetricsRow:
 
 COLUMNS = tuple(f.name for f in fields(MetricsRow) if f.name not in ("extra", "ranks"))
 INTEGERS = ("step", "epoch")
-_OF_RANKS = ("rank_step_s", "rank_wait_s")
+_OF_RANKS = ("rank_step_s", "rank_wait_s", "rank_data_s")
 
 
 class MetricsLog:
@@ -199,6 +199,6 @@ def _to_json(values: Mapping[str, Number], ranks: Sequence[RankTimes]) -> str:
         n: v if math.isfinite(v) else None for n, v in values.items() if v is not None
     }
     if ranks:
-        times = zip(*((round(one.step_s, 6), round(one.wait_s, 6)) for one in ranks), strict=True)
-        row |= dict(zip(_OF_RANKS, times, strict=True))
+        rounded = ([round(seconds, 6) for seconds in astuple(times)] for times in ranks)
+        row |= dict(zip(_OF_RANKS, zip(*rounded, strict=True), strict=True))
     return json.dumps(row)

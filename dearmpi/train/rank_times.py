@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 
 import numpy as np
 
@@ -12,15 +12,21 @@ from dearmpi.comm.world import Channel, World
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """One rank's means per step, in seconds. wait_s: of step_s, it waited for other ranks."""
+    """One rank's means per step, in seconds. wait_s: of step_s, it waited for other ranks.
+    data_s: it loaded data.
+    """
 
     step_s: float
     wait_s: float
+    data_s: float = 0.0
 
     @property
     def own_s(self) -> float:
         """What the rank itself was busy."""
         return max(0.0, self.step_s - self.wait_s)
+
+
+_NUM_TIMES = len(fields(RankTimes))
 
 
 @dataclass(slots=True)
@@ -45,8 +51,8 @@ class TimesExchange:
 
     def share(self, own: RankTimes) -> None:
         """Send this rank's times (collective)."""
-        table = np.zeros((self.world.size, 2))
-        table[self.world.rank] = own.step_s, own.wait_s
+        table = np.zeros((self.world.size, _NUM_TIMES))
+        table[self.world.rank] = astuple(own)
         shared = self._shared = _Shared(HostBuffer(table.reshape(-1)))
         self._channel.submit(
             "the ranks' times", lambda c: c.start_all_gather(shared.buffer), shared.finish
@@ -58,8 +64,8 @@ class TimesExchange:
         if shared is None:
             return ()
         self.world.progress.wait_until(lambda: shared.arrived, what="the ranks' times")
-        table = shared.buffer.array.reshape(self.world.size, 2)
-        return tuple(RankTimes(float(step_s), float(wait_s)) for step_s, wait_s in table)
+        table = shared.buffer.array.reshape(self.world.size, _NUM_TIMES)
+        return tuple(RankTimes(*map(float, times)) for times in table)
 
     def close(self) -> None:
         """Give the channel back (collective)."""

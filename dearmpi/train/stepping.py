@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +24,14 @@ class StepResult:
     loss: this rank's weighted sum; the mean of it over ranks is the mean over the step's samples.
     grad_norm: of the whole averaged gradient before clipping; None where nothing clips.
     skipped: all ranks left the parameters as they were, because a loss was not finite.
+    data_s: what loading data took.
     """
 
     loss: float
     lr: float
     grad_norm: float | None = None
     skipped: bool = False
+    data_s: float = 0.0
 
 
 def take_step(job: Job, step: int) -> StepResult:
@@ -36,14 +40,19 @@ def take_step(job: Job, step: int) -> StepResult:
     The learning rate is set first, since buckets may be updated while backprop still runs. Each
     micro-batch goes forward and back; the gradients of all but the last stay on this rank.
     """
+    loader = _Loader(job)
+    return replace(_step(job, step, loader), data_s=loader.seconds)
+
+
+def _step(job: Job, step: int, loader: _Loader) -> StepResult:
     lr = set_lr(job, step)
     job.optimizer.zero_grad()
     *early, last = job.plan.step(*job.position(step))
     loss = 0.0
     with job.optimizer.no_sync():
         for share in early:
-            loss += _go_back(_go_forward(job, share), share)
-    final = _go_forward(job, last)
+            loss += _go_back(_go_forward(job, share, loader), share)
+    final = _go_forward(job, last, loader)
     if job.settings.on_nan == "skip" and not _all_finite(job, loss, final):
         job.optimizer.zero_grad()
         return StepResult(math.nan, lr, skipped=True)
@@ -62,15 +71,29 @@ def set_lr(job: Job, step: int) -> float:
     return job.base_lrs[0] * factor
 
 
-def _go_forward(job: Job, share: MicroBatch) -> Tensor | None:
+@dataclass(slots=True)
+class _Loader:
+    """Loads micro-batches. seconds: what that has taken."""
+
+    job: Job
+    seconds: float = 0.0
+
+    def load(self, share: MicroBatch) -> Any:
+        """The samples of ``share``, where they are to be computed with."""
+        job, begin_s = self.job, time.perf_counter()
+        with job.optimizer.spans.span(Lane.DATA, "data"):
+            batch = load_batch(job.task, job.task.train_data, share.indices)
+            batch = send_batch(convert_batch(batch, job.settings.precision), job.device)
+        self.seconds += time.perf_counter() - begin_s
+        return batch
+
+
+def _go_forward(job: Job, share: MicroBatch, loader: _Loader) -> Tensor | None:
     """The mean loss of a micro-batch; None for an empty one."""
     if not share.indices:
         return None
-    precision = job.settings.precision
-    with job.optimizer.spans.span(Lane.DATA, "data"):
-        batch = convert_batch(load_batch(job.task, job.task.train_data, share.indices), precision)
-        batch = send_batch(batch, job.device)
-    with computing(job.device, precision):
+    batch = loader.load(share)
+    with computing(job.device, job.settings.precision):
         loss = job.task.loss(job.task.model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shown = type(loss).__name__

@@ -138,6 +138,7 @@ class Trainer:
             self._samples_of_step(),
             self._job.optimizer.times,
             waited_s=self._job.world.progress.waited_s - waited_s,
+            data_s=self._last.data_s,
         )
         if self._row_due():
             self._times.share(self._meter.tell())

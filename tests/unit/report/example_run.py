@@ -142,5 +142,6 @@ class ExampleRun:
             "communication_s": 0.8 * self.step_s,
             "rank_step_s": [self.step_s] * self.num_ranks,
             "rank_wait_s": [self.wait_s(rank) for rank in range(self.num_ranks)],
+            "rank_data_s": [self.data_s] * self.num_ranks,
         }
         return json.dumps({key: value for key, value in row.items() if value is not None}) + "\n"

@@ -58,7 +58,12 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
         (
             replace(FIGURES, ranks=_with_waits(0.1, 0.1, data_s=0.3)),
             Limit.DATA,
-            ["data", "300 ms of 1.00 s", "30 %"],
+            ["data", "300 ms of 1.00 s", "30 %", "decode less"],
+        ),
+        (
+            replace(FIGURES, ranks=(*_with_waits(0.4, 0.4), RankTimes(2, "n2", 1.0, 0.0, 0.4))),
+            Limit.DATA,
+            ["400 ms of 1.00 s", "on rank 2 on n2, and 0 s on the others", "that host's way"],
         ),
     ],
 )

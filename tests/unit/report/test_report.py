@@ -63,6 +63,15 @@ def test_ranks_that_are_slow_in_turn_are_not_called_slow(tmp_path: Path) -> None
     assert "Computation limits" in page and "no rank is so much slower all the time" in page
 
 
+def test_slow_data_is_told_without_a_trace_and_not_guessed_at(tmp_path: Path) -> None:
+    folder = ExampleRun(data_s=0.4).write(tmp_path)
+    shutil.rmtree(folder / "trace")
+    assert "Loading data limits" in report(folder)
+    path = folder / "metrics.jsonl"  # as earlier versions wrote it
+    path.write_text(path.read_text().replace("rank_data_s", "other"))
+    assert "Loading data limits" not in report(folder)
+
+
 @quick
 def test_a_page_needs_nothing_else_and_is_small(tmp_path: Path) -> None:
     run = ExampleRun(num_ranks=16, num_buckets=100, num_iterations=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,26 @@ def test_rows_count_the_time_that_a_slower_rank_takes(tmp_path: Path) -> None:
         assert slow is not None and slow.place == 1
     shown_s = sum(row.step_s or 0.0 for row in rows)
     assert shown_s > 0.7 * (rows[-1].elapsed_s - first.elapsed_s)
+
+
+def test_rows_tell_which_rank_waits_for_its_data(tmp_path: Path) -> None:
+    class Slow(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            time.sleep(0.02)
+            return super().__getitem__(index)
+
+    def work(world: World) -> list[MetricsRow]:
+        task = make_task()
+        if world.rank == 1:
+            points = (task.train_data[index] for index in range(len(task.train_data)))
+            task = replace(task, train_data=Slow(points))
+        settings = RunSettings(max_steps=3, eval_interval=0, log_interval=1, **SGD)
+        notes = Notes()
+        notes.saved = lambda checkpoint: None  # type: ignore[method-assign]
+        Trainer(make_job(world, settings, task), tmp_path, listener=notes).run()
+        return notes.rows
+
+    for row in run_ranks(2, work)[0]:
+        quick, slow = row.ranks
+        assert slow.data_s > 5 * quick.data_s
+        assert slow.data_s > 0.5 * slow.own_s
