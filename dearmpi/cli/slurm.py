@@ -67,7 +67,7 @@ def slurm(
 
 def _check_arguments(arguments: tuple[str, ...]) -> None:
     """Refuse now what ``dear-train run`` would refuse once the job had left the queue."""
-    given = run.make_context("run", list(arguments)).params
+    given = run.make_context("dear-train run", list(arguments)).params
     read_layers({name: value for name, value in given.items() if name != "config"}, {}, None)
 
 

@@ -96,6 +96,7 @@ def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
         (["--nodes", "2", "--sbatch-option", "nodes=3"], "nodes is given twice"),
         (["--nodes", "0"], "--nodes"),
         (["--", "--lrr", "3"], "--lrr"),
+        (["--", "--lrr", "3"], "Try 'dear-train run --help'"),
         (["--", "--lr", "fast"], "--lr is 'fast'"),
     ],
 )
