@@ -186,13 +186,19 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
         )
     if settings.plan in ("auto", "bayes"):
         lines.append(_describe_planning(job))
-    epochs = job.total_steps / job.plan.steps_per_epoch
-    lines.append(
-        f"length: {job.total_steps} steps of {settings.batch_size} samples ({epochs:.2f} epochs)"
-    )
+    lines.append(_describe_length(job))
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}")
     return [*lines, f"run folder: {folder}"]
+
+
+def _describe_length(job: Job) -> str:
+    batch_size, num_samples = job.settings.batch_size, job.plan.num_samples
+    samples = f"{batch_size} samples"
+    if batch_size > num_samples:
+        samples = f"{num_samples} samples, all that there are, for a batch size of {batch_size}"
+    epochs = job.total_steps / job.plan.steps_per_epoch
+    return f"length: {job.total_steps} steps of {samples} ({epochs:.2f} epochs)"
 
 
 def _describe_planning(job: Job) -> str:
@@ -234,7 +240,8 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
         lines[0] += f": {taken} steps in {duration(outcome.train_s)}, {rate}"
     if outcome.first_loss is not None and outcome.last_loss is not None:
         first, last = (loss * task.loss_scale for loss in (outcome.first_loss, outcome.last_loss))
-        lines.append(f"{task.loss_scale_name} in training: {first:.4f} -> {last:.4f}")
+        course = f"{last:.4f}" if first == last else f"{first:.4f} -> {last:.4f}"
+        lines.append(f"{task.loss_scale_name} in training: {course}")
     if outcome.evaluation is not None:
         parts = [f"{outcome.evaluation.loss * task.loss_scale:.4f}"]
         parts += _describe_metrics(outcome.evaluation.metrics)

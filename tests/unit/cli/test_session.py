@@ -107,6 +107,15 @@ def test_the_console_tells_the_story(
     assert summary[-2:] == [f"run folder: {task_file.parent / 'runs' / 'a'}", "a closing line"]
 
 
+def test_a_batch_larger_than_the_data_and_a_single_row_are_told_as_they_are(
+    alone: World, task_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(alone, task_file, name="a", batch_size="64", max_steps="2", eval_interval="0")
+    told = capsys.readouterr().out
+    assert "length: 2 steps of 20 samples, all that there are, for a batch size of 64 (2.00" in told
+    assert "percent in training: " in told and " -> " not in told
+
+
 def same_state(first: Path, second: Path) -> bool:
     """Whether two checkpoints hold the same model, bit for bit."""
     left, right = checkpoint.load(first).model, checkpoint.load(second).model
