@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from dearmpi.cli.combination import given_flags, refuse_useless
+from dearmpi.cli.engine_option import engine_option
 from dearmpi.cli.measurement import OUT, check_place, measure_together, write
-from dearmpi.config import WireDtype
+from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,11 +83,9 @@ class Contents:
     metavar="LIST",
     help="sizes for --collectives, in millions of bytes",
 )
-@click.option(
-    "--comm-dtype",
-    type=click.Choice(["fp32", *get_args(WireDtype)]),
-    default="fp32",
-    show_default=True,
+@engine_option(
+    "comm_dtype",
+    CommDtype,
     help="in what fp32 is sent: by --collectives, by communication alone, and by methods that do "
     "not say themselves, as dear:comm_dtype=bf16 does; ddp takes torch's hook",
 )
@@ -111,20 +111,11 @@ def bench(
 
 def _check_combination(context: click.Context) -> None:
     """Refuse flags that have no effect on what is to be measured."""
-    given = {
-        name
-        for name in context.params
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-    }
+    given = given_flags(context)
+    useless, reason = given & {"sizes_mb"}, "has an effect together with --collectives only"
     if "collectives" in given:
-        useless = given - _FOR_COLLECTIVES
-        reason = "has no effect together with --collectives"
-    else:
-        useless = given & {"sizes_mb"}
-        reason = "has an effect together with --collectives only"
-    for option in context.command.params:
-        if option.name in useless:
-            raise click.UsageError(f"{option.opts[0]} {reason}", context)
+        useless, reason = given - _FOR_COLLECTIVES, "has no effect together with --collectives"
+    refuse_useless(context, useless, reason)
 
 
 def _measure(

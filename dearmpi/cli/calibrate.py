@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import click
 
 from dearmpi.cli.console import Console
+from dearmpi.cli.engine_option import engine_option
 from dearmpi.cli.measurement import OUT, check_place, measure_together, write
-from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.config import ReduceScatter
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,16 +22,9 @@ _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone 
 
 @click.command(short_help="Measure what the collectives of this job cost.")
 @click.option("--out", type=OUT, metavar="FILE", help="write everything there, as JSON")
-@click.option(
-    "--reduce-scatter",
-    "algorithm",
-    type=click.Choice(get_args(ReduceScatter)),
-    default=EngineConfig().reduce_scatter,
-    show_default=True,
-    help="the algorithm to measure",
-)
+@engine_option("reduce_scatter", ReduceScatter, help="the algorithm to measure")
 @click.option("--seconds", type=float, default=1.0, show_default=True, help="how long it may take")
-def calibrate(out: Path | None, algorithm: ReduceScatter, seconds: float) -> int:
+def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -> int:
     """Measure what reduce-scatters and all-gathers cost between the ranks of this job, alone and
     with two in flight, and fit alpha + beta * bytes to it:
 
@@ -52,7 +46,7 @@ def calibrate(out: Path | None, algorithm: ReduceScatter, seconds: float) -> int
             if world.size == 1:
                 raise ConfigError("one rank has no collectives; start several with mpirun")
         result = tuning.calibrate(
-            world, reduce_scatter=algorithm, library=mpi_library(), budget_s=seconds
+            world, reduce_scatter=reduce_scatter, library=mpi_library(), budget_s=seconds
         )
         console.say(*describe_calibration(result))
         write(world, console, out, result.to_json())

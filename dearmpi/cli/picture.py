@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dearmpi.cli.measurement import check_writable
+import click
+from click.decorators import FC
+
+from dearmpi.cli.measurement import OUT, check_writable
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
     from dearmpi.report.shape import Picture
+
+
+def picture_option(*, help: str) -> Callable[[FC], FC]:
+    """``--picture``, which the command is given as ``picture_path``."""
+    return click.option(
+        "--picture", "picture_path", type=OUT, metavar="FILE.svg|FILE.png", help=help
+    )
 
 
 def check_picture(path: Path | None) -> None:

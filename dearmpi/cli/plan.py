@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import click
 
 from dearmpi.cli.console import Console
+from dearmpi.cli.engine_option import engine_option
 from dearmpi.cli.measurement import OUT, check_writable
-from dearmpi.cli.picture import check_picture, write_picture
-from dearmpi.config import CommDtype, EngineConfig, Gather
+from dearmpi.cli.picture import check_picture, picture_option, write_picture
+from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,13 +49,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="buckets are updated during backprop, as dear-train run does without --max-grad-norm",
 )
-@click.option(
-    "--gather",
-    type=click.Choice(get_args(Gather)),
-    default=EngineConfig().gather,
-    show_default=True,
-    help="what the run gathers",
-)
+@engine_option("gather", Gather, help="what the run gathers")
 @click.option(
     "--gradient-accumulation-steps",
     "micro_batches",
@@ -64,21 +59,11 @@ if TYPE_CHECKING:
     metavar="N",
     help="micro-batches per optimizer step of the run; the profile is of one of them",
 )
-@click.option(
-    "--comm-dtype",
-    type=click.Choice(get_args(CommDtype)),
-    default=EngineConfig().comm_dtype,
-    show_default=True,
-    help="in what the run sends fp32; the calibration is without",
+@engine_option(
+    "comm_dtype", CommDtype, help="in what the run sends fp32; the calibration is without"
 )
 @click.option("--out", type=OUT, metavar="FILE", help="write the plan there, as JSON")
-@click.option(
-    "--picture",
-    "picture_path",
-    type=OUT,
-    metavar="FILE.svg|FILE.png",
-    help="draw the iteration that it is simulated to take",
-)
+@picture_option(help="draw the iteration that it is simulated to take")
 def plan(
     profile_path: Path,
     calibration_path: Path,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from dearmpi.cli.combination import given_flags, refuse_useless
+from dearmpi.cli.engine_option import engine_option
 from dearmpi.cli.measurement import OUT, check_writable
-from dearmpi.cli.picture import check_picture, write_picture
-from dearmpi.config import CommDtype, EngineConfig
+from dearmpi.cli.picture import check_picture, picture_option, write_picture
+from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,13 +53,7 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     help="10GbE, 100GbIB, alpha,beta in seconds and seconds per byte of one message, or a file of "
     "`dear-train calibrate`",
 )
-@click.option(
-    "--comm-dtype",
-    type=click.Choice(get_args(CommDtype)),
-    default=EngineConfig().comm_dtype,
-    show_default=True,
-    help="in what every method sends fp32",
-)
+@engine_option("comm_dtype", CommDtype, help="in what every method sends fp32")
 @click.option(
     "--method",
     "methods",
@@ -69,13 +65,7 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     "ddp:8, horovod:128 and dear:8 set the bucket cap in MiB; may be repeated",
 )
 @click.option("--json", "json_path", type=OUT, metavar="FILE", help="write all figures there")
-@click.option(
-    "--picture",
-    "picture_path",
-    type=OUT,
-    metavar="FILE.svg|FILE.png",
-    help="draw iteration time over the number of ranks and over bandwidth",
-)
+@picture_option(help="draw iteration time over the number of ranks and over bandwidth")
 @click.option(
     "--compare-paper",
     is_flag=True,
@@ -106,19 +96,12 @@ def simulate(context: click.Context, /, **given: Any) -> int:
 
 def _check_combination(context: click.Context) -> None:
     """Refuse flags that have no effect beside others."""
-    given = {
-        name
-        for name in context.params
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-    }
-    useless: set[str] = set()
+    given = given_flags(context)
     if "compare_paper" in given:
-        useless, beside = given - _FOR_PAPER, "--compare-paper"
+        refuse_useless(context, given - _FOR_PAPER, "has no effect beside --compare-paper")
     elif "profile" in given:
-        useless, beside = given & {"workload", "feed_forward_s", "backprop_s"}, "--profile"
-    for option in context.command.params:
-        if option.name in useless:
-            raise click.UsageError(f"{option.opts[0]} has no effect beside {beside}", context)
+        instead = {"workload", "feed_forward_s", "backprop_s"}
+        refuse_useless(context, given & instead, "has no effect beside --profile")
 
 
 def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
