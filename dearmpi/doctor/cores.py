@@ -4,61 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from operator import attrgetter
 
 from dearmpi.doctor.facts import RankFacts
 from dearmpi.doctor.finding import Finding, ok, warn
+from dearmpi.train.threads import HostCores, RankCores, by_host
 
 
 def check_cores(ranks: Sequence[RankFacts]) -> Finding:
     """Threads against cores on every host; the first host with too few is named."""
-    problems = [problem for host in _by_host(ranks) if (problem := _check_host(host))]
-    return problems[0] if problems else ok("cores", _describe(ranks))
+    for host in _by_host(ranks):
+        problem = _check_host(host, [rank for rank in ranks if rank.host == host.name])
+        if problem is not None:
+            return problem
+    return ok("cores", _describe(ranks))
 
 
 def is_crowded(ranks: Sequence[RankFacts]) -> bool:
     """Whether some host has more ranks than cores for them."""
-    return any(len(host) > len(_union(host)) for host in _by_host(ranks))
+    return any(host.num_ranks > host.num_cores for host in _by_host(ranks))
 
 
-def _by_host(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
-    by_host = attrgetter("host")
-    return [list(group) for _, group in groupby(sorted(ranks, key=by_host), by_host)]
+def _by_host(ranks: Sequence[RankFacts]) -> list[HostCores]:
+    return by_host(RankCores(rank.host, rank.cores, rank.threads) for rank in ranks)
 
 
-def _union(ranks: Sequence[RankFacts]) -> set[int]:
-    return set[int]().union(*(rank.cores for rank in ranks))
-
-
-def _check_host(ranks: Sequence[RankFacts]) -> Finding | None:
-    host, num_ranks = ranks[0].host, len(ranks)
-    cores = _union(ranks)
-    num_threads = sum(rank.threads for rank in ranks)
-    if num_ranks > len(cores):
+def _check_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
+    if host.num_ranks > host.num_cores:
         return warn(
             "cores",
-            f"{num_ranks} ranks on {host} share {_count(len(cores), 'core')}: they take "
-            "turns, and so do computation and communication",
-            cure=f"start at most {len(cores)} there; if {host} has more cores, the launcher binds "
-            "too tightly: mpirun -bind-to none (MPICH), --bind-to none (Open MPI), or srun "
-            "--cpus-per-task=N",
+            f"{host.num_ranks} ranks on {host.name} share {_count(host.num_cores, 'core')}: they "
+            "take turns, and so do computation and communication",
+            cure=f"start at most {host.num_cores} there; if {host.name} has more cores, the "
+            "launcher binds too tightly: mpirun -bind-to none (MPICH), --bind-to none (Open MPI), "
+            "or srun --cpus-per-task=N",
         )
-    if num_threads > len(cores):
-        each = max(1, len(cores) // num_ranks)
+    if host.num_threads > host.num_cores:
+        each = max(1, host.num_cores // host.num_ranks)
         return warn(
             "cores",
-            f"{num_threads} torch threads of {_count(num_ranks, 'rank')} on {host} want "
-            f"{_count(len(cores), 'core')} (threads {ranks[0].threads_reason})",
+            f"{host.num_threads} torch threads of {_count(host.num_ranks, 'rank')} on {host.name} "
+            f"want {_count(host.num_cores, 'core')} (threads {ranks[0].threads_reason})",
             cure=f"set OMP_NUM_THREADS={each}, or leave it unset",
         )
     quota = min((rank.quota for rank in ranks if rank.quota is not None), default=None)
-    if quota is not None and quota < num_threads:
+    if quota is not None and quota < host.num_threads:
         return warn(
             "cores",
-            f"the container on {host} may use {quota:g} cores' worth of time, but the torch "
-            f"threads of its ranks want {num_threads}",
+            f"the container on {host.name} may use {quota:g} cores' worth of time, but the torch "
+            f"threads of its ranks want {host.num_threads}",
             cure="give the container more, or set "
-            f"OMP_NUM_THREADS={max(1, int(quota) // num_ranks)}",
+            f"OMP_NUM_THREADS={max(1, int(quota) // host.num_ranks)}",
         )
     return None
 

@@ -35,6 +35,16 @@ class RankCores:
     num_threads: int
 
 
+@dataclass(frozen=True, slots=True)
+class HostCores:
+    """The ranks of one host together. num_cores: those that any of them may run on."""
+
+    name: str
+    num_ranks: int
+    num_cores: int
+    num_threads: int
+
+
 def share_of_cores(own: Iterable[int], others: Sequence[Iterable[int]], *, helper: bool) -> int:
     """Cores for this rank's computation, at least 1.
 
@@ -77,17 +87,26 @@ def choose_threads(
 
 def find_crowded(ranks: Iterable[RankCores]) -> tuple[str, ...]:
     """A warning for each host with more threads than cores, over all of its ranks."""
-    by_host: dict[str, list[RankCores]] = {}
+    return tuple(
+        f"warning: ranks on {one.name}: {one.num_ranks}, their threads: {one.num_threads}, cores "
+        f"they may use: {one.num_cores}; they will wait for each other: start fewer ranks there, "
+        "give them more cores, or lower --threads"
+        for one in by_host(ranks)
+        if one.num_threads > one.num_cores
+    )
+
+
+def by_host(ranks: Iterable[RankCores]) -> list[HostCores]:
+    """Each host once, in the order of their first ranks."""
+    members: dict[str, list[RankCores]] = {}
     for rank in ranks:
-        by_host.setdefault(rank.host, []).append(rank)
-    warnings = []
-    for host, members in by_host.items():
-        num_threads = sum(member.num_threads for member in members)
-        num_cores = len({core for member in members for core in member.cores})
-        if num_threads > num_cores:
-            warnings.append(
-                f"warning: ranks on {host}: {len(members)}, their threads: {num_threads}, cores "
-                f"they may use: {num_cores}; they will wait for each other: start fewer ranks "
-                "there, give them more cores, or lower --threads"
-            )
-    return tuple(warnings)
+        members.setdefault(rank.host, []).append(rank)
+    return [
+        HostCores(
+            host,
+            num_ranks=len(own),
+            num_cores=len({core for rank in own for core in rank.cores}),
+            num_threads=sum(rank.num_threads for rank in own),
+        )
+        for host, own in members.items()
+    ]
