@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from dearmpi.cli.settings import setting_options
 from dearmpi.errors import ConfigError
 from dearmpi.train.layers import merge
 from dearmpi.train.settings import SETTINGS
+from tests.unit.cli.bare import run_bare
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,25 +32,8 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_help_needs_neither_torch_nor_mpi(arguments: list[str]) -> None:
-    script = (
-        "import sys\n"
-        "sys.modules['mpi4py'] = sys.modules['torch'] = None\n"  # importing them would fail
-        "from dearmpi.cli.main import main\n"
-        "code = main(sys.argv[1:])\n"
-        "assert not {'numpy', 'yaml', 'safetensors'} & set(sys.modules), 'slow to start'\n"
-        "sys.exit(code)\n"
-    )
-    root = Path(dearmpi.__file__).parents[1]
-    ended = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("Usage: dear-train")
+    is_light = "assert not {'numpy', 'yaml', 'safetensors'} & set(sys.modules), 'slow to start'"
+    assert run_bare(*arguments, then=is_light).startswith("Usage: dear-train")
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-import dearmpi
 from dearmpi.cli.main import main
 from dearmpi.plan.plan import read_plan
 from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import read_workload
 from dearmpi.tune.calibration import Calibration, SizeTimes
+from tests.unit.cli.bare import run_bare
 
 TIMES = tuple(SizeTimes(n, 1e-3 + 8e-9 * n, 2e-3 + 16e-9 * n) for n in (2**14, 2**24))
 LINK = Calibration(("a", "a", "b", "b"), "some MPI", "ring", TIMES, TIMES)
@@ -86,22 +84,8 @@ def test_other_micro_batches_only_compute(
 
 
 def test_it_needs_neither_torch_nor_mpi(tmp_path: Path, given: list[str]) -> None:
-    script = (
-        "import sys\n"
-        "sys.modules['mpi4py'] = sys.modules['torch'] = None\n"
-        "from dearmpi.cli.main import main\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script, *given, "--picture", str(tmp_path / "plan.svg")],
-        cwd=Path(dearmpi.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "predicted iteration" in ended.stdout
+    told = run_bare(*given, "--picture", str(tmp_path / "plan.svg"))
+    assert "predicted iteration" in told
 
 
 def test_files_that_are_mixed_up_are_named(

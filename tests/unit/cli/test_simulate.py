@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import dearmpi
 from dearmpi.cli.main import main
 from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import read_workload
 from dearmpi.tune.calibration import Calibration, SizeTimes
+from tests.unit.cli.bare import run_bare
 
 SMALL = [
     *("--workload", "equal:8:4", "--feed-forward-s", "0.1", "--backprop-s", "0.2"),
@@ -132,22 +130,7 @@ def test_the_paper_beside_what_is_simulated(
 
 
 def test_it_needs_neither_torch_nor_mpi() -> None:
-    script = (
-        "import sys\n"
-        "sys.modules['mpi4py'] = sys.modules['torch'] = None\n"
-        "from dearmpi.cli.main import main\n"
-        "sys.exit(main(['simulate', '--method', 'ddp', '--method', 'dear']))\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(dearmpi.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "\nddp " in ended.stdout
+    assert "\nddp " in run_bare("simulate", "--method", "ddp", "--method", "dear")
 
 
 @pytest.mark.parametrize(
