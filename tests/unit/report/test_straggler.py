@@ -82,5 +82,5 @@ def test_a_rank_has_recovered_once_it_was_not_slow_for_as_long() -> None:
 
 
 def test_the_share_of_a_run_in_which_a_rank_was_slow() -> None:
-    assert follow(1, 1, 0, None).share(1) == 0.5
+    assert follow(*[1] * 2 * STEADY, *[0, None] * STEADY).share(1) == 0.5
     assert SlowRanks(0).share(1) == 1.0
