@@ -76,7 +76,6 @@ def hold_contest(
     config = EngineConfig(comm_dtype=comm_dtype)
     layout = plan_of(world, subject.build())
     alone = read_method("alone")
-    rows = {method.label: Row(method.label) for method in (alone, *methods)}
     result = Result(
         subject=subject.name,
         unit=subject.unit,
@@ -84,18 +83,18 @@ def hold_contest(
         units_per_sample=subject.units_per_sample,
         world_size=world.size,
         hosts=len(set(world.hosts)),
-        alone=rows[alone.label],
-        rows=[rows[method.label] for method in methods],
+        alone=Row(alone.label),
+        rows=[Row(method.label) for method in methods],
         link=[],
         num_buckets=len(layout),
         payload_bytes=sum(bucket.nbytes for bucket in layout),
         comm_dtype=comm_dtype,
     )
+    entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
     for number in range(length.num_rounds):
         result.link += measure_link(world, layout, config, repeats=_LINK_REPEATS)
-        order = [alone, *methods]
-        for method in order if number % 2 == 0 else reversed(order):  # so that no drift favours one
-            row = rows[method.label]
+        turns = entries if number % 2 == 0 else entries[::-1]  # so that no drift favours one
+        for method, row in turns:
             if not row.error:
                 _run_block(world, _Trial(world, subject, method, length), row)
                 tell(_describe(result, row, number))
