@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
@@ -17,6 +16,7 @@ from dearmpi.train.agreement import AgreedError
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN
 from dearmpi.train.layers import make_layer
 from dearmpi.train.stop import StopRequest
+from tests.mpi.task_file import task_file
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -40,12 +40,8 @@ def make(options):
 @pytest.fixture
 def folder(world: World, shared_tmp_path: Path) -> Iterator[Path]:
     """A folder with the task in it, the same on all ranks."""
-    if world.is_root:
-        (shared_tmp_path / "curve.py").write_text(TASK)
-    world.barrier()
-    threads = torch.get_num_threads()
-    yield shared_tmp_path
-    torch.set_num_threads(threads)
+    with task_file(world, shared_tmp_path / "curve.py", TASK) as folder:
+        yield folder
 
 
 def run(world: World, folder: Path, name: str, **given: object) -> Path:

@@ -1,0 +1,82 @@
+"""Buffers that nobody but MPI still knows of."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.world import World
+from dearmpi.config import AllGather
+from tests.mpi.collectives.contributions import ALGORITHMS, contribution, own, total
+
+LIMIT_S = 60.0  # far beyond what any of this takes; reached only by a deadlock
+
+
+def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Request:
+    """One operation after the other, the same on every rank."""
+    starts: list[Callable[[], Request]] = [
+        *(partial(collectives.start_reduce_scatter, buffer, a) for a in ALGORITHMS),
+        *(partial(collectives.start_all_gather, buffer, a) for a in get_args(AllGather)),
+        partial(collectives.start_all_reduce, buffer, "sum"),
+        partial(collectives.start_broadcast, buffer, number % collectives.size),
+    ]
+    return starts[number % len(starts)]()
+
+
+def expected_of(world: World, numel: int, number: int) -> Tensor:
+    """What ``start_in_turn`` leaves in this rank's shard."""
+    turn = number % 7
+    if turn in (0, 1, 2, 5):
+        whole = total(world, numel, torch.float32, number)
+    else:
+        sender = world.rank if turn in (3, 4) else number % world.size
+        whole = contribution(sender, numel, torch.float32, number)
+    return own(world, whole)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_buffers_that_the_caller_drops_live_until_the_operation_is_complete(
+    world: World, collectives: Collectives
+) -> None:
+    """Ranks in turn drop the buffer they have just posted, and its memory is soon used again.
+
+    What they sent must reach the others, and what they receive must not end up in the new owners'
+    memory.
+    """
+    numel = 25_000 // world.size * world.size  # small enough for memory to be reused at once
+    generator = torch.Generator().manual_seed(world.rank)
+    for first in range(0, 63, 7):
+        requests: list[Request] = []
+        kept: dict[int, Tensor] = {}
+        owners: list[Tensor] = []
+        for number in range(first, first + 7):
+            buffer = contribution(world.rank, numel, torch.float32, number)
+            requests.append(start_in_turn(collectives, buffer, number))
+            if (number + first // 7 + world.rank) % 2:
+                kept[number] = buffer
+            del buffer
+            owners += [torch.full((numel,), 77.0) for _ in range(3)]
+            if torch.rand((), generator=generator) < 0.5:
+                requests[-1].test()
+        gc.collect(1)
+        complete(requests)
+        for number, buffer in kept.items():
+            assert torch.equal(own(world, buffer), expected_of(world, numel, number)), number
+        assert all(bool((owner == 77.0).all()) for owner in owners)
+
+
+def complete(requests: Sequence[Request]) -> None:
+    """Poll ``requests`` until all are complete."""
+    deadline = time.monotonic() + LIMIT_S
+    left = list(requests)
+    while left := [request for request in left if not request.test()]:
+        assert time.monotonic() < deadline, "operations did not complete"
+        time.sleep(0)
