@@ -6,6 +6,7 @@ A script takes a ``Side`` and returns the tensors that must come out the same.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -115,6 +116,20 @@ def adam(model: nn.Module, lr: float = 0.01) -> Optimizer:
     """An optimizer with state whose update depends on all steps before."""
     # A larger eps than usual: it keeps rounding errors of tiny gradients small.
     return torch.optim.Adam(model.parameters(), lr=lr, eps=1e-4)
+
+
+class SlowAdam(torch.optim.Adam):
+    """Takes its time, so that whoever does not wait for the update is seen."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """As Adam's."""
+        time.sleep(0.005)
+        super().step(closure)
+
+
+def slow_adam(model: nn.Module) -> SlowAdam:
+    """As ``adam``, but slower."""
+    return SlowAdam(model.parameters(), lr=0.01, eps=1e-4)
 
 
 def train(side: Side, model: nn.Module, optimizer: Any, num_steps: int = NUM_STEPS) -> None:

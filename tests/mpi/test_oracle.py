@@ -18,9 +18,9 @@ from tests.mpi.oracle import (
     copies,
     fingerprint,
     flat_state,
-    pairwise,
     train,
 )
+from tests.mpi.pairs import pairwise
 
 ONE_TENSOR, SOME, ALL = 1e-6, 0.0005, 1.0
 ELEMENTWISE = tuple(name for name in OPTIMIZERS if name not in ("muon", "adafactor"))

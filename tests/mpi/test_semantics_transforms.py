@@ -1,21 +1,19 @@
-"""Models that are compiled, copied, converted or transformed."""
+"""Models that are copied, converted or transformed."""
 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn import functional
 
 from dearmpi.comm.world import World
 from dearmpi.errors import UsageError
-from tests.mpi.models import NUM_FEATURES, squared_error
+from tests.mpi.models import squared_error
 from tests.mpi.oracle import BATCH, copies
 from tests.mpi.semantics import (
     NUM_STEPS,
@@ -25,162 +23,12 @@ from tests.mpi.semantics import (
     assert_same_on_both_sides,
     layers,
     outcome,
-    seeded,
+    slow_adam,
     train,
     whole_batch,
 )
 
 pytestmark = SEMANTICS
-
-
-class SlowAdam(torch.optim.Adam):
-    """Takes its time, so that whoever does not wait for the update is seen."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """As Adam's."""
-        time.sleep(0.005)
-        super().step(closure)
-
-
-def slow_adam(model: nn.Module) -> SlowAdam:
-    return SlowAdam(model.parameters(), lr=0.01, eps=1e-4)
-
-
-class Mixture(nn.Module):
-    """Layers, a parameter of its own, and one of a layer that is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(NUM_FEATURES, 7)
-        self.never_called = nn.Linear(7, 7)
-        self.last = nn.Linear(7, 3)
-        self.scale = nn.Parameter(torch.ones(7))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs).tanh() * self.scale
-        hidden = functional.linear(hidden, self.never_called.weight)
-        outputs: Tensor = self.last(hidden)
-        return outputs
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled_code() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
-
-
-Compiled = Callable[[nn.Module, str], Any]
-
-
-def wrap_whole(model: nn.Module, backend: str) -> Any:
-    return torch.compile(model, backend=backend)
-
-
-def compile_in_place(model: nn.Module, backend: str) -> Any:
-    model.compile(backend=backend)
-    return model
-
-
-def compile_parts(model: nn.Module, backend: str) -> Any:
-    model.get_submodule("first").compile(backend=backend)
-    model.get_submodule("last").compile(backend=backend)
-    return model
-
-
-def train_compiled(side: Side, compiled: Compiled, backend: str, *, when: str) -> dict[str, Tensor]:
-    model = seeded(Mixture)
-    used = compiled(model, backend) if when != "after" else model
-    if when == "run before":
-        side.loss(used, 0)
-    optimizer = side.wrap(slow_adam(model), used if when == "before" else model)
-    if when == "after":
-        used = compiled(model, backend)
-    seen = {}
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        side.loss(used, step).backward()
-        optimizer.step()
-        with torch.no_grad():
-            seen[f"evaluation {step}"] = used(whole_batch(9)).clone()
-    return {**seen, **copies(model)}
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("compiled", "when"),
-    [
-        (wrap_whole, "before"),
-        (wrap_whole, "run before"),
-        (compile_in_place, "after"),
-        (compile_parts, "before"),
-    ],
-)
-def test_a_compiled_model(compiled: Compiled, when: str, gather: str, world: World) -> None:
-    assert_same_on_both_sides(
-        lambda side: train_compiled(side, compiled, "eager", when=when), world, gather=gather
-    )
-
-
-@pytest.mark.ranks(2)
-def test_a_compiled_model_with_compiled_backprop(gather: str, world: World) -> None:
-    assert_same_on_both_sides(
-        lambda side: train_compiled(side, wrap_whole, "aot_eager", when="after"),
-        world,
-        gather=gather,
-    )
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.slow
-def test_a_compiled_model_with_inductor(gather: str, world: World) -> None:
-    assert_same_on_both_sides(
-        lambda side: train_compiled(side, wrap_whole, "inductor", when="after"),
-        world,
-        gather=gather,
-    )
-
-
-@pytest.mark.ranks(2)
-def test_a_compiled_function_of_parameters(gather: str, world: World) -> None:
-    """No module is called, so no hook runs."""
-
-    def script(side: Side) -> dict[str, Tensor]:
-        model = layers()
-        optimizer = side.wrap(slow_adam(model), model)
-
-        @torch.compile(backend="eager")
-        def apply(inputs: Tensor) -> Tensor:
-            hidden = functional.linear(inputs, model[0].weight)  # type: ignore[arg-type]
-            return functional.linear(hidden.tanh(), model[2].weight)  # type: ignore[arg-type]
-
-        for step in range(NUM_STEPS):
-            optimizer.zero_grad()
-            side.average(squared_error(apply(side.inputs(step)))).backward()
-            optimizer.step()
-        return outcome(model, optimizer)
-
-    assert_same_on_both_sides(script, world, gather=gather)
-
-
-@pytest.mark.ranks(2, 3)
-def test_the_engine_causes_no_recompilation(gather: str, world: World) -> None:
-    """A whole graph, once: nothing of the engine is traced or guarded."""
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = seeded(Mixture)
-    side = Side(world, gather=gather)
-    optimizer = side.wrap(slow_adam(model), model)
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        side.loss(compiled, step).backward()
-        optimizer.step()
-    assert len(graphs) == 1
-    side.close()
 
 
 def test_a_deep_copy_is_a_model_of_its_own(gather: str, world: World) -> None:

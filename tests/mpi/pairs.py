@@ -1,0 +1,39 @@
+"""Pairs: few combinations of settings in which every two values meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Few combinations in which every two values of two different factors meet (greedy)."""
+    names = list(factors)
+    left = {
+        (first, a, second, b)
+        for place, first in enumerate(names)
+        for second in names[place + 1 :]
+        for a in range(len(factors[first]))
+        for b in range(len(factors[second]))
+    }
+    while left:
+        first, a, second, b = min(left)
+        chosen = {first: a, second: b}
+        for name in names:
+            if name not in chosen:
+                gains = [
+                    len(_met({**chosen, name: value}, names) & left)
+                    for value in range(len(factors[name]))
+                ]
+                chosen[name] = gains.index(max(gains))
+        left -= _met(chosen, names)
+        yield {name: factors[name][value] for name, value in chosen.items()}
+
+
+def _met(chosen: dict[str, int], names: list[str]) -> set[tuple[str, int, str, int]]:
+    present = [name for name in names if name in chosen]
+    return {
+        (first, chosen[first], second, chosen[second])
+        for place, first in enumerate(present)
+        for second in present[place + 1 :]
+    }
