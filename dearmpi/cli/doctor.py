@@ -13,8 +13,8 @@ import click
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.failure import end_run, is_first_process
+from dearmpi.cli.measurement import write_file
 from dearmpi.cli.rank_log import rank_log
-from dearmpi.errors import ConfigError
 
 _STANDARD_OUTPUT = Path("-")
 
@@ -97,7 +97,4 @@ def _write(path: Path | None, plain: Mapping[str, Any]) -> None:
     if path == _STANDARD_OUTPUT:
         click.echo(text, nl=False)
         return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
+    write_file(path, text)

@@ -58,6 +58,16 @@ def check_writable(path: Path | None) -> None:
         )
 
 
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write ``content``, text as UTF-8. Raises ConfigError where that fails, as on a full disk."""
+    try:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; make room there or name another file"
+        ) from error
+
+
 def write(world: World, console: Console, path: Path | None, text: str) -> None:
     """Have rank 0 write ``text``, if there is a ``path``, and say so (collective)."""
     from dearmpi.train.agreement import together
@@ -66,5 +76,5 @@ def write(world: World, console: Console, path: Path | None, text: str) -> None:
         return
     with together(world, root_only=True):
         if world.is_root:
-            path.write_text(text, encoding="utf-8")
+            write_file(path, text)
     console.say("", f"wrote {path}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.decorators import FC
 
-from dearmpi.cli.measurement import OUT, check_writable
+from dearmpi.cli.measurement import OUT, check_writable, write_file
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,4 @@ def write_picture(path: Path, picture: Picture) -> None:
     """Draw ``picture`` in the way of ``path``, which ``check_picture`` has seen."""
     from dearmpi.report import png, svg
 
-    if path.suffix == ".png":
-        path.write_bytes(png.draw(picture))
-    else:
-        path.write_text(svg.document(picture), encoding="utf-8")
+    write_file(path, png.draw(picture) if path.suffix == ".png" else svg.document(picture))

@@ -9,7 +9,7 @@ import click
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_writable
+from dearmpi.cli.measurement import OUT, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError
@@ -98,7 +98,7 @@ def plan(
     made = made.over(micro_batches)
     console.say(*describe_profile_use(profile, costs), *describe_costs(costs), made.describe())
     if out is not None:
-        out.write_text(made.to_json(), encoding="utf-8")
+        write_file(out, made.to_json())
         console.say(f"wrote {out}")
     if picture_path is not None:
         _draw(made, profile, costs, gather=gather, path=picture_path)

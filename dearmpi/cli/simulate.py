@@ -10,7 +10,7 @@ import click
 
 from dearmpi.cli.combination import given_flags, refuse_useless
 from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_writable
+from dearmpi.cli.measurement import OUT, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
@@ -89,7 +89,7 @@ def simulate(context: click.Context, /, **given: Any) -> int:
     console = Console(speaks=True)
     comparisons = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
     if given["json_path"] is not None:
-        given["json_path"].write_text(comparisons_json(comparisons), encoding="utf-8")
+        write_file(given["json_path"], comparisons_json(comparisons))
         console.say("", f"wrote {given['json_path']}")
     return 0
 

@@ -55,7 +55,8 @@ def write_report(run_folder: Path, destination: Path) -> Report:
         except ConfigError as error:
             pictures, notes = (), (*notes, f"{error}.")
     except OSError as error:
-        raise DearError(f"cannot write {error.filename}: {error.strerror}") from error
+        place = error.filename or destination  # a full disk names no file
+        raise DearError(f"cannot write {place}: {error.strerror}; see --out") from error
     return Report(page, pictures, verdict, notes)
 
 

@@ -232,6 +232,10 @@ def test_a_place_that_cannot_be_written_is_an_error(
     folder = ExampleRun().write(tmp_path)
     assert main(["report", str(folder), "--out", "/proc/nowhere"]) == 1
     assert "cannot write /proc/nowhere" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "report.html").symlink_to("/dev/full")
+    assert main(["report", str(folder), "--out", str(tmp_path / "full")]) == 1
+    assert f"cannot write {tmp_path}/full: No space left on device" in capsys.readouterr().err
 
 
 @quick
