@@ -90,7 +90,7 @@ profile = RunCommand(
             metavar="N",
             help="steps that do; medians are told",
         ),
-        *setting_options(),
+        *setting_options(hidden=_WITHOUT_EFFECT),
     ],
     help=_profile.__doc__,
     short_help="Measure how long each layer of a model computes.",

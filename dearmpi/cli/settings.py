@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import click
@@ -18,9 +18,9 @@ _FLAG_WIDTH = 30
 class SettingOption(click.Option):
     """The flag of one setting; its value stays text until all sources are known."""
 
-    def __init__(self, name: str, about: Setting) -> None:
+    def __init__(self, name: str, about: Setting, *, hidden: bool = False) -> None:
         self.section = about.section
-        details: dict[str, Any] = {"help": _help(name, about), "default": None}
+        details: dict[str, Any] = {"help": _help(name, about), "default": None, "hidden": hidden}
         if about.kind == "switch":
             flags = f"--{about.flag}/--no-{about.flag}"
         else:
@@ -47,10 +47,10 @@ class RunCommand(click.Command):
                 formatter.write_dl(padded, col_max=_FLAG_WIDTH)
 
 
-def setting_options() -> Iterator[click.Parameter]:
-    """All flags, in order."""
+def setting_options(*, hidden: Container[str] = ()) -> Iterator[click.Parameter]:
+    """All flags, in order; the help leaves those of the settings in ``hidden`` out."""
     for name, about in SETTINGS.items():
-        yield SettingOption(name, about)
+        yield SettingOption(name, about, hidden=name in hidden)
     yield click.Option(
         ["--config", "config"],
         metavar="FILE",

@@ -8,7 +8,9 @@ import pytest
 
 from dearmpi.cli.calibrate import describe_calibration
 from dearmpi.cli.main import main
+from dearmpi.cli.measurement import write_file
 from dearmpi.cli.profile import describe_profile
+from dearmpi.errors import ConfigError
 from dearmpi.plan.profile import profile_workload, read_profile
 from dearmpi.plan.workload import read_workload
 from dearmpi.tune.calibration import Calibration, SizeTimes
@@ -72,6 +74,19 @@ def test_what_cannot_be_measured_is_refused(
     assert main(arguments) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in words), text
+
+
+def test_the_help_of_a_profile_names_no_flag_that_it_refuses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["profile", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--batch-size N" in text and "--log-interval" not in text and "--resume" not in text
+
+
+def test_a_full_disk_is_told_of_without_a_traceback() -> None:
+    with pytest.raises(ConfigError, match="cannot write /dev/full: No space left on device; make"):
+        write_file(Path("/dev/full"), "{}")
 
 
 def test_a_config_file_of_a_run_serves_a_profile_too(
