@@ -24,7 +24,7 @@ def draw(picture: Picture) -> bytes:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
         raise ConfigError(
-            "PNG pictures need Pillow: pip install 'dearmpi[images]'; the page has the same as SVG"
+            "PNG pictures need Pillow: pip install 'dearmpi[images]'; SVG pictures need nothing"
         ) from error
     size = round(picture.width * _SCALE), round(picture.height * _SCALE)
     image = Image.new("RGB", (size[0] * _FINER, size[1] * _FINER), LIGHT["paper"])
