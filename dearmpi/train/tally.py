@@ -7,6 +7,7 @@ that: each step posts one small all-reduce, and reads the one posted a step earl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,7 @@ class StepTotal:
     step: number of the step, from 1.
     loss: mean over the step's samples; NaN if it was not finite on some rank.
     num_bad: ranks whose loss was not finite.
+    bad_sum: their numbers, added up: where there is one, that rank.
     num_stops: ranks that were asked to stop.
     num_saved: stages of checkpoints that the ranks have finished, added up (``Saver.num_done``).
     """
@@ -29,8 +31,14 @@ class StepTotal:
     step: int
     loss: float
     num_bad: int
+    bad_sum: int
     num_stops: int
     num_saved: int
+
+    def describe_bad(self, hosts: Sequence[str]) -> str:
+        """How many ranks, of one for each of ``hosts``, had such a loss, and which if it is one."""
+        name = f" (rank {self.bad_sum} on {hosts[self.bad_sum]})" if self.num_bad == 1 else ""
+        return f"{self.num_bad} of {len(hosts)} ranks{name}"
 
 
 @dataclass(slots=True)
@@ -55,8 +63,8 @@ class Tally:
         """Send this rank's loss of ``step`` (its weighted sum), whether it shall stop, and how
         many stages of checkpoints it has finished.
         """
-        finite = math.isfinite(loss)
-        values = [loss if finite else 0.0, float(not finite), float(stop), float(num_saved)]
+        bad = not math.isfinite(loss)
+        values = [0.0 if bad else loss, bad, bad * self.world.rank, stop, num_saved]
         entry = _Entry(step, HostBuffer(np.array(values, dtype=np.float64)))
         self._entries.append(entry)
 
@@ -83,6 +91,7 @@ class Tally:
         self._channel.close()
 
     def _total(self, entry: _Entry) -> StepTotal:
-        loss, num_bad, num_stops, num_saved = (float(value) for value in entry.buffer.array)
+        loss, *counts = entry.buffer.array.tolist()
+        num_bad, bad_sum, num_stops, num_saved = (int(count) for count in counts)
         mean = math.nan if num_bad else loss / self.world.size
-        return StepTotal(entry.step, mean, int(num_bad), int(num_stops), int(num_saved))
+        return StepTotal(entry.step, mean, num_bad, bad_sum, num_stops, num_saved)

@@ -182,9 +182,9 @@ class Trainer:
         if self._saver.saved_step:
             kept = f"the last checkpoint is that of step {self._saver.saved_step}"
         return (
-            f"the loss of step {total.step} is not finite on {total.num_bad} of "
-            f"{self._job.world.size} ranks; {kept}: lower --lr, clip with --max-grad-norm, or "
-            "leave out such steps with --on-nan skip"
+            f"the loss of step {total.step} is not finite on "
+            f"{total.describe_bad(self._job.world.hosts)}; {kept}: lower --lr, clip with "
+            "--max-grad-norm, or leave out such steps with --on-nan skip"
         )
 
     def _at_end(self) -> bool:

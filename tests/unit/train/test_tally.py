@@ -48,3 +48,5 @@ def test_all_ranks_learn_of_a_bad_loss_and_of_a_stop_on_one() -> None:
     for total in run_ranks(3, work):
         assert (total.step, total.num_bad, total.num_stops, total.num_saved) == (7, 1, 1, 3)
         assert math.isnan(total.loss)
+        assert total.describe_bad(["n0", "n1", "n2"]) == "1 of 3 ranks (rank 1 on n1)"
+    assert StepTotal(7, math.nan, 2, 3, 0, 0).describe_bad(["n"] * 3) == "2 of 3 ranks"
