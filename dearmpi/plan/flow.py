@@ -104,7 +104,7 @@ class Flow:
                 updating = math.inf
 
     @property
-    def forward_s(self) -> float:
+    def forward_start_s(self) -> float:
         """When the feed-forward may begin, after ``run``: at the step, or once all is current."""
         if self._schedule.wait is not Wait.STEP:
             return self._step_s

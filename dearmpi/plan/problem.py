@@ -113,7 +113,7 @@ class Problem:
         )
         passages = flow.run()
         self.num_events += flow.num_events
-        now, passed = flow.forward_s, self._passed_s
+        now, passed = flow.forward_start_s, self._passed_s
         before = 0
         for place, bucket in sorted(zip(buckets.places, range(len(passages)), strict=True)):
             now = max(now + passed[place] - passed[before], passages[bucket].current_s)

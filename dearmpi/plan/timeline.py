@@ -133,7 +133,7 @@ def simulate(
     loads = _make_loads(layout, costs, ready_s, gather=gather)
     flow = Flow(loads, schedule, step_s=backprop.stop_s, eager=eager, window=window, gather=gather)
     passages = flow.run()
-    forward, stop_s = _run_feed_forward(profile, layout, passages, start_s=flow.forward_s)
+    forward, stop_s = _run_feed_forward(profile, layout, passages, start_s=flow.forward_start_s)
     reduces = [load.reduce for load in loads if load is not None]
     gathers = [load.gather for load in loads if load is not None]
     return Timeline(
