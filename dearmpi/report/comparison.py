@@ -49,7 +49,7 @@ def _cells(comparison: Comparison, row: Row) -> tuple[str, ...]:
         row.method.name,
         str(row.num_buckets),
         f"{row.iteration_s:.4f}",
-        f"{row.timeline.exposed_s:.4f}",
+        f"{max(0.0, row.timeline.exposed_s):.4f}",  # a difference of sums may be -1e-17
         f"{row.iteration_s / comparison.bound_s:.3f}",
         "-" if speed_up is None else f"{speed_up:.3f}",
     )

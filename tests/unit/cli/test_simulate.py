@@ -37,6 +37,15 @@ def test_a_table_and_json_of_all_methods(
         assert row["exposed_s"] == pytest.approx(row["iteration_s"] - 0.3)
 
 
+def test_on_one_rank_nothing_is_exposed_and_no_zero_has_a_sign(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    methods = ["--method", "ddp", "--method", "dear"]
+    assert main(["simulate", "--world-size", "1", *methods]) == 0
+    text = capsys.readouterr().out
+    assert "-0.0" not in text and text.count(" 0.0000 ") == 2
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_a_picture_shows_every_method_over_ranks_and_bandwidth(tmp_path: Path, suffix: str) -> None:
     if suffix == "png":
