@@ -256,10 +256,10 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
     return [*lines, f"run folder: {folder}"]
 
 
-def describe_stop(number: signal.Signals | None, max_time_s: float | None) -> str:
-    """Why a run stopped before its end: a signal ``number``, or the clock."""
+def describe_stop(number: signal.Signals | None, max_time_s: float | None, *, name: str) -> str:
+    """Why the run ``name`` stopped before its end: a signal ``number``, or the clock."""
     cause = f"--max-time {max_time_s:g} s" if number is None else number.name
-    return f"stopped by {cause}; the same command with --name and --resume auto goes on"
+    return f"stopped by {cause}; the same command with --name {name} --resume auto goes on"
 
 
 def _describe_metrics(metrics: Mapping[str, float]) -> list[str]:

@@ -39,7 +39,8 @@ def run_session(
     outcome = _train(session.job, folder, console, stop)
     console.say_all(describe_outcome(session.job, outcome, folder.path))
     if outcome.stopped:
-        console.say(describe_stop(stop.agreed(world), session.job.settings.max_time_s))
+        number, max_time_s = stop.agreed(world), session.job.settings.max_time_s
+        console.say(describe_stop(number, max_time_s, name=folder.path.name))
         return EXIT_PREEMPTED
     task = session.job.task
     if world.is_root and task.summarize is not None:
