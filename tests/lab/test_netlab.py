@@ -109,6 +109,17 @@ def test_hosts_come_work_at_their_rate_and_leave_nothing(lab: Lab, tmp_path: Pat
     assert lab.leavings() == ""
 
 
+def test_what_this_machine_s_tcp_does_by_default_does_not_matter(lab: Lab) -> None:
+    netlab = load()
+    up = lab.netlab("up", "2", f"{RATE_MBIT}mbit")
+    if netlab.CONGESTION_CONTROL in netlab.AVAILABLE.read_text().split():
+        for host in ("n0", "n1"):
+            routes = lab.run("ip", "-n", f"dearlab-{host}", "route").stdout
+            assert f"congctl {netlab.CONGESTION_CONTROL}" in routes
+    else:
+        assert "as it does on this machine" in up.stdout
+
+
 def test_the_commands_exit_status_is_passed_on(lab: Lab) -> None:
     assert lab.netlab("up", "2", f"{RATE_MBIT}mbit").returncode == 0
     assert lab.netlab("run", "2", sys.executable, "-c", "raise SystemExit(3)").returncode == 3
@@ -145,18 +156,20 @@ def test_without_hosts_there_is_nothing_to_run_on_or_to_check(lab: Lab) -> None:
 
 
 def load() -> ModuleType:
+    """The command as a module; leaves no compiled file beside it."""
     loader = SourceFileLoader("netlab", str(NETLAB))
     spec = spec_from_loader("netlab", loader)
     assert spec is not None
     module = module_from_spec(spec)
-    loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        loader.exec_module(module)
     return module
 
 
 def test_without_root_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     netlab = load()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert netlab.main(["up", "2", "1gbit"]) == 1
@@ -166,7 +179,6 @@ def test_without_root_it_says_so(
 def test_a_missing_tool_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     netlab = load()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
