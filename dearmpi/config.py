@@ -15,6 +15,7 @@ Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
 CudaBuffers = Literal["auto", "staged", "direct"]
+UpdateOn = Literal["device", "host"]
 ProgressMode = Literal["thread", "poll"]
 
 MIB = 1024 * 1024
@@ -48,6 +49,9 @@ class EngineConfig:
         keeps its shard unrounded for the optimizer; the model's parameters are rounded.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
         ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works.
+    update_on: where a CUDA device's parameters are updated: on the ``device``, or on the ``host``,
+        by the CPU. The optimizer's state is in host memory then, and so are its own copies of the
+        parameters, in fp32 where the device has bf16 or fp16.
     window: most operations of one kind in flight at once.
     eager: the caller promises that a step follows each synchronizing backward and that options
         (such as the learning rate) are set before it, so that a bucket may be updated while
@@ -66,6 +70,7 @@ class EngineConfig:
     reduce_scatter: ReduceScatter | Literal["auto"] = "ring"
     comm_dtype: CommDtype = "fp32"
     cuda_buffers: CudaBuffers = "auto"
+    update_on: UpdateOn = "device"
     window: int = 2
     eager: bool = False
     master_weights: bool = False
@@ -84,6 +89,13 @@ class EngineConfig:
                 "no sums in half precision; use 'ring' or 'exchange', or leave comm_dtype out"
             )
         check_choice("cuda_buffers", self.cuda_buffers, get_args(CudaBuffers))
+        check_choice("update_on", self.update_on, get_args(UpdateOn))
+        if self.update_on == "host" and self.gather == "gradients":
+            raise ConfigError(
+                "update_on is 'host', but gather is 'gradients', with which every host would "
+                "update all parameters; use gather 'parameters', so that each updates its shard, "
+                "or leave update_on out"
+            )
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb <= 65536:
             raise ConfigError(
                 f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0 and at most 65536"

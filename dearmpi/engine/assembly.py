@@ -19,12 +19,14 @@ from dearmpi.engine.check import Checks, steps_between_checks
 from dearmpi.engine.device_way import open_side_stream
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
+from dearmpi.engine.host_shard import HostMemory, HostShard
 from dearmpi.engine.master import HALVES, MasterRule
 from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.pipeline import Pipeline
-from dearmpi.engine.probe import require_elementwise, require_separable
+from dearmpi.engine.probe import host_twin, require_elementwise, require_separable
+from dearmpi.engine.shard import ResidentShard, Shard
 from dearmpi.engine.shard_update import ShardUpdate
-from dearmpi.engine.side_stream import HostSideStream, SideStream
+from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import read_options
 from dearmpi.engine.whole_update import WholeUpdate
@@ -79,7 +81,7 @@ def assemble(
     ranks' models, optimizers or settings differ.
     """
     blueprint = draw_blueprint(optimizer, model, world=world, config=config, plan=plan)
-    if world.size > 1 or config.master_weights:
+    if world.size > 1 or config.master_weights or config.update_on == "host":
         return _build(blueprint, optimizer, model, world=world, spans=spans)
     require_separable(optimizer)  # what cannot run on several ranks is refused on one already
     return Assembly(blueprint, AloneEngine(optimizer, spans))
@@ -91,14 +93,14 @@ def _build(
     names, layout, config = blueprint.names, blueprint.layout, blueprint.config
     shards = config.gather == "parameters"
     require = require_elementwise if shards else require_separable
-    require(optimizer)
+    require(host_twin(optimizer) if config.update_on == "host" else optimizer)
     buckets = _build_buckets(names, layout, rank=world.rank, shards=shards)
     give_back_freed()
     side = open_side_stream(names, world=world, layout=layout, config=config)
     masters = _choose_masters(world, config)
     with side.section():
         updates = _build_updates(
-            optimizer, buckets, rank=world.rank, shards=shards, masters=masters
+            optimizer, buckets, rank=world.rank, side=side, shards=shards, masters=masters
         )
     reduce_scatter = _choose_reduce_scatter(world, buckets, config)
     pipeline = Pipeline(
@@ -152,11 +154,12 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
 
 
 def _choose_masters(world: World, config: EngineConfig) -> MasterRule:
-    """One rank gathers nothing, so that nothing is rounded."""
+    """One rank gathers nothing, so that nothing is rounded. The host works in fp32."""
     gathered_as = None
     if config.wire_dtype is not None and config.gather == "parameters" and world.size > 1:
         gathered_as = HALVES[config.wire_dtype]
-    return MasterRule(config.master_weights, gathered_as)
+    on_host = config.update_on == "host"
+    return MasterRule(config.master_weights or on_host, gathered_as, on_host)
 
 
 def _build_updates(
@@ -164,6 +167,7 @@ def _build_updates(
     buckets: Sequence[BucketRuntime],
     *,
     rank: int,
+    side: SideStream,
     shards: bool,
     masters: MasterRule,
 ) -> Updates:
@@ -172,9 +176,24 @@ def _build_updates(
         for index, group in enumerate(optimizer.param_groups)
         for param in group["params"]
     }
-    if shards:
-        return [ShardUpdate(optimizer, b, groups, rank=rank, masters=masters) for b in buckets]
-    return [WholeUpdate(optimizer, b, groups, masters=masters) for b in buckets]
+    if not shards:
+        return [WholeUpdate(optimizer, b, groups, masters=masters) for b in buckets]
+    placed = _place_shards(buckets, rank=rank, side=side, on_host=masters.on_host)
+    return [
+        ShardUpdate(optimizer, bucket, groups, shard=shard, masters=masters)
+        for bucket, shard in zip(buckets, placed, strict=True)
+    ]
+
+
+def _place_shards(
+    buckets: Sequence[BucketRuntime], *, rank: int, side: SideStream, on_host: bool
+) -> Sequence[Shard]:
+    if not on_host:
+        return [ResidentShard(bucket, rank=rank) for bucket in buckets]
+    assert isinstance(side, DeviceSideStream), "without a device this is refused"
+    most_bytes = max(bucket.plan.nbytes // bucket.plan.world_size for bucket in buckets)
+    memory = HostMemory(side, most_bytes=most_bytes)
+    return [HostShard(bucket, rank=rank, memory=memory) for bucket in buckets]
 
 
 def _choose_reduce_scatter(

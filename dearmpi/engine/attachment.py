@@ -17,7 +17,7 @@ from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
-from dearmpi.engine.probe import elementwise_keys
+from dearmpi.engine.probe import elementwise_keys, host_twin
 from dearmpi.engine.relocation import place_state, relocate_state
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.spans import Spans
@@ -121,11 +121,14 @@ class Attachment:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in plain torch form, whole and the same on every rank."""
         self.assembly.engine.synchronize()
-        self._optimizer.load_state_dict(state_dict)
-        if self.assembly.masters.weights:  # torch has rounded the state to the parameters' dtype
+        if self.assembly.masters.weights:
+            # torch would round the state to the parameters' dtype, and put all of it beside them.
+            self._optimizer.load_state_dict({**state_dict, "state": {}})
             params = self._params()
             for index, entries in state_dict["state"].items():
                 self._optimizer.state[params[index]] = dict(entries)
+        else:
+            self._optimizer.load_state_dict(state_dict)
         self._adopt_state()
 
     def local_state(self) -> LocalState:
@@ -148,15 +151,17 @@ class Attachment:
     def _adopt_state(self) -> None:
         """Take the state that the optimizer has been given, each rank what it needs of it."""
         state, names = self._optimizer.state, self.assembly.blueprint.names
+        masters = self.assembly.masters
         with torch.no_grad():
             for param, name in names.items():
                 if param in state:
-                    self.assembly.masters.settle(param.detach(), state[param], name)
+                    masters.settle(param.detach(), state[param], name)
         updates = self.assembly.updates
         if updates:
             states = {n: dict(state[p]) for p, n in names.items() if p in state}
             shards = any(isinstance(update, ShardUpdate) for update in updates)
-            elementwise = elementwise_keys(self._optimizer) if shards else frozenset[str]()
+            tried = host_twin(self._optimizer) if masters.on_host else self._optimizer
+            elementwise = elementwise_keys(tried) if shards else frozenset[str]()
             with self.assembly.side.section():
                 load_state(updates, states, elementwise=elementwise)
             state.clear()

@@ -13,7 +13,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.device_way import check_devices
 from dearmpi.engine.master import is_half
-from dearmpi.engine.probe import require_half
+from dearmpi.engine.probe import require_half, require_host
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.layout import BucketLayout, build_layout
@@ -50,7 +50,7 @@ def draw_blueprint(
     ranks' models, optimizers or settings differ.
     """
     names = _optimized_parameters(optimizer, model)
-    check_devices(world, names, asked=config.cuda_buffers)
+    check_devices(world, names, config=config)
     layout = lay_out(optimizer, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
         schedule, config = plan.schedule, replace(config, window=plan.window)
@@ -106,7 +106,7 @@ def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -
     }
     for what, fact in facts.items():
         digest = hashlib.sha256(fact.encode()).hexdigest()[:12]
-        seen = world.all_gather_text(f"{fact[:160]} ... (hash {digest})")
+        seen = world.all_gather_text(f"{fact[:300]} ... (hash {digest})")
         for rank, other in enumerate(seen):
             if other != seen[0]:
                 raise MismatchError(
@@ -132,5 +132,7 @@ def _check_precision(optimizer: Optimizer, blueprint: Blueprint) -> None:
             "of half precision and travel as they are; leave it out, or keep the parameters in "
             "fp32 and compute under torch.autocast"
         )
-    if not config.master_weights:
+    if config.update_on == "host":
+        require_host(optimizer)
+    elif not config.master_weights:
         require_half(optimizer, halves, whole=config.gather == "gradients")

@@ -6,15 +6,15 @@ Tests answer with a stand-in on host tensors, which does everything as late as i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dearmpi.config import MIB
-from dearmpi.errors import ConfigError, DeviceError
+from dearmpi.errors import CommError, ConfigError, DearError, DeviceError
 
 
 class Event(Protocol):
@@ -106,7 +106,8 @@ class CudaDevice:
         except RuntimeError as error:
             raise DeviceError(
                 f"{nbytes / MIB:.1f} MiB of host memory cannot be pinned for copies from and to "
-                f"{self.name}: {error}; make window or bucket_cap_mb smaller"
+                f"{self.name}: {error}; make window or bucket_cap_mb smaller, or leave out "
+                "update_on 'host', which pins this rank's share of the parameters"
             ) from error
 
     def copy(self, source: Tensor, *, into: Tensor, stream: Any) -> None:
@@ -151,6 +152,20 @@ def device_of(params: Iterable[nn.Parameter]) -> Device | None:
             "there before the optimizer is made"
         )
     return CudaDevice(first)
+
+
+@contextmanager
+def failures_of(device: Device) -> Iterator[None]:
+    """Raise CommError, with the name of ``device``, for what a device that fails raises inside."""
+    try:
+        yield
+    except DearError:
+        raise
+    except RuntimeError as error:
+        raise CommError(
+            f"{device.name} failed: {error}; look for its errors in nvidia-smi and dmesg there, "
+            "and resume from the last checkpoint"
+        ) from error
 
 
 def through_host(flat: Tensor, exchange: Callable[[Tensor], None]) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dearmpi.comm.api import Collectives, ReduceOp, Request
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.engine.device import failures_of
 from dearmpi.engine.passage import Passage
 from dearmpi.engine.side_stream import DeviceSideStream
-from dearmpi.errors import CommError
 
 Start = Callable[[Any], Request]
 _ALL = slice(None)
@@ -124,12 +124,5 @@ class DeviceCollectives(ABC):
 
     def _drive(self) -> None:
         """Raises CommError, with the device's name, if the device fails."""
-        try:
+        with failures_of(self._device):
             self._passage.advance()
-        except CommError:
-            raise
-        except RuntimeError as error:
-            raise CommError(
-                f"{self._device.name} failed: {error}; look for its errors in nvidia-smi and dmesg "
-                f"on {self.host}, and resume from the last checkpoint"
-            ) from error

@@ -12,6 +12,7 @@ from torch import nn
 
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter, all_gather_for
+from dearmpi.engine.alone_collectives import AloneDeviceCollectives
 from dearmpi.engine.device import device_of
 from dearmpi.engine.direct import DirectCollectives
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
@@ -88,15 +89,19 @@ def open_side_stream(
         return HostSideStream()
     way = choose_way(config.cuda_buffers, config.reduce_scatter, _share(world, known_verdicts()))
     carry: Any = partial(DirectCollectives, window=config.window)
+    if world.size == 1:
+        carry = partial(AloneDeviceCollectives, window=config.window)
+        return DeviceSideStream(device, carry, name="not at all: one rank sends nothing")
     if not way.direct:
         most_bytes = max(bucket.nbytes for bucket in layout)
         carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
     return DeviceSideStream(device, carry, name=str(way))
 
 
-def check_devices(world: World, params: Iterable[nn.Parameter], *, asked: CudaBuffers) -> None:
+def check_devices(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:
     """Raise MismatchError unless all ranks have their parameters on one kind of device
-    (collective), and ConfigError unless this rank has them on one, and ``asked`` has an effect.
+    (collective), and ConfigError unless this rank has them on one, and what ``config`` says of
+    devices has an effect.
     """
     device = device_of(params)
     seen = world.all_gather_text(_HOST if device is None else device.name)
@@ -106,11 +111,17 @@ def check_devices(world: World, params: Iterable[nn.Parameter], *, asked: CudaBu
                 f"rank {rank} on {world.hosts[rank]} has its parameters on {name}, rank 0 on "
                 f"{world.hosts[0]} on {seen[0]}; train on devices everywhere, or nowhere"
             )
-    if device is None and asked != "auto":
-        raise ConfigError(
-            f"cuda_buffers is {asked!r}, but the parameters are on the host, where it has no "
-            "effect; leave it out, or move the model to a device first"
-        )
+    if device is not None:
+        return
+    for name, value, default in (
+        ("cuda_buffers", config.cuda_buffers, "auto"),
+        ("update_on", config.update_on, "device"),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"{name} is {value!r}, but the parameters are on the host, where it has no effect; "
+                "leave it out, or move the model to a device first"
+            )
 
 
 def _share(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:

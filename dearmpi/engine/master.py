@@ -58,11 +58,13 @@ class MasterRule:
     """Which tensors of an optimizer have master copies.
 
     weights: those of half precision. gathered_as: a dtype in which wider ones are gathered, which
-    have one as well; None if they are gathered as they are, or not at all.
+    have one as well; None if they are gathered as they are, or not at all. on_host: the optimizer
+    works in host memory, wherever the parameters are.
     """
 
     weights: bool = False
     gathered_as: torch.dtype | None = None
+    on_host: bool = False
 
     def seen_as(self, stored: Tensor) -> torch.dtype | None:
         """The dtype to which replicas see ``stored`` rounded; None if it needs no copy."""
@@ -93,6 +95,7 @@ class MasterRule:
             )
         seen_as = self.seen_as(stored)
         if not is_half(stored):
+            master = master.to(stored.device)
             shows = [stored == master.to(half).to(stored.dtype) for half in HALVES.values()]
             seen = master if seen_as is None else master.to(seen_as).to(stored.dtype)
             stored.copy_(torch.where(shows[0] | shows[1], seen, stored))

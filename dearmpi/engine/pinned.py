@@ -26,8 +26,8 @@ class PinnedPieces:
                 return piece
         return None
 
-    def give_back(self, piece: Tensor, event: Event) -> None:
-        """``piece`` is free after ``event``."""
+    def give_back(self, piece: Tensor, event: Event | None = None) -> None:
+        """``piece`` is free after ``event``, or at once."""
         self._free.append((piece, event))
 
 

@@ -20,6 +20,7 @@ from dearmpi.engine.bucket import BucketRuntime, BucketState
 from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
+from dearmpi.engine.host_shard import NUM_FETCHED
 from dearmpi.engine.join import pack, unpack
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Lane
@@ -66,7 +67,8 @@ class Pipeline:
             for name in ("reduce-scatter", "all-gather")
         )
         self._control_channel = world.open_channel("roll call", window=1)
-        self._update_lane = self._progress.open_lane("update", window=1)
+        window = NUM_FETCHED if config.update_on == "host" else 1
+        self._update_lane = self._progress.open_lane("update", window=window)
         self.spans = spans
         self.clock = CommunicationClock(self.spans)
         self._checked = steps_between_checks(config.check_every) > 0
@@ -192,7 +194,8 @@ class Pipeline:
             return
         bucket.move_to(BucketState.UPDATING)
         update = partial(self._update_beside, bucket)
-        work = Work(f"update of bucket {bucket.index}", Completed, update)
+        fetch = self._updates[bucket.index].start_fetch
+        work = Work(f"update of bucket {bucket.index}", fetch, update)
         self._progress.submit(self._update_lane, work)
 
     def _update_beside(self, bucket: BucketRuntime) -> None:

@@ -10,8 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.engine.update import clone, is_elementwise_tensor
+from dearmpi.engine.update import clone, is_elementwise_tensor, on_host
 from dearmpi.errors import ConfigError
+
+
+def require_host(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless the optimizer can update tensors in host memory."""
+    twin = host_twin(optimizer)
+    for options in _kinds_of_options(twin):
+        try:
+            _try_steps(twin, options, [16])
+        except Exception as error:
+            raise ConfigError(
+                f"update_on is 'host', but a trial step of {type(optimizer).__name__} on tensors "
+                f"in host memory failed: {error}; choose an optimizer and options that work there, "
+                "or leave update_on out"
+            ) from error
+
+
+def host_twin(optimizer: Optimizer) -> Optimizer:
+    """One like ``optimizer`` to try in its place: all that it has is in host memory."""
+    placeholder = {"params": [torch.zeros(1, device="cpu")]}
+    groups = [{**on_host(group), **placeholder} for group in optimizer.param_groups]
+    return clone(optimizer, groups, defaultdict(dict))
 
 
 def require_elementwise(optimizer: Optimizer) -> None:

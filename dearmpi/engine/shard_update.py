@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dearmpi.comm.api import Request
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.master import MASTER, MasterRule
-from dearmpi.engine.update import Options, clone, cut, is_elementwise_tensor, step_on
+from dearmpi.engine.shard import Shard
+from dearmpi.engine.update import Options, clone, cut, is_elementwise_tensor, on_host, step_on
 
 
 class Run:
@@ -23,7 +25,7 @@ class Run:
 
     def __init__(
         self,
-        bucket: BucketRuntime,
+        shard: Shard,
         group: int,
         pieces: Sequence[tuple[int, int, int]],
         *,
@@ -31,10 +33,9 @@ class Run:
     ) -> None:
         self.group = group
         self.pieces = tuple(pieces)
-        self._bucket = bucket
-        self._range = slice(pieces[0][1], pieces[-1][2])
-        assert bucket.parameters is not None
-        self.values = bucket.parameters.data[self._range]
+        self._shard = shard
+        self._range = slice(pieces[0][1] - shard.start, pieces[-1][2] - shard.start)
+        self.values = shard.parameters[self._range]
         self.master = masters.copy_of(self.values)
         if self.master is not None:
             self.values = self.master.values
@@ -42,7 +43,7 @@ class Run:
     @property
     def gradients(self) -> Tensor:
         """Averaged gradients of the elements, in the dtype of the values."""
-        return self._bucket.gradients.data[self._range].to(self.values.dtype)
+        return self._shard.gradients[self._range].to(self.values.dtype)
 
     @property
     def slots(self) -> frozenset[int]:
@@ -63,14 +64,14 @@ class ShardUpdate:
         bucket: BucketRuntime,
         group_of: Mapping[nn.Parameter, int],
         *,
-        rank: int,
+        shard: Shard,
         masters: MasterRule,
     ) -> None:
         self.bucket = bucket
-        self._masters = masters
+        self._shard, self._masters = shard, masters
         self.runs: list[Run] = []
         self._optimizer = clone(optimizer, [], defaultdict(dict))
-        first, last = bucket.plan.shard_range(rank)
+        first, last = shard.start, shard.start + len(shard.parameters)
         pieces: list[tuple[int, int, int]] = []
         for slot, place in enumerate(bucket.plan.slots):
             start, stop = max(first, place.start), min(last, place.stop)
@@ -84,11 +85,22 @@ class ShardUpdate:
         if pieces:
             self._add_run(pieces, group_of)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the optimizer works, and its state is."""
+        return self._shard.parameters.device
+
+    def start_fetch(self) -> Request:
+        """As the shard does."""
+        return self._shard.start_fetch()
+
     @torch.no_grad()
     def step(self, options: Options, unused: frozenset[int]) -> None:
         """Update the own shard, except for ``unused`` slots."""
         if unused:
             self.split()
+        if self.device.type == "cpu":
+            options = [on_host(group) for group in options]
         members: dict[int, list[Tensor]] = {}
         for run in self.runs:
             if unused.intersection(run.slots):
@@ -101,6 +113,7 @@ class ShardUpdate:
         for run in self.runs:
             if run.master is not None and not unused.intersection(run.slots):
                 run.master.publish()
+        self._shard.send_back()
 
     def split(self) -> None:
         """Make every slot a run of its own; the optimizer's state is cut accordingly."""
@@ -151,7 +164,7 @@ class ShardUpdate:
 
     def set_state(self, run: Run, state: dict[str, Any]) -> None:
         """Replace the optimizer's state of ``run``."""
-        state = dict(state)
+        state = on_host(state) if self.device.type == "cpu" else dict(state)
         if run.master is not None:
             run.master.restore(state.pop(MASTER, None))
         if state:
@@ -160,7 +173,7 @@ class ShardUpdate:
             self._optimizer.state.pop(run.values, None)
 
     def _make_run(self, group: int, pieces: Sequence[tuple[int, int, int]]) -> Run:
-        return Run(self.bucket, group, pieces, masters=self._masters)
+        return Run(self._shard, group, pieces, masters=self._masters)
 
     def _can_join(self, first: Run, second: Run) -> bool:
         if first.group != second.group:

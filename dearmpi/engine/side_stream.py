@@ -181,6 +181,10 @@ class DeviceSideStream:
         """Let what is queued here from now on wait for ``event``."""
         self._stream.wait_event(event)
 
+    def copy(self, source: Tensor, *, into: Tensor) -> None:
+        """Queue a copy here; one of both is pinned."""
+        self.device.copy(source, into=into, stream=self._stream)
+
     def keep(self, tensor: Tensor) -> None:
         """Have the allocator wait for the side stream."""
         self.device.keep(tensor, self._stream)

@@ -17,7 +17,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine.buffers import flattened, shaped_like
 from dearmpi.engine.device import through_host
 from dearmpi.engine.shard_update import ShardUpdate
-from dearmpi.engine.update import is_elementwise_tensor
+from dearmpi.engine.update import fit, is_elementwise_tensor
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.errors import CheckpointError
 
@@ -82,7 +82,8 @@ def load_state(
             param = update.bucket.params[slot]
             entries = _spread_scalars(state, elementwise) if param.dim() == 0 else state
             like = param.detach().reshape(1) if param.dim() == 0 else param
-            update.set_state(run, _cut_whole(entries, like, start - origin, stop - origin))
+            part = _cut_whole(entries, like, start - origin, stop - origin)
+            update.set_state(run, {key: fit(value, run.values) for key, value in part.items()})
         update.merge()
 
 
@@ -142,7 +143,7 @@ def _gather_bucket(
 def _gather_flat(world: World, update: ShardUpdate, key: str, dtype: torch.dtype) -> Tensor:
     """The state tensor ``key`` of the whole bucket, laid out like its flat buffer."""
     like = update.bucket.gradients.data
-    flat = torch.zeros(like.numel(), dtype=dtype, device=like.device)
+    flat = torch.zeros(like.numel(), dtype=dtype, device=update.device)
     for run in update.runs:
         value = update.state_of(run).get(key)
         if isinstance(value, Tensor):
@@ -184,5 +185,5 @@ def _cut_whole(state: Mapping[str, Any], param: Tensor, start: int, stop: int) -
             continue
         like = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype)
         like.copy_(value)
-        part[key] = flattened(like)[start:stop].to(param.device, copy=True)
+        part[key] = flattened(like)[start:stop].clone()
     return part

@@ -14,11 +14,18 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dearmpi.comm.api import Request
+from dearmpi.engine.master import is_half
+
 Options = Sequence[Mapping[str, Any]]
 
 
 class Update(Protocol):
     """An optimizer step on one bucket; runs on the thread that drives progress."""
+
+    def start_fetch(self) -> Request:
+        """Bring what ``step`` needs to where it works; call that once this is complete."""
+        ...
 
     def step(self, options: Options, unused: frozenset[int]) -> None:
         """Update with the hyperparameters ``options`` (per parameter group).
@@ -67,9 +74,26 @@ def step_on(
             tensor.grad = None
 
 
+def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """``entries`` with all tensors in host memory."""
+    return {
+        key: value.cpu() if isinstance(value, Tensor) else value for key, value in entries.items()
+    }
+
+
 def is_elementwise_tensor(value: object, values: Tensor) -> bool:
     """Whether a state entry has one element per parameter element."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == values.numel()
+
+
+def fit(value: Any, values: Tensor) -> Any:
+    """An entry of the state of ``values``, on their device; half precision becomes as wide as they
+    are, since an optimizer can seldom work with both.
+    """
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    wider = is_half(value) and is_elementwise_tensor(value, values)
+    return value.to(values.device, values.dtype if wider else value.dtype)
 
 
 def cut(state: Mapping[str, Any], values: Tensor, start: int, stop: int) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dearmpi.comm.api import Completed, Request
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.master import MASTER, MasterCopy, MasterRule
-from dearmpi.engine.update import Options, clone, step_on
+from dearmpi.engine.update import Options, clone, fit, step_on
 
 
 class WholeUpdate:
@@ -39,6 +40,10 @@ class WholeUpdate:
                 self._aliases[slot] = master.values
         self._groups = [group_of[param] for param in bucket.params]
         self._optimizer = clone(optimizer, [], defaultdict(dict))
+
+    def start_fetch(self) -> Request:
+        """Everything is here."""
+        return Completed()
 
     @torch.no_grad()
     def step(self, options: Options, unused: frozenset[int]) -> None:
@@ -77,4 +82,4 @@ class WholeUpdate:
             if slot in self._masters:
                 self._masters[slot].restore(state.pop(MASTER, None))
             if state:
-                self._optimizer.state[alias] = state
+                self._optimizer.state[alias] = {key: fit(v, alias) for key, v in state.items()}

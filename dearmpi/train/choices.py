@@ -15,6 +15,7 @@ from dearmpi.config import (
     ProgressMode,
     ReduceScatter,
     ScheduleName,
+    UpdateOn,
 )
 from dearmpi.train.setting import setting
 
@@ -172,6 +173,13 @@ class RunChoices:
         "staged: by pinned host memory; direct: by an MPI that was tried on device memory; auto: "
         "direct where that works",
         choices=get_args(CudaBuffers),
+    )
+    update_on: UpdateOn = setting(
+        _ENGINE.update_on,
+        "Communication",
+        "choice",
+        "with CUDA: host keeps the optimizer's state, and updates, in host memory",
+        choices=get_args(UpdateOn),
     )
     window: int = setting(
         _ENGINE.window, "Communication", "integer", "operations in flight of each kind", least=1

@@ -89,6 +89,7 @@ class RunSettings(RunChoices):
             reduce_scatter=self.reduce_scatter,
             comm_dtype=self.comm_dtype,
             cuda_buffers=self.cuda_buffers,
+            update_on=self.update_on,
             window=self.window,
             eager=self.max_grad_norm == 0,
         )

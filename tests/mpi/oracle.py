@@ -50,6 +50,7 @@ class Case:
     clip: float | None = None
     scheduler: str = "none"
     cuda_buffers: str = "auto"
+    update_on: str = "device"
 
     @property
     def is_whole_tensor(self) -> bool:
@@ -67,6 +68,7 @@ class Case:
             window=self.window,
             eager=self.eager,
             cuda_buffers=self.cuda_buffers,  # type: ignore[arg-type]
+            update_on=self.update_on,  # type: ignore[arg-type]
         )
 
 

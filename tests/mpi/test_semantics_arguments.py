@@ -33,7 +33,7 @@ OTHER_VALUES: dict[str, Any] = {
 def test_no_argument_is_dropped(world: World) -> None:
     """Each setting arrives, by name or in a configuration; its effect has tests of its own."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert names == {*OTHER_VALUES, "cuda_buffers"}
+    assert names == {*OTHER_VALUES, "cuda_buffers", "update_on"}
     for name, value in OTHER_VALUES.items():
         for settings in ({name: value}, {"config": EngineConfig(**{name: value})}):
             # Masters make sense behind half precision, half precision on the wire behind the rest.
@@ -43,11 +43,16 @@ def test_no_argument_is_dropped(world: World) -> None:
             optimizer.close()
 
 
-@pytest.mark.parametrize("way", ["staged", "direct"])
-def test_a_way_for_a_device_is_refused_where_there_is_none(way: str, world: World) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"cuda_buffers": "staged"}, {"cuda_buffers": "direct"}, {"update_on": "host"}]
+)
+def test_a_way_for_a_device_is_refused_where_there_is_none(
+    settings: dict[str, Any], world: World
+) -> None:
     model = layers()
-    with pytest.raises(ConfigError, match=f"cuda_buffers is '{way}', but .* on the host"):
-        DistributedOptimizer(adam(model), model, world=world, cuda_buffers=way)
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=f"{name} is '{value}', but .* on the host"):
+        DistributedOptimizer(adam(model), model, world=world, **settings)
 
 
 def test_an_unknown_argument_is_refused(world: World) -> None:

@@ -6,6 +6,8 @@ whoever does not wait for them sees old values.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dearmpi.comm.world import World
@@ -21,6 +23,14 @@ CASES = [
     Case(model="matrices", optimizer="muon", gather="gradients", schedule="wfbp", clip=2.0),
     Case(optimizer="sgd", schedule="wfbp", reduce_scatter="native", cap_mb=1.0),
     Case(model="mixed", optimizer="nesterov", schedule="serial", reduce_scatter="auto"),
+]
+
+
+HOST = [
+    Case(optimizer="adamw", groups=3),
+    Case(model="branches", optimizer="adam", eager=True, window=1),
+    Case(model="image", optimizer="adam", micro_batches=3, clip=2.0, scheduler="lambda"),
+    Case(model="mixed", optimizer="nesterov", schedule="serial", reduce_scatter="exchange"),
 ]
 
 
@@ -49,6 +59,13 @@ def test_training_equals_one_process(
 ) -> None:
     num_copies = train_on_lazy_device(case, world, monkeypatch)
     assert (num_copies > 0) == (world.size > 1)
+
+
+@pytest.mark.parametrize("case", HOST, ids=lambda case: f"{case.model}-{case.optimizer}")
+def test_training_with_updates_on_the_host_equals_one_process(
+    case: Case, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train_on_lazy_device(replace(case, update_on="host"), world, monkeypatch) > 0
 
 
 @pytest.mark.parametrize("case", DIRECT, ids=lambda case: f"{case.reduce_scatter}-{case.gather}")

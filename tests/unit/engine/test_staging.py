@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from dearmpi import DistributedOptimizer
+from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, ReduceScatter
+from dearmpi.engine.alone_collectives import AloneDeviceCollectives
 from dearmpi.engine.device import device_of, zeros
 from dearmpi.engine.device_collectives import DeviceCollectives
 from dearmpi.engine.device_way import choose_way
@@ -22,7 +24,7 @@ from dearmpi.engine.side_stream import DeviceSideStream
 from dearmpi.engine.staging import StagedCollectives
 from dearmpi.errors import CommError, ConfigError, DeviceError, MismatchError
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
-from tests.lazy_device import HostStream, LazyDevice, put_on
+from tests.lazy_device import HostStream, LazyDevice, NotYetError, put_on
 from tests.unit.engine.chain import Chain, name_of_bucket
 
 SIZE = 2
@@ -126,6 +128,20 @@ def test_a_whole_buffer_goes_both_ways_and_half_precision_is_passed_on(small_chu
     assert ranks[0].values(rounded[0]) == [1.0] * 20
 
 
+def test_one_rank_copies_nothing_and_waits_for_gradients() -> None:
+    device, late, gradients = LazyDevice(), HostStream(), torch.ones(4)
+    side = DeviceSideStream(device, carry=None)
+    collectives = AloneDeviceCollectives(AloneCollectives(), side, window=WINDOW)
+    late.is_open = False
+    side.written(gradients, [late])
+    assert collectives.start_reduce_scatter(gradients, "ring").test()
+    with pytest.raises(NotYetError), side.running():
+        pass
+    late.is_open = True
+    with side.running():
+        assert device.num_copies == 0
+
+
 def distribute(world: World, **settings: Any) -> tuple[Chain, DistributedOptimizer]:
     model = Chain(2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,9 +149,10 @@ def distribute(world: World, **settings: Any) -> tuple[Chain, DistributedOptimiz
     return model, DistributedOptimizer(inner, model, world=world, **settings)
 
 
+@pytest.mark.parametrize("update_on", ["device", "host"])
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_host_goes_on_while_the_device_is_behind(
-    eager: bool, monkeypatch: pytest.MonkeyPatch
+    eager: bool, update_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Backward and step return though no kernel has run; until one has, nothing is sent."""
     device = LazyDevice()
@@ -144,7 +161,7 @@ def test_the_host_goes_on_while_the_device_is_behind(
     pictures = []
 
     def rank(world: World) -> list[Tensor]:
-        model, optimizer = distribute(world, eager=eager)
+        model, optimizer = distribute(world, eager=eager, update_on=update_on)
         world.barrier()
         device.host.is_open = False
         world.barrier()
