@@ -26,6 +26,7 @@ from dearmpi.doctor.network import (
     measure_network,
 )
 from dearmpi.doctor.software import check_extras, check_software, check_workers
+from dearmpi.doctor.tcp import check_tcp, gather_algorithms
 from dearmpi.doctor.transport import check_transport
 from dearmpi.tune.device_probe import Verdict, probe
 
@@ -122,6 +123,8 @@ def _examine_network(examination: Examination, world: World) -> None:
     channel = world.open_channel("doctor", window=1)
     examination.network = network = measure_network(world, channel)
     examination.note(check_network(network))
+    if (finding := check_tcp(gather_algorithms(world))) is not None:
+        examination.note(finding)
     num_bytes, overlap = measure_hiding(world, channel, network)
     examination.overlap_bytes, examination.overlap = num_bytes, overlap
     examination.note(check_overlap(num_bytes, overlap))

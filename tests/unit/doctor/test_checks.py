@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dearmpi.doctor.facts import RankFacts, read_quota, relevant
 from dearmpi.doctor.finding import Finding, exit_code
 from dearmpi.doctor.network import Link, Network, check_network, check_overlap
 from dearmpi.doctor.software import check_extras, check_software, check_workers
+from dearmpi.doctor.tcp import algorithms_in_use, check_tcp
 from dearmpi.doctor.transport import check_transport
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.unit.doctor.ranks import rank
@@ -27,6 +29,34 @@ def check(finding: Finding, status: str, *words: str) -> None:
     text = f"{finding.said}\n{finding.cure}"
     assert finding.status == status, text
     assert all(word in text for word in words), text
+
+
+def test_tcp_that_pauses_is_a_warning() -> None:
+    assert check_tcp({}) is None
+    found = check_tcp({"n0": "cubic", "n1": "cubic reno"})
+    assert found is not None
+    check(found, "ok", "between hosts: cubic, cubic reno")
+    found = check_tcp({"n0": "cubic", **{f"n{number}": "bbr" for number in range(1, 7)}})
+    assert found is not None
+    check(found, "warn", "bbr on n1, n2, n3, n4 and 2 more", "0.2 s", "=cubic")
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux alone tells")
+def test_connections_to_other_addresses_are_asked_what_they_use() -> None:
+    before = algorithms_in_use()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address), server.accept()[0]:  # one address: the same host
+            assert algorithms_in_use() == before
+        with (
+            socket.create_connection(address, source_address=("127.0.0.2", 0)) as one,
+            server.accept()[0] as other,
+        ):
+            for end in (one, other):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+            assert "reno" in algorithms_in_use()
+            one.sendall(b"x")  # and they still work
+            assert other.recv(1) == b"x"
 
 
 def library(**changes: str) -> Library:
