@@ -82,6 +82,20 @@ def test_master_copies_survive_saving_and_loading(world: World, gather: str) -> 
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_a_state_without_masters_becomes_as_wide_as_they_are(world: World, gather: str) -> None:
+    model = make_model()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model(torch.ones(8, 6, dtype=torch.bfloat16)).float().square().mean().backward()
+    plain.step()
+    optimizer = distribute(model, world, gather)
+    optimizer.load_state_dict(plain.state_dict())
+    train(model, optimizer, range(2), world)
+    for entries in optimizer.state_dict()["state"].values():
+        assert entries["exp_avg"].dtype == entries["master"].dtype == torch.float32
+    optimizer.close()
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_parameters_loaded_after_wrapping_are_taken_over(world: World, gather: str) -> None:
     model = make_model()
     optimizer = distribute(model, world, gather)
