@@ -21,6 +21,8 @@ from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
 
+_ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
+
 
 class Channel:
     """A communicator of its own, with the lane that posts its operations in order."""
@@ -166,6 +168,8 @@ class World:
         """End the whole job with exit status ``code``."""
         sys.stdout.flush()
         sys.stderr.flush()
+        # Else it would work on while MPI's exit takes down the libraries under it.
+        self.progress.close(patience_s=_ABORT_PATIENCE_S)
         self._collectives.abort(code)
         os._exit(code)
 
@@ -288,7 +292,10 @@ def _abort_on_exception(world: World) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         lines = traceback.format_exception(kind, error, trace)
-        sys.stderr.write("".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines))
+        # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
+        if (stderr := sys.__stderr__ or sys.stderr) is not None:
+            stderr.write("".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines))
+            stderr.flush()
         code = error.exit_code if isinstance(error, DearError) else 1
         world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
 
