@@ -185,14 +185,14 @@ class Progress:
         if self._failure is not None:
             raise self._failure
 
-    def close(self) -> None:
-        """Stop the thread. Works still queued are dropped."""
+    def close(self, *, patience_s: float = 10.0) -> None:
+        """Stop the thread, and wait for it as long as that. Works still queued are dropped."""
         with self._lock:
             self._closing = True
             self._submitted.notify()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10)
+            self._thread.join(timeout=patience_s)
 
     def _sleep_until_changed(self, ready: Callable[[], bool], _: Backoff) -> None:
         with self._lock:
