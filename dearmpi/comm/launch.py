@@ -14,9 +14,15 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
+def is_from_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process, on whichever host another launcher started that."""
+    return "TORCHELASTIC_RUN_ID" in environment
+
+
 def announced_size(environment: Mapping[str, str]) -> int:
     """The number of ranks that the launcher announced; 1 if none did."""
-    for name in _SIZE_VARIABLES:
+    names = ("WORLD_SIZE",) if is_from_torchrun(environment) else _SIZE_VARIABLES
+    for name in names:
         value = environment.get(name, "")
         if value.isdigit():
             return int(value)
@@ -25,13 +31,20 @@ def announced_size(environment: Mapping[str, str]) -> int:
 
 def announced_rank(environment: Mapping[str, str]) -> str:
     """Which of them this process is, as the launcher writes it; 0 without a launcher."""
-    return next((environment[name] for name in _RANK_VARIABLES if name in environment), "0")
+    names = ("RANK",) if is_from_torchrun(environment) else _RANK_VARIABLES
+    return next((environment[name] for name in names if name in environment), "0")
 
 
 def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
     """Raise LaunchError if processes that should form one world are worlds of their own."""
     announced = announced_size(environment)
     if world_size == 1 and announced > 1:
+        if is_from_torchrun(environment):
+            raise LaunchError(
+                f"torchrun launched {announced} processes, but MPI sees each as a world of its "
+                f"own: torchrun starts no MPI. Start them with mpirun -n {announced} python "
+                "instead, or with srun"
+            )
         raise LaunchError(
             f"{announced} processes were launched, but MPI sees each as a world of its own: the "
             "launcher and the MPI library do not match. With srun, use --mpi=pmi2 (MPICH) or "

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from dearmpi.comm.alone import AloneCollectives
-from dearmpi.comm.launch import announced_size
+from dearmpi.comm.launch import announced_size, is_from_torchrun
 from dearmpi.comm.library import Library
 from dearmpi.comm.watchdog import StallLimits
 from dearmpi.comm.world import World, connect
@@ -66,6 +66,8 @@ def check_thread_level(library: Library) -> Finding:
 
 def name_launcher(environment: Mapping[str, str]) -> str:
     """What started this process, by the variables it leaves."""
+    if is_from_torchrun(environment):
+        return "torchrun"
     if "HYDI_CONTROL_FD" in environment:
         return "mpirun (Hydra)"
     if "PRTE_LAUNCHED" in environment or "OMPI_COMM_WORLD_SIZE" in environment:

@@ -18,6 +18,9 @@ from dearmpi.errors import LaunchError
         ({"SLURM_NTASKS": "8"}, 1),  # of the batch job; this process may be its only one
         ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, 4),  # under hydra SLURM counts nodes
         ({"OMPI_COMM_WORLD_SIZE": "6", "SLURM_STEP_NUM_TASKS": "2"}, 6),
+        ({"WORLD_SIZE": "2"}, 1),  # of a script that was written for another launcher
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, 2),
+        ({"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "7", "SLURM_STEP_NUM_TASKS": "1"}, 8),
         ({"PMI_SIZE": ""}, 1),
         ({"PMI_SIZE": "many"}, 1),
     ],
@@ -29,6 +32,12 @@ def test_what_the_launcher_announced(environment: dict[str, str], size: int) -> 
 def test_worlds_of_one_that_should_be_one_world_are_refused() -> None:
     with pytest.raises(LaunchError, match=r"4 processes were launched.*--mpi=pmi2.*mpirun"):
         check_launch(1, {"SLURM_STEP_NUM_TASKS": "4"})
+
+
+def test_who_comes_with_torchrun_is_told_what_takes_its_place() -> None:
+    with pytest.raises(LaunchError, match=r"torchrun launched 2 processes.*mpirun -n 2 python"):
+        check_launch(1, {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
+    check_launch(1, {"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"})
 
 
 def test_launches_that_fit_are_accepted() -> None:
@@ -52,6 +61,8 @@ def test_a_library_that_may_not_start_under_its_launcher_is_told_of_once() -> No
         ({"PMI_RANK": "3"}, "3"),
         ({"PMI_RANK": "3", "SLURM_PROCID": "1"}, "3"),  # under hydra SLURM counts nodes
         ({"SLURM_PROCID": "1"}, "1"),
+        ({"RANK": "1"}, "0"),
+        ({"RANK": "1", "TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "0"}, "1"),
     ],
 )
 def test_which_rank_a_process_is(environment: dict[str, str], rank: str) -> None:

@@ -89,6 +89,7 @@ def test_less_than_full_thread_support_is_a_warning() -> None:
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "2"}, "srun"),
         ({"SLURM_JOB_ID": "7"}, ""),
         ({"PMI_SIZE": "2"}, "a launcher that speaks PMI"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_STEP_ID": "0"}, "torchrun"),
     ],
 )
 def test_the_launcher_is_known_by_its_variables(environment: dict[str, str], name: str) -> None:
