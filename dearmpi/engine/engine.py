@@ -108,12 +108,10 @@ class Engine:
         if not self._eager:  # else each became pending at its launch, and may be finished by now
             for index in cycle.active:
                 self._buckets[index].pending = True
+        options = cycle.options or self._read_options()
         if self._joining:
-            own = cycle.options or self._read_options()
-            cycle.options = self._pipeline.agree_on_options(own, joined=joined)
-        if cycle.options is None:
-            cycle.options = self._read_options()
-        self._pipeline.submit_step()
+            options = self._pipeline.agree_on_options(options, joined=joined)
+        self._pipeline.submit_step(options)
         self._pipeline.call_roll()
         if self._schedule.wait is Wait.STEP:
             self.synchronize()

@@ -91,9 +91,12 @@ class Pipeline:
             f"RS{bucket.index}", partial(self._start_reduce, bucket), partial(self._reduced, bucket)
         )
 
-    def submit_step(self) -> None:
+    def submit_step(self, options: Options) -> None:
         """The options are known: update and gather whatever waits for them."""
-        self.side.follow()  # what the main thread has done to gradients and parameters
+        # What the main thread has done to gradients and parameters, and options that are tensors:
+        # from the moment that the cycle has them, buckets that are reduced by now are updated.
+        self.side.follow()
+        self.cycle.options = options
         self._progress.submit(self._update_lane, Work("step", Completed, self._step_seen))
 
     def call_roll(self) -> None:
