@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,7 +193,7 @@ def test_an_abort_stops_the_driving_thread_first() -> None:
 
 
 def test_what_nobody_catches_is_told_even_if_torch_holds_standard_error_back(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """torch.distributed has a hook of its own, which would tell once this one has returned."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -201,8 +202,7 @@ def test_what_nobody_catches_is_told_even_if_torch_holds_standard_error_back(
         if not world.is_root:
             return world.barrier()
         module._abort_on_exception(world)
-        store = dist.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
         try:
             sys.excepthook(ValueError, ValueError("a wrong turn"), None)
         finally:
