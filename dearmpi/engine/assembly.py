@@ -16,6 +16,7 @@ from dearmpi.engine.blueprint import Blueprint, draw_blueprint
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.buffers import Arena
 from dearmpi.engine.check import Checks, steps_between_checks
+from dearmpi.engine.claim import check_unclaimed, claim, release
 from dearmpi.engine.device_way import open_side_stream
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
@@ -62,6 +63,7 @@ class Assembly:
             self.hooks.remove()
         if self.checks is not None:
             self.checks.remove()
+        release(self.blueprint.names)
 
 
 def assemble(
@@ -81,10 +83,14 @@ def assemble(
     ranks' models, optimizers or settings differ.
     """
     blueprint = draw_blueprint(optimizer, model, world=world, config=config, plan=plan)
+    check_unclaimed(blueprint.names)
     if world.size > 1 or config.master_weights or config.update_on == "host":
-        return _build(blueprint, optimizer, model, world=world, spans=spans)
-    require_separable(optimizer)  # what cannot run on several ranks is refused on one already
-    return Assembly(blueprint, AloneEngine(optimizer, spans))
+        assembly = _build(blueprint, optimizer, model, world=world, spans=spans)
+    else:
+        require_separable(optimizer)  # what cannot run on several ranks is refused on one already
+        assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
+    claim(blueprint.names, assembly.engine)
+    return assembly
 
 
 def _build(

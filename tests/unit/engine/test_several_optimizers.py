@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
 from tests.mpi.models import fill
 from tests.mpi.oracle import Case, Training, batch, cut
 from tests.unit.engine.same_as_alone import assert_same_as_alone
@@ -86,3 +88,36 @@ def test_two_models_that_train_each_other(gather: str) -> None:
     for found in run_ranks(2, train):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_belongs_to_one_optimizer_until_that_is_closed(size: int) -> None:
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        first = wrap(model, model[1], world)
+        with pytest.raises(ConfigError, match=r"parameter 1\.weight belongs to another.*close\(\)"):
+            wrap(model, model, world)
+        other = wrap(model, model[0], world)
+        first.fuse(1.0)  # lays out anew, and keeps what it has
+        with pytest.raises(ConfigError, match=r"1\.weight belongs to another"):
+            wrap(model, model[1], world)
+        for optimizer in (first, other, first):
+            optimizer.close()
+        wrap(model, model, world).close()
+
+    run_ranks(size, rank)
+
+
+def test_what_is_forgotten_on_one_rank_claims_nothing() -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        wrap(model, model, world)
+        gc.collect()
+        wrap(model, model, world).close()
+
+    run_ranks(1, rank)
+
+
+def wrap(model: nn.Module, part: nn.Module, world: World) -> DistributedOptimizer:
+    """An optimizer for ``part`` of ``model``."""
+    return DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=0.1), model, world=world)
