@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from dearmpi.engine.master import is_half
 from dearmpi.engine.probe import require_half, require_host
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.fusion import fuse_by_cap
-from dearmpi.plan.layout import BucketLayout, build_layout
+from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
 from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule, build_schedule
@@ -34,6 +35,18 @@ class Blueprint:
     layout: BucketLayout
     schedule: Schedule
     config: EngineConfig
+
+
+def check_arguments(optimizer: object, model: object) -> None:
+    """Raise ConfigError unless they are an optimizer and a model, in this order."""
+    kinds = (("optimizer", optimizer, Optimizer), ("model", model, nn.Module))
+    for name, given, wanted in kinds:
+        if not isinstance(given, wanted):
+            raise ConfigError(
+                f"{name} is of type {type(given).__name__}, not {wanted.__name__}; call "
+                "DistributedOptimizer(optimizer, model) with an optimizer of torch and the model "
+                "whose parameters it has"
+            )
 
 
 def draw_blueprint(
@@ -100,8 +113,8 @@ def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     facts = {
         "settings": repr(blueprint.config),
-        "optimizer": f"{type(optimizer).__name__} {groups}",
         "model": repr([bucket.slots for bucket in blueprint.layout]),
+        "optimizer": f"{type(optimizer).__name__} {groups}",
         "schedule": repr(blueprint.schedule),
     }
     for what, fact in facts.items():
@@ -109,10 +122,29 @@ def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -
         seen = world.all_gather_text(f"{fact[:300]} ... (hash {digest})")
         for rank, other in enumerate(seen):
             if other != seen[0]:
+                first = _first_difference(world, names, rank) if what == "model" else ""
                 raise MismatchError(
-                    f"rank {rank} has another {what} than rank 0: {other} against {seen[0]}; "
-                    "every rank must build the same one"
+                    f"rank {rank} has another {what} than rank 0: "
+                    f"{first or f'{other} against {seen[0]}'}; every rank must build the same one"
                 )
+
+
+def _first_difference(world: World, names: Mapping[nn.Parameter, str], rank: int) -> str:
+    """The first parameter of ``rank`` that is another on rank 0; empty if none is (collective)."""
+    own = [_describe(spec_of(param, name)) for param, name in names.items()]
+    others = world.broadcast_text("\n".join(own)).split("\n")
+    pairs = zip_longest(own, others, fillvalue="no further parameter")
+    found = (
+        f"its optimizer has {one} where rank 0's has {other}"
+        for one, other in pairs
+        if one != other
+    )
+    return world.all_gather_text(next(found, ""))[rank]
+
+
+def _describe(spec: ParamSpec) -> str:
+    frozen = "" if spec.trained else ", frozen"
+    return f"{spec.name} of shape {spec.shape} ({spec.dtype} on {spec.device}{frozen})"
 
 
 def _check_precision(optimizer: Optimizer, blueprint: Blueprint) -> None:

@@ -18,6 +18,7 @@ from dearmpi.comm.world import World, connect
 from dearmpi.config import EngineConfig
 from dearmpi.engine.assembly import Assembly
 from dearmpi.engine.attachment import Attachment
+from dearmpi.engine.blueprint import check_arguments
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.clipping import Clips, scale
 from dearmpi.engine.clock import IterationTimes
@@ -26,9 +27,8 @@ from dearmpi.engine.layer_ranges import LayerRanges
 from dearmpi.engine.local_state import LocalState
 from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.self_planning import Pause, SelfPlanning
-from dearmpi.engine.settings import check_plan, choose_plan, merge_settings
+from dearmpi.engine.settings import check_growth, check_plan, choose_plan, merge_settings
 from dearmpi.engine.spans import Spans
-from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
@@ -64,6 +64,7 @@ class DistributedOptimizer(Optimizer):
         Raises ConfigError for a setting, plan, parameter or optimizer that cannot be served, and
         MismatchError if the ranks' models or settings differ.
         """
+        check_arguments(optimizer, model)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer = optimizer
         self._model = model
@@ -210,11 +211,7 @@ class DistributedOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         self._assembly.engine.drop_gradients()
-        if isinstance(self._plan, Plan):
-            raise ConfigError(
-                f"the plan is for {len(self._plan.parameters)} parameters, and add_param_group "
-                "adds some; add them before the plan is made, or leave plan out"
-            )
+        check_growth(self._plan)
         self._lay_out_anew(self._plan, lambda: self._optimizer.add_param_group(param_group))
         broadcast_parameters(self._model, self.world)
 

@@ -11,6 +11,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.plan import Plan, read_plan
 
 DECIDED_BY_PLAN = ("schedule", "bucket_cap_mb", "window")
+_PLANS = "give 'auto', the path of a plan or a Plan, or leave it out"
 
 
 def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
@@ -31,12 +32,25 @@ def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
         )
 
 
+def check_growth(plan: Plan | str | None) -> None:
+    """Raise ConfigError if ``plan`` has no place for further parameters."""
+    if isinstance(plan, Plan):
+        raise ConfigError(
+            f"the plan is for {len(plan.parameters)} parameters, and add_param_group adds some; "
+            "add them before the plan is made, or leave plan out"
+        )
+
+
 def choose_plan(
     plan: Plan | Literal["auto"] | str | Path | None, config: EngineConfig
 ) -> Plan | Literal["auto"] | None:
     """The plan itself where ``plan`` is the file of one. Raises ConfigError as ``check_plan``."""
+    if plan is not None and not isinstance(plan, Plan | str | Path):
+        raise ConfigError(f"plan is of type {type(plan).__name__}; {_PLANS}")
     chosen: Plan | Literal["auto"] | None = "auto"
     if plan != "auto":
+        if isinstance(plan, str) and not Path(plan).exists():
+            raise ConfigError(f"plan is {plan!r}, and there is no such file; {_PLANS}")
         chosen = read_plan(plan) if isinstance(plan, str | Path) else plan
     check_plan(chosen, config)
     return chosen

@@ -130,7 +130,18 @@ def test_another_model_on_one_rank_is_named_on_all() -> None:
 
     messages = mismatch(make)
     assert len(set(messages)) == 1
-    assert "rank 1" in messages[0] and "(5, 4)" in messages[0] and "(3, 4)" in messages[0]
+    assert (
+        "rank 1 has another model than rank 0: its optimizer has weight of shape (5, 4)"
+        in messages[0]
+    )
+    assert "where rank 0's has weight of shape (3, 4)" in messages[0]
+
+
+def test_of_a_model_that_ends_sooner_the_first_parameter_that_is_missing_is_named() -> None:
+    messages = mismatch(lambda rank: (nn.Linear(4, 3, bias=rank != 2), {}))
+    assert len(set(messages)) == 1
+    assert "rank 2" in messages[0] and "no further parameter" in messages[0]
+    assert "rank 0's has bias of shape (3,)" in messages[0]
 
 
 def test_another_optimizer_on_one_rank_is_named_on_all() -> None:

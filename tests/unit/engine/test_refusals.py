@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
+from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.errors import UsageError
+from dearmpi.errors import ConfigError, UsageError
 from tests.mpi.oracle import Case, Training
 
 
@@ -69,3 +74,34 @@ def test_gradients_cleared_behind_the_optimizer_s_back_are_noticed() -> None:
             training.optimizer.step()
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (lambda model, inner: (model, inner), "optimizer is of type Linear, not Optimizer"),
+        (lambda model, inner: (inner, [*model.parameters()]), "model is of type list, not Module"),
+        (lambda model, inner: (torch.optim.SGD, model), "optimizer is of type type, not Optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_or_no_model_is_named(
+    arguments: Callable[[Any, Any], tuple[Any, Any]], told: str
+) -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        given = arguments(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match=f"{told}.*DistributedOptimizer\\(optimizer, model"):
+            DistributedOptimizer(*given, world=world)
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize(("plan", "told"), [("atuo", "'atuo'"), (7, "of type int")])
+def test_a_plan_that_is_none_is_told_what_may_be_given(plan: Any, told: str) -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=f"plan is {told}.*give 'auto', the path of a plan"):
+            DistributedOptimizer(inner, model, world=world, plan=plan)
+
+    run_ranks(1, rank)
