@@ -53,12 +53,15 @@ class History:
         return tuple((step, number) for step, number in found if number is not None)
 
     def typical(self, value: Callable[[HistoryRow], float | None]) -> float | None:
-        """The median over rows, without the first, which pays for starting, if there are more."""
-        numbers = [number for _, number in self.column(value)]
+        """The median over the rows of the ranks that trained last, as far as rows tell of ranks,
+        without their first, which pays for starting, if there are more.
+        """
+        rows = (row for row in self.rows if len(row.rank_step_s) in (0, self._num_ranks()))
+        numbers = [number for row in rows if (number := value(row)) is not None]
         return median(numbers[1:] or numbers) if numbers else None
 
     def typical_ranks(self) -> tuple[tuple[float, float, float], ...]:
-        """Of each rank the medians of step, wait and data; without the first row as well."""
+        """Of each rank the medians of step, wait and data; without their first row as well."""
         rows = self._rank_rows()
         return tuple(
             (
@@ -81,9 +84,10 @@ class History:
         return slow_ranks.share(rank)
 
     def _rank_rows(self) -> list[HistoryRow]:
-        """The rows of the ranks that trained last, without the first row if there are more."""
+        """The rows of the ranks that trained last, without their first if there are more."""
         rows = [row for row in self.rows if row.rank_step_s]
-        return [row for row in rows[1:] or rows if len(row.rank_step_s) == self._num_ranks()]
+        rows = [row for row in rows if len(row.rank_step_s) == self._num_ranks()]
+        return rows[1:] or rows
 
     def _num_ranks(self) -> int:
         """Of the last row: a run may go on with another number of ranks."""
