@@ -50,7 +50,7 @@ def choose_plan(
     chosen: Plan | Literal["auto"] | None = "auto"
     if plan != "auto":
         if isinstance(plan, str) and not Path(plan).exists():
-            raise ConfigError(f"plan is {plan!r}, and there is no such file; {_PLANS}")
+            raise ConfigError(f"cannot read the plan {plan!r}: there is no such file; {_PLANS}")
         chosen = read_plan(plan) if isinstance(plan, str | Path) else plan
     check_plan(chosen, config)
     return chosen
