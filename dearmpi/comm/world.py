@@ -288,10 +288,8 @@ def _leave(world: World, deadline: Deadline | None) -> None:
 def _abort_on_exception(world: World) -> None:
     """Print an uncaught exception with its rank, then end the job."""
 
-    def report(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        lines = traceback.format_exception(kind, error, trace)
+    def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        lines = traceback.format_exception(error)
         # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
         if (stderr := sys.__stderr__ or sys.stderr) is not None:
             stderr.write("".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines))
