@@ -63,7 +63,7 @@ class Assembly:
             self.hooks.remove()
         if self.checks is not None:
             self.checks.remove()
-        release(self.blueprint.names)
+        release(self.blueprint.names, self.engine)
 
 
 def assemble(

@@ -35,7 +35,9 @@ def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
         _Process.engines[param] = ref(engine)
 
 
-def release(names: Mapping[nn.Parameter, str]) -> None:
-    """Take the marks off again."""
+def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
+    """Take the marks of ``engine`` off again; those of another that came after it stay."""
     for param in names:
-        _Process.engines.pop(param, None)
+        holder = _Process.engines.get(param)
+        if holder is not None and holder() is engine:
+            del _Process.engines[param]

@@ -103,7 +103,11 @@ def test_a_parameter_belongs_to_one_optimizer_until_that_is_closed(size: int) ->
             wrap(model, model[1], world)
         for optimizer in (first, other, first):
             optimizer.close()
-        wrap(model, model, world).close()
+        second = wrap(model, model, world)
+        first.close()  # once more, which takes nothing from the one that came after it
+        with pytest.raises(ConfigError, match="belongs to another"):
+            wrap(model, model, world)
+        second.close()
 
     run_ranks(size, rank)
 
