@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
-from dearmpi.engine.clock import IterationTimes
 from dearmpi.train.rank_times import RankTimes
 
 
@@ -24,23 +23,10 @@ class Sums:
     waited_s: float = 0.0
     data_s: float = 0.0
 
-    def add(
-        self,
-        seconds: float,
-        num_samples: int,
-        times: IterationTimes,
-        *,
-        waited_s: float = 0.0,
-        data_s: float = 0.0,
-    ) -> None:
-        """Count one step."""
-        self.num_steps += 1
-        self.num_samples += num_samples
-        self.seconds += seconds
-        self.exposed_s += times.exposed_s
-        self.communication_s += times.communication_s
-        self.waited_s += waited_s
-        self.data_s += data_s
+    def add(self, other: Sums) -> None:
+        """Count what ``other`` has counted as well."""
+        for part in fields(self):
+            setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
 
     @property
     def per_step(self) -> RankTimes:
@@ -70,19 +56,11 @@ class Meter:
     _told_wait_s: float = 0.0
     _late_wait_s: float = 0.0
 
-    def add(
-        self,
-        seconds: float,
-        num_samples: int,
-        times: IterationTimes,
-        *,
-        waited_s: float = 0.0,
-        data_s: float = 0.0,
-    ) -> None:
+    def add(self, step: Sums) -> None:
         """Count one step."""
-        self.interval.add(seconds, num_samples, times, waited_s=waited_s, data_s=data_s)
+        self.interval.add(step)
         if self._started:
-            self.steady.add(seconds, num_samples, times, waited_s=waited_s, data_s=data_s)
+            self.steady.add(step)
         self._started = True
 
     def wait(self, seconds: float) -> None:

@@ -24,7 +24,7 @@ from dearmpi.errors import NonFiniteLossError
 from dearmpi.train.agreement import AgreedError, is_agreed
 from dearmpi.train.evaluation import Evaluation
 from dearmpi.train.job import Job
-from dearmpi.train.meter import Meter
+from dearmpi.train.meter import Meter, Sums
 from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.rank_times import TimesExchange
 from dearmpi.train.saving import Saver, synchronize
@@ -133,13 +133,11 @@ class Trainer:
         )
         self._read_totals(pending=1)
         seconds = time.perf_counter() - begin_s
-        self._meter.add(
-            seconds,
-            self._samples_of_step(),
-            self._job.optimizer.times,
-            waited_s=self._job.world.progress.waited_s - waited_s,
-            data_s=self._last.data_s,
-        )
+        times = self._job.optimizer.times
+        sums = Sums(1, self._samples_of_step(), seconds, times.exposed_s, times.communication_s)
+        sums.waited_s = self._job.world.progress.waited_s - waited_s
+        sums.data_s = self._last.data_s
+        self._meter.add(sums)
         if self._row_due():
             self._times.share(self._meter.tell())
         self._listener.stepped(self._step)
