@@ -43,7 +43,10 @@ def _leaves(one: socket.socket) -> bool:
 def gather_algorithms(world: World) -> dict[str, str]:
     """By host what its ranks' connections use, as far as they have any (collective)."""
     texts = world.all_gather_text(" ".join(algorithms_in_use()))
-    return {host: text for host, text in zip(world.hosts, texts, strict=True) if text}
+    found: dict[str, set[str]] = {}
+    for host, text in zip(world.hosts, texts, strict=True):
+        found.setdefault(host, set()).update(text.split())
+    return {host: " ".join(sorted(names)) for host, names in found.items() if names}
 
 
 def check_tcp(algorithms: Mapping[str, str]) -> Finding | None:
