@@ -19,7 +19,7 @@ from tests.job import Ended, Job, clean_environment, run_job
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
 
 ROOT = Path(dearmpi.__file__).parents[1]
-LIMIT_S = 120.0
+LIMIT_S = 90.0  # below the limit of a test, so that a job that hangs is shown
 END_S = 10.0  # how long a job may go on after one of its ranks has failed
 
 TASK = """

@@ -21,7 +21,7 @@ from tests.job import Ended, run_job
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
 
 ROOT = Path(dearmpi.__file__).parents[1]
-LIMIT_S = 120.0
+LIMIT_S = 90.0  # below the limit of a test, so that a job that hangs is shown
 
 TASK = """
 import os
