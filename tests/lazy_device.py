@@ -102,12 +102,14 @@ class LazyDevice:
     """``Device`` whose memory is the host's.
 
     fails_at: the number of a copy (from 1) that fails as on a device that is gone; None for none.
+    threads: those that have made it theirs.
     """
 
     name = "lazy:0 (stand-in)"
 
     def __init__(self, *, fails_at: int | None = None) -> None:
         self.pinned_bytes = self.num_copies = 0
+        self.threads: set[int] = set()
         self._fails_at = fails_at
         self.host = HostStream()
         self._thread = threading.local()
@@ -118,6 +120,9 @@ class LazyDevice:
     def current_stream(self) -> LazyStream:
         stream: LazyStream = getattr(self._thread, "stream", self.host)
         return stream
+
+    def adopt_thread(self) -> None:
+        self.threads.add(threading.get_ident())
 
     @contextmanager
     def on(self, stream: LazyStream) -> Iterator[None]:
@@ -136,7 +141,7 @@ class LazyDevice:
     def copy(self, source: Tensor, *, into: Tensor, stream: LazyStream) -> None:
         self.num_copies += 1
         if self.num_copies == self._fails_at:
-            raise RuntimeError("CUDA error: unspecified launch failure (injected)")
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure (injected)")
         stream.queue(lambda: into.copy_(source))
 
     def keep(self, tensor: Tensor, stream: LazyStream) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import dearmpi
 from dearmpi.cli.rank_log import RankLog
+from dearmpi.comm import last_words
 from dearmpi.comm.launch import announced_rank
 from dearmpi.errors import CommError, DearError
 
@@ -51,9 +51,8 @@ def end_run(world: World, error: BaseException, log: RankLog) -> int:
 
 def complain(message: str, *, prefix: str = "dear-train: ") -> None:
     """Print ``message`` on standard error, each line with ``prefix``, at once."""
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in message.splitlines()))
-    sys.stderr.flush()
+    last_words.flush()
+    last_words.say("\n".join(f"{prefix}{line}" for line in message.splitlines()))
 
 
 def describe(error: BaseException, log: Path | None) -> str:

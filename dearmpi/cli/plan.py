@@ -13,6 +13,7 @@ from dearmpi.cli.measurement import OUT, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError
+from dearmpi.report.unit import count_text
 
 if TYPE_CHECKING:
     from dearmpi.plan.cost import Costs
@@ -138,8 +139,8 @@ def describe_profile_use(profile: ModelProfile, costs: Costs) -> list[str]:
     if profile.world_size == costs.world_size:
         return []
     return [
-        f"the profile was measured with {profile.world_size} rank(s), and the plan is for "
-        f"{costs.world_size}: it holds for {profile.workload.batch_size} samples per rank and "
+        f"the profile was measured with {count_text(profile.world_size, 'rank')}, and the plan is "
+        f"for {costs.world_size}: it holds for {profile.workload.batch_size} samples per rank and "
         "micro-batch, as then"
     ]
 
@@ -152,7 +153,7 @@ def describe_costs(costs: Costs) -> list[str]:
         for name, link in halves
     )
     return [
-        f"{costs.world_size} ranks: {fits}",
+        f"{count_text(costs.world_size, 'rank')}: {fits}",
         f"each bucket: update {costs.update_s * 1e3:.3f} ms, main thread "
         f"{costs.main_thread_s * 1e3:.3f} ms",
     ]

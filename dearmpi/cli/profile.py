@@ -124,6 +124,7 @@ def check_lengths(num_warmup: int, num_batches: int) -> None:
 def describe_profile(profile: ModelProfile) -> list[str]:
     """Lines: what was measured, and a table of the layers, or of the slowest if there are many."""
     from dearmpi.bench.table import align
+    from dearmpi.report.unit import count_text
 
     workload = profile.workload
     rows = _rows(profile)
@@ -133,7 +134,7 @@ def describe_profile(profile: ModelProfile) -> list[str]:
     lines = [
         f"{workload.name}: {len(rows)} layers, {workload.num_tensors} tensors, "
         f"{num_bytes / 1e6:.1f} MB, batch size {workload.batch_size} per rank, "
-        f"{profile.world_size} rank(s), {profile.device}",
+        f"{count_text(profile.world_size, 'rank')}, {profile.device}",
         f"feed-forward {profile.feed_forward_s * 1e3:.2f} ms, backprop "
         f"{profile.backprop_s * 1e3:.2f} ms; {workload.source}, waits left out",
         "",

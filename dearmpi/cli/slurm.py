@@ -15,7 +15,25 @@ from dearmpi.errors import ConfigError, LaunchError
 _COUNT = click.IntRange(min=1)
 
 
-@click.command(short_help="Print a SLURM batch script for a run, or submit it.")
+class _SlurmCommand(click.Command):
+    """Says where an option belongs that is one of ``dear-train run``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As the base class."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            if not any(name in (*param.opts, *param.secondary_opts) for param in run.params):
+                raise
+            raise click.UsageError(
+                f"{name} is an option of dear-train run; write all of those after --, as in "
+                f"dear-train slurm --nodes 2 -- {name} ...",
+                ctx,
+            ) from error
+
+
+@click.command(cls=_SlurmCommand, short_help="Print a SLURM batch script for a run, or submit it.")
 @click.option("--nodes", type=_COUNT, help="nodes; default: sbatch's, mostly 1")
 @click.option("--ntasks-per-node", type=_COUNT, help="ranks per node; default: 2")
 @click.option("--cpus-per-task", type=_COUNT, help="cores, and torch threads, per rank; default: 1")

@@ -26,11 +26,12 @@ def merge(run: Path, out: Path | None) -> None:
     Open it at https://ui.perfetto.dev or in chrome://tracing.
     """
     from dearmpi.report.trace_merge import merge as merge_traces
+    from dearmpi.report.unit import count_text
 
     merged = merge_traces(run, out)
-    ranks = "1 rank" if merged.num_ranks == 1 else f"{merged.num_ranks} ranks"
     click.echo(
-        f"wrote {merged.path}: {merged.num_events} events of {ranks}, clocks aligned within "
+        f"wrote {merged.path}: {merged.num_events} events of "
+        f"{count_text(merged.num_ranks, 'rank')}, clocks aligned within "
         f"{merged.uncertainty_us / 1e3:.2f} ms"
     )
     for note in merged.notes:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import threading
 from types import TracebackType
 
+from dearmpi.comm import last_words
 from dearmpi.comm.watchdog import StallLimits
 from dearmpi.errors import StallError
 
@@ -46,15 +45,11 @@ class Deadline:
         if self._is_left_within(abort_s - warning_s):
             return
         self._say(f"gave up after waiting {abort_s:.0f} s for {self._what}")
-        try:
-            sys.stdout.flush()
-        finally:  # whatever became of the streams
-            os._exit(StallError.exit_code)
+        last_words.flush()
+        os._exit(StallError.exit_code)
 
     def _is_left_within(self, seconds: float) -> bool:
         return self._left.wait(min(seconds, threading.TIMEOUT_MAX))
 
     def _say(self, text: str) -> None:
-        # Where nobody can be told, others may still wait for the end.
-        with contextlib.suppress(OSError, ValueError):
-            print(f"[{self._who}] {text}: {self._advice}", file=sys.stderr, flush=True)
+        last_words.say(f"[{self._who}] {text}: {self._advice}")

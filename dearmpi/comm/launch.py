@@ -74,7 +74,7 @@ def limit_start(limits: StallLimits) -> Deadline:
     return Deadline(
         limits,
         who=f"rank {rank} on {os.uname().nodename}",
-        what=f"all {size} ranks to start MPI",
+        what=f"all {size} ranks to start MPI" if size > 1 else "MPI to start",
         advice=(
             "a rank that does not say so has not come to dearmpi.connect(): it hangs or was "
             "stopped before, or the network does not let its host reach the others"

@@ -26,6 +26,7 @@ from mpi4py import MPI
 
 from dearmpi.comm.algorithms import Algorithms
 from dearmpi.comm.api import Buffer, ReduceOp, Request
+from dearmpi.comm.last_words import say
 from dearmpi.comm.launch import doubt_launch
 from dearmpi.comm.library import Library
 from dearmpi.comm.traffic import Traffic
@@ -178,7 +179,7 @@ def initialize() -> None:
         return
     doubt = doubt_launch(MPI.Get_library_version(), os.environ)
     if doubt:
-        print(doubt, file=sys.stderr, flush=True)
+        say(doubt)
     level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
     asked, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
     code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, asked, ctypes.byref(provided))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dearmpi.comm.api import Request
 from dearmpi.comm.watchdog import Watchdog
 from dearmpi.config import ProgressMode
-from dearmpi.errors import CommError, DearError
+from dearmpi.errors import CommError, DearError, StallError
 
 # An idle poller yields a few times, then sleeps for a share of the time it has already waited: what
 # the last sleep adds to a wait stays in proportion to it.
@@ -109,6 +109,7 @@ class Progress:
         self._driving = threading.RLock()
         self._failure: CommError | None = None
         self._closing = False
+        self._num_submitted = 0
         self._watchdog: Watchdog | None = None
         self._thread: threading.Thread | None = None
         self.waited_s = 0.0  # in wait_until, since the start
@@ -141,6 +142,7 @@ class Progress:
         self.raise_failure()
         with self._lock:
             lane.queue.append(work)
+            self._num_submitted += 1
             self._submitted.notify()
 
     def poll(self) -> None:
@@ -175,6 +177,24 @@ class Progress:
             if watchdog is not None:
                 watchdog.end_wait()
 
+    def drain(self) -> None:
+        """Wait until nothing is under way in any lane, and nothing follows from what was.
+
+        Raises what ``wait_until`` raises; a StallError names the operations that are left.
+        """
+        try:
+            self.wait_until(self._is_idle, what="the other ranks to join its last operations")
+        except StallError as error:
+            left = [
+                f"{work.label} ({lane.name} lane)"
+                for lane in self._lanes
+                for work in lane.in_flight
+            ]
+            raise StallError(
+                f"{error}\nNot every rank has joined these operations of {self._origin}: "
+                f"{', '.join(left)}"
+            ) from error
+
     def notify(self) -> None:
         """Wake waiters: what they wait for may have changed."""
         with self._lock:
@@ -193,6 +213,12 @@ class Progress:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=patience_s)
+
+    def _is_idle(self) -> bool:
+        # The end of one operation may submit another, to a lane that was looked at before.
+        num_submitted = self._num_submitted
+        busy = any(lane.busy for lane in self._lanes)
+        return not busy and num_submitted == self._num_submitted
 
     def _sleep_until_changed(self, ready: Callable[[], bool], _: Backoff) -> None:
         with self._lock:

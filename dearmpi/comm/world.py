@@ -5,21 +5,20 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import ClassVar, NoReturn
 
 import numpy as np
 
+from dearmpi.comm import last_words
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
-from dearmpi.comm.deadline import Deadline
+from dearmpi.comm.ending import abort_on_exception, leave, limit_end
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.progress import Lane, Progress, Work
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode
-from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
+from dearmpi.errors import ConfigError, LaunchError
 
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 
@@ -153,7 +152,7 @@ class World:
     def broadcast(self, buffer: Buffer, root: int = 0) -> None:
         """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
         if not 0 <= root < self.size:
-            raise ConfigError(f"root is rank {root}, but the world has {self.size} ranks")
+            raise ConfigError(f"root is rank {root}, but the world size is {self.size}")
         self._exchange("broadcast", lambda c: c.start_broadcast(buffer, root))
 
     def all_gather(self, buffer: Buffer) -> None:
@@ -165,9 +164,8 @@ class World:
         self.all_reduce([0.0], "max")
 
     def abort(self, code: int) -> NoReturn:
-        """End the whole job with exit status ``code``."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        """End the whole job with exit status ``code``, whatever became of standard output."""
+        last_words.flush()
         # Else it would work on while MPI's exit takes down the libraries under it.
         self.progress.close(patience_s=_ABORT_PATIENCE_S)
         self._collectives.abort(code)
@@ -184,12 +182,19 @@ class World:
     def leave(self) -> None:
         """Wait until every rank has nothing more to do, then close (collective).
 
-        Raises StallError if others still wait for this rank, or it for them.
+        Raises StallError if others still wait for this rank, or it for them: also if it has begun
+        operations, which it names, that not every rank has joined.
         """
         if not self._closed:
+            self.progress.drain()
             self._watchdog.leave()
             self.barrier()
             self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is driven any more."""
+        return self._closed
 
     def close(self) -> None:
         """Stop driving progress; no operation may be pending. Safe to call twice."""
@@ -222,9 +227,9 @@ def connect(
         _Process.world, _Process.progress = world, asked
         deadline = None
         if world.size > 1:
-            deadline = _limit_end(world, stall_limits or StallLimits()) if is_first else None
-            _abort_on_exception(world)
-        atexit.register(_leave, world, deadline)
+            deadline = limit_end(world, stall_limits or StallLimits()) if is_first else None
+            abort_on_exception(world)
+        atexit.register(leave, world, deadline)
     elif progress is not None and progress != _Process.progress:
         raise ConfigError(
             f"progress is {progress!r}, but this process was connected with "
@@ -253,48 +258,3 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
     if not mpi.supports_threads():
         progress = "poll"
     return World(collectives, progress=progress, stall_limits=stall_limits)
-
-
-def _limit_end(world: World, limits: StallLimits) -> Deadline:
-    """For MPI's finalisation, which no watchdog can look into."""
-    return Deadline(
-        limits,
-        who=f"rank {world.rank} on {world.host}",
-        what="the other ranks in MPI's finalisation",
-        advice=(
-            "every program had come to its end, but then a rank was stopped or a host cut off. "
-            "What was saved is whole; look after the processes that are left on "
-            f"{', '.join(dict.fromkeys(world.hosts))}"
-        ),
-    )
-
-
-def _leave(world: World, deadline: Deadline | None) -> None:
-    """At the end of the program: a rank that is still waited for must not vanish quietly."""
-    if world._closed:
-        return  # nobody has waited for the others, which may have work left to do
-    try:
-        world.leave()
-        if deadline is not None:
-            from dearmpi.comm import mpi
-
-            with deadline:
-                mpi.finalize()
-    except CommError as error:
-        print(f"[rank {world.rank} on {world.host}] {error}", file=sys.stderr)
-        world.abort(error.exit_code)
-
-
-def _abort_on_exception(world: World) -> None:
-    """Print an uncaught exception with its rank, then end the job."""
-
-    def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-        lines = traceback.format_exception(error)
-        # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
-        if (stderr := sys.__stderr__ or sys.stderr) is not None:
-            stderr.write("".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines))
-            stderr.flush()
-        code = error.exit_code if isinstance(error, DearError) else 1
-        world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
-
-    sys.excepthook = report

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from dearmpi.doctor.facts import RankFacts
 from dearmpi.doctor.finding import Finding, ok, warn
+from dearmpi.report.unit import count_text
 from dearmpi.train.threads import HostCores, RankCores, by_host
 
 
@@ -32,8 +33,8 @@ def _check_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
     if host.num_ranks > host.num_cores:
         return warn(
             "cores",
-            f"{host.num_ranks} ranks on {host.name} share {_count(host.num_cores, 'core')}: they "
-            "take turns, and so do computation and communication",
+            f"{host.num_ranks} ranks on {host.name} share {count_text(host.num_cores, 'core')}: "
+            "they take turns, and so do computation and communication",
             cure=f"start at most {host.num_cores} there; if {host.name} has more cores, the "
             "launcher binds too tightly: mpirun -bind-to none (MPICH), --bind-to none (Open MPI), "
             "or srun --cpus-per-task=N",
@@ -42,8 +43,9 @@ def _check_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
         each = max(1, host.num_cores // host.num_ranks)
         return warn(
             "cores",
-            f"{host.num_threads} torch threads of {_count(host.num_ranks, 'rank')} on {host.name} "
-            f"want {_count(host.num_cores, 'core')} (threads {ranks[0].threads_reason})",
+            f"{host.num_threads} torch threads of {count_text(host.num_ranks, 'rank')} on "
+            f"{host.name} want {count_text(host.num_cores, 'core')} "
+            f"(threads {ranks[0].threads_reason})",
             cure=f"set OMP_NUM_THREADS={each}, or leave it unset",
         )
     quota = min((rank.quota for rank in ranks if rank.quota is not None), default=None)
@@ -79,10 +81,6 @@ def abbreviate(cores: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _range(values: Sequence[int], noun: str) -> str:
     low, high = values[0], values[-1]
-    return _count(low, noun) if low == high else f"{low} to {high} {noun}s"
+    return count_text(low, noun) if low == high else f"{low} to {high} {noun}s"

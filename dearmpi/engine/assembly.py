@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,12 +25,17 @@ from dearmpi.engine.host_shard import HostMemory, HostShard
 from dearmpi.engine.master import HALVES, MasterRule
 from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.pipeline import Pipeline
-from dearmpi.engine.probe import host_twin, require_elementwise, require_separable
+from dearmpi.engine.probe import (
+    host_twin,
+    require_elementwise,
+    require_separable,
+    resident_scalars,
+)
 from dearmpi.engine.shard import ResidentShard, Shard
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.spans import Spans
-from dearmpi.engine.update import read_options
+from dearmpi.engine.update import Options, read_options
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
@@ -66,6 +72,10 @@ class Assembly:
         release(self.blueprint.names, self.engine)
 
 
+def do_nothing() -> None:
+    """Where there is nothing to prepare."""
+
+
 def assemble(
     optimizer: Optimizer,
     model: nn.Module,
@@ -74,10 +84,12 @@ def assemble(
     config: EngineConfig,
     spans: Spans,
     plan: Plan | None = None,
+    prepare: Callable[[], None] = do_nothing,
 ) -> Assembly:
     """Decide, check against the other ranks, and build (collective).
 
-    ``plan`` goes before what ``config`` says of buckets, schedule and window.
+    ``plan`` goes before what ``config`` says of buckets, schedule and window. ``prepare`` is called
+    before the updates of each iteration, on the thread that trains.
 
     Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
     ranks' models, optimizers or settings differ.
@@ -85,7 +97,11 @@ def assemble(
     blueprint = draw_blueprint(optimizer, model, world=world, config=config, plan=plan)
     check_unclaimed(blueprint.names)
     if world.size > 1 or config.master_weights or config.update_on == "host":
-        assembly = _build(blueprint, optimizer, model, world=world, spans=spans)
+        _check_optimizer(optimizer, blueprint.config)
+        options = partial(_read_prepared, optimizer, prepare)
+        assembly = _build(
+            blueprint, optimizer, model, world=world, spans=spans, read_options=options
+        )
     else:
         require_separable(optimizer)  # what cannot run on several ranks is refused on one already
         assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
@@ -94,14 +110,17 @@ def assemble(
 
 
 def _build(
-    blueprint: Blueprint, optimizer: Optimizer, model: nn.Module, *, world: World, spans: Spans
+    blueprint: Blueprint,
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    world: World,
+    spans: Spans,
+    read_options: Callable[[], Options],
 ) -> Assembly:
     names, layout, config = blueprint.names, blueprint.layout, blueprint.config
     shards = config.gather == "parameters"
-    require = require_elementwise if shards else require_separable
-    require(host_twin(optimizer) if config.update_on == "host" else optimizer)
     buckets = _build_buckets(names, layout, rank=world.rank, shards=shards)
-    give_back_freed()
     side = open_side_stream(names, world=world, layout=layout, config=config)
     masters = _choose_masters(world, config)
     with side.section():
@@ -119,10 +138,7 @@ def _build(
         side=side,
         spans=spans,
     )
-    engine = Engine(
-        world, pipeline, eager=config.eager, read_options=lambda: read_options(optimizer)
-    )
-    every = steps_between_checks(config.check_every)
+    engine = Engine(world, pipeline, eager=config.eager, read_options=read_options)
     return Assembly(
         blueprint,
         engine,
@@ -130,9 +146,26 @@ def _build(
         masters,
         updates,
         hooks=_attach_hooks(model, buckets, engine),
-        checks=Checks(world, model, buckets, every=every) if every else None,
+        checks=_make_checks(world, model, buckets, config),
         side=side,
     )
+
+
+def _read_prepared(optimizer: Optimizer, prepare: Callable[[], None]) -> Options:
+    prepare()
+    return read_options(optimizer)
+
+
+def _check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
+    require = require_elementwise if config.gather == "parameters" else require_separable
+    require(host_twin(optimizer) if config.update_on == "host" else optimizer)
+
+
+def _make_checks(
+    world: World, model: nn.Module, buckets: Sequence[BucketRuntime], config: EngineConfig
+) -> Checks | None:
+    every = steps_between_checks(config.check_every)
+    return Checks(world, model, buckets, every=every) if every else None
 
 
 def _build_buckets(
@@ -140,7 +173,7 @@ def _build_buckets(
 ) -> list[BucketRuntime]:
     params = {name: param for param, name in names.items()}
     gradients, parameters = Arena(layout), Arena(layout) if shards else None
-    return [
+    buckets = [
         BucketRuntime(
             bucket,
             [params[name] for name in bucket.names],
@@ -150,6 +183,8 @@ def _build_buckets(
         )
         for bucket in layout
     ]
+    give_back_freed()  # what the parameters have moved out of
+    return buckets
 
 
 def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: Engine) -> ModelHooks:
@@ -182,11 +217,14 @@ def _build_updates(
         for index, group in enumerate(optimizer.param_groups)
         for param in group["params"]
     }
+    scalars = resident_scalars(optimizer)
     if not shards:
-        return [WholeUpdate(optimizer, b, groups, masters=masters) for b in buckets]
+        return [
+            WholeUpdate(optimizer, b, groups, masters=masters, scalars=scalars) for b in buckets
+        ]
     placed = _place_shards(buckets, rank=rank, side=side, on_host=masters.on_host)
     return [
-        ShardUpdate(optimizer, bucket, groups, shard=shard, masters=masters)
+        ShardUpdate(optimizer, bucket, groups, shard=shard, masters=masters, scalars=scalars)
         for bucket, shard in zip(buckets, placed, strict=True)
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,20 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.world import World
+from dearmpi.comm.world import Channel, World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.assembly import Assembly, assemble
-from dearmpi.engine.blueprint import lay_out
+from dearmpi.engine.assembly import Assembly, assemble, do_nothing
+from dearmpi.engine.blueprint import lay_out, optimized_parameters
+from dearmpi.engine.claim import check_unclaimed
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
+from dearmpi.engine.options import describe_options
 from dearmpi.engine.probe import elementwise_keys, host_twin
-from dearmpi.engine.relocation import place_state, relocate_state
+from dearmpi.engine.relocation import Relocation
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.state import gather_state, load_state
-from dearmpi.engine.update import read_options
+from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 
@@ -50,6 +53,8 @@ class Attachment:
         self._optimizer, self._model = optimizer, model
         self._world, self._spans = world, spans
         self._waited_before_s = 0.0
+        self._relocation: Relocation | None = None
+        self._channel: Channel | None = None
         self.assembly = self._assemble(config, plan)
         self._adopt_state()
 
@@ -61,7 +66,8 @@ class Attachment:
     @property
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
-        return self._waited_before_s + self.assembly.engine.waited_s
+        settling_s = 0.0 if self._relocation is None else self._relocation.waited_s
+        return self._waited_before_s + settling_s + self.assembly.engine.waited_s
 
     def follows(self, plan: Plan) -> bool:
         """Whether ``plan`` is what is in use already. Raises ConfigError if it does not fit."""
@@ -72,33 +78,67 @@ class Attachment:
             and plan.window == in_use.config.window
         )
 
+    def grow(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer, for ``renew`` to lay out.
+
+        Raises ConfigError, with nothing added, if they are not in the model or belong to another
+        DistributedOptimizer.
+        """
+        self._optimizer.add_param_group(param_group)
+        own = self.assembly.blueprint.names
+        try:
+            names = optimized_parameters(self._optimizer, self._model)
+            check_unclaimed({param: name for param, name in names.items() if param not in own})
+        except ConfigError:
+            self._optimizer.param_groups.pop()
+            raise
+
     def renew(self, *, config: EngineConfig, plan: Plan | None) -> None:
-        """Lay out anew, with the same parameters and state; nothing is under way (collective).
+        """Lay out anew, with the same parameters and state, between two steps (collective).
+
+        The last step's gathers end meanwhile. State is under way when this returns: the next
+        backprop waits for it, and so does whoever reads it.
 
         Raises ConfigError for a plan that does not fit, with everything as it was.
         """
         layout = self._lay_out(config, plan)
-        states = relocate_state(self._world, self.assembly.updates, layout)
+        self._settle()
+        self.assembly.engine.wait_updated()
+        relocation = Relocation(self._world, self.assembly.updates, layout)
+        self.assembly.engine.synchronize()
         self._waited_before_s, times = self.waited_s, self.times
-        self.close()
-        self.assembly = replace(self.assembly, updates=())
-        self.assembly = self._assemble(config, plan)
+        self._detach()
+        self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
+        self.assembly = self._assemble(config, plan, prepare=relocation.settle)
         self._adopt_state()
         self.assembly.engine.times = times
-        with self.assembly.side.section():
-            place_state(self.assembly.updates, states)
+        self._relocation = relocation
+        if self._channel is None:
+            self._channel = self._world.open_channel("relocation", window=1)
+        relocation.begin(self._channel, self.assembly.updates, self.assembly.side)
+
+    def _settle(self) -> None:
+        """Wait for state that is under way."""
+        if self._relocation is not None:
+            self._relocation.settle()
 
     def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
-        return lay_out(
-            self._optimizer, self._model, world_size=self._world.size, config=config, plan=plan
-        )
+        names = self.assembly.blueprint.names
+        if names.keys() != set(self._params()):  # looking them up waits for the gathers
+            names = optimized_parameters(self._optimizer, self._model)
+        return lay_out(names, world_size=self._world.size, config=config, plan=plan)
 
     def check(self) -> None:
         """After a step: compare replicas, if it is time to (collective)."""
         checks = self.assembly.checks
         if checks is not None and checks.is_due():
-            options = repr(read_options(self._optimizer))
+            options = repr(describe_options(self._optimizer))
             checks.compare_replicas(self.assembly.engine.take_posted(), options)
+
+    def synchronize(self) -> None:
+        """Wait until parameters and state show the last step."""
+        self.assembly.engine.synchronize()
+        self._settle()
 
     def state(self) -> Any:
         """The state by parameter, as ``optimizer.state`` shows it."""
@@ -106,7 +146,7 @@ class Attachment:
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
-        self.assembly.engine.synchronize()
+        self.synchronize()
         packed: dict[str, Any] = self._optimizer.state_dict()
         if self.assembly.updates:
             whole = gather_state(self._world, self.assembly.updates)
@@ -120,7 +160,7 @@ class Attachment:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in plain torch form, whole and the same on every rank."""
-        self.assembly.engine.synchronize()
+        self.synchronize()
         if self.assembly.masters.weights:
             # torch would round the state to the parameters' dtype, and put all of it beside them.
             self._optimizer.load_state_dict({**state_dict, "state": {}})
@@ -133,7 +173,7 @@ class Attachment:
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; its tensors are those that the next step changes."""
-        self.assembly.engine.synchronize()
+        self.synchronize()
         packed: dict[str, Any] = self._optimizer.state_dict()
         updates, names = self.assembly.updates, self.assembly.blueprint.names
         whole = read_whole(updates)
@@ -144,6 +184,13 @@ class Attachment:
 
     def close(self) -> None:
         """Finish what is under way and detach from the model; the state can still be read."""
+        self._settle()
+        self._detach()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _detach(self) -> None:
         self.assembly.close()
         closed = ClosedEngine(self._optimizer, self.times)
         self.assembly = replace(self.assembly, engine=closed, hooks=None, checks=None)
@@ -174,7 +221,13 @@ class Attachment:
         """By their numbers in a state dict."""
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
-    def _assemble(self, config: EngineConfig, plan: Plan | None) -> Assembly:
+    def _assemble(
+        self,
+        config: EngineConfig,
+        plan: Plan | None,
+        *,
+        prepare: Callable[[], None] = do_nothing,
+    ) -> Assembly:
         return assemble(
             self._optimizer,
             self._model,
@@ -182,4 +235,5 @@ class Attachment:
             config=config,
             plan=plan,
             spans=self._spans,
+            prepare=prepare,
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -12,8 +13,10 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine.compilation import refuse_compiled
 from dearmpi.engine.device_way import check_devices
 from dearmpi.engine.master import is_half
+from dearmpi.engine.options import describe_options
 from dearmpi.engine.probe import require_half, require_host
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.fusion import fuse_by_cap
@@ -37,8 +40,10 @@ class Blueprint:
     config: EngineConfig
 
 
-def check_arguments(optimizer: object, model: object) -> None:
-    """Raise ConfigError unless they are an optimizer and a model, in this order."""
+def check_arguments(optimizer: object, model: object, plan: object) -> None:
+    """Raise ConfigError unless they are an optimizer and a model, in this order, and ``plan`` is
+    not one that is to be made for a compiled model.
+    """
     kinds = (("optimizer", optimizer, Optimizer), ("model", model, nn.Module))
     for name, given, wanted in kinds:
         if not isinstance(given, wanted):
@@ -47,6 +52,8 @@ def check_arguments(optimizer: object, model: object) -> None:
                 "DistributedOptimizer(optimizer, model) with an optimizer of torch and the model "
                 "whose parameters it has"
             )
+    if plan == "auto" and isinstance(model, nn.Module):
+        refuse_compiled(model)
 
 
 def draw_blueprint(
@@ -62,9 +69,9 @@ def draw_blueprint(
     Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
     ranks' models, optimizers or settings differ.
     """
-    names = _optimized_parameters(optimizer, model)
+    names = optimized_parameters(optimizer, model)
     check_devices(world, names, config=config)
-    layout = lay_out(optimizer, model, world_size=world.size, config=config, plan=plan)
+    layout = lay_out(names, world_size=world.size, config=config, plan=plan)
     if plan is not None:
         schedule, config = plan.schedule, replace(config, window=plan.window)
     else:
@@ -76,15 +83,13 @@ def draw_blueprint(
 
 
 def lay_out(
-    optimizer: Optimizer,
-    model: nn.Module,
+    names: Mapping[nn.Parameter, str],
     *,
     world_size: int,
     config: EngineConfig,
     plan: Plan | None = None,
 ) -> BucketLayout:
     """The buckets of a blueprint. Raises ConfigError for a plan that does not fit."""
-    names = _optimized_parameters(optimizer, model)
     specs = [spec_of(param, name) for param, name in names.items()]
     if plan is not None:
         return plan.layout(specs, world_size)
@@ -92,8 +97,11 @@ def lay_out(
     return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
 
 
-def _optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
-    """The optimizer's parameters with their names, in the model's order."""
+def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
+    """The optimizer's parameters with their names, in the model's order.
+
+    Raises ConfigError for parameters that are not in the model, or if none requires grad.
+    """
     wanted = {param for group in optimizer.param_groups for param in group["params"]}
     names = {param: name for name, param in model.named_parameters() if param in wanted}
     strangers = [tuple(param.shape) for param in wanted if param not in names]
@@ -111,29 +119,38 @@ def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -
     """Raise MismatchError unless all ranks have the same model, optimizer and settings."""
     names = blueprint.names
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    options = describe_options(optimizer)
     facts = {
         "settings": repr(blueprint.config),
         "model": repr([bucket.slots for bucket in blueprint.layout]),
         "optimizer": f"{type(optimizer).__name__} {groups}",
+        "optimizer option": repr(options),
         "schedule": repr(blueprint.schedule),
     }
-    for what, fact in facts.items():
-        digest = hashlib.sha256(fact.encode()).hexdigest()[:12]
-        seen = world.all_gather_text(f"{fact[:300]} ... (hash {digest})")
-        for rank, other in enumerate(seen):
-            if other != seen[0]:
-                first = _first_difference(world, names, rank) if what == "model" else ""
+    details = {
+        "model": [_describe(spec_of(param, name)) for param, name in names.items()],
+        "optimizer option": options,
+    }
+    own = [f"{fact[:300]} ... (hash {_digest(fact)})" for fact in facts.values()]
+    seen = [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
+    for what, told in zip(facts, zip(*seen, strict=True), strict=True):
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                first = _first_difference(world, details[what], rank) if what in details else ""
                 raise MismatchError(
                     f"rank {rank} has another {what} than rank 0: "
-                    f"{first or f'{other} against {seen[0]}'}; every rank must build the same one"
+                    f"{first or f'{other} against {told[0]}'}; every rank must build the same one"
                 )
 
 
-def _first_difference(world: World, names: Mapping[nn.Parameter, str], rank: int) -> str:
-    """The first parameter of ``rank`` that is another on rank 0; empty if none is (collective)."""
-    own = [_describe(spec_of(param, name)) for param, name in names.items()]
-    others = world.broadcast_text("\n".join(own)).split("\n")
-    pairs = zip_longest(own, others, fillvalue="no further parameter")
+def _digest(fact: str) -> str:
+    return hashlib.sha256(fact.encode()).hexdigest()[:12]
+
+
+def _first_difference(world: World, own: Sequence[str], rank: int) -> str:
+    """The first item of ``rank`` that is another on rank 0; empty if none is (collective)."""
+    others = json.loads(world.broadcast_text(json.dumps(own)))
+    pairs = zip_longest(own, others, fillvalue="nothing further")
     found = (
         f"its optimizer has {one} where rank 0's has {other}"
         for one, other in pairs

@@ -61,14 +61,16 @@ def scale(engine: Engine | AloneEngine, world: World, factor: float) -> bool:
     """Multiply all gradients by ``factor``; False if any was inf or NaN (collective)."""
     engine.refuse_in_join("scaling gradients, which may skip a step,")
     engine.wait_reduced()
-    is_finite = all(bool(shard.isfinite().all()) for shard in engine.shards())
+    found = [shard.isfinite().all() for shard in engine.shards()]
+    is_finite = not found or bool(torch.stack(found).all())  # a device is waited for once
     engine.scale_gradients(factor)
     return world.all_reduce([float(is_finite)], "min")[0] > 0
 
 
 def shard_norm(shards: list[Tensor], norm_type: float) -> float:
     """The sum of ``|x|**norm_type`` over all elements, or for ``inf`` the largest ``|x|``."""
-    norms = [float(torch.linalg.vector_norm(shard, norm_type)) for shard in shards]
+    parts = [torch.linalg.vector_norm(shard, norm_type).double() for shard in shards]
+    norms = torch.stack(parts).tolist() if parts else []  # a device is waited for once
     if norm_type == float("inf"):
         return max(norms, default=0.0)
     return float(sum(norm**norm_type for norm in norms))

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame
+from torch import nn
+from torch._dynamo import OptimizedModule, convert_frame
 from torch._dynamo.callback import callback_handler
 
 from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.errors import ConfigError
 
 
 class CompilationWatch:
@@ -51,6 +53,27 @@ class CompilationWatch:
     def _mark(self) -> None:
         for bucket in self._buckets:
             bucket.compiled = True
+
+
+def compiled_part(model: nn.Module) -> str | None:
+    """The name of the first module of ``model`` that is compiled; empty if it is the whole one."""
+    compiled = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    )
+    return next(compiled, None)
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ConfigError if ``model``, or a part of it, is compiled and shall be planned for."""
+    name = compiled_part(model)
+    if name is not None:
+        raise ConfigError(
+            f"plan is 'auto', but {f'module {name}' if name else 'the model'} is compiled "
+            "(torch.compile): its layers run without the hooks that time them, and step() waits "
+            "for the gathers that a plan would hide; leave plan out, or leave the compilation out"
+        )
 
 
 def _call_weakly(method: Callable[[], None]) -> Callable[[Any], None]:

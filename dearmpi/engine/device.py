@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.config import MIB
-from dearmpi.errors import CommError, ConfigError, DearError, DeviceError
+from dearmpi.errors import CommError, ConfigError, DeviceError
 
 
 class Event(Protocol):
@@ -59,6 +59,10 @@ class Device(Protocol):
         """Inside, the calling thread's operations run on ``stream``."""
         ...
 
+    def adopt_thread(self) -> None:
+        """Be the calling thread's device from now on, unless the thread is the user's."""
+        ...
+
     def new_pinned(self, nbytes: int) -> Tensor:
         """Bytes of host memory from and to which copies run beside everything else."""
         ...
@@ -95,7 +99,7 @@ class CudaDevice:
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """The device becomes the calling thread's as well."""
-        self._adopt_thread()
+        self.adopt_thread()
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
@@ -123,8 +127,9 @@ class CudaDevice:
         """Wait for all streams of the device."""
         torch.cuda.synchronize(self._device)
 
-    def _adopt_thread(self) -> None:
-        """Threads begin on device 0; going back there would make every rank keep a context on it.
+    def adopt_thread(self) -> None:
+        """Threads begin on device 0, where every rank would keep a context; and an MPI that is
+        given device memory looks for that device's context in the thread that calls it.
 
         The main thread is the user's.
         """
@@ -156,14 +161,20 @@ def device_of(params: Iterable[nn.Parameter]) -> Device | None:
 
 @contextmanager
 def failures_of(device: Device) -> Iterator[None]:
-    """Raise CommError, with the name of ``device``, for what a device that fails raises inside."""
+    """Raise CommError, with the name of ``device``, for what a device that fails raises inside,
+    and DeviceError if its memory is out. Other errors, such as MPI's, are none of its own.
+    """
     try:
         yield
-    except DearError:
-        raise
-    except RuntimeError as error:
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{device.name} is out of memory: {error}; use fewer ranks on the device, a smaller "
+            "model or batch, or update_on 'host', which keeps the optimizer's state off it"
+        ) from error
+    except torch.AcceleratorError as error:
+        said = str(error).partition("\n")[0]  # what follows is advice on debugging kernels
         raise CommError(
-            f"{device.name} failed: {error}; look for its errors in nvidia-smi and dmesg there, "
+            f"{device.name} failed: {said}; look for its errors in nvidia-smi and dmesg there, "
             "and resume from the last checkpoint"
         ) from error
 

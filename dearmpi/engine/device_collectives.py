@@ -59,7 +59,7 @@ class DeviceCollectives(ABC):
         def start(sent: Any) -> Request:
             return self._collectives.start_reduce_scatter(sent, algorithm, wire_dtype=wire_dtype)
 
-        return self._cross(self._shards(buffer), start, out=_ALL, back=self._own)
+        return self._begin(self._shards(buffer), start, out=_ALL, back=self._own)
 
     def start_all_gather(
         self,
@@ -73,7 +73,7 @@ class DeviceCollectives(ABC):
         def start(sent: Any) -> Request:
             return self._collectives.start_all_gather(sent, algorithm, wire_dtype=wire_dtype)
 
-        return self._cross(self._shards(buffer), start, out=self._own, back=_ALL)
+        return self._begin(self._shards(buffer), start, out=self._own, back=_ALL)
 
     def start_all_reduce(self, buffer: Tensor, op: ReduceOp) -> Request:
         """Everything goes both ways."""
@@ -81,7 +81,7 @@ class DeviceCollectives(ABC):
         def start(sent: Any) -> Request:
             return self._collectives.start_all_reduce(sent, op)
 
-        return self._cross(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
+        return self._begin(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
 
     def start_broadcast(self, buffer: Tensor, root: int) -> Request:
         """Everything goes both ways."""
@@ -89,7 +89,7 @@ class DeviceCollectives(ABC):
         def start(sent: Any) -> Request:
             return self._collectives.start_broadcast(sent, root)
 
-        return self._cross(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
+        return self._begin(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
 
     def start_duplicate(self) -> tuple[Collectives, Request]:
         """Of the host's collectives."""
@@ -111,6 +111,12 @@ class DeviceCollectives(ABC):
         """As on the host."""
         self._collectives.abort(code)
 
+    def _begin(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
+        """``_cross``. Raises CommError, with the device's name, if the device fails."""
+        self._device.adopt_thread()
+        with failures_of(self._device):
+            return self._cross(rows, start, out=out, back=back)
+
     @abstractmethod
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
         """``start`` on the memory of ``rows``, of which some go out, and some come back."""
@@ -124,5 +130,6 @@ class DeviceCollectives(ABC):
 
     def _drive(self) -> None:
         """Raises CommError, with the device's name, if the device fails."""
+        self._device.adopt_thread()
         with failures_of(self._device):
             self._passage.advance()

@@ -23,7 +23,8 @@ from dearmpi.plan.schedule import Launch, Wait
 class Engine:
     """Reduces gradients, updates and gathers, bucket by bucket, in the pipeline's schedule.
 
-    eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment.
+    eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment; asked for
+        before an iteration's first update.
     """
 
     def __init__(
@@ -128,6 +129,11 @@ class Engine:
                 "some parameters are updated and some not between a backward and its step "
                 "(eager=True); call step() first"
             )
+
+    def wait_updated(self) -> None:
+        """After a step: wait until it has changed the optimizer's state, but not for gathers."""
+        self._wait(self._pipeline.is_updated, "the last step's updates")
+        self._side.lead()
 
     def wait_reduced(self) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients."""

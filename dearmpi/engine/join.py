@@ -31,9 +31,9 @@ def unpack(options: Options, packed: Tensor) -> list[dict[str, Any]]:
 
 
 def _numbers(group: Any) -> Iterator[tuple[Any, float]]:
-    """Key and value of every number in a group, those in tuples and 0-d tensors included."""
+    """Key and value of every number in a group, those in pairs and 0-d tensors included."""
     for key, value in group.items():
-        for number in value if isinstance(value, tuple) else (value,):
+        for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, (bool, int, float)) or _is_scalar(number):
                 yield key, float(number)
 
@@ -41,8 +41,8 @@ def _numbers(group: Any) -> Iterator[tuple[Any, float]]:
 def _with_numbers(group: Any, values: Iterator[float]) -> dict[str, Any]:
     replaced: dict[str, Any] = {}
     for key, value in group.items():
-        if isinstance(value, tuple):
-            replaced[key] = tuple(_replace(number, values) for number in value)
+        if isinstance(value, (tuple, list)):
+            replaced[key] = type(value)(_replace(number, values) for number in value)
         else:
             replaced[key] = _replace(value, values)
     return replaced

@@ -38,7 +38,8 @@ class MasterCopy:
             self.values.copy_(self._stored)
             return
         seen = self.values.to(self._seen_as).to(self._stored.dtype)
-        if not torch.equal(seen, self._stored):
+        # Looking whether there are any is cheaper on the host; a device has to be waited for.
+        if seen.device.type != "cpu" or not torch.equal(seen, self._stored):
             self.values.copy_(torch.where(seen != self._stored, self._stored, self.values))
 
     def publish(self) -> None:

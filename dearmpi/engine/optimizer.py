@@ -64,7 +64,7 @@ class DistributedOptimizer(Optimizer):
         Raises ConfigError for a setting, plan, parameter or optimizer that cannot be served, and
         MismatchError if the ranks' models or settings differ.
         """
-        check_arguments(optimizer, model)
+        check_arguments(optimizer, model, plan)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer = optimizer
         self._model = model
@@ -205,14 +205,16 @@ class DistributedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the buckets are laid out anew (collective).
 
-        Gradients that no step has used are dropped.
+        Gradients that no step has used are dropped. Raises ConfigError, with nothing added, if the
+        parameters are not in the model or belong to another DistributedOptimizer.
         """
         if not hasattr(self, "_attachment"):  # torch's constructor adds the groups it is given
             super().add_param_group(param_group)
             return
         self._assembly.engine.drop_gradients()
         check_growth(self._plan)
-        self._lay_out_anew(self._plan, lambda: self._optimizer.add_param_group(param_group))
+        self._attachment.grow(param_group)
+        self._lay_out_anew(self._plan)
         broadcast_parameters(self._model, self.world)
 
     def follow(self, plan: Plan) -> None:
@@ -238,12 +240,8 @@ class DistributedOptimizer(Optimizer):
         self._assembly.engine.drop_gradients()
         self._lay_out_anew(None)
 
-    def _lay_out_anew(
-        self, plan: Plan | Literal["auto"] | None, change: Callable[[], None] = lambda: None
-    ) -> None:
-        """Lay out after ``change`` to the wrapped optimizer, by ``plan``; the state stays."""
-        self.synchronize()
-        change()
+    def _lay_out_anew(self, plan: Plan | Literal["auto"] | None) -> None:
+        """Lay out what the wrapped optimizer has, by ``plan``; the state stays."""
         self._attachment.renew(config=self.config, plan=None if plan == "auto" else plan)
         self._abandon_planning()
         self._plan = plan

@@ -134,6 +134,18 @@ class Pipeline:
         """Whether every bucket of the cycle has gone all the way."""
         return self.cycle.num_finished == len(self.cycle.active)
 
+    def is_updated(self) -> bool:
+        """Whether every bucket of the cycle has its update behind it."""
+        if self._gathers_gradients:
+            return self.is_finished()
+        behind = (
+            BucketState.UPDATED,
+            BucketState.GATHERING,
+            BucketState.GATHERED,
+            BucketState.IDLE,
+        )
+        return all(self.buckets[index].state in behind for index in self.cycle.active)
+
     def is_settled(self) -> bool:
         """Whether all that may happen before the options are known has happened."""
         last = BucketState.REDUCED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,15 +101,39 @@ def elementwise_keys(optimizer: Optimizer) -> frozenset[str]:
     Of a parameter that is a scalar, shapes alone do not tell them from counters such as ``step``.
     """
     keys: set[str] = set()
+    for param, state in _first_states(optimizer):
+        keys.update(key for key, value in state.items() if is_elementwise_tensor(value, param))
+    return frozenset(keys)
+
+
+def resident_scalars(optimizer: Optimizer) -> tuple[frozenset[str], ...]:
+    """By group, names of the scalar state entries that lie on the parameters' device.
+
+    Most optimizers count their steps on the host; those that run fused, or that CUDA graphs can
+    capture, do so on the device, and work nowhere else. On the host there is nothing to tell.
+    """
+    if _device_of(optimizer).type == "cpu":
+        return tuple(frozenset() for _ in optimizer.param_groups)
+    with torch.device("cpu"):  # as on the driving thread, where no default of the user's holds
+        return tuple(
+            frozenset(
+                key
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.dim() == 0 and value.device == param.device
+            )
+            for param, state in _first_states(optimizer)
+        )
+
+
+def _first_states(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
+    """Of each group: a made-up parameter of three elements, and its state after a step."""
     device = _device_of(optimizer)
     for group in optimizer.param_groups:
         param = nn.Parameter(torch.zeros(3, device=device))
         param.grad = torch.ones(3, device=device)
         twin = clone(optimizer, [{**group, "params": [param]}], defaultdict(dict))
         twin.step()
-        entries = twin.state[param].items()
-        keys.update(key for key, value in entries if is_elementwise_tensor(value, param))
-    return frozenset(keys)
+        yield param, twin.state[param]
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:

@@ -87,7 +87,10 @@ class SelfPlanning:
         self._process: PlanProcess | None = None
         begin_s = time.perf_counter()
         self._costs = calibrate(
-            world, reduce_scatter=reduce_scatter, wire_dtype=config.wire_dtype
+            world,
+            reduce_scatter=reduce_scatter,
+            wire_dtype=config.wire_dtype,
+            most_bytes=sum(bucket.nbytes for bucket in in_use.layout),  # nothing larger travels
         ).costs
         self.pause = Pause(measuring_s=time.perf_counter() - begin_s)
         self.problem = ""

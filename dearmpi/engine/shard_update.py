@@ -14,7 +14,15 @@ from dearmpi.comm.api import Request
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.master import MASTER, MasterRule
 from dearmpi.engine.shard import Shard
-from dearmpi.engine.update import Options, clone, cut, is_elementwise_tensor, on_host, step_on
+from dearmpi.engine.update import (
+    Options,
+    beside,
+    clone,
+    cut,
+    is_elementwise_tensor,
+    on_host,
+    step_on,
+)
 
 
 class Run:
@@ -66,9 +74,13 @@ class ShardUpdate:
         *,
         shard: Shard,
         masters: MasterRule,
+        scalars: Sequence[frozenset[str]],
     ) -> None:
+        """``scalars``: by group, names of scalar entries of the state that lie where the
+        optimizer works, if that is a device.
+        """
         self.bucket = bucket
-        self._shard, self._masters = shard, masters
+        self._shard, self._masters, self._scalars = shard, masters, scalars
         self.runs: list[Run] = []
         self._optimizer = clone(optimizer, [], defaultdict(dict))
         first, last = shard.start, shard.start + len(shard.parameters)
@@ -164,7 +176,10 @@ class ShardUpdate:
 
     def set_state(self, run: Run, state: dict[str, Any]) -> None:
         """Replace the optimizer's state of ``run``."""
-        state = on_host(state) if self.device.type == "cpu" else dict(state)
+        if self.device.type == "cpu":
+            state = on_host(state)
+        else:
+            state = beside(state, run.values, self._scalars[run.group])
         if run.master is not None:
             run.master.restore(state.pop(MASTER, None))
         if state:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from dearmpi.engine.device import Device, Event, Stream
+from dearmpi.engine.device import Device, Event, Stream, failures_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,9 +133,13 @@ class DeviceSideStream:
         self._carry = carry
         self._written: dict[int, tuple[Event, ...]] = {}
 
-    def running(self) -> AbstractContextManager[Any]:
-        """The side stream as the calling thread's."""
-        return self.device.on(self._stream)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The side stream as the calling thread's. Raises CommError if the device has failed, and
+        DeviceError if its memory is out.
+        """
+        with failures_of(self.device), self.device.on(self._stream):
+            yield
 
     @contextmanager
     def section(self) -> Iterator[None]:

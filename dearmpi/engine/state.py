@@ -110,7 +110,7 @@ def _describe_entry(value: Any, values: Tensor) -> dict[str, Any]:
 def read_scalar(entry: Mapping[str, Any]) -> Any:
     """What ``describe`` said of an entry that is the same for all elements."""
     if "dtype" in entry:
-        return torch.tensor(entry["scalar"], dtype=getattr(torch, entry["dtype"]))
+        return torch.tensor(entry["scalar"], dtype=getattr(torch, entry["dtype"]), device="cpu")
     return entry["value"]
 
 

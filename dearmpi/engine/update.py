@@ -81,6 +81,14 @@ def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def beside(state: Mapping[str, Any], values: Tensor, scalars: frozenset[str]) -> dict[str, Any]:
+    """The ``state`` of ``values``, with ``scalars`` on their device, wherever these come from."""
+    return {
+        key: value.to(values.device) if key in scalars and isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
 def is_elementwise_tensor(value: object, values: Tensor) -> bool:
     """Whether a state entry has one element per parameter element."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == values.numel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.api import Completed, Request
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.master import MASTER, MasterCopy, MasterRule
-from dearmpi.engine.update import Options, clone, fit, step_on
+from dearmpi.engine.update import Options, beside, clone, fit, step_on
 
 
 class WholeUpdate:
@@ -30,8 +30,12 @@ class WholeUpdate:
         group_of: Mapping[nn.Parameter, int],
         *,
         masters: MasterRule,
+        scalars: Sequence[frozenset[str]],
     ) -> None:
-        self.bucket = bucket
+        """``scalars``: by group, names of scalar entries of the state that lie where the
+        parameters are.
+        """
+        self.bucket, self._scalars = bucket, scalars
         self._aliases = [param.detach() for param in bucket.params]
         self._masters: dict[int, MasterCopy] = {}
         for slot, param in enumerate(bucket.params):
@@ -78,7 +82,7 @@ class WholeUpdate:
         for slot, (name, alias) in enumerate(
             zip(self.bucket.plan.names, self._aliases, strict=True)
         ):
-            state = dict(states.get(name, {}))
+            state = beside(states.get(name, {}), alias, self._scalars[self._groups[slot]])
             if slot in self._masters:
                 self._masters[slot].restore(state.pop(MASTER, None))
             if state:

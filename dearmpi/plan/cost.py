@@ -133,8 +133,8 @@ class Costs:
         """
         if world_size < 1 or self.world_size == 1:
             raise ConfigError(
-                f"costs at world size {self.world_size} say nothing of {world_size} ranks; measure "
-                "on 2 or more"
+                f"costs at world size {self.world_size} say nothing of {world_size}; measure on "
+                "2 ranks or more"
             )
         alpha = (world_size - 1) / (self.world_size - 1)
         beta = _sent_share(world_size) / _sent_share(self.world_size)

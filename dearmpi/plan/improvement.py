@@ -20,7 +20,9 @@ _WINDOWS = (1, 2, 3, 4)
 _NUM_KEPT = 4  # layouts of the family that are looked at more closely
 _NUM_STARTS = 8
 _LEAST_GAIN = 1e-5
+_NEXT_TO_NOTHING = 2e-3  # less than simulations are off
 _MOST_EVENTS = 200_000  # of all simulations together: about a second
+_MOST_EVENTS_OF_MERGING = 60_000  # in addition
 
 
 def improve(problem: Problem, *, enough_s: float) -> Draft:
@@ -33,7 +35,9 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     cap makes more than 400 buckets), and over a family of layouts whose buckets grow from both ends
     of the model to a cap: what is reduced last and gathered first is exposed, what is reduced first
     leaves the wire idle until then. Then, from the best of these, by moving, removing and adding
-    single cuts, and by tying single gathers to another reduce-scatter, as long as that helps.
+    single cuts, and by tying single gathers to another reduce-scatter, as long as that helps. At
+    the end buckets are merged that gain next to nothing by being two, unless that loses what the
+    plan gains over DeAR's own order.
     """
     drafts = Drafts(problem)
     first = sorted(_first_drafts(problem, drafts), key=lambda draft: draft.seconds)
@@ -49,7 +53,10 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
         best = min(best, climb.best, key=lambda draft: draft.seconds)
         if climb.over:
             break
-    return best
+    plainest_s = min(draft.seconds for draft in first if draft.patience is None)
+    climb = _Climb(problem, best, enough_s=enough_s)
+    climb.merge_buckets(min(best.seconds * (1 + _NEXT_TO_NOTHING), plainest_s))
+    return climb.best
 
 
 def capped_cuts(problem: Problem, cap: float, *, ends: float, growth: float) -> Cuts:
@@ -144,6 +151,29 @@ class _Climb:
                     gained |= self._take(
                         self._drafts.tied(self.best.cuts, other, window=self.best.window)
                     )
+
+    def merge_buckets(self, most_s: float) -> None:
+        """Remove cuts as long as an iteration takes no more than ``most_s``, between small buckets
+        first: each costs ranks that share a machine more than its simulated time.
+        """
+        most_events = self._problem.num_events + _MOST_EVENTS_OF_MERGING
+        refused = set(self._problem.forced)
+        while self._problem.num_events < most_events:
+            cuts = self.best.cuts
+            sizes = self._problem.sizes(cuts)
+            merged = {
+                cut: before + behind
+                for cut, before, behind in zip(cuts[1:], sizes, sizes[1:], strict=False)
+                if cut not in refused
+            }
+            if not merged:
+                return
+            least = min(merged, key=lambda cut: merged[cut])
+            draft = self._redo(tuple(cut for cut in cuts if cut != least))
+            if draft.seconds <= most_s:
+                self.best = draft
+            else:
+                refused.add(least)
 
     def _take(self, draft: Draft) -> bool:
         if draft.seconds >= self.best.seconds * (1 - _LEAST_GAIN):

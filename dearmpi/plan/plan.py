@@ -147,7 +147,7 @@ class Plan:
         seconds = self.prediction
         return "\n".join(
             [
-                f"{self.schedule.name}, {len(self.buckets)} buckets over {self.world_size} ranks, "
+                f"{self.schedule.name}, {len(self.buckets)} buckets, world size {self.world_size}, "
                 f"{self.window} in flight; {self.origin}, dearmpi {self.version}",
                 f"tensors per bucket: {sizes}",
                 f"gathers before the last reduce-scatter: {self.num_early_gathers}",

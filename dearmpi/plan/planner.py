@@ -41,8 +41,8 @@ def make_plan(
     """
     if costs.world_size != world_size:
         raise ConfigError(
-            f"the plan is for {world_size} ranks, but the costs are those of {costs.world_size}; "
-            f"measure with as many, or give costs.at({world_size})"
+            f"the plan is for world size {world_size}, but the costs are those of "
+            f"{costs.world_size}; measure with as many, or give costs.at({world_size})"
         )
     problem = Problem(profile, costs, eager=eager, gather=gather)
     if not problem.tensors:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from dearmpi.config import Gather
 from dearmpi.plan.cost import Costs
@@ -80,6 +80,10 @@ class Problem:
             if not spec.trained:
                 idle.setdefault(spec.storage_kind, []).append(spec)
         return [*groups, *idle.values()]
+
+    def sizes(self, cuts: Cuts) -> list[int]:
+        """Bytes from each cut to the next."""
+        return [sum(self.nbytes[start:stop]) for start, stop in pairwise((*cuts, len(self.nbytes)))]
 
     def buckets(self, cuts: Cuts) -> Buckets:
         """What each bucket brings."""

@@ -259,8 +259,8 @@ def _bucket_spans(loads: Sequence[Load | None], passages: Sequence[Passage]) -> 
 def _check(profile: ModelProfile, layout: BucketLayout, schedule: Schedule, costs: Costs) -> None:
     if layout.world_size != costs.world_size:
         raise ConfigError(
-            f"the buckets are laid out for {layout.world_size} ranks, but the costs are those of "
-            f"{costs.world_size}; give costs.at({layout.world_size})"
+            f"the buckets are laid out for world size {layout.world_size}, but the costs are those "
+            f"of {costs.world_size}; give costs.at({layout.world_size})"
         )
     if len(schedule.reduce_scatters) != len(layout):
         raise ConfigError(

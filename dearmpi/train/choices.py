@@ -184,12 +184,13 @@ class RunChoices:
     window: int = setting(
         _ENGINE.window, "Communication", "integer", "operations in flight of each kind", least=1
     )
-    plan: str = setting(
-        "none",
+    plan: str | None = setting(
+        None,
         "Communication",
         "text",
         "buckets, order and window: a file of `dear-train plan`, or auto to plan while training; "
-        "bayes tries bucket caps",
+        "bayes tries bucket caps. Without it auto over several hosts, if nothing asks for fixed "
+        "buckets, else none",
         metavar="none|auto|bayes|FILE",
     )
     progress: ProgressMode = setting(

@@ -97,7 +97,7 @@ class BatchPlan:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
-                f"rank is {self.rank}; with {self.world_size} ranks it must be "
+                f"rank is {self.rank}; with world size {self.world_size} it must be "
                 f"0 to {self.world_size - 1}"
             )
         if self.seed < 0:
@@ -111,7 +111,7 @@ class BatchPlan:
         if self.batch_size < least:
             raise ConfigError(
                 f"batch size {self.batch_size} is the number of samples per step over all ranks; "
-                f"{self.world_size} ranks x {self.micro_batches} micro-batches need at least "
+                f"world size {self.world_size} x {self.micro_batches} micro-batches need at least "
                 f"{least}: raise the batch size, or use fewer ranks or micro-batches"
             )
         order = EpochOrder(self.num_samples, self.seed, self.shuffle)

@@ -15,6 +15,7 @@ from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.train.choices import DeviceSetting
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class TextWorld(Protocol):
@@ -66,6 +67,17 @@ def choose_device(world: TextWorld, asked: DeviceSetting) -> DeviceChoice:
     if sharers > 1 and own[1] is None:
         reason += f", shared by {sharers} ranks"
     return DeviceChoice(device, reason)
+
+
+def allow_deterministic_only(wanted: bool) -> None:
+    """Have torch raise where an operator does not repeat bit by bit, or not.
+
+    cuBLAS repeats only with workspaces of its own; it looks for them in the environment at its
+    first use, and torch raises if they are not there. Those that the user has set stay.
+    """
+    if wanted:
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
 
 
 def _complaint(

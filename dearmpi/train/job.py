@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from dearmpi.comm.world import World
+from dearmpi.engine.compilation import compiled_part
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.self_planning import MOST_STEPS
 from dearmpi.engine.settings import check_plan
@@ -97,7 +99,7 @@ def prepare(
         state = _optimizer_state(snapshot, task, inner)
     total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
     start_step = 0 if snapshot is None else snapshot.step
-    followed = _choose_plan(world, settings, num_steps=total_steps - start_step, kept=kept_plan)
+    followed = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
     optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
     _set_random_state(world, settings, start_step, snapshot)
     return Job(
@@ -134,22 +136,17 @@ def check_position(snapshot: Snapshot, task: Task) -> None:
 
 
 def _choose_plan(
-    world: World, settings: RunSettings, *, num_steps: int, kept: Path | None
+    world: World, settings: RunSettings, model: nn.Module, num_steps: int, kept: Path | None
 ) -> Plan | Literal["auto"] | None:
-    """What to follow for ``num_steps``; rank 0 reads a file for all (collective).
-
-    With ``auto`` a run goes on by the plan that it has made before, if it still fits.
-    """
+    """What to follow for ``num_steps``; rank 0 reads a file for all (collective)."""
     if settings.plan in ("none", "bayes"):
         return None
-    if settings.plan == "auto":
-        with together(world):
-            check_plan("auto", settings.engine())  # also where the run is too short for a plan
-            text = _read_kept(kept, world, settings) if world.is_root and kept is not None else ""
-        text = world.broadcast_text(text)
-        if text:
-            return Plan.from_json(text, "the plan that the run has made before")
-        return "auto" if num_steps >= LEAST_STEPS_TO_PLAN else None
+    if settings.plan is None and (
+        not settings.leaves_buckets_open() or compiled_part(model) is not None
+    ):
+        return None
+    if settings.plan in (None, "auto"):
+        return _plan_while_training(world, settings, num_steps=num_steps, kept=kept)
     text = ""
     with together(world, root_only=True):
         if world.is_root:
@@ -162,6 +159,22 @@ def _choose_plan(
                 )
             text = plan.to_json()
     return Plan.from_json(world.broadcast_text(text), settings.plan)
+
+
+def _plan_while_training(
+    world: World, settings: RunSettings, *, num_steps: int, kept: Path | None
+) -> Plan | Literal["auto"] | None:
+    """The plan that the run has made before, if it still fits; else ``auto`` where it pays, which
+    nobody has to ask for where the ranks are on several hosts (collective).
+    """
+    with together(world):
+        check_plan("auto", settings.engine())  # also where the run is too short for a plan
+        text = _read_kept(kept, world, settings) if world.is_root and kept is not None else ""
+    text = world.broadcast_text(text)
+    if text:
+        return Plan.from_json(text, "the plan that the run has made before")
+    is_wanted = settings.plan == "auto" or len(set(world.hosts)) > 1
+    return "auto" if is_wanted and num_steps >= LEAST_STEPS_TO_PLAN else None
 
 
 def _read_kept(path: Path, world: World, settings: RunSettings) -> str:

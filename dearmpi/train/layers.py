@@ -163,7 +163,7 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
         if chosen is not None and own.lower() != chosen.lower():
             ignored.update(OF_THE_OPTIMIZER)
         if layer.source in ("checkpoint", "task"):
-            ignored.update(_decided_by(merged.get("plan", "none")))
+            ignored.update(_decided_by(merged.get("plan")))
         for name, value in layer.values.items():
             if name in ignored:
                 continue
@@ -174,9 +174,11 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
     return merged
 
 
-def _decided_by(plan: str) -> tuple[str, ...]:
-    """The settings that ``plan`` decides on."""
-    return {"none": (), "bayes": ("bucket_cap_mb",)}.get(plan, DECIDED_BY_PLAN)
+def _decided_by(plan: str | None) -> tuple[str, ...]:
+    """The settings that a user's ``plan`` decides on."""
+    if plan in (None, "none"):
+        return ()
+    return ("bucket_cap_mb",) if plan == "bayes" else DECIDED_BY_PLAN
 
 
 def resolve(layers: Sequence[Layer]) -> RunSettings:

@@ -21,7 +21,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.agreement import together
 from dearmpi.train.checkpoint.snapshot import Snapshot
-from dearmpi.train.device import DeviceChoice, choose_device
+from dearmpi.train.device import DeviceChoice, allow_deterministic_only, choose_device
 from dearmpi.train.environment import describe_environment
 from dearmpi.train.fingerprint import (
     argument_fingerprints,
@@ -81,7 +81,7 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
     )
     device = choose_device(world, basis.device)
     with together(world):
-        torch.use_deterministic_algorithms(basis.deterministic)
+        allow_deterministic_only(basis.deterministic)
         seed_all(basis.seed)
         task = build_task(basis.task, basis.all_task_options)
         task.model.to(device.device)
@@ -101,7 +101,7 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
 def _has_planned(place: Place, snapshot: Snapshot | None) -> bool:
     """Whether an earlier part of this very run may have made a plan for itself."""
     stored = {} if snapshot is None else snapshot.meta.get("config", {})
-    return place.continued and stored.get("plan") == "auto"
+    return place.continued and stored.get("plan", "auto") == "auto"
 
 
 def settle(

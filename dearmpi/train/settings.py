@@ -8,6 +8,7 @@ from typing import Any
 
 from dearmpi.comm.watchdog import StallLimits
 from dearmpi.config import EngineConfig
+from dearmpi.engine.settings import DECIDED_BY_PLAN
 from dearmpi.errors import ConfigError
 from dearmpi.train.choices import RunChoices
 from dearmpi.train.setting import Setting, named
@@ -75,6 +76,16 @@ class RunSettings(RunChoices):
     def stall_limits(self) -> StallLimits:
         """How long a wait for other ranks may last; ConfigError where that makes no sense."""
         return StallLimits(self.stall_warning_s, self.stall_abort_s)
+
+    def leaves_buckets_open(self) -> bool:
+        """Whether a run may choose its buckets by measured times without having been asked to."""
+        engine, default = self.engine(), EngineConfig()
+        return (
+            self.plan is None
+            and not self.deterministic
+            and self.trace is None  # of iterations that buckets must not change in between
+            and all(getattr(engine, name) == getattr(default, name) for name in DECIDED_BY_PLAN)
+        )
 
     def engine(self) -> EngineConfig:
         """The part that the engine reads.

@@ -38,7 +38,8 @@ class StepTotal:
     def describe_bad(self, hosts: Sequence[str]) -> str:
         """How many ranks, of one for each of ``hosts``, had such a loss, and which if it is one."""
         name = f" (rank {self.bad_sum} on {hosts[self.bad_sum]})" if self.num_bad == 1 else ""
-        return f"{self.num_bad} of {len(hosts)} ranks{name}"
+        noun = "rank" if len(hosts) == 1 else "ranks"
+        return f"{self.num_bad} of {len(hosts)} {noun}{name}"
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dearmpi.comm.world import Channel, World
 from dearmpi.config import ReduceScatter, WireDtype, all_gather_for
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, parse_calibration
-from dearmpi.tune.ladder import WINDOWS, Run, climb
+from dearmpi.tune.ladder import LADDER, WINDOWS, Run, climb
 
 Operation = Callable[[torch.Tensor], Start]
 
@@ -24,14 +24,15 @@ def calibrate(
     wire_dtype: WireDtype | None = None,
     library: str = "",
     budget_s: float = 1,
+    most_bytes: int = LADDER[-1].nbytes,
 ) -> Calibration:
     """Measure both operations, on the engine's way, at sizes as large as the time allows.
 
     As in training, operations follow one another, with one and with two of them in flight; the
     least of the slowest rank's times counts. The result is the same on all ranks (collective).
     wire_dtype: in what the fp32 buffers are sent, whose bytes count. library: the MPI library, in
-    words. budget_s: what all measurements together may take; two sizes are measured even if that
-    takes longer.
+    words. budget_s: what all measurements together may take. most_bytes: of one buffer; a few are
+    in use at once. Two sizes are measured even if that takes longer, or more.
 
     Raises ConfigError in a world of one, in which nothing is sent.
     """
@@ -45,7 +46,7 @@ def calibrate(
         ),
     )
     prepared = [partial(_prepare, world, channels, operation) for operation in operations]
-    reduces, gathers = climb(world, prepared, budget_s=budget_s)
+    reduces, gathers = climb(world, prepared, budget_s=budget_s, most_bytes=most_bytes)
     for channel in channels.values():
         channel.close()
     own = Calibration(world.hosts, library, reduce_scatter, reduces, gathers)

@@ -143,12 +143,13 @@ def main(arguments: Sequence[str]) -> int:
     """Be one of the two ranks: try operations on memory of a device, and report each."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(_START_LIMIT_S, exit=True)
-    import torch  # noqa: F401  # here, since it takes long and is no operation's time
+    import torch  # here, since it takes long and is no operation's time
 
     from dearmpi.comm.mpi import connect
 
     device, *operations = arguments
     collectives = connect()
+    torch.zeros(1, device=device)  # a device takes seconds to get ready, also no operation's time
     _say(collectives, _READY)
     for operation in operations:
         faulthandler.dump_traceback_later(_LIMIT_S, exit=True)

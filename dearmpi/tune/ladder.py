@@ -36,14 +36,18 @@ Prepare = Callable[[int, int], Run]
 
 
 def climb(
-    world: World, operations: Sequence[Prepare], *, budget_s: float
+    world: World,
+    operations: Sequence[Prepare],
+    *,
+    budget_s: float,
+    most_bytes: int = LADDER[-1].nbytes,
 ) -> list[tuple[SizeTimes, ...]]:
     """The times of each of ``operations`` at several sizes, whole shards each (collective).
 
     Operations follow one another, with one and with two of them in flight; the least of the
     slowest rank's times counts, since whatever else goes on makes them longer. Two sizes are
     measured even if that takes longer than ``budget_s``, and more of the ladder as far as the time
-    allows: the last as large as it does.
+    and ``most_bytes`` allow: the last as large as they do.
     """
     found: list[list[SizeTimes]] = [[] for _ in operations]
     begin = time.perf_counter()
@@ -52,7 +56,7 @@ def climb(
         nbytes = rung.nbytes
         if number >= _FEWEST_RUNGS:
             # What is compared is the same on all ranks, so all of them stop here or none.
-            nbytes = min(nbytes, _affordable_bytes(found, rung.length, left_s))
+            nbytes = min(nbytes, most_bytes, _affordable_bytes(found, rung.length, left_s))
             if nbytes < 2 * found[0][-1].nbytes:
                 break
         for prepare, times in zip(operations, found, strict=True):

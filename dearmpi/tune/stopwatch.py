@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -57,29 +58,30 @@ class HostStopwatch:
 class Event(Protocol):
     """What is needed of ``torch.cuda.Event``."""
 
-    def record(self) -> None: ...
-
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
-def _timing_event() -> Event:
-    event: Event = torch.cuda.Event(enable_timing=True)
-    return event
+def record_event(device: torch.device) -> Event:
+    """An event on the stream in use on ``device``, which need not be the thread's own device."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    recorded: Event = event
+    return recorded
 
 
 class DeviceStopwatch:
-    """For models on a CUDA device: marks are events on the stream in use, and nobody waits."""
+    """For models on a device: marks are events on the stream in use, and nobody waits."""
 
-    def __init__(self, make_event: Callable[[], Event] = _timing_event) -> None:
-        self._make_event = make_event
+    def __init__(self, record: Callable[[], Event]) -> None:
+        """``record``: makes an event that is recorded now."""
+        self._record = record
         self._last: dict[int, Event] = {}
 
     def mark(self) -> Mark:
         """An event in the order of the kernels."""
-        event = self._make_event()
-        event.record()
+        event = self._record()
         self._last[threading.get_ident()] = event
         return event
 
@@ -95,6 +97,8 @@ class DeviceStopwatch:
 
 def stopwatch_for(model: torch.nn.Module, waited: Callable[[], float] = no_wait) -> Stopwatch:
     """The one for the device on which the parameters of ``model`` are."""
-    if any(param.is_cuda for param in model.parameters()):
-        return DeviceStopwatch()
-    return HostStopwatch(waited)
+    devices = (param.device for param in model.parameters() if param.is_cuda)
+    device = next(devices, None)
+    return (
+        HostStopwatch(waited) if device is None else DeviceStopwatch(partial(record_event, device))
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import dearmpi
@@ -31,7 +32,8 @@ def merged(intervals: list[Interval]) -> list[Interval]:
 
 def shared(one: list[Interval], other: list[Interval]) -> float:
     """How long both are under way."""
-    pairs = ((max(a, c), min(b, d)) for a, b in merged(one) for c, d in merged(other))
+    left, right = merged(one), merged(other)
+    pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return sum(max(0.0, stop - start) for start, stop in pairs)
 
 
@@ -53,6 +55,7 @@ def main() -> None:
     optimizer = dearmpi.DistributedOptimizer(inner, model, world=world, eager=True)
     inputs, labels = workload.batch(2 if IS_DRY else workload.batch_size, device())
     activities = [ProfilerActivity.CPU] + ([] if IS_DRY else [ProfilerActivity.CUDA])
+    everywhere = _ExperimentalConfig(profile_all_threads=True)  # MPI has a thread of its own
 
     def step() -> None:
         optimizer.zero_grad()
@@ -63,7 +66,7 @@ def main() -> None:
         step()
     settle()
     world.barrier()
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, experimental_config=everywhere) as profiler:
         for _ in range(NUM_TRACED):
             step()
         optimizer.synchronize()
@@ -77,8 +80,9 @@ def main() -> None:
 
 
 def tell(path: Path) -> None:
+    posted = len(read(path, "user_annotation", "cpu_op", containing=" posted"))
     kernels = read(path, "kernel")
-    rows = []
+    rows = [f"{posted / NUM_TRACED:.0f} collectives an iteration"]
     for way in ("DtoH", "HtoD"):
         copies = read(path, "gpu_memcpy", containing=way)
         total = shared(copies, copies)

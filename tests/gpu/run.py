@@ -61,7 +61,8 @@ def main() -> int:
         if left_s < 20:
             rows.append([part.module, f"{part.ranks} ranks", "left out: no time left"])
             continue
-        output, code = run_part(part, limit_s=min(part.limit_s, left_s), is_dry=is_dry)
+        limit_s = min(part.limit_s, left_s)
+        output, code = run_part(part, folder=FOLDER.resolve(), limit_s=limit_s, is_dry=is_dry)
         with (FOLDER / "log.txt").open("a") as log:
             log.write(f"----- {part.module} on {part.ranks} ranks: {code}\n{output}")
         rows += rows_of(output)
@@ -87,15 +88,15 @@ def reason_to_skip() -> str:
     return ""
 
 
-def run_part(part: Part, *, limit_s: float, is_dry: bool) -> tuple[str, int]:
-    """What it prints, and its exit status; 124 if its time ran out."""
+def run_part(part: Part, *, folder: Path, limit_s: float, is_dry: bool) -> tuple[str, int]:
+    """What it prints, and its exit status; 124 if its time ran out. Its files go to ``folder``."""
     command = [sys.executable, "-m", f"tests.gpu.{part.module}"]
     if part.ranks > 1:
         mpiexec = Path(sys.executable).with_name("mpiexec")
         launcher = str(mpiexec) if mpiexec.exists() else "mpiexec"
         command = [launcher, "-n", str(part.ranks), *command]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "OUT": str(folder)}
     environment |= {"DEARMPI_GPU_DRY": "1"} if is_dry else {}
     process = subprocess.Popen(
         command,

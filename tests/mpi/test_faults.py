@@ -204,6 +204,35 @@ def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_job(
     assert seconds < 3.0 + END_S and ended.left_over == 0
 
 
+LONGER_SCRIPT = """
+import torch
+import dearmpi
+from dearmpi.comm.watchdog import StallLimits
+
+world = dearmpi.connect(stall_limits=StallLimits(0.5, 4.0))
+model = torch.nn.Linear(8, 8)
+optimizer = dearmpi.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+for step in range(3 + (world.rank == 1)):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+print("now", flush=True)
+"""
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_that_takes_a_step_too_many_does_not_end_as_if_all_were_well(script: Path) -> None:
+    """Nothing in the script waits for that step."""
+    script.write_text(LONGER_SCRIPT)
+    ended, seconds = run(script, "longer")
+    assert ended.returncode in (8, signal.SIGKILL), ended.output
+    assert "rank 1 in iteration 4, waits" in ended.output
+    assert "has ended after 3 iterations" in ended.output
+    named = f"every rank has joined these operations of rank 1 on {socket.gethostname()}: RS0"
+    assert named in ended.output
+    assert seconds < 4.0 + END_S and ended.left_over == 0
+
+
 END_SCRIPT = """
 import os, signal
 import dearmpi

@@ -119,6 +119,40 @@ def test_a_short_run_pays_for_no_plan(
     assert not (folder / "a" / "plan.json").exists()
 
 
+def test_over_several_hosts_a_run_plans_unasked(
+    world: World,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one_host = world.hosts
+    monkeypatch.setattr(world, "hosts", tuple(f"n{rank}" for rank in range(world.size)))
+    run(world, folder, "a", max_steps=LEAST_STEPS_TO_PLAN)
+    told = capfd.readouterr().out
+    assert ("plan: auto, the default over several hosts; made from" in told) == world.is_root
+    plan = written_plan(world, folder / "a")
+
+    monkeypatch.setattr(world, "hosts", one_host)  # the next part of the run goes on as this one
+    run(world, folder, "a", resume="auto", max_steps=LEAST_STEPS_TO_PLAN + 2)
+    told = capfd.readouterr().out
+    assert ("auto, the one that this run has made before" in told) == world.is_root
+    assert written_plan(world, folder / "a") == plan
+
+
+@pytest.mark.parametrize("given", [{"plan": "none"}, {"window": 3}, {"trace": "4:7"}])
+def test_a_run_that_asks_for_fixed_buckets_keeps_them_on_any_hosts(
+    world: World,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, object],
+) -> None:
+    monkeypatch.setattr(world, "hosts", tuple(f"n{rank}" for rank in range(world.size)))
+    run(world, folder, "a", max_steps=LEAST_STEPS_TO_PLAN, **given)
+    assert "plan" not in capfd.readouterr().out
+    assert not (folder / "a" / "plan.json").exists()
+
+
 def test_trying_bucket_caps_changes_no_number_and_ends_with_the_best(
     world: World, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,7 @@ def test_other_micro_batches_only_compute(
     added_s = 3 * one.prediction.compute_s
     assert four.prediction.iteration_s == pytest.approx(one.prediction.iteration_s + added_s)
     assert four.prediction.bound_s == pytest.approx(one.prediction.bound_s + added_s)
-    assert "measured with 1 rank(s), and the plan is for 4" in capsys.readouterr().out
+    assert "measured with 1 rank, and the plan is for 4" in capsys.readouterr().out
 
 
 def test_it_needs_neither_torch_nor_mpi(tmp_path: Path, given: list[str]) -> None:

@@ -98,6 +98,11 @@ def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
         (["--", "--lrr", "3"], "--lrr"),
         (["--", "--lrr", "3"], "Try 'dear-train run --help'"),
         (["--", "--lr", "fast"], "--lr is 'fast'"),
+        (
+            ["--lr", "0.1"],
+            "--lr is an option of dear-train run; write all of those after --",
+        ),
+        (["--node", "2"], "Did you mean '--nodes'?"),
     ],
 )
 def test_what_would_fail_later_is_refused_now(

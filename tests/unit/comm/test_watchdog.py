@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
+import numpy as np
 import pytest
 
-from dearmpi.comm.api import Completed, Request
+from dearmpi.comm.api import Collectives, Completed, Request
 from dearmpi.comm.fake import FakeCollectives, FakeHub
+from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.watchdog import StallLimits, Status, Watchdog
 from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
 from dearmpi.errors import ConfigError, StallError
 
 LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
@@ -134,6 +138,57 @@ def test_limits_that_make_no_sense_are_refused() -> None:
 
 def test_ranks_leave_together() -> None:
     run_ranks(3, lambda world: world.leave())
+
+
+def test_a_rank_that_leaves_with_an_operation_of_its_own_is_told_which() -> None:
+    """Its program does not wait for it, and would end as if all were well."""
+
+    def train(world: World) -> None:
+        channel = world.open_channel("reduce-scatter", window=1)
+        for step in range(2 + world.rank):
+            world.begin_iteration()
+            buffer = HostBuffer(np.zeros(2))
+            channel.submit(f"RS{step}", partial(_start_reduce, buffer))
+        world.leave()
+
+    def _start_reduce(buffer: HostBuffer, collectives: Collectives) -> Request:
+        return collectives.start_reduce_scatter(buffer, "ring")
+
+    error = run_with_limits(2, train)[1]
+    assert isinstance(error, StallError)
+    assert "rank 0 has ended after 2 iterations" in str(error)
+    left = "every rank has joined these operations of rank 1 on fakehost: RS2 (reduce-scatter lane)"
+    assert left in str(error)
+
+
+class Slow:
+    """A request that is complete when it has been asked for the 50th time."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def test(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked >= 50
+
+
+@pytest.mark.parametrize("progress", ["thread", "poll"])
+def test_whoever_leaves_finishes_what_is_under_way_and_what_follows(
+    progress: ProgressMode,
+) -> None:
+    def step(world: World) -> list[str]:
+        done: list[str] = []
+        gathers, reduces = (world.open_channel(name, window=1) for name in ("gather", "reduce"))
+
+        def reduced() -> None:
+            done.append("RS0")
+            gathers.submit("AG0", lambda _: Slow(), lambda: done.append("AG0"))
+
+        reduces.submit("RS0", lambda _: Slow(), reduced)
+        world.leave()
+        return done
+
+    assert run_ranks(2, step, progress=progress) == [["RS0", "AG0"]] * 2
 
 
 class Shy:

@@ -107,3 +107,22 @@ def test_a_plan_that_is_none_is_told_what_may_be_given(plan: Any, told: str) -> 
             DistributedOptimizer(inner, model, world=world, plan=plan)
 
     run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("compiled", ["around", "inside", "a part"])
+def test_a_job_does_not_plan_for_a_compiled_model(compiled: str) -> None:
+    """Which it would find out after five iterations only, or not at all."""
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    if compiled == "around":
+        model = torch.compile(model, backend="eager")
+    else:
+        (model if compiled == "inside" else model[1]).compile(backend="eager")
+
+    def rank(world: World) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        what = "module 1" if compiled == "a part" else "the model"
+        with pytest.raises(ConfigError, match=f"{what} is compiled.*; leave plan out"):
+            DistributedOptimizer(optimizer, model, world=world, plan="auto")
+        DistributedOptimizer(optimizer, model, world=world).close()
+
+    run_ranks(1, rank)

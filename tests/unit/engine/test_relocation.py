@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
 from dearmpi.engine.relocation import stretches
 from dearmpi.plan.layout import ParamSpec, build_layout
 from tests.mpi.oracle import OPTIMIZERS
@@ -25,9 +27,10 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.layers = nn.Sequential(nn.Linear(5, 31), nn.Tanh(), nn.Linear(31, 7))
+        for param in self.layers.parameters():  # threads would draw from one generator
+            param.data = torch.linspace(-0.3, 0.4, param.numel()).reshape(param.shape)
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = self.layers(inputs) * self.scale
@@ -44,11 +47,15 @@ def trained(world: World, optimizer: str, **settings: Any) -> DistributedOptimiz
         bucket_cap_mb=0.0003,
         **settings,
     )
-    for step in range(2):
-        wrapped.zero_grad()
-        model(torch.linspace(-1, step, 10).reshape(2, 5)).square().sum().backward()
-        wrapped.step()
+    take_steps(wrapped, 2)
     return wrapped
+
+
+def take_steps(wrapped: DistributedOptimizer, num_steps: int) -> None:
+    for step in range(num_steps):
+        wrapped.zero_grad()
+        wrapped._model(torch.linspace(-1, step, 10).reshape(2, 5)).square().sum().backward()
+        wrapped.step()
 
 
 def flat(state_dict: dict[str, Any]) -> dict[str, Tensor]:
@@ -78,6 +85,35 @@ def test_no_bit_of_the_state_changes(size: int, optimizer: str, gather: str) -> 
         wrapped.close()
 
     run_ranks(size, rank)
+
+
+@pytest.mark.parametrize("progress", ["thread", "poll"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"eager": True}, {"comm_dtype": "bf16"}, {"gather": "gradients"}],
+    ids=lambda settings: next(iter(settings), "defaults"),
+)
+def test_training_goes_on_with_state_that_nobody_has_read(
+    settings: dict[str, Any], progress: ProgressMode
+) -> None:
+    """Several layouts in a row, each before the state of the one before has been asked for."""
+
+    def outcome(world: World, *layouts: Sequence[float]) -> dict[str, Tensor]:
+        wrapped = trained(world, "adam", **settings)
+        for caps_mb in layouts:
+            for cap_mb in caps_mb:
+                wrapped.fuse(cap_mb)
+            take_steps(wrapped, 1)
+        wrapped.close()
+        return flat(wrapped.state_dict())
+
+    def rank(world: World) -> None:
+        stayed, moved = outcome(world, (), (), ()), outcome(world, (0.0008,), (0.0002, 1.0), ())
+        assert moved.keys() == stayed.keys()
+        for name, value in stayed.items():
+            assert torch.equal(moved[name], value), name
+
+    run_ranks(2, rank, progress=progress)
 
 
 def test_a_rank_sends_no_more_than_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:

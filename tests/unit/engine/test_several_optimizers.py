@@ -112,6 +112,35 @@ def test_a_parameter_belongs_to_one_optimizer_until_that_is_closed(size: int) ->
     run_ranks(size, rank)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_that_cannot_be_added_leave_the_optimizer_as_it_was(size: int) -> None:
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        first, other = wrap(model, model[1], world), wrap(model, model[0], world)
+
+        def changed_by(*optimizers: DistributedOptimizer) -> list[bool]:
+            """Which parameters a step of theirs changes."""
+            before = [param.detach().clone() for param in model.parameters()]
+            model(torch.ones(2, 3)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            after = [param.detach() for param in model.parameters()]
+            return [not one.equal(two) for one, two in zip(before, after, strict=True)]
+
+        with pytest.raises(ConfigError, match=r"0\.weight belongs to another"):
+            first.add_param_group({"params": model[0].parameters(), "lr": 0.2})
+        with pytest.raises(ConfigError, match="1 parameters that are not in the model"):
+            first.add_param_group({"params": nn.Parameter(torch.zeros(2))})
+        assert len(first.param_groups) == 1
+        assert changed_by(first, other) == [True] * 4
+        other.close()
+        first.add_param_group({"params": model[0].parameters(), "lr": 0.2})
+        assert changed_by(first) == [True] * 4
+        first.close()
+
+    run_ranks(size, rank)
+
+
 def test_what_is_forgotten_on_one_rank_claims_nothing() -> None:
     def rank(world: World) -> None:
         model = nn.Linear(3, 2)

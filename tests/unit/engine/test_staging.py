@@ -22,7 +22,7 @@ from dearmpi.engine.device_way import choose_way
 from dearmpi.engine.direct import DirectCollectives
 from dearmpi.engine.side_stream import DeviceSideStream
 from dearmpi.engine.staging import StagedCollectives
-from dearmpi.errors import CommError, ConfigError, DeviceError, MismatchError
+from dearmpi.errors import ConfigError, DeviceError, MismatchError
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.lazy_device import HostStream, LazyDevice, NotYetError, put_on
 from tests.unit.engine.chain import Chain, name_of_bucket
@@ -186,22 +186,25 @@ def test_the_host_goes_on_while_the_device_is_behind(
             torch.testing.assert_close(value, param.detach())
 
 
-def test_a_device_that_is_lost_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_on(monkeypatch, LazyDevice(fails_at=3))
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_device_is_that_of_the_thread_before_the_thread_asks_for_anything(
+    direct: bool,
+) -> None:
+    """Else each rank would have a context on device 0, and MPI none on the one that it is given."""
+    one, asked = Rank(FakeHub(SIZE), 0, direct=direct), list[bool]()
 
-    def rank(world: World) -> None:
-        model, optimizer = distribute(world)
-        for _ in range(3):
-            model.backward()
-            optimizer.step()
-        optimizer.close()
+    class Asked(HostStream):
+        def query(self) -> bool:
+            asked.append(threading.get_ident() in one.device.threads)
+            return True
 
-    with pytest.raises(CommError) as error:
-        run_ranks(SIZE, rank, hub=FakeHub(SIZE, hosts=["n0", "n1"]))
-    text = str(error.value)
-    assert (
-        "rank " in text and "lazy:0 (stand-in) failed: CUDA error" in text and "nvidia-smi" in text
-    )
+    buffer = torch.ones(4)
+    one.side.written(buffer, [Asked()])
+    thread = threading.Thread(target=one.collectives.start_all_gather, args=(buffer,))
+    thread.start()
+    thread.join()
+    assert thread.ident in one.device.threads
+    assert all(asked) and bool(asked) == direct
 
 
 def test_ranks_on_different_kinds_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_the_layout_is_the_plans_whatever_the_order_of_the_model() -> None:
 
 def test_a_description_has_what_matters() -> None:
     text = PLAN.describe()
-    assert "own, 3 buckets over 4 ranks, 3 in flight; by hand" in text
+    assert "own, 3 buckets, world size 4, 3 in flight; by hand" in text
     assert "iteration 1.5000 s" in text and "below 1.2500 s" in text
     assert "gathers before the last reduce-scatter: 1" in text
     assert "RS2 RS1 | AG2 RS0 AG0 AG1" in text

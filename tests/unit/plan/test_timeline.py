@@ -200,7 +200,7 @@ def test_a_reduce_scatter_waits_until_it_may_be_posted() -> None:
 def test_parts_that_do_not_belong_together_are_refused() -> None:
     profile = equal(2)
     layout = per_tensor(profile)
-    with pytest.raises(ConfigError, match=r"laid out for 2 ranks.*those of 4; give costs.at\(2\)"):
+    with pytest.raises(ConfigError, match=r"for world size 2, .* those of 4; give costs.at\(2\)"):
         simulate(profile, layout, dear(2), Costs(4, UNIT, UNIT), eager=True, window=1)
     with pytest.raises(ConfigError, match="over 3 buckets, but there are 2"):
         simulate(profile, layout, dear(3), COSTS, eager=True, window=1)

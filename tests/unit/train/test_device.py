@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,13 @@ import torch
 
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.train.choices import DeviceSetting
-from dearmpi.train.device import VISIBLE, DeviceChoice, choose_device
+from dearmpi.train.device import (
+    CUBLAS_WORKSPACE,
+    VISIBLE,
+    DeviceChoice,
+    allow_deterministic_only,
+    choose_device,
+)
 
 
 @dataclass
@@ -62,3 +69,19 @@ def test_ranks_with_and_without_a_device_are_named(
     for rank in range(2):
         with pytest.raises(MismatchError, match="rank 1 on n1 sees no .* rank 0 on n0 sees 2"):
             choose(monkeypatch, Ranks([2, 0], ["n0", "n1"], rank), asked)
+
+
+@pytest.mark.parametrize(("chosen", "found"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_deterministic_operators_come_with_the_workspaces_that_cublas_asks_for(
+    chosen: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them torch refuses every matrix product on a device."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setenv(CUBLAS_WORKSPACE, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(CUBLAS_WORKSPACE)
+    allow_deterministic_only(False)
+    assert os.environ.get(CUBLAS_WORKSPACE) == chosen
+    allow_deterministic_only(True)
+    assert os.environ[CUBLAS_WORKSPACE] == found and asked == [False, True]

@@ -98,6 +98,24 @@ def test_the_update_waits_only_where_the_norm_of_the_gradient_is_needed() -> Non
     assert not RunSettings(max_grad_norm=1.0).engine().eager
 
 
+@pytest.mark.parametrize(
+    ("given", "is_open"),
+    [
+        ({}, True),
+        ({"max_grad_norm": 1.0, "comm_dtype": "bf16"}, True),
+        ({"plan": "none"}, False),
+        ({"deterministic": True}, False),
+        ({"bucket_cap_mb": 8}, False),
+        ({"schedule": "wfbp"}, False),
+        ({"trace": "4:7"}, False),
+    ],
+)
+def test_only_what_nobody_has_fixed_may_follow_from_measured_times(
+    given: dict[str, object], is_open: bool
+) -> None:
+    assert RunSettings(**given).leaves_buckets_open() is is_open  # type: ignore[arg-type]
+
+
 def test_the_written_config_reads_back_as_the_same_settings() -> None:
     settings = RunSettings(
         task="digits",

@@ -48,6 +48,18 @@ def test_sizes_go_as_far_as_the_time_allows(
         assert sizes == [times.nbytes for times in result.reduce_scatter]
 
 
+def test_buffers_are_no_larger_than_what_is_ever_sent() -> None:
+    """A small model's job would otherwise have its peak of memory before the first step."""
+    most_bytes = 3 << 20
+
+    def rank(world: World) -> Calibration:
+        return calibrate(world, budget_s=60.0, most_bytes=most_bytes)
+
+    for result in run_ranks(2, rank):
+        sizes = [times.nbytes for times in (*result.all_gather, *result.reduce_scatter)]
+        assert max(sizes) == most_bytes
+
+
 def test_sizes_are_whole_shards() -> None:
     for result in run_ranks(3, lambda world: measure(world, 0.0)):
         assert all(times.nbytes % (4 * 3) == 0 for times in result.all_gather)

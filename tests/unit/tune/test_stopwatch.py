@@ -53,11 +53,8 @@ class FakeEvent:
     """An event of a device that is ``late`` milliseconds behind the host."""
 
     def __init__(self, clock: FakeClock, settled: list[FakeEvent]) -> None:
-        self._clock, self._settled = clock, settled
-        self.at_s = -1.0
-
-    def record(self) -> None:
-        self.at_s = self._clock.now()
+        self._settled = settled
+        self.at_s = clock.now()
 
     def synchronize(self) -> None:
         self._settled.append(self)

@@ -1,0 +1,60 @@
+"""Ending: how a process leaves its job, so that no rank waits for ever or vanishes quietly."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from dearmpi.comm import last_words
+from dearmpi.comm.deadline import Deadline
+from dearmpi.comm.watchdog import StallLimits
+from dearmpi.errors import CommError, DearError
+
+if TYPE_CHECKING:
+    from dearmpi.comm.world import World
+
+
+def limit_end(world: World, limits: StallLimits) -> Deadline:
+    """For MPI's finalisation, which no watchdog can look into."""
+    return Deadline(
+        limits,
+        who=f"rank {world.rank} on {world.host}",
+        what="the other ranks in MPI's finalisation",
+        advice=(
+            "every program had come to its end, but then a rank was stopped or a host cut off. "
+            "What was saved is whole; look after the processes that are left on "
+            f"{', '.join(dict.fromkeys(world.hosts))}"
+        ),
+    )
+
+
+def leave(world: World, deadline: Deadline | None) -> None:
+    """At the end of the program: a rank that is still waited for must not vanish quietly."""
+    if world.is_closed:
+        return  # nobody has waited for the others, which may have work left to do
+    try:
+        world.leave()
+        if deadline is not None:
+            from dearmpi.comm import mpi
+
+            with deadline:
+                mpi.finalize()
+    except CommError as error:
+        last_words.say(f"[rank {world.rank} on {world.host}] {error}")
+        world.abort(error.exit_code)
+
+
+def abort_on_exception(world: World) -> None:
+    """Print an uncaught exception with its rank, then end the job."""
+
+    def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        lines = traceback.format_exception(error)
+        told = "".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines)
+        # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
+        last_words.say(told.rstrip(), stream=sys.__stderr__ or sys.stderr)
+        code = error.exit_code if isinstance(error, DearError) else 1
+        world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
+
+    sys.excepthook = report

@@ -1,0 +1,41 @@
+"""Options of an optimizer, as text in which ranks can compare them."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dearmpi.engine.update import read_options
+
+
+def describe_options(optimizer: Optimizer) -> list[str]:
+    """A line for each option of each param group, such as ``lr 0.1 in param group 0``.
+
+    Equal values make equal lines: ``1`` and ``1.0``, a tensor and its number, a tuple and a list.
+    What has no value that another process could compare, such as a function, is left out.
+    """
+    return [
+        f"{name} {text} in param group {number}"
+        for number, group in enumerate(read_options(optimizer))
+        for name in sorted(group)
+        if (text := _describe(group[name])) is not None
+    ]
+
+
+def _describe(value: Any) -> str | None:
+    if isinstance(value, Tensor):
+        return _describe(value.tolist())
+    if isinstance(value, (list, tuple)):
+        items = [_describe(item) for item in value]
+        return None if None in items else f"({', '.join(map(str, items))})"
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return str(int(number) if number.is_integer() else number)
+    return None

@@ -1,0 +1,100 @@
+"""However a process ends, the whole job does, and it is said why."""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+import threading
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+import torch.distributed as dist
+
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.ending import abort_on_exception
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+
+
+def test_an_abort_ends_with_its_code() -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_ranks(2, lambda world: world.abort(6) if world.rank else world.barrier())
+    assert ended.value.code == 6
+
+
+def test_an_abort_stops_the_driving_thread_first() -> None:
+    """MPI's exit takes down libraries in which it might be at work."""
+    alive: list[bool] = []
+
+    class Collectives(AloneCollectives):
+        def abort(self, code: int) -> None:
+            alive.extend(thread.is_alive() for thread in drivers)
+            raise SystemExit(code)
+
+    before = set(threading.enumerate())
+    world = World(Collectives(), progress="thread")
+    drivers = set(threading.enumerate()) - before
+    with pytest.raises(SystemExit):
+        world.abort(6)
+    assert alive == [False]
+
+
+class Full(io.StringIO):
+    """A stream on a disk without room."""
+
+    def write(self, text: str) -> int:
+        """Fails."""
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        """Fails."""
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("state", ["closed", "full", "none"])
+@pytest.mark.parametrize("way", ["abort", "exception"])
+def test_an_abort_happens_whatever_became_of_the_streams(
+    way: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: dict[str, TextIO | None] = {"closed": io.StringIO(), "full": Full(), "none": None}
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def end(world: World) -> None:
+        if not world.is_root:
+            return world.barrier()
+        if way == "abort":
+            world.abort(1)
+        abort_on_exception(world)
+        sys.excepthook(ValueError, ValueError("a wrong turn"), None)
+
+    streams["closed"].close()  # type: ignore[union-attr]
+    with monkeypatch.context() as patch:
+        for name in ("stdout", "stderr", "__stderr__"):
+            patch.setattr(sys, name, streams[state])
+        with pytest.raises(SystemExit) as ended:
+            run_ranks(2, end)
+    assert ended.value.code == 1
+
+
+def test_what_nobody_catches_is_told_even_if_torch_holds_standard_error_back(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """torch.distributed has a hook of its own, which would tell once this one has returned."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def fail(world: World) -> None:
+        if not world.is_root:
+            return world.barrier()
+        abort_on_exception(world)
+        dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            sys.excepthook(ValueError, ValueError("a wrong turn"), None)
+        finally:
+            dist.destroy_process_group()
+
+    with pytest.raises(SystemExit) as ended:
+        run_ranks(2, fail)
+    assert ended.value.code == 1
+    assert "[rank 0 on fakehost] ValueError: a wrong turn" in capfd.readouterr().err

@@ -1,0 +1,67 @@
+"""Options that differ between ranks are named before training begins."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import MismatchError
+from tests.unit.engine.chain import Chain
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("lr", (0.1, 0.2), "lr 0.2 in param group 1 where rank 0's has lr 0.1 in param group 1"),
+        ("lr", (torch.tensor(0.5), torch.tensor(1.0)), "lr 1 in .* has lr 0.5 in"),
+        ("momentum", (0.9, math.nan), "momentum nan in .* has momentum 0.9 in"),
+        ("nesterov", (False, True), "nesterov True in .* has nesterov False in"),
+        ("marks", ([0.5, (1, None)], [0.5, (2, None)]), r"marks \(0.5, \(2, None\)\) in"),
+    ],
+)
+def test_another_option_on_one_rank_is_named_on_all_with_both_values(
+    name: str, values: tuple[Any, Any], told: str
+) -> None:
+    """Each rank would update its shards by its own, without a word."""
+
+    def rank(world: World) -> str:
+        model = Chain(2)
+        weight, *others = model.parameters()
+        groups = [{"params": [weight]}, {"params": others, name: values[world.rank == 1]}]
+        with pytest.raises(MismatchError) as caught:
+            DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), model, world=world)
+        return str(caught.value)
+
+    messages = run_ranks(3, rank)
+    assert len(set(messages)) == 1
+    start = "rank 1 has another optimizer option than rank 0: its optimizer has "
+    assert re.search(start + told, messages[0])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (math.nan, -math.nan),
+        (1, np.float32(1.0)),
+        (torch.tensor(0.5, dtype=torch.float64), 0.5),
+        ((0.9, 10**400), [0.9, 10**400]),
+        (lambda: 1, lambda: 2),
+        ({"a": 1}, {"a": 2}),
+        (object(), object()),
+    ],
+)
+def test_options_that_are_equal_or_no_values_are_accepted(one: Any, other: Any) -> None:
+    def rank(world: World) -> None:
+        model = Chain(2)
+        group = {"params": list(model.parameters()), "mark": one if world.is_root else other}
+        DistributedOptimizer(torch.optim.SGD([group], lr=0.1), model, world=world).close()
+
+    run_ranks(2, rank)
