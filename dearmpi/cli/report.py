@@ -12,6 +12,7 @@ from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
 from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP, Pause
 from dearmpi.report.straggler import SlowRanks, Straggler
+from dearmpi.report.unit import count_text
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
@@ -168,8 +169,8 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
     num_hosts = len(set(world.hosts))
     num_parameters = sum(p.numel() for p in task.model.parameters())
     lines = [
-        f"{task.name} on {_count(world.size, 'rank')}, {_count(num_hosts, 'host')}; torch threads "
-        f"per rank: {threads.count} ({threads.reason})",
+        f"{task.name} on {count_text(world.size, 'rank')}, {count_text(num_hosts, 'host')}; torch "
+        f"threads per rank: {threads.count} ({threads.reason})",
         *task.notes,
         f"model: {num_parameters:,} parameters; {settings.optimizer}, lr {settings.lr:g}, "
         f"{settings.lr_schedule}; {settings.precision}",
@@ -180,12 +181,11 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
         num_buckets = len(job.optimizer.layout)
         lines.append(
             f"communication: schedule {job.optimizer.schedule.name}, gather {settings.gather}, "
-            f"reduce-scatter {settings.reduce_scatter}, {_count(num_buckets, 'bucket')}, progress "
-            f"by {world.progress.mode}; exposed: share of step time spent waiting for it; hidden: "
-            "share of it that computation covered"
+            f"reduce-scatter {settings.reduce_scatter}, {count_text(num_buckets, 'bucket')}, "
+            f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
+            "hidden: share of it that computation covered"
         )
-    if settings.plan in ("auto", "bayes"):
-        lines.append(_describe_planning(job))
+    lines.extend(_describe_planning(job))
     lines.append(_describe_length(job))
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}")
@@ -201,23 +201,27 @@ def _describe_length(job: Job) -> str:
     return f"length: {job.total_steps} steps of {samples} ({epochs:.2f} epochs)"
 
 
-def _describe_planning(job: Job) -> str:
-    plan = job.settings.plan
-    if job.world.size == 1:
-        return f"plan {plan} has no effect: one rank sends nothing"
-    if plan == "auto" and job.optimizer.plan is not None:
-        return "plan: auto, the one that this run has made before"
-    if plan == "auto" and not job.optimizer.is_planning:
-        return (
+def _describe_planning(job: Job) -> list[str]:
+    """A line on a plan that is made while training; none where none was asked for nor is made."""
+    plan, optimizer = job.settings.plan, job.optimizer
+    if plan in ("auto", "bayes") and job.world.size == 1:
+        return [f"plan {plan} has no effect: one rank sends nothing"]
+    if plan == "bayes":
+        return [f"plan: bayes, {NUM_TRIALS} bucket caps are tried for {STEPS_PER_TRIAL} steps each"]
+    if plan in (None, "auto") and optimizer.plan is not None:
+        return ["plan: auto, the one that this run has made before"]
+    if optimizer.is_planning:
+        default = "" if plan == "auto" else ", the default over several hosts"
+        return [
+            f"plan: auto{default}; made from the times of the first {NUM_WARMUP + NUM_PROFILED} "
+            f"steps, and taken up after {MOST_STEPS} at the latest"
+        ]
+    if plan == "auto":
+        return [
             f"plan: none, since auto pays from {LEAST_STEPS_TO_PLAN} steps on, and "
             f"{job.total_steps - job.start_step} are left"
-        )
-    if plan == "bayes":
-        return f"plan: bayes, {NUM_TRIALS} bucket caps are tried for {STEPS_PER_TRIAL} steps each"
-    return (
-        f"plan: auto, made from the times of the first {NUM_WARMUP + NUM_PROFILED} steps, and "
-        f"taken up after {MOST_STEPS} at the latest"
-    )
+        ]
+    return []
 
 
 def describe_pause(pause: Pause) -> str:
@@ -250,7 +254,9 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
             + ", ".join(parts)
         )
     if outcome.num_skipped:
-        lines.append(f"left out: {_count(outcome.num_skipped, 'step')} whose loss was not finite")
+        lines.append(
+            f"left out: {count_text(outcome.num_skipped, 'step')} whose loss was not finite"
+        )
     if outcome.hidden_share is not None:
         lines.append(f"communication: {outcome.hidden_share:.0%} hidden behind computation")
     return [*lines, f"run folder: {folder}"]
@@ -264,7 +270,3 @@ def describe_stop(number: signal.Signals | None, max_time_s: float | None, *, na
 
 def _describe_metrics(metrics: Mapping[str, float]) -> list[str]:
     return [f"{name} {value:.4f}" for name, value in metrics.items()]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

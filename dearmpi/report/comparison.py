@@ -8,6 +8,7 @@ from dearmpi.plan.comparison import Comparison, Row
 from dearmpi.plan.paper import CLAIMS, Gain
 from dearmpi.report.curves import Curve, Panel, draw_panels
 from dearmpi.report.shape import Picture
+from dearmpi.report.unit import count_text
 
 _COLOURS = (
     "faint", "backprop", "bucket4", "bucket1", "bucket2", "bucket3", "data", "first", "second",
@@ -30,7 +31,7 @@ def describe_comparison(comparison: Comparison) -> list[str]:
     )
     lines = [
         f"{workload.name}, batch size {workload.batch_size} per rank, "
-        f"{comparison.world_size} ranks over {network.name}",
+        f"{count_text(comparison.world_size, 'rank')} over {network.name}",
         f"network: {network.source}",
         f"computation {comparison.compute_s:.4f} s: feed-forward {profile.feed_forward_s:.4f}, "
         f"backprop {profile.backprop_s:.4f} ({profile.device})",

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from dearmpi.errors import ConfigError
 from dearmpi.report.palette import LIGHT
-from dearmpi.report.shape import Box, Label, Line, Picture
+from dearmpi.report.shape import MARGIN, Box, Label, Line, Picture
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
 _SCALE = 2  # pixels of the file for one of the picture
 _FINER = 2  # drawn so much finer first, since Pillow's lines have hard edges
-_MARGIN, _HEAD, _TITLE = 16.0, 30.0, 15.0  # around, above, and the title's size
+_HEAD, _TITLE = 30.0, 15.0  # above, and the title's size
 _DASH, _GAP = 4.0, 3.0
 
 
@@ -36,7 +36,7 @@ def draw(picture: Picture) -> bytes:
             _draw_line(canvas, shape)
         else:
             _draw_label(canvas, shape)
-    margin, head = round(_MARGIN * _SCALE), round(_HEAD * _SCALE)
+    margin, head = round(MARGIN * _SCALE), round(_HEAD * _SCALE)
     sheet = Image.new("RGB", (size[0] + 2 * margin, size[1] + 2 * margin + head), LIGHT["paper"])
     sheet.paste(image.resize(size, Image.Resampling.LANCZOS), (margin, margin + head))
     font = ImageFont.load_default(_TITLE * _SCALE)

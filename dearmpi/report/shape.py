@@ -11,6 +11,7 @@ from typing import Literal
 
 Anchor = Literal["start", "middle", "end"]
 TEXT = 12.0
+MARGIN = 16.0  # around a picture in a file of its own
 # Widths of letters in their font's size; generous, since each reader has other fonts.
 _WIDTH, _NARROW, _WIDE = 0.64, 0.38, 0.96
 _NARROW_LETTERS, _WIDE_LETTERS = frozenset("fijlrtI.,:;'|()[]- "), frozenset("mwMW%@")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from dearmpi.report.palette import DARK, LIGHT
-from dearmpi.report.shape import Box, Label, Line, Picture, Shape
+from dearmpi.report.shape import MARGIN, Box, Label, Line, Picture, Shape
 
 _STRIPES = (
     '<pattern id="stripes" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -24,13 +24,15 @@ def element(picture: Picture) -> str:
 
 
 def document(picture: Picture) -> str:
-    """A file of its own, with a background, dark where the reader's system is."""
-    width, height = _number(picture.width), _number(picture.height)
+    """A file of its own, with a margin and a background, dark where the reader's system is."""
+    start = _number(-MARGIN)
+    width, height = _number(picture.width + 2 * MARGIN), _number(picture.height + 2 * MARGIN)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}">\n<title>{escape(picture.title)}</title>\n'
+        f'viewBox="{start} {start} {width} {height}">\n<title>{escape(picture.title)}</title>\n'
         f"<style>\n{style()}\n</style>\n<defs>{_STRIPES}</defs>\n"
-        f'<rect class="fpaper" width="{width}" height="{height}"/>\n{_draw(picture)}\n</svg>\n'
+        f'<rect class="fpaper" x="{start}" y="{start}" width="{width}" height="{height}"/>\n'
+        f"{_draw(picture)}\n</svg>\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Units: times, sizes and shares in words."""
+"""Units: numbers, times, sizes and shares in words."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def size_text(num_bytes: float) -> str:
         if num_bytes >= factor:
             return f"{digits(num_bytes / factor)} {name}"
     return f"{num_bytes:.0f} bytes"
+
+
+def count_text(number: int, noun: str) -> str:
+    """A number of things, as ``1 rank`` or ``4 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def share_text(share: float) -> str:

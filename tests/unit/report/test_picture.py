@@ -38,6 +38,13 @@ def test_svg_is_well_formed_and_escaped(draw: object) -> None:
     assert "script" not in {node.tag.rpartition("}")[2] for node in root.iter()}
 
 
+def test_a_file_of_svg_has_a_margin_on_paper_all_around() -> None:
+    root = ElementTree.fromstring(svg.document(PICTURE))
+    assert root.get("viewBox") == "-16 -16 232 132"
+    paper = next(node for node in root if node.get("class") == "fpaper")
+    assert [paper.get(key) for key in ("x", "y", "width", "height")] == ["-16", "-16", "232", "132"]
+
+
 def test_every_colour_has_a_light_and_a_dark_form() -> None:
     assert LIGHT.keys() == DARK.keys()
     style = svg.style()
