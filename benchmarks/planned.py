@@ -1,11 +1,13 @@
 """Simulated iterations of the paper's models: the default settings, WFBP, and the planner's plan.
 
-    python benchmarks/planned.py [--world-size 4] [--gigabits 1] [--split-mb 4]
+    python benchmarks/planned.py [--world-size 4] [--gigabits 1] [--split-mb 4] [--tokens 64]
 
 Communication over computation is 0.5, 1 and 2; backprop takes twice as long as feed-forward. Times
 are over ``max(compute, communication)``, communication being both ways of all bytes on the wire.
-The column ``split`` is the plan of the same model with its large tensors cut up, which the engine
-cannot do.
+Two columns are plans of what the engine cannot do: ``split`` has the model's large tensors cut up;
+``rows`` has a tied embedding's gradient from the decoder reduced as soon as that is there, at the
+end of backprop no more than the rows that the batch looked up, and before the feed-forward no more
+than those that the next batch needs, of ``--tokens`` for each sample.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import time
 import timeit
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dearmpi.config import EngineConfig, ScheduleName
@@ -28,7 +31,7 @@ from dearmpi.plan.timeline import simulate
 from dearmpi.plan.workload import Workload, read_workload, workload_names
 
 ALPHA_S = 0.5e-3  # of a collective over 4 hosts, and in proportion over more
-COLUMNS = ("bound", "dear", "wfbp", "plan", "split")
+COLUMNS = ("bound", "dear", "wfbp", "plan", "split", "rows")
 
 
 def main() -> None:
@@ -37,14 +40,18 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--gigabits", type=float, default=1.0)
     parser.add_argument("--split-mb", type=float, default=4.0)
+    parser.add_argument("--tokens", type=int, default=64)
     given = parser.parse_args()
     costs = assumed_costs(given.world_size, given.gigabits)
     print(f"{'workload':<13} ratio  {'  '.join(f'{name:>6}' for name in COLUMNS)}  plan")
     for name in workload_names():
         workload = read_workload(name)
-        pieces = split(workload, int(given.split_mb * 1e6))
+        others = (
+            split(workload, int(given.split_mb * 1e6)),
+            untie(workload, given.tokens * workload.batch_size),
+        )
         for ratio in (0.5, 1.0, 2.0):
-            print(f"{name:<13} {ratio:5}  {row(workload, pieces, costs, ratio=ratio)}", flush=True)
+            print(f"{name:<13} {ratio:5}  {row(workload, others, costs, ratio=ratio)}", flush=True)
     for world_size in (4, 4096):
         print(simulation_cost(costs.at(world_size)))
 
@@ -69,9 +76,13 @@ def simulation_cost(costs: Costs) -> str:
     )
 
 
-def row(workload: Workload, pieces: Workload, costs: Costs, *, ratio: float) -> str:
-    """One line: times relative to the larger of computation and communication."""
+def row(workload: Workload, others: Sequence[Workload], costs: Costs, *, ratio: float) -> str:
+    """One line: times relative to the larger of computation and communication.
+
+    others: the same model with other tensors; they take as long to compute.
+    """
     profile = timed(workload, costs, ratio=ratio)
+    also = [replace(profile, workload=other) for other in others]
     start = time.process_time()
     plan = planned(profile, costs)
     took = time.process_time() - start
@@ -80,7 +91,7 @@ def row(workload: Workload, pieces: Workload, costs: Costs, *, ratio: float) -> 
         by_default(profile, costs),
         by_default(profile, costs, schedule="wfbp"),
         plan.prediction.iteration_s,
-        planned(timed(pieces, costs, ratio=ratio), costs).prediction.iteration_s,
+        *(planned(other, costs).prediction.iteration_s for other in also),
     )
     communication_s = communication_of(workload, costs)
     bound_s = max(profile.feed_forward_s + profile.backprop_s, communication_s)
@@ -91,6 +102,21 @@ def row(workload: Workload, pieces: Workload, costs: Costs, *, ratio: float) -> 
 def split(workload: Workload, most_bytes: int) -> Workload:
     """``workload`` with its tensors cut into pieces of ``most_bytes`` at most."""
     return workload.cut({spec.name: cut(spec, most_bytes) for spec in workload.params()})
+
+
+def untie(workload: Workload, rows: int) -> Workload:
+    """``workload`` whose decoder has its own table, and whose embedding has ``rows`` rows only."""
+    ties = {name for layer in workload.layers for name in layer.uses}
+    tables = {spec.name: spec for spec in workload.params() if spec.name in ties}
+    layers = []
+    for layer in workload.layers:
+        looked_up = [
+            replace(spec, shape=(rows, *spec.shape[1:])) if spec.name in tables else spec
+            for spec in layer.params
+        ]
+        own = [replace(tables[name], name=f"{layer.name} {name}") for name in layer.uses]
+        layers.append(replace(layer, params=(*looked_up, *own), uses=()))
+    return replace(workload, layers=tuple(layers))
 
 
 def cut(spec: ParamSpec, most_bytes: int) -> list[ParamSpec]:

@@ -83,7 +83,7 @@ def main() -> None:
 def measure(given: argparse.Namespace) -> None:
     """Predict and measure (collective)."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of nameless addresses
-    length = Length(num_warmup=1, num_batches=given.iterations, num_rounds=1)
+    length = Length(num_warmup=3, num_batches=given.iterations, num_rounds=1)
     question = Question(given.workload, given.methods.split(","), ratio=given.ratio, length=length)
     methods = question.read_methods()
     peers = {m.label: simulated.parse_method(m.label) for m in methods if m.uses_group}

@@ -19,6 +19,7 @@ from dearmpi.comm.trial import Start, run_all, slowest_median, start_gather, sta
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import AllGather, EngineConfig, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
+from dearmpi.report.unit import count_text
 from dearmpi.train.threads import choose_threads
 
 _BYTES_BACK_TO_BACK = 50e6
@@ -139,7 +140,7 @@ def describe_collectives(result: CollectivesResult) -> list[str]:
         for row in result.rows
     ]
     return [
-        f"{result.world_size} ranks on {result.hosts} host(s); a TCP stream carries "
+        f"{result.world_size} ranks on {count_text(result.hosts, 'host')}; a TCP stream carries "
         f"{result.wire_bits_s / 1e6:.0f} Mbit/s",
         *([f"MB in fp32, sent as {result.wire_dtype}"] if result.wire_dtype else []),
         f"each: back to back, {result.window} in flight; IMB, OSU: overlap with computation that "

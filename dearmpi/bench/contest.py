@@ -30,7 +30,8 @@ from dearmpi.plan.layout import BucketLayout
 
 Tell = Callable[[str], None]
 
-_GLOO = "gloo"
+# Found in what a rank says that only lost the others: gloo's connections, or Horovod's thread.
+_AFTERMATH = ("gloo", "horovod has been shut down")
 _LINK_REPEATS = 3  # of communication alone in each round
 
 
@@ -245,9 +246,12 @@ def _agree(world: World, problem: str) -> str:
     problems = {rank: text for rank, text in enumerate(world.all_gather_text(problem)) if text}
     if not problems:
         return ""
-    # A rank whose connections broke was left by another.
-    first = min(problems, key=lambda rank: (_GLOO in problems[rank].lower(), rank))
+    first = min(problems, key=lambda rank: (_is_aftermath(problems[rank]), rank))
     return problems[first] if world.size == 1 else f"rank {first}: {problems[first]}"
+
+
+def _is_aftermath(problem: str) -> bool:
+    return any(words in problem.lower() for words in _AFTERMATH)
 
 
 def _average(world: World, iterations: Sequence[Iteration]) -> tuple[Iteration, ...]:

@@ -18,7 +18,7 @@ from dearmpi.tune.ladder import Run, climb
 NUM_IN_FLIGHT = 2  # threads that carry out a process group's collectives, unless told otherwise
 
 
-def calibrate_all_reduce(world: World, *, budget_s: float = 1.0) -> LinkModel:
+def calibrate_all_reduce(world: World, *, budget_s: float = 4.0) -> LinkModel:
     """Alone and with two in flight, at sizes as large as ``budget_s`` allows (collective)."""
     join_group(world)
     (times,) = climb(world, [partial(_prepare, world)], budget_s=budget_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -175,3 +176,21 @@ def read_options(parts: Iterable[str], *, label: str) -> dict[str, str]:
             )
         options[name] = value
     return options
+
+
+def refuse_unknown(options: Mapping[str, str], known: set[str]) -> None:
+    """Raise ConfigError for options that a method does not have."""
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"the method has no option {', '.join(unknown)}")
+
+
+def read_cap(text: str) -> float:
+    """A bucket cap in MiB. Raises ConfigError for what is none."""
+    try:
+        cap = float(text)
+    except ValueError:
+        cap = math.nan
+    if not 0 <= cap < math.inf:
+        raise ConfigError(f"the bucket cap is {text!r}; it must be a number of MiB, 0 or more")
+    return cap

@@ -1,4 +1,4 @@
-"""Peers: other packages' ways to train, over gloo, as their documentation says to use them."""
+"""Peers: others' ways to train, as their documentation says to use them; torch's are here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 from torch import nn
 
+from dearmpi.bench.guests import HOROVOD_SENDS, deepspeed, horovod
 from dearmpi.bench.method import (
     ALONE,
     OURS,
@@ -22,8 +23,10 @@ from dearmpi.bench.method import (
     Setup,
     alone,
     ours,
+    read_cap,
     read_config,
     read_options,
+    refuse_unknown,
 )
 from dearmpi.config import CommDtype, check_choice
 from dearmpi.errors import ConfigError
@@ -31,10 +34,10 @@ from dearmpi.errors import ConfigError
 
 def ddp(setup: Setup) -> Entrant:
     """torch's DistributedDataParallel; options: ``cap``, in MiB, and ``comm_dtype``, by a hook."""
-    _refuse_unknown(setup.options, {"cap", "comm_dtype"})
+    refuse_unknown(setup.options, {"cap", "comm_dtype"})
     settings: dict[str, Any] = {}
     if "cap" in setup.options:
-        settings["bucket_cap_mb"] = _number(setup.options["cap"])
+        settings["bucket_cap_mb"] = read_cap(setup.options["cap"])
     model = nn.parallel.DistributedDataParallel(setup.model, **settings)
     _compress(model, setup.options.get("comm_dtype", "fp32"))
     return Entrant(model, setup.make_optimizer(model.parameters()))
@@ -66,7 +69,7 @@ def fsdp2(setup: Setup) -> Entrant:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    _refuse_unknown(setup.options, set())
+    refuse_unknown(setup.options, set())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks_of(setup.model):
         fully_shard(block, mesh=mesh)
@@ -99,8 +102,20 @@ def block_name(leaf: str) -> str:
     return numbered[1] if numbered else leaf.rpartition(".")[0] or leaf
 
 
-_PEERS: Mapping[str, Factory] = {"ddp": ddp, "ddp-bf16": ddp_bf16, "fsdp2": fsdp2}
+_OVER_GLOO: Mapping[str, Factory] = {
+    "ddp": ddp,
+    "ddp-bf16": ddp_bf16,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
+}
+_PEERS: Mapping[str, Factory] = {**_OVER_GLOO, "horovod": horovod}
 METHOD_NAMES = (ALONE, *OURS, *_PEERS)
+# In what a method can be asked to send; those that are not named: in anything.
+_SENDS: Mapping[str, tuple[str, ...]] = {
+    "ddp-bf16": ("fp32", "bf16"),
+    "fsdp2": ("fp32",),
+    "horovod": HOROVOD_SENDS,
+}
 
 
 def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
@@ -122,15 +137,14 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
             "with --method module:factory"
         )
     options = {**_asked(comm_dtype), **read_options(parts, label=text)}
-    sends = {"ddp-bf16": ("fp32", "bf16"), "fsdp2": ("fp32",)}.get(name, get_args(CommDtype))
-    if name != ALONE and comm_dtype not in sends:
+    if name != ALONE and comm_dtype not in _SENDS.get(name, get_args(CommDtype)):
         raise ConfigError(
             f"method {name} cannot send as {comm_dtype}; leave it out, or give comm_dtype to the "
             f"others one by one, as in dear:comm_dtype={comm_dtype}"
         )
     if name in OURS:
         read_config(options)
-    return Method(text, factory, options, uses_group=name in _PEERS)
+    return Method(text, factory, options, uses_group=name in _OVER_GLOO)
 
 
 def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
@@ -158,16 +172,3 @@ def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
 
 def _asked(comm_dtype: CommDtype) -> dict[str, str]:
     return {} if comm_dtype == "fp32" else {"comm_dtype": comm_dtype}
-
-
-def _refuse_unknown(options: Mapping[str, str], known: set[str]) -> None:
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ConfigError(f"the method has no option {', '.join(unknown)}")
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"the bucket cap is {text!r}; it must be a number of MiB") from None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dearmpi.bench.result import Result, Row, quartiles
 from dearmpi.report import svg
 from dearmpi.report.shape import Box, Label, Line, Picture, Shape
+from dearmpi.report.unit import count_text
 
-_WIDTH, _LEFT, _RIGHT = 760, 170, 90
-_TOP, _STEP, _BAR, _BOTTOM = 76, 30, 18, 40
+_WIDTH, _LEFT, _RIGHT = 728, 154, 74
+_TOP, _STEP, _BAR, _BOTTOM = 60, 30, 18, 24
 _OURS, _PEER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
 _OUR_NAMES = ("serial", "wfbp", "dear", "planned")
 
@@ -22,10 +23,10 @@ def draw(result: Result) -> str:
     scale = (_WIDTH - _LEFT - _RIGHT) / most_s
     bottom = _TOP + _STEP * len(rows)
     title = (
-        f"{result.subject}: seconds per iteration, {result.world_size} ranks on "
-        f"{result.hosts} host(s)"
+        f"{result.subject}: seconds per iteration, {count_text(result.world_size, 'rank')} on "
+        f"{count_text(result.hosts, 'host')}"
     )
-    shapes: list[Shape] = [Label(16, 26, title, size=15)]
+    shapes: list[Shape] = [Label(0, 10, title, size=15)]
     for number, row in enumerate(rows):
         shapes += _draw_row(row, _TOP + _STEP * number, scale, is_alone=row is result.alone)
     if bounds is not None:

@@ -22,7 +22,7 @@ from dearmpi.plan.profile import ModelProfile, profile_workload, read_profile
 from dearmpi.plan.workload import Workload, is_workload, read_workload, workload_names
 from dearmpi.train.agreement import together
 from dearmpi.train.seeding import seed_all
-from dearmpi.train.tasks import TASK_FORMS, build_task
+from dearmpi.train.tasks import build_task
 from dearmpi.train.threads import choose_threads
 
 _FEED_FORWARD_SHARE = 1 / 3  # backprop takes about twice as long
@@ -124,8 +124,8 @@ def _make_task_subject(world: World, question: Question) -> Subject:
         task = build_task(question.workload, {})
     except TaskError as error:
         raise TaskError(
-            f"{error}; a workload is one of {', '.join(workload_names())}, equal:MB[:LAYERS], or a "
-            f"task: {', '.join(TASK_FORMS)}"
+            f"{error}; beside tasks, workloads are {', '.join(workload_names())} and "
+            "equal:MB[:LAYERS]"
         ) from error
     default = task.defaults.get("batch_size", 16)
     assert isinstance(default, int)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from dearmpi.bench.result import Bounds, Result, Row, quartiles
+from dearmpi.report.unit import count_text
 
 _HEADER = (
     "method", "median s", "quartiles", "per CPU", "x DeAR", "x bound", "exposed s", "CPU s",
@@ -55,9 +56,9 @@ def _describe_choices(row: Row) -> list[str]:
 def _describe_subject(result: Result) -> str:
     sent = "" if result.comm_dtype == "fp32" else f", sent as {result.comm_dtype}"
     return (
-        f"{result.subject}, batch size {result.batch_size} per rank, {result.world_size} ranks on "
-        f"{result.hosts} host(s), {result.payload_bytes / 1e6:.1f} MB in {result.num_buckets} "
-        f"buckets{sent}"
+        f"{result.subject}, batch size {result.batch_size} per rank, "
+        f"{count_text(result.world_size, 'rank')} on {count_text(result.hosts, 'host')}, "
+        f"{result.payload_bytes / 1e6:.1f} MB in {count_text(result.num_buckets, 'bucket')}{sent}"
     )
 
 

@@ -47,8 +47,9 @@ class Contents:
     default=_METHODS,
     show_default=True,
     metavar="LIST",
-    help="of serial, wfbp, dear, planned (plan='auto'), ddp, ddp-bf16, fsdp2; "
-    "dear:2:window=3 and ddp:8 set the bucket cap in MiB and other settings",
+    help="of serial, wfbp, dear, planned (plan='auto'), ddp, ddp-bf16, fsdp2, and horovod and "
+    "deepspeed where they are installed; "
+    "dear:2:window=3, ddp:8, deepspeed:stage=2 set the bucket cap in MiB and other settings",
 )
 @click.option(
     "--method",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dearmpi.bench.collectives import describe_collectives, measure_collectives
 from dearmpi.bench.contest import Length, hold_contest
-from dearmpi.bench.method import Method
+from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.peers import plug_in, read_method
 from dearmpi.bench.record import collectives_json, result_json
 from dearmpi.bench.result import Result
@@ -119,6 +119,17 @@ def test_a_method_that_averages_nothing_is_found_out(world: World) -> None:
 def test_a_peer_that_is_not_installed_is_out_and_the_rest_goes_on(world: World) -> None:
     result, _ = contest(world, plug_in("not_installed_anywhere:make"), read_method("dear"))
     check_only_one_failed(result, "not_installed_anywhere:make", "ModuleNotFoundError")
+
+
+@pytest.mark.ranks(2)
+def test_the_rank_that_failed_first_is_named_and_not_one_that_lost_the_others(world: World) -> None:
+    def enter(setup: Setup) -> Entrant:
+        if setup.world.rank == 0:
+            raise RuntimeError("Horovod has been shut down. This was caused by an exception")
+        raise OSError("no such accelerator")
+
+    result, _ = contest(world, Method("bad", enter, uses_group=False), read_method("dear"))
+    check_only_one_failed(result, "bad", "rank 1: OSError: no such accelerator")
 
 
 def test_a_plug_in_takes_part(world: World) -> None:

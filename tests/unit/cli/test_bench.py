@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,18 @@ def test_a_factory_beside_the_command_is_found(
     assert "my_own_method:plain Iter #0: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("peer", ["horovod", "deepspeed"])
+def test_a_peer_that_is_not_installed_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], peer: str
+) -> None:
+    monkeypatch.setitem(sys.modules, peer, None)
+    monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)
+    assert main(["bench", *SMALL, "--methods", f"{peer},dear"]) == 0
+    text = capsys.readouterr().out
+    assert f"{peer}: ImportError: {peer} cannot be imported on any rank (" in text
+    assert "pip install --no-build-isolation" in text and "dear         Iter #0: " in text
+
+
 def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--methods", "", "--method", "not_installed_anywhere:make"]
     assert main(["bench", *SMALL, *arguments]) == 1
@@ -58,7 +71,10 @@ def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> No
         (["--collectives", "--comm-dtype", "fp8"], ["fp8", "bf16"]),
         (["--collectives"], ["one rank"]),
         (["--collectives", "--sizes-mb", "big"], ["big"]),
-        (["--workload", "resnet51"], ["resnet51"]),
+        (
+            ["--workload", "resnet51"],
+            ["resnet51", "known: bytes-lm", "workloads are bert_base"],
+        ),
         (["--workload", "equal:1", "--ratio", "1"], ["one rank"]),
         (["--num-iters", "0", "--feed-forward-s", "1", "--backprop-s", "1"], ["0 rounds"]),
         (["--methods", "dear,dear"], ["dear", "2 times"]),
