@@ -17,6 +17,7 @@ from typing import NoReturn
 import hypothesis
 import pytest
 
+from dearmpi.comm import last_words
 from tests.job import clean_environment
 from tests.roster import (
     Roster,
@@ -195,6 +196,7 @@ def _abort(roster: Roster, reason: str, missing: list[int]) -> NoReturn:
         text += f"; still inside the test: rank {', '.join(map(str, missing))}"
         text += f"\n{collect_stacks(roster.folder, missing)}"
     _write(text + "\n")
+    last_words.deliver()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         mpi.COMM_WORLD.Abort(1)

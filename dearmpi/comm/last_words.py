@@ -5,9 +5,19 @@ Streams may be closed, full, without a reader, or what a script has put in their
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
+import os
+import stat
 import sys
+import termios
+import time
+from collections.abc import Iterable
 from typing import TextIO
+
+_STANDARD = (1, 2)  # what a launcher reads, whatever a script has put in place of the streams
+_POLL_S = 0.001
 
 
 def say(text: str, *, stream: TextIO | None = None) -> None:
@@ -21,3 +31,27 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def deliver(*, patience_s: float = 1.0, descriptors: Iterable[int] = _STANDARD) -> None:
+    """Write it out, and wait as long as that until readers of pipes have taken it.
+
+    A launcher that hears of an abort may end the job before it has read what a rank said: hydra
+    was seen to, on a busy machine.
+    """
+    flush()
+    deadline_s = time.monotonic() + patience_s
+    for descriptor in descriptors:
+        while _is_unread(descriptor) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether ``descriptor`` is a pipe in which something waits to be read."""
+    num_bytes = array.array("i", [0])
+    try:
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            fcntl.ioctl(descriptor, termios.FIONREAD, num_bytes)
+    except OSError:  # closed, or a system that does not tell
+        return False
+    return num_bytes[0] > 0

@@ -165,7 +165,7 @@ class World:
 
     def abort(self, code: int) -> NoReturn:
         """End the whole job with exit status ``code``, whatever became of standard output."""
-        last_words.flush()
+        last_words.deliver()
         # Else it would work on while MPI's exit takes down the libraries under it.
         self.progress.close(patience_s=_ABORT_PATIENCE_S)
         self._collectives.abort(code)
