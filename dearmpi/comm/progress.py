@@ -7,6 +7,8 @@ does it, whenever it calls ``poll`` or waits.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -24,6 +26,7 @@ _NUM_YIELDS = 3
 _SLEEP_SHARE = 0.07
 _LEAST_SLEEP_S = 20e-6
 _MOST_SLEEP_S = 1e-3
+_NICENESS = 5  # of the driving thread
 _WAKE_S = 0.5  # a waiting main thread looks up this often, for signals and failures
 
 
@@ -93,6 +96,19 @@ class Backoff:
             return 0.0
         waited = time.perf_counter() - self._since
         return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, waited * _SLEEP_SHARE))
+
+
+def yield_to_computation() -> None:
+    """Have the calling thread interrupt none that computes, whenever it wakes (Linux).
+
+    It still gets a core soon, since it hardly uses any. Where the process has a scheduling policy
+    of its own, that stays.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another system, or one that forbids it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            niceness = max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
 class Progress:
@@ -260,6 +276,7 @@ class Progress:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        yield_to_computation()
         backoff = Backoff()
         while not self._closing and self._failure is None:
             if self._advance():
