@@ -17,7 +17,8 @@ _GROWTHS = (0.25, 1.0)  # how fast they grow, per byte before or behind
 _FIXED_CAPS_MIB = (1, 2, 4, 8, 16, 25, 64)
 _MOST_BUCKETS = 400  # beyond, a plan costs seconds to make, and each bucket time to run
 _WINDOWS = (1, 2, 3, 4)
-_NUM_KEPT = 4  # layouts of the family that are looked at more closely
+_NUM_KEPT = 4  # layouts that are looked at more closely, and as many of those of few buckets
+_FEW_BUCKETS = 30
 _NUM_STARTS = 8
 _LEAST_GAIN = 1e-5
 _NEXT_TO_NOTHING = 2e-3  # less than simulations are off
@@ -34,19 +35,16 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     First over what fixed caps make with every plain schedule, so that no plan is worse (unless a
     cap makes more than 400 buckets), and over a family of layouts whose buckets grow from both ends
     of the model to a cap: what is reduced last and gathered first is exposed, what is reduced first
-    leaves the wire idle until then. Then, from the best of these, by moving, removing and adding
-    single cuts, and by tying single gathers to another reduce-scatter, as long as that helps. At
-    the end buckets are merged that gain next to nothing by being two, unless that loses what the
-    plan gains over DeAR's own order.
+    leaves the wire idle until then. Then, from some of these (``_starts``), by moving, removing and
+    adding single cuts, and by tying single gathers to another reduce-scatter, as long as that
+    helps. At the end buckets are merged that gain next to nothing by being two, unless that loses
+    what the plan gains over DeAR's own order.
     """
     drafts = Drafts(problem)
     first = sorted(_first_drafts(problem, drafts), key=lambda draft: draft.seconds)
-    kept = list(dict.fromkeys(draft.cuts for draft in first))[:_NUM_KEPT]
-    starts: dict[tuple[Cuts, int], Draft] = {}
-    for draft in sorted(_siblings(drafts, kept), key=lambda draft: draft.seconds):
-        starts.setdefault((draft.cuts, draft.window), draft)
-    best = min((*first[:1], *starts.values()), key=lambda draft: draft.seconds)
-    for draft in list(starts.values())[:_NUM_STARTS]:
+    starts = _starts(drafts, first)
+    best = min((first[0], *starts), key=lambda draft: draft.seconds)
+    for draft in starts:
         climb = _Climb(problem, draft, enough_s=enough_s)
         climb.move_cuts()
         climb.move_ties()
@@ -101,6 +99,28 @@ def _first_drafts(problem: Problem, drafts: Drafts) -> Iterator[Draft]:
         yield drafts.dear(cuts, window=2)
         for window, patience in product((1, 2), (0.0, 0.5)):
             yield drafts.interleaved(cuts, window=window, patience=patience)
+
+
+def _starts(drafts: Drafts, first: Sequence[Draft]) -> list[Draft]:
+    """Where to climb from, in this order: the best draft; the best of few buckets with each window
+    and patience, since a climb from many costs ten times as much and often ends with small buckets
+    that no single step gets rid of; the best of other layouts. first: what there is, best first.
+    """
+    best = list(dict.fromkeys(draft.cuts for draft in first))[:_NUM_KEPT]
+    small = [draft.cuts for draft in first if _is_small(draft) and draft.cuts not in best]
+    kept = [*best, *list(dict.fromkeys(small))[:_NUM_KEPT]]
+    few: dict[tuple[int, float | None], Draft] = {}
+    layouts: dict[tuple[Cuts, int], Draft] = {}
+    for draft in sorted(_siblings(drafts, kept), key=lambda draft: draft.seconds):
+        if _is_small(draft):
+            few.setdefault((draft.window, draft.patience), draft)
+        layouts.setdefault((draft.cuts, draft.window), draft)
+    others = list(layouts.values())[:_NUM_STARTS]
+    return list(dict.fromkeys([*others[:1], *list(few.values())[:_NUM_KEPT], *others[1:]]))
+
+
+def _is_small(draft: Draft) -> bool:
+    return draft.patience is not None and len(draft.cuts) <= _FEW_BUCKETS
 
 
 def _siblings(drafts: Drafts, many: Sequence[Cuts]) -> Iterator[Draft]:

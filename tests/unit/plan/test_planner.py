@@ -145,6 +145,34 @@ def test_plans_of_the_papers_models_are_near_the_bound(name: str, ratio: float) 
     assert seconds.iteration_s <= default.iteration_s
 
 
+def as_measured(name: str, seed: int) -> tuple[ModelProfile, Costs]:
+    """A model whose communication takes as long as its computation, and a link, both with noise."""
+    chance = random.Random(seed)
+    reduce_scatter, all_gather = (
+        LinkModel(chance.uniform(1e-4, 7e-4), 6.4e-9 * chance.uniform(0.98, 1.02)) for _ in range(2)
+    )
+    costs = Costs(4, reduce_scatter, all_gather, 1e-3, 0.65e-9, 1e-3)
+    workload = read_workload(name)
+    wire_s = 2 * 6.4e-9 * sum(spec.nbytes for spec in workload.params())
+    even = profile_workload(workload, feed_forward_s=wire_s / 3, backprop_s=2 * wire_s / 3)
+    noisy = (
+        LayerTimes(
+            times.feed_forward_s * chance.gauss(1, 0.05), times.backprop_s * chance.gauss(1, 0.05)
+        )
+        for times in even.times
+    )
+    return replace(even, times=tuple(noisy)), costs
+
+
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_noise_does_not_lead_the_search_astray(seed: int) -> None:
+    """What each bucket costs, as measured, makes a plan of few the best, not one of forty."""
+    profile, costs = as_measured("resnet50", seed)
+    made = make_plan(profile, costs, world_size=4, eager=True)
+    assert made.prediction.iteration_s <= 1.015 * made.prediction.bound_s
+    assert len(made.buckets) <= 20
+
+
 def test_many_equal_layers_come_near_the_bound() -> None:
     profile = paper("equal:100:64", 1)
     made = make_plan(profile, HOSTS, world_size=4, eager=True)
