@@ -46,4 +46,4 @@ def test_nobody_waits_for_a_file_or_for_what_is_closed(tmp_path: Path) -> None:
         file.seek(0)  # where as much is left to read
         last_words.deliver(patience_s=1e9, descriptors=[file.fileno()])
         closed = file.fileno()
-    last_words.deliver(patience_s=1e9, descriptors=[closed])
+    last_words.deliver(patience_s=1.0, descriptors=[closed])  # somebody else's by now, perhaps
