@@ -184,3 +184,32 @@ def test_a_missing_tool_is_named(
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
     assert netlab.main(["up", "2", "1gbit"]) == 1
     assert "needs tc" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("payloads", "num_measured", "said"),
+    [
+        ([41e6, 39e6, 48e6], 3, ""),
+        ([41e6, 39e6, 41e6], 10, "41 Mbit/s at best, not 50"),
+        ([700e6], 1, "700 Mbit/s, more than 50"),
+    ],
+    ids=["busy at first", "busy", "not shaped"],
+)
+def test_a_link_is_judged_by_the_most_that_it_carries(
+    monkeypatch: pytest.MonkeyPatch, payloads: list[float], num_measured: int, said: str
+) -> None:
+    netlab = load()
+    measured: list[float] = []
+
+    def measure(seconds: float) -> float:
+        measured.append(payloads[min(len(measured), len(payloads) - 1)])
+        return measured[-1]
+
+    monkeypatch.setattr(netlab, "measure_payload", measure)
+    monkeypatch.setattr(netlab, "hosts", lambda: ["n0", "n1"])
+    if said:
+        with pytest.raises(netlab.LabError, match=said):
+            netlab.check(50e6)
+    else:
+        assert netlab.check(50e6) == 0
+    assert len(measured) == num_measured
