@@ -48,6 +48,7 @@ _LEGAL = {
 class BucketRuntime:
     """One bucket while training.
 
+    index: number of the bucket, in feed-forward order.
     pending: an optimizer step was taken whose result the parameters do not show yet. This is the
         only field that both threads read and write: the main thread sets it, the driving thread
         clears it.
@@ -69,6 +70,7 @@ class BucketRuntime:
     ) -> None:
         """``parameters``: where they move to; None to leave them where they are."""
         self.plan = plan
+        self.index = plan.index
         self.params = tuple(params)
         self._rank = rank
         self._arena = gradients
@@ -80,6 +82,7 @@ class BucketRuntime:
         self.compiled = False
         self.arrival: Event | None = None
         self.streams: set[Any] = set()
+        self._slots = frozenset(range(len(self.params)))
         self._expected: frozenset[int] = frozenset()
         self._arrived: set[int] = set()
         self._touched: set[int] = set()
@@ -100,11 +103,6 @@ class BucketRuntime:
             self._gradients = self._make_buffer(self._arena)
         return self._gradients
 
-    @property
-    def index(self) -> int:
-        """Number of the bucket, in feed-forward order."""
-        return self.plan.index
-
     def is_current(self) -> bool:
         """Whether the parameters show the last step."""
         return not self.pending
@@ -123,7 +121,7 @@ class BucketRuntime:
         expected = frozenset(s for s, param in enumerate(self.params) if param.requires_grad)
         if expected != self._expected:
             self._expected = expected
-            for slot in frozenset(range(len(self.params))) - expected if expected else ():
+            for slot in self._slots - expected if expected else ():
                 self.gradients.views[slot].zero_()
         return bool(expected)
 
@@ -144,13 +142,11 @@ class BucketRuntime:
         """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
         self._store_gradient(slot, self._dense_gradient(slot))
         self.params[slot].grad = self._stand_ins[slot]
-        self._arrived.add(slot)
-        self._touched.add(slot)
-        self._ever.add(slot)
-        self._stood_in.add(slot)
-        if len(self._arrived) < len(self._expected) or not self._arrived >= self._expected:
+        arrived = self._arrived
+        arrived.add(slot)
+        if len(arrived) < len(self._expected) or not arrived >= self._expected:
             return False
-        self.missing = frozenset(range(len(self.params))) - self._touched
+        self._note_arrived()
         return True
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
@@ -170,12 +166,13 @@ class BucketRuntime:
             else:
                 self.take_gradient(slot)
         self._touched |= self._zeroed
-        self.missing = frozenset(range(len(self.params))) - self._touched
+        self._note_arrived()
 
     def release_gradients(self) -> None:
         """Take the stand-ins away."""
         for slot in self._stood_in:
             self.clear_stand_in(slot)
+        self._ever |= self._stood_in
         self._stood_in.clear()
 
     def check_gradients(self) -> None:
@@ -183,7 +180,9 @@ class BucketRuntime:
 
         ``model.zero_grad()`` does so, and means to drop gradients that are on their way already.
         """
-        for slot in self._stood_in:
+        # As long as no backprop has closed the bucket, what has arrived has not been noted yet.
+        arrived = self._arrived if self.state is BucketState.IDLE else ()
+        for slot in self._stood_in.union(arrived):
             if self.params[slot].grad is not self._stand_ins[slot]:
                 raise UsageError(
                     f"the gradient of {self.plan.names[slot]} was cleared or replaced between "
@@ -231,6 +230,12 @@ class BucketRuntime:
                     ".data = ... or a new Parameter does that); move or convert the model first, "
                     "then make the optimizer"
                 )
+
+    def _note_arrived(self) -> None:
+        """The last gradient before a launch is there. For all at once: hooks run once for each."""
+        self._touched |= self._arrived
+        self._stood_in |= self._arrived
+        self.missing = self._slots - self._touched
 
     def _make_buffer(self, arena: Arena) -> FlatBuffer:
         likes = [param.detach() for param in self.params]

@@ -41,6 +41,7 @@ class Engine:
         self._buckets = pipeline.buckets
         self._side = pipeline.side
         self._schedule = pipeline.schedule
+        self._launches = pipeline.schedule.launch is Launch.GRADIENTS_READY
         self._eager = eager
         self._read_options = read_options
         self._synchronizing = True
@@ -73,13 +74,12 @@ class Engine:
             return
         if self._cycle.stepped:
             self._begin_cycle()
-        launches = self._schedule.launch is Launch.GRADIENTS_READY
-        if bucket.index in self._cycle.launched or (launches and bucket.has_gradient(slot)):
+        if bucket.index in self._cycle.launched or (self._launches and bucket.has_gradient(slot)):
             self._reopen()
         bucket.streams.add(self._side.current())
         if bucket.take_gradient(slot) and bucket.state is BucketState.IDLE:
             self._close_bucket(bucket)
-            if launches:
+            if self._launches:
                 self._launch_ready()
         self._progress.poll()
 

@@ -74,6 +74,7 @@ class Pipeline:
         self._checked = steps_between_checks(config.check_every) > 0
         self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
         self.cycle = Cycle(stepped=True)
+        self._everybody = bytes([True]) * sum(len(bucket.params) for bucket in buckets)
 
     # Called on the main thread.
 
@@ -101,12 +102,12 @@ class Pipeline:
 
     def call_roll(self) -> None:
         """Let all ranks know which parameters had a gradient on any of them."""
-        flags = [
-            slot not in bucket.missing
-            for bucket in self.buckets
-            for slot in range(len(bucket.params))
-        ]
-        roll = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        flags, first = bytearray(self._everybody), 0
+        for bucket in self.buckets:
+            for slot in bucket.missing:
+                flags[first + slot] = False
+            first += len(bucket.params)
+        roll = torch.frombuffer(flags, dtype=torch.uint8)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
         called = partial(self._roll_called, self.cycle, roll)
         self._control_channel.submit("roll call", lambda c: c.start_all_reduce(roll, "max"), called)
