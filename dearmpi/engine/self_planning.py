@@ -30,6 +30,7 @@ from dearmpi.plan.timeline import is_active
 from dearmpi.tune.calibrate import calibrate
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 from dearmpi.tune.profile import LayerTimer, slowest_profile
+from dearmpi.tune.wire_pace import Crossing, wire_pace
 
 NUM_WARMUP, NUM_PROFILED = 2, 3
 MOST_STEPS = 50
@@ -61,7 +62,8 @@ class Pause:
 class SelfPlanning:
     """From the first step to the plan; made on all ranks together, with nothing under way.
 
-    Listens to ``spans`` for what updates cost, unless somebody else does. pause: so far.
+    Listens to ``spans`` for what updates cost and for how fast the wire is, unless somebody else
+    does. pause: so far.
     problem: why there will be no plan, if so.
     """
 
@@ -82,6 +84,7 @@ class SelfPlanning:
             spans.recorder = self
         self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
+        self._crossings: list[Crossing] = []
         self._num_steps = self._due_step = 0
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
@@ -96,9 +99,15 @@ class SelfPlanning:
         self.problem = ""
 
     def add(self, span: Span) -> None:
-        """A span is over; those of updates count."""
-        if span.lane is Lane.UPDATE and span.nbytes is not None:
+        """A span is over; those of updates and collectives count."""
+        if span.nbytes is None:
+            return
+        if span.lane is Lane.UPDATE:
             self._updates[span.nbytes].append(span.stop_s - span.start_s)
+            return
+        reduces = span.lane is Lane.REDUCE_SCATTER
+        link = self._costs.reduce_scatter if reduces else self._costs.all_gather
+        self._crossings.append(Crossing(span.start_s, span.stop_s, link.wire_s(span.nbytes)))
 
     def stepped(self) -> Plan | None:
         """A step was taken; the plan, if it is time to take it up (collective at times).
@@ -142,7 +151,7 @@ class SelfPlanning:
             texts = enumerate(world.all_gather_text(problem))
             rank, text = next((rank, text) for rank, text in texts if text)
             raise UsageError(f"rank {rank} cannot plan: {text}")
-        profile, costs = slowest_profile(world, own), self._with_updates(self._costs)
+        profile, costs = slowest_profile(world, own), self._as_seen()
         if micro_batches == 1:  # else the typical pass, which the profile tells of, hands none over
             num_buckets = sum(map(is_active, self._in_use.layout))
             profile = profile.with_shorter_backprop(num_buckets * costs.main_thread_s)
@@ -205,8 +214,12 @@ class SelfPlanning:
             raise UsageError(f"rank 0 cannot plan: {text.removeprefix(_FAILED)}")
         return Plan.from_json(text, "the plan of rank 0")
 
-    def _with_updates(self, costs: Costs) -> Costs:
-        """``costs`` with those of updates, by the bytes that a rank updates of a bucket."""
+    def _as_seen(self) -> Costs:
+        """Costs with those of updates, by the bytes that a rank updates of a bucket, and with a
+        wire that is as fast as any that the slowest rank has seen (collective).
+        """
+        pace, *_ = self._world.all_reduce([wire_pace(self._crossings)], "max")
+        costs = self._costs.with_slopes(pace)
         size = self._world.size if self._in_use.config.gather == "parameters" else 1
         seconds = sum(median(times) for times in self._updates.values())
         nbytes = sum(self._updates.keys()) / size

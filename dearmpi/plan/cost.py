@@ -120,10 +120,14 @@ class Costs:
                 f"comm_dtype {comm_dtype!r} has no effect: no trained parameter is wider than "
                 f"{_HALF_BYTES} bytes; leave it out"
             )
+        return self.with_slopes(sent / nbytes)
+
+    def with_slopes(self, factor: float) -> Costs:
+        """The same where a byte takes ``factor`` times as long."""
         return replace(
             self,
-            reduce_scatter=self.reduce_scatter.scaled(alpha=1, beta=sent / nbytes),
-            all_gather=self.all_gather.scaled(alpha=1, beta=sent / nbytes),
+            reduce_scatter=self.reduce_scatter.scaled(alpha=1, beta=factor),
+            all_gather=self.all_gather.scaled(alpha=1, beta=factor),
         )
 
     def at(self, world_size: int) -> Costs:

@@ -13,6 +13,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.engine import self_planning
 from dearmpi.engine.self_planning import MOST_STEPS
+from dearmpi.engine.span import Lane, Span
 from dearmpi.errors import ConfigError
 from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.plan import Plan, Prediction, fingerprint
@@ -190,6 +191,28 @@ def test_training_goes_on_while_a_plan_is_made_and_micro_batches_are_no_iteratio
     if world.is_root:
         compute_s = seen[0].profile.feed_forward_s + seen[0].profile.backprop_s
         assert optimizer.plan.prediction.compute_s == pytest.approx(3 * compute_s)
+    side.close()
+
+
+def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(world: World) -> None:
+    """Other than before the first step, when connections carry less than ever after."""
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    train(side, model, optimizer, 3)
+    optimizer.synchronize()
+    planning = optimizer._planning
+    assert planning is not None
+    calibrated = planning._costs
+    nbytes = int(1 / calibrated.reduce_scatter.wire_s(1))  # for a second
+    takes_s = 0.5 if world.rank else 0.75
+    for number in range(42):
+        start_s = 1e6 + number * takes_s
+        planning.add(Span(Lane.REDUCE_SCATTER, "RS", start_s, start_s + takes_s, 1, 0, nbytes))
+    _, costs = planning.measure()
+    found, before = costs.reduce_scatter, calibrated.reduce_scatter
+    assert found.beta_s_per_byte == pytest.approx(0.75 * before.beta_s_per_byte, rel=0.01)
+    assert found.alpha_s == before.alpha_s
     side.close()
 
 
