@@ -11,11 +11,9 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from dearmpi.comm.api import Request
+from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.watchdog import Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError
@@ -28,54 +26,6 @@ _LEAST_SLEEP_S = 20e-6
 _MOST_SLEEP_S = 1e-3
 _NICENESS = 5  # of the driving thread
 _WAKE_S = 0.5  # a waiting main thread looks up this often, for signals and failures
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One operation: ``start`` posts it, ``finish`` runs once it is complete.
-
-    Both run on the thread that drives progress.
-    """
-
-    label: str
-    start: Callable[[], Request]
-    finish: Callable[[], None]
-    request: Request | None = None
-
-
-class Lane:
-    """Works posted in order of submission, at most ``window`` of them in flight."""
-
-    def __init__(self, name: str, window: int) -> None:
-        self.name = name
-        self.window = window
-        self.queue: deque[Work] = deque()
-        self.in_flight: list[Work] = []
-        self.current: Work | None = None  # being started, tested or finished
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is posted, waits to be, or is being finished."""
-        return bool(self.queue or self.in_flight or self.current)
-
-    def advance(self) -> bool:
-        """Post what the window admits and finish what is complete; True if anything happened."""
-        moved = False
-        while self.queue and len(self.in_flight) < self.window:
-            work = self.current = self.queue[0]  # before it leaves the queue: always busy
-            self.queue.popleft()
-            self.in_flight.append(work)
-            work.request = work.start()
-            moved = True
-        for work in list(self.in_flight):
-            assert work.request is not None
-            self.current = work
-            if work.request.test():
-                self.in_flight.remove(work)
-                work.finish()
-                moved = True
-        self.current = None
-        return moved
 
 
 class Backoff:
@@ -125,6 +75,7 @@ class Progress:
         self._driving = threading.RLock()
         self._failure: CommError | None = None
         self._closing = False
+        self._awaited: list[Callable[[], bool]] = []
         self._num_submitted = 0
         self._watchdog: Watchdog | None = None
         self._thread: threading.Thread | None = None
@@ -212,9 +163,14 @@ class Progress:
             ) from error
 
     def notify(self) -> None:
-        """Wake waiters: what they wait for may have changed."""
+        """Wake waiters if what any of them waits for has come true.
+
+        The thread that changes things looks, and wakes no main thread to look for itself: that
+        would cost it the interpreter, and a core, for every operation of a step.
+        """
         with self._lock:
-            self._changed.notify_all()
+            if any(ready() for ready in self._awaited):
+                self._changed.notify_all()
 
     def raise_failure(self) -> None:
         """Raise what went wrong on the driving thread, if anything did."""
@@ -238,8 +194,13 @@ class Progress:
 
     def _sleep_until_changed(self, ready: Callable[[], bool], _: Backoff) -> None:
         with self._lock:
-            if not ready() and self._failure is None and not self._closing:
+            if ready() or self._failure is not None or self._closing:
+                return
+            self._awaited.append(ready)
+            try:
                 self._changed.wait(_WAKE_S)
+            finally:
+                self._awaited.remove(ready)
 
     def _poll_once(self, _: Callable[[], bool], backoff: Backoff) -> None:
         if self._advance():

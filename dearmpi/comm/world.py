@@ -14,8 +14,9 @@ from dearmpi.comm import last_words
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
 from dearmpi.comm.ending import abort_on_exception, leave, limit_end
 from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.launch import announced_size, check_launch, limit_start
-from dearmpi.comm.progress import Lane, Progress, Work
+from dearmpi.comm.progress import Progress
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import ConfigError, LaunchError

@@ -140,8 +140,9 @@ class BucketRuntime:
 
     def take_gradient(self, slot: int) -> bool:
         """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
+        param = self.params[slot]
         self._store_gradient(slot, self._dense_gradient(slot))
-        self.params[slot].grad = self._stand_ins[slot]
+        param.grad = self._stand_ins[slot]
         arrived = self._arrived
         arrived.add(slot)
         if len(arrived) < len(self._expected) or not arrived >= self._expected:
@@ -171,7 +172,9 @@ class BucketRuntime:
     def release_gradients(self) -> None:
         """Take the stand-ins away."""
         for slot in self._stood_in:
-            self.clear_stand_in(slot)
+            param = self.params[slot]
+            if param.grad is self._stand_ins[slot]:
+                param.grad = None
         self._ever |= self._stood_in
         self._stood_in.clear()
 
@@ -223,6 +226,8 @@ class BucketRuntime:
 
     def check_storage(self) -> None:
         """Raise UsageError if a parameter was moved out of the storage it had at the start."""
+        if [param.data_ptr() for param in self.params] == self._addresses:
+            return
         for param, address, name in zip(self.params, self._addresses, self.plan.names, strict=True):
             if param.data_ptr() != address:
                 raise UsageError(

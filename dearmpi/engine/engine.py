@@ -37,6 +37,7 @@ class Engine:
     ) -> None:
         self._world = world
         self._progress = world.progress
+        self._polls = world.progress.mode == "poll"
         self._pipeline = pipeline
         self._buckets = pipeline.buckets
         self._side = pipeline.side
@@ -59,7 +60,8 @@ class Engine:
 
     def pre_forward(self, buckets: Iterable[BucketRuntime]) -> None:
         """A module is about to read parameters of ``buckets``: wait until they are current."""
-        self._progress.poll()
+        if self._polls:
+            self._progress.poll()
         for bucket in buckets:
             if bucket.pending:
                 self._refuse_endless_wait()
@@ -81,7 +83,8 @@ class Engine:
             self._close_bucket(bucket)
             if self._launches:
                 self._launch_ready()
-        self._progress.poll()
+        if self._polls:
+            self._progress.poll()
 
     def finish_backprop(self) -> None:
         """No more gradients come before the step: launch what has not been launched."""
@@ -95,9 +98,8 @@ class Engine:
         self._launch_ready()
 
     def step(self, *, joined: bool = False) -> None:
-        """Have every bucket updated with the options of this moment, and gathered.
-
-        ``joined``: this rank has no batches left and only takes part.
+        """Have every bucket updated with the options of this moment, and gathered; ``joined``:
+        this rank has no batches left and only takes part.
         """
         for bucket in self._buckets:
             bucket.check_gradients()
@@ -174,9 +176,8 @@ class Engine:
 
     @contextmanager
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
-        """Inside, ranks may take unequal numbers of steps.
-
-        A rank that reaches the end calls ``shadow_step`` for every step that others still take.
+        """Inside, ranks may take unequal numbers of steps: at the end, ``shadow_step`` for each
+        that others still take.
         """
         self._joining = True
         try:
@@ -294,7 +295,6 @@ class Engine:
             self._pipeline.launch(bucket)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        if ready():
-            return
-        with self._pipeline.clock.waiting(what):
-            self._progress.wait_until(ready, what=what)
+        if not ready():
+            with self._pipeline.clock.waiting(what):
+                self._progress.wait_until(ready, what=what)

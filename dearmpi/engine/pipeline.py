@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Collectives, Completed, Request
-from dearmpi.comm.progress import Work
+from dearmpi.comm.lane import Work
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, all_gather_for
 from dearmpi.engine.bucket import BucketRuntime, BucketState

@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from dearmpi.comm.api import Completed
-from dearmpi.comm.progress import Progress, Work, yield_to_computation
+from dearmpi.comm.lane import Work
+from dearmpi.comm.progress import Progress, yield_to_computation
 from tests.unit.comm.progress.works import holds, in_thread
 
 pytestmark = pytest.mark.skipif(

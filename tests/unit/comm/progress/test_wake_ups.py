@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 
 from dearmpi.comm.api import Completed
-from dearmpi.comm.progress import Backoff, Lane, Progress, Work
+from dearmpi.comm.lane import Lane, Work
+from dearmpi.comm.progress import Backoff, Progress
 from tests.unit.comm.progress.works import LIMIT_S, holds, in_thread, limited
 
 
@@ -104,3 +105,33 @@ def test_backoff_yields_first_then_sleeps_in_proportion(monkeypatch: pytest.Monk
     assert sum(slept[:-1]) > 0.01
     backoff.reset()
     assert backoff.next_sleep_s() == 0.0
+
+
+def test_who_waits_for_the_last_of_many_is_woken_once(threaded: Progress) -> None:
+    """Each time costs the main thread the interpreter, in the midst of what others compute."""
+    done: list[int] = []
+    looks: list[int] = []
+    main = threading.get_ident()
+
+    def all_done() -> bool:
+        looks.append(threading.get_ident())
+        return len(done) == 100
+
+    class Slow:
+        """Complete after some polls, of which the first come once the main thread sleeps: for its
+        third look it has the lock.
+        """
+
+        def __init__(self) -> None:
+            self.polls_left = 10
+
+        def test(self) -> bool:
+            self.polls_left -= looks.count(main) >= 3
+            return not self.polls_left
+
+    lane = threaded.open_lane("many", window=1)
+    for number in range(100):
+        threaded.submit(lane, Work("one of many", Slow, partial(done.append, number)))
+    threaded.wait_until(all_done, what="the last of many")
+    assert looks.count(main) <= 5  # one of them by the clock
+    assert len(looks) > 50

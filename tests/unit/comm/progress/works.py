@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 
 from dearmpi.comm.api import Request
-from dearmpi.comm.progress import Progress, Work
+from dearmpi.comm.lane import Work
+from dearmpi.comm.progress import Progress
 from dearmpi.config import ProgressMode
 
 LIMIT_S = 30.0  # far beyond what any of this takes; reached only by a deadlock
