@@ -22,8 +22,8 @@ from dearmpi.errors import ConfigError
 from dearmpi.report.unit import count_text
 from dearmpi.train.threads import choose_threads
 
-_BYTES_BACK_TO_BACK = 50e6
-_FEWEST, _MOST = 4, 40
+_BYTES_BACK_TO_BACK = 100e6
+_FEWEST, _MOST = 4, 100
 _HEADER = ("collective", "MB", "alone ms", "each ms", "Mbit/s", "of wire", "IMB", "OSU")
 
 

@@ -21,7 +21,7 @@ from dearmpi.errors import CommError, DearError, StallError
 # An idle poller yields a few times, then sleeps for a share of the time it has already waited: what
 # the last sleep adds to a wait stays in proportion to it.
 _NUM_YIELDS = 3
-_SLEEP_SHARE = 0.07
+_SLEEP_SHARE = 0.05
 _LEAST_SLEEP_S = 20e-6
 _MOST_SLEEP_S = 1e-3
 _NICENESS = 5  # of the driving thread
