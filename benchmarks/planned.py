@@ -4,10 +4,13 @@
 
 Communication over computation is 0.5, 1 and 2; backprop takes twice as long as feed-forward. Times
 are over ``max(compute, communication)``, communication being both ways of all bytes on the wire.
-Two columns are plans of what the engine cannot do: ``split`` has the model's large tensors cut up;
-``rows`` has a tied embedding's gradient from the decoder reduced as soon as that is there, at the
-end of backprop no more than the rows that the batch looked up, and before the feed-forward no more
-than those that the next batch needs, of ``--tokens`` for each sample.
+``bound`` is what no plan can beat, ``late`` what none can whose gathers all follow the backprop, as
+DeAR's do; in brackets that over DeAR's own bound, ``max(backprop, reduce-scatters) +
+max(feed-forward, all-gathers)``. Two columns are plans of what the engine cannot do: ``split`` has
+the model's large tensors cut up; ``rows`` has a tied embedding's gradient from the decoder reduced
+as soon as that is there, at the end of backprop no more than the rows that the batch looked up, and
+before the feed-forward no more than those that the next batch needs, of ``--tokens`` for each
+sample.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dearmpi.config import EngineConfig, ScheduleName
+from dearmpi.plan.bound import least_iteration_s
 from dearmpi.plan.cost import Costs, ring_cost
 from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.layout import ParamSpec, build_layout
@@ -31,7 +35,7 @@ from dearmpi.plan.timeline import simulate
 from dearmpi.plan.workload import Workload, read_workload, workload_names
 
 ALPHA_S = 0.5e-3  # of a collective over 4 hosts, and in proportion over more
-COLUMNS = ("bound", "dear", "wfbp", "plan", "split", "rows")
+COLUMNS = ("bound", "late", "dear", "wfbp", "plan", "split", "rows")
 
 
 def main() -> None:
@@ -43,7 +47,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     given = parser.parse_args()
     costs = assumed_costs(given.world_size, given.gigabits)
-    print(f"{'workload':<13} ratio  {'  '.join(f'{name:>6}' for name in COLUMNS)}  plan")
+    head = "  ".join(f"{name:>{14 if name == 'late' else 6}}" for name in COLUMNS)
+    print(f"{'workload':<13} ratio  {head}  plan")
     for name in workload_names():
         workload = read_workload(name)
         others = (
@@ -86,8 +91,10 @@ def row(workload: Workload, others: Sequence[Workload], costs: Costs, *, ratio: 
     start = time.process_time()
     plan = planned(profile, costs)
     took = time.process_time() - start
+    late_s = least_iteration_s(profile, costs, eager=False)
     times = (
         plan.prediction.bound_s,
+        late_s,
         by_default(profile, costs),
         by_default(profile, costs, schedule="wfbp"),
         plan.prediction.iteration_s,
@@ -95,8 +102,12 @@ def row(workload: Workload, others: Sequence[Workload], costs: Costs, *, ratio: 
     )
     communication_s = communication_of(workload, costs)
     bound_s = max(profile.feed_forward_s + profile.backprop_s, communication_s)
-    cells = "  ".join(f"{seconds / bound_s:6.3f}" for seconds in times)
-    return f"{cells}  {len(plan.buckets)} buckets, window {plan.window}, {took:.1f} s to find"
+    cells = [f"{seconds / bound_s:6.3f}" for seconds in times]
+    half_s = communication_s / 2
+    own_s = max(profile.backprop_s, half_s) + max(profile.feed_forward_s, half_s)
+    cells[1] += f" ({late_s / own_s:.3f})"
+    made = f"{len(plan.buckets)} buckets, window {plan.window}, {took:.1f} s to find"
+    return f"{'  '.join(cells)}  {made}"
 
 
 def split(workload: Workload, most_bytes: int) -> Workload:

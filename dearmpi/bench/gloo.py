@@ -27,7 +27,8 @@ def calibrate_all_reduce(world: World, *, budget_s: float = 4.0) -> LinkModel:
 
 
 def _prepare(world: World, numel: int, count: int) -> Run:
-    buffers = [torch.zeros(numel) for _ in range(count)]
+    # Filled, since a page that nobody has written to is slow at first.
+    buffers = [torch.empty(numel).fill_(0.0) for _ in range(count)]
 
     def run(num: int, window: int) -> float:
         world.barrier()

@@ -80,8 +80,6 @@ class SelfPlanning:
         """``in_use``: what the first iterations follow."""
         self._world, self._in_use, self._spans = world, in_use, spans
         config = in_use.config
-        if spans.recorder is None:
-            spans.recorder = self
         self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
         self._crossings: list[Crossing] = []
@@ -97,6 +95,8 @@ class SelfPlanning:
         ).costs
         self.pause = Pause(measuring_s=time.perf_counter() - begin_s)
         self.problem = ""
+        if spans.recorder is None:
+            spans.recorder = self
 
     def add(self, span: Span) -> None:
         """A span is over; those of updates and collectives count."""
