@@ -82,7 +82,7 @@ class SelfPlanning:
         config = in_use.config
         self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
-        self._crossings: list[Crossing] = []
+        self._crossings: dict[Lane, list[Crossing]] = defaultdict(list)
         self._num_steps = self._due_step = 0
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
@@ -107,7 +107,8 @@ class SelfPlanning:
             return
         reduces = span.lane is Lane.REDUCE_SCATTER
         link = self._costs.reduce_scatter if reduces else self._costs.all_gather
-        self._crossings.append(Crossing(span.start_s, span.stop_s, link.wire_s(span.nbytes)))
+        crossing = Crossing(span.start_s, span.stop_s, link.wire_s(span.nbytes))
+        self._crossings[span.lane].append(crossing)
 
     def stepped(self) -> Plan | None:
         """A step was taken; the plan, if it is time to take it up (collective at times).
@@ -218,8 +219,9 @@ class SelfPlanning:
         """Costs with those of updates, by the bytes that a rank updates of a bucket, and with a
         wire that is as fast as any that the slowest rank has seen (collective).
         """
-        pace, *_ = self._world.all_reduce([wire_pace(self._crossings)], "max")
-        costs = self._costs.with_slopes(pace)
+        own = [wire_pace(self._crossings[lane]) for lane in (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)]
+        reduces, gathers = self._world.all_reduce(own, "max")
+        costs = self._costs.with_slopes(reduce_scatter=reduces, all_gather=gathers)
         size = self._world.size if self._in_use.config.gather == "parameters" else 1
         seconds = sum(median(times) for times in self._updates.values())
         nbytes = sum(self._updates.keys()) / size

@@ -120,14 +120,14 @@ class Costs:
                 f"comm_dtype {comm_dtype!r} has no effect: no trained parameter is wider than "
                 f"{_HALF_BYTES} bytes; leave it out"
             )
-        return self.with_slopes(sent / nbytes)
+        return self.with_slopes(reduce_scatter=sent / nbytes, all_gather=sent / nbytes)
 
-    def with_slopes(self, factor: float) -> Costs:
-        """The same where a byte takes ``factor`` times as long."""
+    def with_slopes(self, *, reduce_scatter: float, all_gather: float) -> Costs:
+        """The same where a byte takes so many times as long as it does."""
         return replace(
             self,
-            reduce_scatter=self.reduce_scatter.scaled(alpha=1, beta=factor),
-            all_gather=self.all_gather.scaled(alpha=1, beta=factor),
+            reduce_scatter=self.reduce_scatter.scaled(alpha=1, beta=reduce_scatter),
+            all_gather=self.all_gather.scaled(alpha=1, beta=all_gather),
         )
 
     def at(self, world_size: int) -> Costs:

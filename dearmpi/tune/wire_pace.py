@@ -26,6 +26,7 @@ class Crossing(NamedTuple):
 def wire_pace(crossings: Iterable[Crossing]) -> float:
     """The least time over what was expected, of stretches with something always under way.
 
+    ``crossings``: of one kind, since one kind may need longer than another for the same bytes.
     At most 1: what takes longer may have waited for another rank. A stretch counts from where all
     operations are over that were posted before its first was: other ranks may have begun those
     earlier. Of what is under way there, as large a part counts as there is left of its time.

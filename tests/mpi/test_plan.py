@@ -213,6 +213,7 @@ def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(world
     found, before = costs.reduce_scatter, calibrated.reduce_scatter
     assert found.beta_s_per_byte == pytest.approx(0.75 * before.beta_s_per_byte, rel=0.01)
     assert found.alpha_s == before.alpha_s
+    assert costs.all_gather == calibrated.all_gather
     side.close()
 
 
