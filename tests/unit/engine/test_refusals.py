@@ -65,12 +65,12 @@ def test_gradients_under_way_cannot_be_read_unnoticed() -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("model", ["dense", "branches"])
-def test_gradients_cleared_behind_the_optimizer_s_back_are_noticed(model: str) -> None:
+@pytest.mark.parametrize("case", [Case(), Case(model="branches", cap_mb=1.0)])
+def test_gradients_cleared_behind_the_optimizer_s_back_are_noticed(case: Case) -> None:
     """Also those of a bucket that waits for others: no branch but one has a gradient."""
 
     def rank(world: World) -> None:
-        training = Training(Case(model=model, cap_mb=1.0), world)
+        training = Training(case, world)
         training.backward(0)
         training.model.zero_grad()
         with pytest.raises(UsageError, match=r"optimizer\.zero_grad"):
