@@ -18,7 +18,8 @@ from dearmpi.errors import ConfigError
 ALONE = "alone"
 SCHEDULES = ("serial", "wfbp", "dear")
 PLANNED = "planned"
-OURS = (*SCHEDULES, PLANNED)
+BAYES = "bayes"
+OURS = (*SCHEDULES, PLANNED, BAYES)
 
 
 class Steps(Protocol):
@@ -126,7 +127,9 @@ def ours(name: str) -> Factory:
             is_tuning=lambda: optimizer.is_planning,
             finish=optimizer.synchronize,
             close=optimizer.close,
-            describe=lambda: "" if optimizer.plan is None else optimizer.plan.summary(),
+            describe=lambda: (
+                "" if optimizer.plan is None else f"{optimizer.plan.summary()} predicted"
+            ),
         )
 
     return enter

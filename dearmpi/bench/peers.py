@@ -16,6 +16,7 @@ from torch import nn
 from dearmpi.bench.guests import HOROVOD_SENDS, deepspeed, horovod
 from dearmpi.bench.method import (
     ALONE,
+    BAYES,
     OURS,
     Entrant,
     Factory,
@@ -28,6 +29,7 @@ from dearmpi.bench.method import (
     read_options,
     refuse_unknown,
 )
+from dearmpi.bench.searched import bayes, refuse_cap
 from dearmpi.config import CommDtype, check_choice
 from dearmpi.errors import ConfigError
 
@@ -128,7 +130,7 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
     if name == ALONE:
         factory: Factory = alone
     elif name in OURS:
-        factory = ours(name)
+        factory = bayes if name == BAYES else ours(name)
     elif name in _PEERS:
         factory = _PEERS[name]
     else:
@@ -144,6 +146,8 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
         )
     if name in OURS:
         read_config(options)
+    if name == BAYES:
+        refuse_cap(options)
     return Method(text, factory, options, uses_group=name in _OVER_GLOO)
 
 

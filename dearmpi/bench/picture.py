@@ -10,7 +10,7 @@ from dearmpi.report.unit import count_text
 _WIDTH, _LEFT, _RIGHT = 728, 154, 74
 _TOP, _STEP, _BAR, _BOTTOM = 60, 30, 18, 24
 _OURS, _PEER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
-_OUR_NAMES = ("serial", "wfbp", "dear", "planned")
+_OUR_NAMES = ("serial", "wfbp", "dear", "planned", "bayes")
 
 
 def draw(result: Result) -> str:

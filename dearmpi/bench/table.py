@@ -47,7 +47,7 @@ def _describe_rates(result: Result, row: Row) -> list[str]:
 def _describe_choices(row: Row) -> list[str]:
     """What a method chose for itself, round by round."""
     return [
-        f"{row.label}, round {number}: {block.note} predicted, {block.mean_s:.4f} s in the mean"
+        f"{row.label}, round {number}: {block.note}, {block.mean_s:.4f} s in the mean"
         for number, block in enumerate(row.blocks)
         if block.note
     ]

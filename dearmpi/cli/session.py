@@ -52,7 +52,7 @@ def _train(job: Job, folder: RunFolder, console: Console, stop: StopRequest) -> 
     metrics = open_metrics(job, folder)
     tracing = open_tracing(job, folder)
     searches = job.settings.plan == "bayes" and job.world.size > 1
-    search = CapSearch(job, folder) if searches else None
+    search = CapSearch(job.optimizer, job.world, log=folder.bucket_caps) if searches else None
     report = Report(job, console, metrics, tracing, PlanFile(job, folder), search)
     report.tell_plan()
     if tracing is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from statistics import median
 
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.world import World
 from dearmpi.config import MIB
-from dearmpi.train.job import Job
-from dearmpi.train.run_folder import RunFolder
 from dearmpi.tune.bayes import BayesianSearch
 from dearmpi.tune.search import SearchSpace, Trial
 from dearmpi.tune.shared import SharedSearch
@@ -17,23 +18,25 @@ NUM_TRIALS = 10
 
 
 class CapSearch:
-    """Has ``job`` try a bucket cap for a few steps, then another, and stay with the fastest.
+    """Has ``optimizer`` try a bucket cap for a few steps, then another, and stay with the fastest.
 
-    The trials stand in a CSV file in ``folder``. All ranks make it together.
+    log: a CSV file for the trials. All ranks make it together.
     """
 
-    def __init__(self, job: Job, folder: RunFolder) -> None:
-        self._optimizer = job.optimizer
-        model_bytes = sum(bucket.nbytes for bucket in job.optimizer.layout)
+    def __init__(
+        self, optimizer: DistributedOptimizer, world: World, *, log: Path | None = None
+    ) -> None:
+        self._optimizer = optimizer
+        model_bytes = sum(bucket.nbytes for bucket in optimizer.layout)
         search = BayesianSearch(_space(model_bytes), num_trials=NUM_TRIALS)
-        self._search = SharedSearch(job.world, search, log=folder.bucket_caps)
+        self._search = SharedSearch(world, search, log=log)
         self._step_ends_s: list[float] = []
         self._cap_bytes = 0
         self._try(self._search.suggest())
 
     @property
     def best(self) -> Trial | None:
-        """What the job stays with; None as long as it searches."""
+        """What the optimizer stays with; None as long as it searches."""
         return self._search.best if self._search.is_done else None
 
     def stepped(self) -> Trial | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +155,22 @@ def test_the_ratio_sets_the_compute_time(world: World) -> None:
     feed_forward_s, backprop_s = (float(word) for word in said.split() if word[0].isdigit())
     assert backprop_s == pytest.approx(2 * feed_forward_s, abs=0.0011)  # told in milliseconds
     assert result.batch_size == 7
+
+
+@pytest.mark.ranks(2)
+def test_a_search_for_the_cap_is_over_before_it_is_measured(world: World) -> None:
+    result, _ = contest(world, read_method("bayes"), workload=read_workload("equal:4:4"))
+    (row,) = result.rows
+    assert not row.error and len(row.iterations()) == SHORT.num_batches
+    text = "\n".join(describe_result(result))
+    told = re.search(r"\nbayes, round 0: ([0-9.]+) MiB, the best of 10 caps, [0-9.]+ s in", text)
+    assert told is not None and 1 <= float(told[1]) <= 3.82  # MiB: the model has 4 MB
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_alone_has_no_cap_to_search_for(world: World) -> None:
+    result, _ = contest(world, read_method("bayes"), read_method("dear"))
+    check_only_one_failed(result, "bayes", "one rank sends nothing")
 
 
 def test_a_real_task_is_measured(world: World, tmp_path: Any) -> None:

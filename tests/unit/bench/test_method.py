@@ -34,7 +34,16 @@ def test_a_number_is_the_bucket_cap_and_others_have_names() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["deer", "dear:", "dear:1:2", "dear:wide=1", "dear:window=many", "dear:eager=maybe", "dear:-1"],
+    [
+        "deer",
+        "dear:",
+        "dear:1:2",
+        "dear:wide=1",
+        "dear:window=many",
+        "dear:eager=maybe",
+        "dear:-1",
+        "bayes:8",
+    ],
 )
 def test_a_method_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):

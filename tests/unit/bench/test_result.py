@@ -99,7 +99,9 @@ def test_the_table_holds_every_figure() -> None:
 
 def test_the_table_tells_what_a_method_chose_for_itself() -> None:
     told = result()
-    told.rows[0].blocks[1] = replace(told.rows[0].blocks[1], note="dear, 3 buckets, 4.1 s")
+    told.rows[0].blocks[1] = replace(
+        told.rows[0].blocks[1], note="dear, 3 buckets, 4.1 s predicted"
+    )
     lines = describe_result(told)
     assert "dear, round 1: dear, 3 buckets, 4.1 s predicted, 4.6250 s in the mean" in lines
     assert not any("round 0" in line for line in lines)
