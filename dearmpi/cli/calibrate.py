@@ -17,13 +17,20 @@ if TYPE_CHECKING:
     from dearmpi.comm.world import World
     from dearmpi.tune.calibration import Calibration, SizeTimes
 
+_WARM_UP_S = 2.0
 _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone ms")
 
 
 @click.command(short_help="Measure what the collectives of this job cost.")
 @click.option("--out", type=OUT, metavar="FILE", help="write everything there, as JSON")
 @engine_option("reduce_scatter", ReduceScatter, help="the algorithm to measure")
-@click.option("--seconds", type=float, default=1.0, show_default=True, help="how long it may take")
+@click.option(
+    "--seconds",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help=f"how long it may take, after {_WARM_UP_S:g} s of warm-up",
+)
 def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -> int:
     """Measure what reduce-scatters and all-gathers cost between the ranks of this job, alone and
     with two in flight, and fit alpha + beta * bytes to it:
@@ -46,7 +53,11 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
             if world.size == 1:
                 raise ConfigError("one rank has no collectives; start several with mpirun")
         result = tuning.calibrate(
-            world, reduce_scatter=reduce_scatter, library=mpi_library(), budget_s=seconds
+            world,
+            reduce_scatter=reduce_scatter,
+            library=mpi_library(),
+            budget_s=seconds,
+            warm_up_s=_WARM_UP_S,
         )
         console.say(*describe_calibration(result))
         write(world, console, out, result.to_json())

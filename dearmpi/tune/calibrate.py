@@ -24,6 +24,7 @@ def calibrate(
     wire_dtype: WireDtype | None = None,
     library: str = "",
     budget_s: float = 1,
+    warm_up_s: float = 0,
     most_bytes: int = LADDER[-1].nbytes,
 ) -> Calibration:
     """Measure both operations, on the engine's way, at sizes as large as the time allows.
@@ -31,8 +32,9 @@ def calibrate(
     As in training, operations follow one another, with one and with two of them in flight; the
     least of the slowest rank's times counts. The result is the same on all ranks (collective).
     wire_dtype: in what the fp32 buffers are sent, whose bytes count. library: the MPI library, in
-    words. budget_s: what all measurements together may take. most_bytes: of one buffer; a few are
-    in use at once. Two sizes are measured even if that takes longer, or more.
+    words. budget_s: what all measurements together may take. warm_up_s: for how long to measure
+    before that in vain, since new TCP connections carry less at first. most_bytes: of one buffer;
+    a few are in use at once. Two sizes are measured even if that takes longer, or more.
 
     Raises ConfigError in a world of one, in which nothing is sent.
     """
@@ -46,6 +48,8 @@ def calibrate(
         ),
     )
     prepared = [partial(_prepare, world, channels, operation) for operation in operations]
+    if warm_up_s > 0:
+        climb(world, prepared, budget_s=warm_up_s, most_bytes=most_bytes)
     reduces, gathers = climb(world, prepared, budget_s=budget_s, most_bytes=most_bytes)
     for channel in channels.values():
         channel.close()

@@ -60,6 +60,28 @@ def test_buffers_are_no_larger_than_what_is_ever_sent() -> None:
         assert max(sizes) == most_bytes
 
 
+def test_what_new_connections_lose_is_over_after_the_warm_up() -> None:
+    calls: list[str] = []
+
+    def on_a_new_connection(label: str, nbytes: int) -> float:
+        calls.append(label)
+        return (3 if len(calls) <= num_slow else 1) * seconds(label, nbytes)
+
+    def smallest_s(warm_up_s: float) -> float:
+        calls.clear()
+        hub = FakeHub(2, seconds=on_a_new_connection)
+        results = run_ranks(
+            2, lambda world: calibrate(world, budget_s=0.0, warm_up_s=warm_up_s), hub=hub
+        )
+        return results[0].all_gather[0].alone_s
+
+    num_slow = 0
+    usual_s = smallest_s(0.0)
+    num_slow = len(calls)
+    assert smallest_s(0.0) > 2 * usual_s
+    assert smallest_s(1e-6) < 1.5 * usual_s
+
+
 def test_sizes_are_whole_shards() -> None:
     for result in run_ranks(3, lambda world: measure(world, 0.0)):
         assert all(times.nbytes % (4 * 3) == 0 for times in result.all_gather)
