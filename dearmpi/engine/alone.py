@@ -50,6 +50,15 @@ class AloneEngine:
         """There is nobody to wait for."""
         yield
 
+    is_joining = False
+
+    def announce_clip(self, max_norm: float, norm_type: float) -> None:
+        """There is nobody to tell."""
+
+    def next_clip(self) -> tuple[float, float] | None:
+        """Nobody clips."""
+        return None
+
     def refuse_in_join(self, what: str) -> None:
         """Nobody would have to follow."""
 

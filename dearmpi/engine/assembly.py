@@ -29,6 +29,7 @@ from dearmpi.engine.probe import (
     host_twin,
     require_elementwise,
     require_separable,
+    require_steady,
     resident_scalars,
 )
 from dearmpi.engine.shard import ResidentShard, Shard
@@ -103,7 +104,8 @@ def assemble(
             blueprint, optimizer, model, world=world, spans=spans, read_options=options
         )
     else:
-        require_separable(optimizer)  # what cannot run on several ranks is refused on one already
+        require_steady(optimizer)  # what cannot run on several ranks is refused on one already
+        require_separable(optimizer)
         assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
     claim(blueprint.names, assembly.engine)
     return assembly
@@ -157,8 +159,10 @@ def _read_prepared(optimizer: Optimizer, prepare: Callable[[], None]) -> Options
 
 
 def _check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
+    tried = host_twin(optimizer) if config.update_on == "host" else optimizer
+    require_steady(tried)
     require = require_elementwise if config.gather == "parameters" else require_separable
-    require(host_twin(optimizer) if config.update_on == "host" else optimizer)
+    require(tried)
 
 
 def _make_checks(
@@ -247,4 +251,9 @@ def _choose_reduce_scatter(
         return config.reduce_scatter
     largest = max(buckets, key=lambda bucket: bucket.plan.nbytes)
     buffer = largest.gradients.data.cpu()  # what MPI gets of a device's tensor
-    return fastest_reduce_scatter(world, buffer, wire_dtype=config.wire_dtype)
+    # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
+    dtypes = {slot.spec.dtype for bucket in buckets for slot in bucket.plan.slots}
+    can_be_native = dtypes <= {"float32", "float64"}
+    return fastest_reduce_scatter(
+        world, buffer, wire_dtype=config.wire_dtype, can_be_native=can_be_native
+    )

@@ -132,7 +132,9 @@ class Attachment:
         """After a step: compare replicas, if it is time to (collective)."""
         checks = self.assembly.checks
         if checks is not None and checks.is_due():
-            options = repr(describe_options(self._optimizer))
+            # Of ranks that have joined no scheduler runs, but they take over the others' options.
+            joining = self.assembly.engine.is_joining
+            options = "" if joining else repr(describe_options(self._optimizer))
             checks.compare_replicas(self.assembly.engine.take_posted(), options)
 
     def synchronize(self) -> None:

@@ -16,7 +16,7 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.compilation import refuse_compiled
 from dearmpi.engine.device_way import check_devices
 from dearmpi.engine.master import is_half
-from dearmpi.engine.options import describe_options
+from dearmpi.engine.options import describe_options, describe_state
 from dearmpi.engine.probe import require_half, require_host
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.fusion import fuse_by_cap
@@ -116,20 +116,25 @@ def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Para
 
 
 def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -> None:
-    """Raise MismatchError unless all ranks have the same model, optimizer and settings."""
+    """Raise MismatchError unless all ranks have the same model, optimizer and settings.
+
+    State counts too: where rank 0 alone has loaded it, the others would begin without.
+    """
     names = blueprint.names
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    options = describe_options(optimizer)
+    options, state = describe_options(optimizer), describe_state(optimizer, names)
     facts = {
         "settings": repr(blueprint.config),
         "model": repr([bucket.slots for bucket in blueprint.layout]),
         "optimizer": f"{type(optimizer).__name__} {groups}",
         "optimizer option": repr(options),
+        "optimizer state": repr(state),
         "schedule": repr(blueprint.schedule),
     }
     details = {
         "model": [_describe(spec_of(param, name)) for param, name in names.items()],
         "optimizer option": options,
+        "optimizer state": state,
     }
     own = [f"{fact[:300]} ... (hash {_digest(fact)})" for fact in facts.values()]
     seen = [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
@@ -139,7 +144,8 @@ def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -
                 first = _first_difference(world, details[what], rank) if what in details else ""
                 raise MismatchError(
                     f"rank {rank} has another {what} than rank 0: "
-                    f"{first or f'{other} against {told[0]}'}; every rank must build the same one"
+                    f"{first or f'{other} against {told[0]}'}; every rank must build, and load, "
+                    "the same"
                 )
 
 
@@ -169,6 +175,12 @@ def _check_precision(optimizer: Optimizer, blueprint: Blueprint) -> None:
     parameters in a precision that the optimizer cannot update.
     """
     config = blueprint.config
+    for param, name in blueprint.names.items():
+        if config.wire_dtype is not None and param.is_complex():
+            raise ConfigError(
+                f"comm_dtype {config.comm_dtype!r} cannot carry parameter {name} of {param.dtype}, "
+                "which would lose its imaginary part; leave comm_dtype out"
+            )
     halves = {param.dtype for param in blueprint.names if is_half(param)}
     if config.master_weights and not halves:
         raise ConfigError(

@@ -178,6 +178,15 @@ class BucketRuntime:
         self._ever |= self._stood_in
         self._stood_in.clear()
 
+    def supersede(self) -> None:
+        """The next update will change the parameters: whoever goes back through a graph that was
+        built before gets torch's error, and not numbers of which nobody knows the age.
+
+        Updates write past torch's count of changes, which a view in ``param.data`` does not share.
+        """
+        changed = (param for slot, param in enumerate(self.params) if slot not in self.missing)
+        torch.autograd.graph.increment_version(changed)
+
     def check_gradients(self) -> None:
         """Raise UsageError if somebody else took a stand-in away.
 

@@ -13,32 +13,6 @@ from dearmpi.engine.engine import Engine
 from dearmpi.errors import ConfigError
 
 
-class Clips:
-    """To which norms gradients are clipped, for the next step and for the last one."""
-
-    def __init__(self) -> None:
-        self._next: list[tuple[float, float]] = []
-        self._last: list[tuple[float, float]] = []
-
-    def clip(
-        self, engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float
-    ) -> float:
-        """``clip`` for the next step."""
-        norm = clip(engine, world, max_norm, norm_type)
-        self._next.append((max_norm, norm_type))
-        return norm
-
-    @torch.no_grad()
-    def repeat(self, engine: Engine | AloneEngine, world: World) -> None:
-        """Clip as for the last step (collective)."""
-        for max_norm, norm_type in self._last:
-            clip(engine, world, max_norm, norm_type)
-
-    def stepped(self) -> None:
-        """The next step is now the last one."""
-        self._last, self._next = self._next, []
-
-
 def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
     """Scale all gradients so that their norm is at most ``max_norm``; the norm before (collective).
 
@@ -46,6 +20,17 @@ def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type:
     """
     if not max_norm > 0:
         raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
+    engine.announce_clip(max_norm, norm_type)
+    return _clip(engine, world, max_norm, norm_type)
+
+
+def follow_clips(engine: Engine | AloneEngine, world: World) -> None:
+    """As a rank that has joined, clip as often as the others do before their step (collective)."""
+    while (told := engine.next_clip()) is not None:
+        _clip(engine, world, *told)
+
+
+def _clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
     engine.wait_reduced()
     part = shard_norm(engine.shards(), norm_type)
     if norm_type == math.inf:

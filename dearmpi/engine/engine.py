@@ -23,6 +23,7 @@ from dearmpi.plan.schedule import Launch, Wait
 class Engine:
     """Reduces gradients, updates and gathers, bucket by bucket, in the pipeline's schedule.
 
+    is_joining: whether ranks may take unequal numbers of steps now.
     eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment; asked for
         before an iteration's first update.
     """
@@ -46,7 +47,7 @@ class Engine:
         self._eager = eager
         self._read_options = read_options
         self._synchronizing = True
-        self._joining = False
+        self.is_joining = False
         self.times = IterationTimes()
 
     @property
@@ -79,10 +80,13 @@ class Engine:
         if bucket.index in self._cycle.launched or (self._launches and bucket.has_gradient(slot)):
             self._reopen()
         bucket.streams.add(self._side.current())
-        if bucket.take_gradient(slot) and bucket.state is BucketState.IDLE:
-            self._close_bucket(bucket)
-            if self._launches:
-                self._launch_ready()
+        if bucket.take_gradient(slot):
+            if bucket.state is BucketState.IDLE:
+                self._close_bucket(bucket)
+                if self._launches:
+                    self._launch_ready()
+            else:  # a further backprop before anything is launched
+                self._note_written(bucket)
         if self._polls:
             self._progress.poll()
 
@@ -108,12 +112,15 @@ class Engine:
             bucket.release_gradients()
         cycle = self._cycle
         cycle.stepped = True
-        if not self._eager:  # else each became pending at its launch, and may be finished by now
-            for index in cycle.active:
+        for index in cycle.active:
+            if not self._eager:  # else pending since its launch, and perhaps finished by now
                 self._buckets[index].pending = True
+            self._buckets[index].supersede()
         options = cycle.options or self._read_options()
-        if self._joining:
-            options = self._pipeline.agree_on_options(options, joined=joined)
+        if self.is_joining:
+            if not joined:
+                self._pipeline.talk.announce_step()
+            options = self._pipeline.talk.agree_on_options(options, joined=joined)
         self._pipeline.submit_step(options)
         self._pipeline.call_roll()
         if self._schedule.wait is Wait.STEP:
@@ -179,17 +186,27 @@ class Engine:
         """Inside, ranks may take unequal numbers of steps: at the end, ``shadow_step`` for each
         that others still take.
         """
-        self._joining = True
+        self.is_joining = True
         try:
             yield
             while self._count_active() > 0:
                 shadow_step()
         finally:
-            self._joining = False
+            self.is_joining = False
+
+    def announce_clip(self, max_norm: float, norm_type: float) -> None:
+        """Let ranks that have joined clip as this one is about to."""
+        if self.is_joining:
+            self._pipeline.talk.announce_clip(max_norm, norm_type)
+
+    def next_clip(self) -> tuple[float, float] | None:
+        """As a joined rank: to which norm, of which type, the others clip; None if they step."""
+        self.finish_backprop()  # theirs goes on meanwhile
+        return self._pipeline.talk.next_clip()
 
     def refuse_in_join(self, what: str) -> None:
         """Raise UsageError inside ``join``."""
-        if self._joining:
+        if self.is_joining:
             raise UsageError(
                 f"{what} is not supported inside join(): a rank without batches takes part in one "
                 "reduction for each step"
@@ -216,14 +233,16 @@ class Engine:
         """Finish what is under way and give the channels back."""
         if self._cycle.stepped:
             self.synchronize()
+        for bucket in self._buckets:
+            bucket.release_gradients()  # of a backprop that no step followed
         self._pipeline.close()
         self._side.finish()
 
     def _count_active(self) -> float:
         """How many ranks still train, asked by one that does not."""
         self._wait(self._pipeline.is_finished, "the last step's gathers")
-        count = self._pipeline.attend(False)
-        self._pipeline.wait_for_control()
+        count = self._pipeline.talk.attend(False)
+        self._pipeline.talk.wait()
         if count.item() > 0:
             self._begin_cycle(joined=True)
         return count.item()
@@ -231,7 +250,11 @@ class Engine:
     def _refuse_endless_wait(self) -> None:
         """Buckets that wait for ``step()`` hold up the gathers of those that do not."""
         cycle = self._cycle
-        if not cycle.stepped and len(cycle.launched) < len(cycle.active):
+        if cycle.stepped:
+            return
+        # Who lacks a gradient here may have one elsewhere, which ranks tell each other in step().
+        waits = any(self._buckets[index].missing for index in cycle.active)
+        if waits or len(cycle.launched) < len(cycle.active):
             raise UsageError(
                 "parameters are read between backward and step(), but with eager=True some of them "
                 "are updated already, and others, which got no gradient, only after step(); read "
@@ -250,8 +273,8 @@ class Engine:
     def _begin_cycle(self, *, joined: bool = False) -> None:
         self._wait(self._pipeline.is_finished, "the last step's gathers")
         self._side.lead()  # gradients go where updates have read
-        if self._joining and not joined:
-            self._pipeline.attend(True)
+        if self.is_joining and not joined:
+            self._pipeline.talk.attend(True)
         self._world.begin_iteration()
         active = set()
         for bucket in self._buckets:
@@ -279,8 +302,11 @@ class Engine:
     def _close_bucket(self, bucket: BucketRuntime) -> None:
         """All gradients of ``bucket`` are in its buffer, or queued to be."""
         bucket.streams.add(self._side.current())
-        self._side.written(bucket.gradients.data, bucket.streams)
+        self._note_written(bucket)
         bucket.move_to(BucketState.READY)
+
+    def _note_written(self, bucket: BucketRuntime) -> None:
+        self._side.written(bucket.gradients.data, bucket.streams)
 
     def _launch_ready(self) -> None:
         """Launch buckets in the schedule's order, as far as their gradients are there."""

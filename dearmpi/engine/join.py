@@ -2,19 +2,70 @@
 
 It takes part in every collective with zero gradients. Its own learning-rate scheduler no longer
 runs, so it takes the hyperparameters of each step from the ranks that still train: those send
-theirs, a joined rank sends minus infinity, and the maximum is what the step uses.
+theirs, a joined rank sends minus infinity, and the maximum is what the step uses. In the same way
+it learns how they clip.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dearmpi.comm.api import Completed, ReduceOp
+from dearmpi.comm.world import Channel
 from dearmpi.engine.update import Options
+
+_STEP = (0.0, 0.0, 0.0)
+
+
+class Talk:
+    """What ranks inside ``join`` tell each other over ``channel``, in the same order on all."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def attend(self, active: bool) -> Tensor:
+        """Say whether this rank still trains; the tensor later holds how many do (collective)."""
+        return self._reduce("attendance", [float(active)], "sum")
+
+    def announce_clip(self, max_norm: float, norm_type: float) -> None:
+        """This rank, which still trains, is about to clip (collective)."""
+        self._reduce("next action", (1.0, max_norm, norm_type), "max")
+
+    def announce_step(self) -> None:
+        """This rank, which still trains, is about to step (collective)."""
+        self._reduce("next action", _STEP, "max")
+
+    def next_clip(self) -> tuple[float, float] | None:
+        """To which norm, of which type, those that still train clip; None if they step next
+        (collective).
+        """
+        told = self._reduce("next action", [-math.inf] * len(_STEP), "max")
+        self.wait()
+        clips, max_norm, norm_type = told.tolist()
+        return (max_norm, norm_type) if clips > 0 else None
+
+    def agree_on_options(self, own: Options, *, joined: bool) -> Options:
+        """Tell ``own`` options; those of the others, if this rank has ``joined`` (collective)."""
+        packed = pack(own, joined=joined)
+        self._channel.submit("options", lambda c: c.start_all_reduce(packed, "max"))
+        if not joined:
+            return own
+        self.wait()
+        return unpack(own, packed)
+
+    def wait(self) -> None:
+        """Wait until what was said to other ranks has arrived."""
+        self._channel.run("joined rank's wait for the others", lambda _: Completed())
+
+    def _reduce(self, label: str, values: Sequence[float], operation: ReduceOp) -> Tensor:
+        told = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._channel.submit(label, lambda c: c.start_all_reduce(told, operation))
+        return told
 
 
 def pack(options: Options, *, joined: bool) -> Tensor:

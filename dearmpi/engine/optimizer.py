@@ -20,7 +20,7 @@ from dearmpi.engine.assembly import Assembly
 from dearmpi.engine.attachment import Attachment
 from dearmpi.engine.blueprint import check_arguments
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
-from dearmpi.engine.clipping import Clips, scale
+from dearmpi.engine.clipping import clip, follow_clips, scale
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.layer_ranges import LayerRanges
@@ -29,6 +29,7 @@ from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.self_planning import Pause, SelfPlanning
 from dearmpi.engine.settings import check_growth, check_plan, choose_plan, merge_settings
 from dearmpi.engine.spans import Spans
+from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
@@ -68,9 +69,9 @@ class DistributedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer = optimizer
         self._model = model
-        self._clips = Clips()
         self.world = world if world is not None else connect()
         self.config = merge_settings(config, settings)
+        self._given_cap_mb, self._is_fused = self.config.bucket_cap_mb, False
         self.spans = Spans()
         self._ranges = LayerRanges(model)
         self._plan = choose_plan(plan, self.config)
@@ -132,11 +133,7 @@ class DistributedOptimizer(Optimizer):
                 loss = closure()
         self._ranges.follow()
         self._assembly.engine.step()
-        self._buffers.exchange()
-        if isinstance(self.state, GatheredState):
-            self.state.forget()
-        self._clips.stepped()
-        self._attachment.check()
+        self._after_step()
         if self._planning is not None:
             self._plan_on(self._planning)
         return loss
@@ -158,7 +155,7 @@ class DistributedOptimizer(Optimizer):
         """Inside, ranks may have unequal numbers of batches, as with DDP's ``join`` (collective).
 
         A rank that reaches the end early takes part in the others' steps with zero gradients,
-        which count in the average. It clips as it did in its own last step.
+        which count in the average, with their options, and clips as they do.
         """
         self._abandon_planning()  # it counts steps, of which ranks take unequal numbers here
         with self._assembly.engine.join(self._shadow_step):
@@ -171,7 +168,7 @@ class DistributedOptimizer(Optimizer):
         Call it between backward and ``step``. Waits for the reduce-scatters. Returns the norm
         before clipping, of the averaged gradients, the same on every rank.
         """
-        norm = self._clips.clip(self._assembly.engine, self.world, max_norm, norm_type)
+        norm = clip(self._assembly.engine, self.world, max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
@@ -223,8 +220,12 @@ class DistributedOptimizer(Optimizer):
         Call it between ``step`` and the next backward; gradients that no step has used are
         dropped. Raises ConfigError if it is for another model or world size.
         """
-        check_plan(plan, self.config)
+        config = self.config
+        if self._is_fused:  # what ``fuse`` has set was never the user's wish for good
+            config = replace(config, bucket_cap_mb=self._given_cap_mb)
+        check_plan(plan, config)
         self._assembly.engine.drop_gradients()
+        self.config, self._is_fused = config, False
         if self._attachment.follows(plan):  # no need to stand still
             self._abandon_planning()
             self._plan = plan
@@ -237,6 +238,7 @@ class DistributedOptimizer(Optimizer):
         Parameters and state stay. Call it where ``follow`` may be called.
         """
         self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
+        self._is_fused = True
         self._assembly.engine.drop_gradients()
         self._lay_out_anew(None)
 
@@ -261,16 +263,20 @@ class DistributedOptimizer(Optimizer):
 
     def _plan_on(self, planning: SelfPlanning) -> None:
         """After a step: go on by the plan, once there is one."""
-        plan = planning.stepped()
-        if planning.problem:
+        plan, problem, begin_s = planning.stepped(), planning.problem, time.perf_counter()
+        if plan is not None:
+            try:
+                self.follow(plan)
+            except ConfigError as error:  # the model is another by now: layers frozen meanwhile
+                problem = str(error)
+            else:
+                laying_out_s = time.perf_counter() - begin_s
+                self.plan_pause = replace(planning.pause, laying_out_s=laying_out_s)
+        if problem:
             self._abandon_planning()
             self._plan = None
             if self.world.is_root:
-                warnings.warn(f"plan 'auto' is given up: {planning.problem}", stacklevel=3)
-        elif plan is not None:
-            begin_s = time.perf_counter()
-            self.follow(plan)
-            self.plan_pause = replace(planning.pause, laying_out_s=time.perf_counter() - begin_s)
+                warnings.warn(f"plan 'auto' is given up: {problem}", stacklevel=3)
 
     def _abandon_planning(self) -> None:
         if self._planning is not None:
@@ -288,9 +294,15 @@ class DistributedOptimizer(Optimizer):
         self._attachment.close()
 
     def _shadow_step(self) -> None:
-        self._clips.repeat(self._assembly.engine, self.world)
+        follow_clips(self._assembly.engine, self.world)
         self._assembly.engine.step(joined=True)
+        self._after_step()
+
+    def _after_step(self) -> None:
         self._buffers.exchange()
+        if isinstance(self.state, GatheredState):
+            self.state.forget()
+        self._attachment.check()
 
     def _share(self) -> None:
         """Have the param groups of the wrapped optimizer, and its state wherever that lies."""

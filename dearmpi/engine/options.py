@@ -1,11 +1,12 @@
-"""Options of an optimizer, as text in which ranks can compare them."""
+"""Options and state of an optimizer, as text in which ranks can compare them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine.update import read_options
@@ -23,6 +24,28 @@ def describe_options(optimizer: Optimizer) -> list[str]:
         for name in sorted(group)
         if (text := _describe(group[name])) is not None
     ]
+
+
+def describe_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
+    """A line for each entry of the state, such as ``step 5 of fc.weight`` and ``exp_avg of shape
+    (3, 4) of fc.weight``; ``names``: of the parameters.
+
+    Of what has dimensions only those, since comparing all of it would take its time.
+    """
+    return [
+        f"{key} {text} of {name}"
+        for param, name in names.items()
+        for key, value in sorted(
+            optimizer.state.get(param, {}).items(), key=lambda item: str(item[0])
+        )
+        if (text := _describe_entry(value)) is not None
+    ]
+
+
+def _describe_entry(value: Any) -> str | None:
+    if isinstance(value, Tensor) and value.ndim:
+        return f"of shape {tuple(value.shape)}"
+    return _describe(value)
 
 
 def _describe(value: Any) -> str | None:

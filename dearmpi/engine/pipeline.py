@@ -21,7 +21,7 @@ from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.host_shard import NUM_FETCHED
-from dearmpi.engine.join import pack, unpack
+from dearmpi.engine.join import Talk
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Lane
 from dearmpi.engine.spans import Spans
@@ -35,6 +35,7 @@ class Pipeline:
 
     buckets: in feed-forward order. schedule: over them.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
+    talk: with ranks that have joined.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Pipeline:
             for name in ("reduce-scatter", "all-gather")
         )
         self._control_channel = world.open_channel("roll call", window=1)
+        self.talk = Talk(self._control_channel)
         window = NUM_FETCHED if config.update_on == "host" else 1
         self._update_lane = self._progress.open_lane("update", window=window)
         self.spans = spans
@@ -111,25 +113,6 @@ class Pipeline:
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
         called = partial(self._roll_called, self.cycle, roll)
         self._control_channel.submit("roll call", lambda c: c.start_all_reduce(roll, "max"), called)
-
-    def attend(self, active: bool) -> Tensor:
-        """Say whether this rank still trains; the tensor later holds how many do (collective)."""
-        count = torch.tensor([float(active)], dtype=torch.float64, device="cpu")
-        self._control_channel.submit("attendance", lambda c: c.start_all_reduce(count, "sum"))
-        return count
-
-    def agree_on_options(self, own: Options, *, joined: bool) -> Options:
-        """Tell ``own`` options; those of the others, if this rank has ``joined`` (collective)."""
-        packed = pack(own, joined=joined)
-        self._control_channel.submit("options", lambda c: c.start_all_reduce(packed, "max"))
-        if not joined:
-            return own
-        self.wait_for_control()
-        return unpack(own, packed)
-
-    def wait_for_control(self) -> None:
-        """Wait until what was said to other ranks has arrived."""
-        self._control_channel.run("joined rank's wait for the others", lambda _: Completed())
 
     def is_finished(self) -> bool:
         """Whether every bucket of the cycle has gone all the way."""

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.engine.update import clone, is_elementwise_tensor, on_host
+from dearmpi.engine.update import clone, is_elementwise_tensor, on_host, read_options
 from dearmpi.errors import ConfigError
+
+_LEAST_RATE = 1e-2  # of trial steps: a schedule may begin at 0, where any two steps are alike
 
 
 def require_host(optimizer: Optimizer) -> None:
@@ -33,6 +35,55 @@ def host_twin(optimizer: Optimizer) -> Optimizer:
     placeholder = {"params": [torch.zeros(1, device="cpu")]}
     groups = [{**on_host(group), **placeholder} for group in optimizer.param_groups]
     return clone(optimizer, groups, defaultdict(dict))
+
+
+def require_steady(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless steps change values, and leave the param groups as they are.
+
+    Each bucket's step is given the groups of the wrapped optimizer: what it counts there would
+    begin anew in every step. What fails altogether is left to others to tell.
+    """
+    name = type(optimizer).__name__
+    for options in _kinds_of_options(optimizer):
+        try:
+            values, seen = _follow_steps(optimizer, options)
+        except Exception:
+            continue
+        if torch.equal(*values):
+            raise ConfigError(
+                f"a trial step of {name} changes nothing: it seems to pass its work on, to another "
+                "optimizer or to a later step, and buckets are updated each by itself; wrap the "
+                "optimizer inside"
+            )
+        for key, value in {**seen[1], **seen[0]}.items():  # a step may add defaults, once for all
+            if any(not _is_same(value, later.get(key)) for later in seen[1:]):
+                raise ConfigError(
+                    f"{name} changes {key!r} of its param groups with each step, and buckets are "
+                    "updated each by itself, with the options of the moment: it would not count "
+                    "on; use a version that keeps it in the state of each parameter"
+                )
+
+
+def _follow_steps(
+    optimizer: Optimizer, options: Mapping[str, Any]
+) -> tuple[tuple[Tensor, Tensor], list[dict[str, Any]]]:
+    """Made-up values before and after three steps of a clone; its options before and after each."""
+    device = _device_of(optimizer)
+    param = nn.Parameter(torch.linspace(-1.0, 1.0, 16, device=device).view(4, 4))
+    before = param.detach().clone()
+    twin = clone(optimizer, [{**_lively(options), "params": [param]}], defaultdict(dict))
+    seen = [read_options(twin)[0]]
+    for number in range(3):
+        param.grad = torch.full_like(param, 1.0 + number)
+        twin.step()
+        seen.append(read_options(twin)[0])
+    return (before, param.detach()), seen
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
@@ -157,6 +208,18 @@ def _kinds_of_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
+def _lively(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with a learning rate at which steps that differ lead to values that do."""
+    rate = options.get("lr")
+    if isinstance(rate, Tensor):
+        return {**options, "lr": rate.clamp(min=_LEAST_RATE)}
+    return (
+        {**options, "lr": max(rate, _LEAST_RATE)}
+        if isinstance(rate, (int, float))
+        else dict(options)
+    )
+
+
 def _try_steps(
     optimizer: Optimizer,
     options: Mapping[str, Any],
@@ -175,7 +238,8 @@ def _try_steps(
     params = [nn.Parameter(piece.clone().view(shape or piece.shape)) for piece in pieces]
     groups = [[param] for param in params] if apart else [params]
     clones = [
-        clone(optimizer, [{**options, "params": group}], defaultdict(dict)) for group in groups
+        clone(optimizer, [{**_lively(options), "params": group}], defaultdict(dict))
+        for group in groups
     ]
     for _ in range(3):
         drawn = torch.randn(total, generator=generator, device="cpu").to(device, dtype)

@@ -35,6 +35,10 @@ def one_but_on_rank_0(rank: int) -> int:
     return 1 if rank else STEPS
 
 
+def none_but_on_rank_0(rank: int) -> int:
+    return 0 if rank else STEPS
+
+
 def reference(
     size: int,
     max_norm: float | None,
@@ -53,7 +57,7 @@ def reference(
             if step < counts(rank):
                 (model(batch(step, rank)).square().mean() / size).backward()
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm * (1 + step))
         optimizer.step()
         scheduler.step()
     return model
@@ -81,7 +85,7 @@ def test_ranks_without_batches_follow_the_others_schedule_and_clipping(
             optimizer.zero_grad()
             model(batch(step, world.rank)).square().mean().backward()
             if max_norm is not None:
-                optimizer.clip_grad_norm_(max_norm)
+                optimizer.clip_grad_norm_(max_norm * (1 + step))
             optimizer.step()
             scheduler.step()
     expected = reference(world.size, max_norm).state_dict()
@@ -91,22 +95,24 @@ def test_ranks_without_batches_follow_the_others_schedule_and_clipping(
 
 
 @pytest.mark.ranks(at_least=2)
-def test_a_rank_that_has_waited_clips_in_later_epochs_as_often_as_the_others(world: World) -> None:
+@pytest.mark.parametrize("counts", [one_but_on_rank_0, none_but_on_rank_0])
+@pytest.mark.parametrize("check_every", [0, 1, 2])
+def test_a_rank_that_has_waited_clips_in_later_epochs_as_often_as_the_others(
+    world: World, counts: Callable[[int], int], check_every: int
+) -> None:
     model = make_model()
     optimizer = dearmpi.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.1), model, world=world
+        torch.optim.AdamW(model.parameters(), lr=0.1), model, world=world, check_every=check_every
     )
     for _ in range(2):
         with optimizer.join():
             # One step: the last of an epoch is also the first after those that it waited through.
-            for step in range(one_but_on_rank_0(world.rank)):
+            for step in range(counts(world.rank)):
                 optimizer.zero_grad()
                 model(batch(step, world.rank)).square().mean().backward()
-                optimizer.clip_grad_norm_(0.01)
+                optimizer.clip_grad_norm_(0.01 * (1 + step))
                 optimizer.step()
-    expected = reference(
-        world.size, 0.01, num_epochs=2, gamma=1.0, counts=one_but_on_rank_0
-    ).state_dict()
+    expected = reference(world.size, 0.01, num_epochs=2, gamma=1.0, counts=counts).state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
     optimizer.close()

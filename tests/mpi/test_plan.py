@@ -95,6 +95,17 @@ def test_a_plan_taken_up_while_training_changes_no_number(gather: str, world: Wo
     assert_same_on_both_sides(script_with(follow), world, **settings)
 
 
+def test_a_plan_after_a_search_for_a_cap_is_not_held_to_that_cap(world: World) -> None:
+    def search_and_follow(optimizer: DistributedOptimizer) -> None:
+        optimizer.fuse(1.0)
+        assert optimizer.config.bucket_cap_mb == 1.0
+        optimizer.follow(plan_for(world.size))
+        assert optimizer.config.bucket_cap_mb is None
+
+    settings: dict[str, Any] = {"bucket_cap_mb": None, "eager": True}
+    assert_same_on_both_sides(script_with(search_and_follow), world, **settings)
+
+
 @pytest.mark.parametrize("before", ["auto", None])
 def test_a_foreign_plan_is_refused_and_training_goes_on_as_before(
     before: str | None, world: World
@@ -214,6 +225,26 @@ def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(world
     assert found.beta_s_per_byte == pytest.approx(0.75 * before.beta_s_per_byte, rel=0.01)
     assert found.alpha_s == before.alpha_s
     assert costs.all_gather == calibrated.all_gather
+    side.close()
+
+
+def test_layers_frozen_while_a_plan_is_made_cost_the_plan_and_not_the_training(
+    world: World, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Process(PlanProcess):
+        def result(self) -> Plan:
+            return plan_for(world.size)
+
+    monkeypatch.setattr(self_planning, "PlanProcess", Process)
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, eager=True, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    train(side, model, optimizer, 6)
+    model[2].weight.requires_grad_(False)  # which the plan has in a bucket with others
+    train(side, model, optimizer, MOST_STEPS)
+    told = [str(one.message) for one in recwarn if "plan 'auto' is given up" in str(one.message)]
+    assert len(told) == world.is_root and all("2.weight" in text for text in told)
+    assert optimizer.plan is None and not optimizer.is_planning
     side.close()
 
 

@@ -113,6 +113,17 @@ def test_a_compiled_model_with_compiled_backprop(gather: str, world: World) -> N
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_parts_updated_during_backprop(backend: str, gather: str, world: World) -> None:
+    assert_same_on_both_sides(
+        lambda side: train_compiled(side, compile_parts, backend, when="before"),
+        world,
+        gather=gather,
+        eager=True,
+    )
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.slow
 def test_a_compiled_model_with_inductor(gather: str, world: World) -> None:
     assert_same_on_both_sides(

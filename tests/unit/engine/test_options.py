@@ -1,4 +1,4 @@
-"""Options that differ between ranks are named before training begins."""
+"""Options and state that differ between ranks are named before training begins."""
 
 from __future__ import annotations
 
@@ -65,3 +65,50 @@ def test_options_that_are_equal_or_no_values_are_accepted(one: Any, other: Any) 
         DistributedOptimizer(torch.optim.SGD([group], lr=0.1), model, world=world).close()
 
     run_ranks(2, rank)
+
+
+def trained(model: Chain, num_steps: int) -> torch.optim.Optimizer:
+    """Adam after so many steps in plain torch."""
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(num_steps):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "told"),
+    [
+        ((3, 0), r"nothing further where rank 0's has exp_avg of shape .* of layers\.0\.weight"),
+        ((0, 3), r"exp_avg of shape .* of layers\.0\.weight where rank 0's has nothing further"),
+        ((3, 2), r"step 2 of layers\.0\.weight where rank 0's has step 3 of"),
+    ],
+    ids=["rank 0 alone has loaded", "rank 0 has not", "another checkpoint"],
+)
+def test_state_that_one_rank_lacks_is_named(num_steps: tuple[int, int], told: str) -> None:
+    """As with a script that loads on rank 0 and used to broadcast."""
+
+    def rank(world: World) -> str:
+        model = Chain(2)
+        optimizer = trained(model, num_steps[world.rank])
+        with pytest.raises(MismatchError) as caught:
+            DistributedOptimizer(optimizer, model, world=world)
+        return str(caught.value)
+
+    (message, *others) = run_ranks(2, rank)
+    assert others == [message]
+    assert re.search(
+        "rank 1 has another optimizer state than rank 0: its optimizer has " + told, message
+    )
+
+
+def test_state_that_all_ranks_have_is_taken() -> None:
+    def rank(world: World) -> float:
+        model = Chain(2)
+        optimizer = DistributedOptimizer(trained(model, 3), model, world=world)
+        steps = [float(entries["step"]) for entries in optimizer.state_dict()["state"].values()]
+        optimizer.close()
+        return min(steps)
+
+    assert run_ranks(2, rank) == [3.0, 3.0]

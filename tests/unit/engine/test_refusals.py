@@ -129,3 +129,141 @@ def test_a_job_does_not_plan_for_a_compiled_model(compiled: str) -> None:
         DistributedOptimizer(optimizer, model, world=world).close()
 
     run_ranks(1, rank)
+
+
+class CountsInItsGroups(torch.optim.SGD):
+    """Whose steps grow shorter, as it counts them in its param groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                param.data.add_(param.grad, alpha=-group["lr"] / group["step"])
+
+
+class PassesOn(torch.optim.Optimizer):
+    """Steps an optimizer inside."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+
+
+class ScalesByNorm(torch.optim.SGD):
+    """Steps that are as long as the parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                ratio = param.data.norm() / param.grad.norm()
+                param.data.add_(param.grad, alpha=-group["lr"] * float(ratio))
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda params: CountsInItsGroups(params, lr=0.1), "changes 'step' of its param groups"),
+        (lambda params: PassesOn(torch.optim.SGD(params, lr=0.1)), "changes nothing"),
+    ],
+    ids=["counts in its groups", "passes on"],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_that_buckets_would_mislead_is_refused(
+    size: int, make: Callable[[Any], torch.optim.Optimizer], told: str, gather: Any
+) -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        with pytest.raises(ConfigError, match=told):
+            DistributedOptimizer(make(model.parameters()), model, world=world, gather=gather)
+
+    run_ranks(size, rank)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-9, torch.tensor(0.0)])
+def test_a_schedule_that_begins_at_zero_hides_no_norms(rate: float | torch.Tensor) -> None:
+    """At a rate of zero whole tensors and pieces of them are updated alike: not at all."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = ScalesByNorm(model.parameters(), lr=rate)
+        with pytest.raises(ConfigError, match="does not treat every element by itself"):
+            DistributedOptimizer(optimizer, model, world=world)
+
+    run_ranks(2, rank)
+
+
+def test_complex_numbers_do_not_travel_in_half_precision() -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2, dtype=torch.complex64)
+        with pytest.raises(ConfigError, match="weight of torch.complex64, .* imaginary"):
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model, world=world, comm_dtype="bf16"
+            )
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_a_backprop_through_a_graph_from_before_the_step_is_torchs_error(
+    gather: Any, eager: bool
+) -> None:
+    """As in one process: its weights are gone, or half gone."""
+
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            world=world,
+            gather=gather,
+            eager=eager,
+        )
+        one, other = (model(torch.ones(1, 3) * number).sum() for number in (1, 2))
+        one.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_reading_a_bucket_that_lacks_a_frozen_gradient_before_the_step_is_refused() -> None:
+    """The update waits for the roll call, which step() makes."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            world=world,
+            eager=True,
+            bucket_cap_mb=1,  # both in one bucket
+        )
+        model.bias.requires_grad_(False)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(UsageError, match="between backward and step"):
+            _ = model.weight
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_closing_before_the_step_leaves_an_ordinary_model() -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, world=world
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.close()
+        model(torch.ones(1, 3)).sum().backward()
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[1.0] * 3] * 2
+
+    run_ranks(2, rank)
