@@ -23,7 +23,6 @@ from dearmpi.plan.schedule import Launch, Wait
 class Engine:
     """Reduces gradients, updates and gathers, bucket by bucket, in the pipeline's schedule.
 
-    is_joining: whether ranks may take unequal numbers of steps now.
     eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment; asked for
         before an iteration's first update.
     """
@@ -47,7 +46,7 @@ class Engine:
         self._eager = eager
         self._read_options = read_options
         self._synchronizing = True
-        self.is_joining = False
+        self._joining = pipeline.joining
         self.times = IterationTimes()
 
     @property
@@ -117,11 +116,7 @@ class Engine:
                 self._buckets[index].pending = True
             self._buckets[index].supersede()
         options = cycle.options or self._read_options()
-        if self.is_joining:
-            if not joined:
-                self._pipeline.talk.announce_step()
-            options = self._pipeline.talk.agree_on_options(options, joined=joined)
-        self._pipeline.submit_step(options)
+        self._pipeline.submit_step(self._joining.announce_step(options, joined=joined))
         self._pipeline.call_roll()
         if self._schedule.wait is Wait.STEP:
             self.synchronize()
@@ -186,31 +181,28 @@ class Engine:
         """Inside, ranks may take unequal numbers of steps: at the end, ``shadow_step`` for each
         that others still take.
         """
-        self.is_joining = True
-        try:
+        with self._joining.opened():
             yield
             while self._count_active() > 0:
                 shadow_step()
-        finally:
-            self.is_joining = False
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether that is so now."""
+        return self._joining.is_open
 
     def announce_clip(self, max_norm: float, norm_type: float) -> None:
         """Let ranks that have joined clip as this one is about to."""
-        if self.is_joining:
-            self._pipeline.talk.announce_clip(max_norm, norm_type)
+        self._joining.announce_clip(max_norm, norm_type)
 
     def next_clip(self) -> tuple[float, float] | None:
         """As a joined rank: to which norm, of which type, the others clip; None if they step."""
         self.finish_backprop()  # theirs goes on meanwhile
-        return self._pipeline.talk.next_clip()
+        return self._joining.next_clip()
 
     def refuse_in_join(self, what: str) -> None:
         """Raise UsageError inside ``join``."""
-        if self.is_joining:
-            raise UsageError(
-                f"{what} is not supported inside join(): a rank without batches takes part in one "
-                "reduction for each step"
-            )
+        self._joining.refuse(what)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply reduced gradients, between ``wait_reduced`` and ``step``."""
@@ -241,8 +233,8 @@ class Engine:
     def _count_active(self) -> float:
         """How many ranks still train, asked by one that does not."""
         self._wait(self._pipeline.is_finished, "the last step's gathers")
-        count = self._pipeline.talk.attend(False)
-        self._pipeline.talk.wait()
+        count = self._joining.attend(False)
+        self._joining.wait()
         if count.item() > 0:
             self._begin_cycle(joined=True)
         return count.item()
@@ -273,8 +265,8 @@ class Engine:
     def _begin_cycle(self, *, joined: bool = False) -> None:
         self._wait(self._pipeline.is_finished, "the last step's gathers")
         self._side.lead()  # gradients go where updates have read
-        if self.is_joining and not joined:
-            self._pipeline.talk.attend(True)
+        if self._joining.is_open and not joined:
+            self._joining.attend(True)
         self._world.begin_iteration()
         active = set()
         for bucket in self._buckets:

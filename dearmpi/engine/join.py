@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,15 +19,36 @@ from torch import Tensor
 from dearmpi.comm.api import Completed, ReduceOp
 from dearmpi.comm.world import Channel
 from dearmpi.engine.update import Options
+from dearmpi.errors import UsageError
 
 _STEP = (0.0, 0.0, 0.0)
 
 
-class Talk:
-    """What ranks inside ``join`` tell each other over ``channel``, in the same order on all."""
+class Joining:
+    """Whether ranks may take unequal numbers of steps now (``is_open``), and what they tell each
+    other meanwhile over ``channel``, in the same order on all.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self.is_open = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Ranks may."""
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+    def refuse(self, what: str) -> None:
+        """Raise UsageError for ``what``, if ranks may."""
+        if self.is_open:
+            raise UsageError(
+                f"{what} is not supported inside join(): a rank without batches takes part in one "
+                "reduction for each step"
+            )
 
     def attend(self, active: bool) -> Tensor:
         """Say whether this rank still trains; the tensor later holds how many do (collective)."""
@@ -34,11 +56,8 @@ class Talk:
 
     def announce_clip(self, max_norm: float, norm_type: float) -> None:
         """This rank, which still trains, is about to clip (collective)."""
-        self._reduce("next action", (1.0, max_norm, norm_type), "max")
-
-    def announce_step(self) -> None:
-        """This rank, which still trains, is about to step (collective)."""
-        self._reduce("next action", _STEP, "max")
+        if self.is_open:
+            self._reduce("next action", (1.0, max_norm, norm_type), "max")
 
     def next_clip(self) -> tuple[float, float] | None:
         """To which norm, of which type, those that still train clip; None if they step next
@@ -49,8 +68,14 @@ class Talk:
         clips, max_norm, norm_type = told.tolist()
         return (max_norm, norm_type) if clips > 0 else None
 
-    def agree_on_options(self, own: Options, *, joined: bool) -> Options:
-        """Tell ``own`` options; those of the others, if this rank has ``joined`` (collective)."""
+    def announce_step(self, own: Options, *, joined: bool) -> Options:
+        """This rank is about to step, with its ``own`` options; those of the others, if it has
+        ``joined`` (collective).
+        """
+        if not self.is_open:
+            return own
+        if not joined:  # else it has been told
+            self._reduce("next action", _STEP, "max")
         packed = pack(own, joined=joined)
         self._channel.submit("options", lambda c: c.start_all_reduce(packed, "max"))
         if not joined:

@@ -21,7 +21,7 @@ from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.host_shard import NUM_FETCHED
-from dearmpi.engine.join import Talk
+from dearmpi.engine.join import Joining
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Lane
 from dearmpi.engine.spans import Spans
@@ -35,7 +35,7 @@ class Pipeline:
 
     buckets: in feed-forward order. schedule: over them.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
-    talk: with ranks that have joined.
+    joining: what ranks inside ``join`` tell each other.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Pipeline:
             for name in ("reduce-scatter", "all-gather")
         )
         self._control_channel = world.open_channel("roll call", window=1)
-        self.talk = Talk(self._control_channel)
+        self.joining = Joining(self._control_channel)
         window = NUM_FETCHED if config.update_on == "host" else 1
         self._update_lane = self._progress.open_lane("update", window=window)
         self.spans = spans
