@@ -223,8 +223,9 @@ class Engine:
 
     def close(self) -> None:
         """Finish what is under way and give the channels back."""
-        if self._cycle.stepped:
-            self.synchronize()
+        if self._cycle.stepped or (self._eager and not self._awaits_step()):
+            self._wait(self._pipeline.is_finished, "the last step's gathers")
+            self._side.lead()
         for bucket in self._buckets:
             bucket.release_gradients()  # of a backprop that no step followed
         self._pipeline.close()
@@ -241,17 +242,21 @@ class Engine:
 
     def _refuse_endless_wait(self) -> None:
         """Buckets that wait for ``step()`` hold up the gathers of those that do not."""
-        cycle = self._cycle
-        if cycle.stepped:
-            return
-        # Who lacks a gradient here may have one elsewhere, which ranks tell each other in step().
-        waits = any(self._buckets[index].missing for index in cycle.active)
-        if waits or len(cycle.launched) < len(cycle.active):
+        if self._awaits_step():
             raise UsageError(
                 "parameters are read between backward and step(), but with eager=True some of them "
                 "are updated already, and others, which got no gradient, only after step(); read "
                 "them after step(), or make the optimizer with eager=False"
             )
+
+    def _awaits_step(self) -> bool:
+        """Whether some buckets cannot be updated before the step, with eager updates too."""
+        cycle = self._cycle
+        if cycle.stepped:
+            return False
+        # Who lacks a gradient here may have one elsewhere, which ranks tell each other in step().
+        lacking = any(self._buckets[index].missing for index in cycle.active)
+        return lacking or len(cycle.launched) < len(cycle.active)
 
     def _keep_gradient(self, bucket: BucketRuntime, slot: int) -> None:
         if not self._cycle.stepped:
