@@ -9,7 +9,7 @@ it learns how they clip.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,18 +52,18 @@ class Joining:
 
     def attend(self, active: bool) -> Tensor:
         """Say whether this rank still trains; the tensor later holds how many do (collective)."""
-        return self._reduce("attendance", [float(active)], "sum")
+        return self._reduce("attendance", _numbers_of(float(active)), "sum")
 
     def announce_clip(self, max_norm: float, norm_type: float) -> None:
         """This rank, which still trains, is about to clip (collective)."""
         if self.is_open:
-            self._reduce("next action", (1.0, max_norm, norm_type), "max")
+            self._reduce("next action", _numbers_of(1.0, max_norm, norm_type), "max")
 
     def next_clip(self) -> tuple[float, float] | None:
         """To which norm, of which type, those that still train clip; None if they step next
         (collective).
         """
-        told = self._reduce("next action", [-math.inf] * len(_STEP), "max")
+        told = self._reduce("next action", _numbers_of(*[-math.inf] * len(_STEP)), "max")
         self.wait()
         clips, max_norm, norm_type = told.tolist()
         return (max_norm, norm_type) if clips > 0 else None
@@ -75,20 +75,18 @@ class Joining:
         if not self.is_open:
             return own
         if not joined:  # else it has been told
-            self._reduce("next action", _STEP, "max")
-        packed = pack(own, joined=joined)
-        self._channel.submit("options", lambda c: c.start_all_reduce(packed, "max"))
+            self._reduce("next action", _numbers_of(*_STEP), "max")
+        told = self._reduce("options", pack(own, joined=joined), "max")
         if not joined:
             return own
         self.wait()
-        return unpack(own, packed)
+        return unpack(own, told)
 
     def wait(self) -> None:
         """Wait until what was said to other ranks has arrived."""
         self._channel.run("joined rank's wait for the others", lambda _: Completed())
 
-    def _reduce(self, label: str, values: Sequence[float], operation: ReduceOp) -> Tensor:
-        told = torch.tensor(values, dtype=torch.float64, device="cpu")
+    def _reduce(self, label: str, told: Tensor, operation: ReduceOp) -> Tensor:
         self._channel.submit(label, lambda c: c.start_all_reduce(told, operation))
         return told
 
@@ -96,8 +94,11 @@ class Joining:
 def pack(options: Options, *, joined: bool) -> Tensor:
     """All numbers among the hyperparameters, in a fixed order, in fp64."""
     values = [value for group in options for _, value in _numbers(group)]
-    sent = [-math.inf] * len(values) if joined else values
-    return torch.tensor(sent, dtype=torch.float64, device="cpu")
+    return _numbers_of(*([-math.inf] * len(values) if joined else values))
+
+
+def _numbers_of(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def unpack(options: Options, packed: Tensor) -> list[dict[str, Any]]:

@@ -71,7 +71,7 @@ class DistributedOptimizer(Optimizer):
         self._model = model
         self.world = world if world is not None else connect()
         self.config = merge_settings(config, settings)
-        self._given_cap_mb, self._is_fused = self.config.bucket_cap_mb, False
+        self._given_cap_mb = self.config.bucket_cap_mb
         self.spans = Spans()
         self._ranges = LayerRanges(model)
         self._plan = choose_plan(plan, self.config)
@@ -220,12 +220,10 @@ class DistributedOptimizer(Optimizer):
         Call it between ``step`` and the next backward; gradients that no step has used are
         dropped. Raises ConfigError if it is for another model or world size.
         """
-        config = self.config
-        if self._is_fused:  # what ``fuse`` has set was never the user's wish for good
-            config = replace(config, bucket_cap_mb=self._given_cap_mb)
+        config = replace(self.config, bucket_cap_mb=self._given_cap_mb)  # not what ``fuse`` has set
         check_plan(plan, config)
         self._assembly.engine.drop_gradients()
-        self.config, self._is_fused = config, False
+        self.config = config
         if self._attachment.follows(plan):  # no need to stand still
             self._abandon_planning()
             self._plan = plan
@@ -238,7 +236,6 @@ class DistributedOptimizer(Optimizer):
         Parameters and state stay. Call it where ``follow`` may be called.
         """
         self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
-        self._is_fused = True
         self._assembly.engine.drop_gradients()
         self._lay_out_anew(None)
 
