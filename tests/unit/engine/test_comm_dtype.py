@@ -289,27 +289,3 @@ def test_an_optimizer_that_needs_single_precision_is_given_it_or_refused(gather:
     for message in run_ranks(2, rank):
         assert "SingleOnly cannot update parameters of torch.bfloat16" in message
         assert "no kernel for" in message and "master_weights=True" in message
-
-
-@pytest.mark.parametrize(
-    ("dtype", "allowed"), [(torch.float32, True), (torch.bfloat16, False), (torch.complex64, False)]
-)
-def test_mpis_own_sum_is_no_choice_where_it_cannot_add_every_bucket(
-    dtype: torch.dtype, allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The choice is made with the largest bucket, and holds for the smallest."""
-    offers = []
-
-    def choose(*_: Any, can_be_native: bool, **__: Any) -> str:
-        offers.append(can_be_native)
-        return "ring"
-
-    monkeypatch.setattr("dearmpi.engine.assembly.fastest_reduce_scatter", choose)
-
-    def rank(world: World) -> None:
-        model = nn.Sequential(nn.Linear(50, 50), nn.Linear(3, 2, dtype=dtype))
-        optimizer = distribute(model, world, inner="plain", reduce_scatter="auto")
-        optimizer.close()
-
-    run_ranks(2, rank)
-    assert offers == [allowed, allowed]
