@@ -22,7 +22,7 @@ from pathlib import Path
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.contest import Length, hold_contest
 from dearmpi.bench.gloo import NUM_IN_FLIGHT, calibrate_all_reduce
-from dearmpi.bench.method import Entrant, Method, Setup
+from dearmpi.bench.method import BAYES, Entrant, Method, Setup
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject
 from dearmpi.bench.table import align
@@ -86,6 +86,8 @@ def measure(given: argparse.Namespace) -> None:
     length = Length(num_warmup=3, num_batches=given.iterations, num_rounds=1)
     question = Question(given.workload, given.methods.split(","), ratio=given.ratio, length=length)
     methods = question.read_methods()
+    if any(method.label.partition(":")[0] == BAYES for method in methods):
+        raise SystemExit("bayes cannot be predicted: its buckets follow from what is measured")
     peers = {m.label: simulated.parse_method(m.label) for m in methods if m.uses_group}
     world = connect()
     tell = print if world.is_root else lambda _: None
