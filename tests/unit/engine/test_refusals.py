@@ -267,18 +267,3 @@ def test_closing_before_the_step_leaves_an_ordinary_model() -> None:
         assert model.weight.grad is not None and model.weight.grad.tolist() == [[1.0] * 3] * 2
 
     run_ranks(2, rank)
-
-
-def test_closing_before_the_step_finishes_updates_that_are_eager() -> None:
-    def rank(world: World) -> list[list[float]]:
-        model = nn.Linear(3, 2)
-        nn.init.zeros_(model.weight)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0), model, world=world, eager=True
-        )
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.close()
-        weight: list[list[float]] = model.weight.tolist()
-        return weight
-
-    assert run_ranks(2, rank) == [[[-1.0] * 3] * 2] * 2
