@@ -220,17 +220,21 @@ class Progress:
                 try:
                     moved = lane.advance() or moved
                 except Exception as error:
-                    self._fail(lane, error)
+                    label = lane.current.label if lane.current else "an operation"
+                    self._fail(f"{label} ({lane.name} lane)", error)
                     return False
             if self._watchdog is not None:
-                self._watchdog.tend()
+                try:
+                    self._watchdog.tend()
+                except Exception as error:
+                    self._fail("a message between watchdogs", error)
+                    return False
         return moved
 
-    def _fail(self, lane: Lane, error: Exception) -> None:
-        label = lane.current.label if lane.current else "an operation"
+    def _fail(self, what: str, error: Exception) -> None:
         reason = str(error) if isinstance(error, DearError) else repr(error)
         kind = type(error) if isinstance(error, CommError) else CommError
-        failure = kind(f"{self._origin}: {label} ({lane.name} lane) failed: {reason}")
+        failure = kind(f"{self._origin}: {what} failed: {reason}")
         failure.__cause__ = error
         with self._lock:
             self._failure = failure

@@ -15,7 +15,7 @@ from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.watchdog import StallLimits, Status, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.errors import ConfigError, StallError
+from dearmpi.errors import CommError, ConfigError, StallError
 
 LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
 
@@ -212,3 +212,16 @@ def test_a_question_behind_other_messages_is_answered_at_once() -> None:
     messenger = Shy()
     Watchdog(messenger, rank=0, size=2, limits=LIMITS).tend()
     assert messenger.answers == [1]
+
+
+def test_messages_that_fail_end_the_wait_at_once() -> None:
+    class Cut(FakeCollectives):
+        def receive_message(self) -> tuple[int, bytes] | None:
+            raise OSError("the connection is cut")
+
+    hub = FakeHub(1)
+    world = World(FakeCollectives(hub, 0), stall_limits=LIMITS)
+    world.progress.watch(Watchdog(Cut(hub, 0), rank=0, size=1, limits=LIMITS))
+    with pytest.raises(CommError, match="between watchdogs failed: .*the connection is cut"):
+        world.progress.wait_until(lambda: False, what="RS0")
+    world.close()
