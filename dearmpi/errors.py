@@ -12,6 +12,7 @@ DearError
 ├── UsageError           the engine was called in an order that has no meaning
 └── CommError            a collective failed, with rank, host and operation
     ├── StallError       an operation made no progress within its limit
+    ├── ReplicaMismatchError   ranks no longer train alike (also a MismatchError)
     └── WireRangeError   a number is beyond the format in which it was to travel
 
 ``exit_code`` is what ``dear-train`` ends with; the README lists them.
@@ -82,6 +83,14 @@ class CommError(DearError, RuntimeError):
 
 class StallError(CommError):
     """An operation made no progress within its time limit."""
+
+
+class ReplicaMismatchError(CommError, MismatchError):
+    """Ranks that began alike no longer are, as they tell each other in a step: their optimizers
+    have loaded different states, or have different learning rates.
+    """
+
+    exit_code = 4
 
 
 class WireRangeError(CommError):

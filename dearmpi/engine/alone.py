@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine.clock import IterationTimes
+from dearmpi.engine.join import Joining
+from dearmpi.engine.roll_call import Loads
 from dearmpi.engine.span import Lane
 from dearmpi.engine.spans import Spans
 
@@ -22,6 +24,8 @@ class AloneEngine:
         self._optimizer = optimizer
         self._spans = spans
         self.times = IterationTimes()
+        self.joining = Joining(None)
+        self.loads = Loads()
 
     def step(self, *, joined: bool = False) -> None:
         """Update."""
@@ -50,17 +54,9 @@ class AloneEngine:
         """There is nobody to wait for."""
         yield
 
-    is_joining = False
-
-    def announce_clip(self, max_norm: float, norm_type: float) -> None:
-        """There is nobody to tell."""
-
     def next_clip(self) -> tuple[float, float] | None:
         """Nobody clips."""
         return None
-
-    def refuse_in_join(self, what: str) -> None:
-        """Nobody would have to follow."""
 
     def wait_reduced(self) -> None:
         """Gradients are always reduced."""

@@ -19,7 +19,7 @@ from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
-from dearmpi.engine.options import describe_options
+from dearmpi.engine.options import describe_options, describe_state
 from dearmpi.engine.probe import elementwise_keys, host_twin
 from dearmpi.engine.relocation import Relocation
 from dearmpi.engine.shard_update import ShardUpdate
@@ -133,7 +133,7 @@ class Attachment:
         checks = self.assembly.checks
         if checks is not None and checks.is_due():
             # Of ranks that have joined no scheduler runs, but they take over the others' options.
-            joining = self.assembly.engine.is_joining
+            joining = self.assembly.engine.joining.is_open
             options = "" if joining else repr(describe_options(self._optimizer))
             checks.compare_replicas(self.assembly.engine.take_posted(), options)
 
@@ -161,7 +161,9 @@ class Attachment:
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state in plain torch form, whole and the same on every rank."""
+        """Take over a state in plain torch form, whole and the same on every rank, which the ranks
+        compare in the next step.
+        """
         self.synchronize()
         if self.assembly.masters.weights:
             # torch would round the state to the parameters' dtype, and put all of it beside them.
@@ -171,6 +173,9 @@ class Attachment:
                 self._optimizer.state[params[index]] = dict(entries)
         else:
             self._optimizer.load_state_dict(state_dict)
+        names = self.assembly.blueprint.names
+        lines = [*describe_options(self._optimizer), *describe_state(self._optimizer, names)]
+        self.assembly.engine.loads.note(lines)
         self._adopt_state()
 
     def local_state(self) -> LocalState:

@@ -20,7 +20,7 @@ def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type:
     """
     if not max_norm > 0:
         raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
-    engine.announce_clip(max_norm, norm_type)
+    engine.joining.announce_clip(max_norm, norm_type)
     return _clip(engine, world, max_norm, norm_type)
 
 
@@ -44,7 +44,7 @@ def _clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type
 
 def scale(engine: Engine | AloneEngine, world: World, factor: float) -> bool:
     """Multiply all gradients by ``factor``; False if any was inf or NaN (collective)."""
-    engine.refuse_in_join("scaling gradients, which may skip a step,")
+    engine.joining.refuse("scaling gradients, which may skip a step,")
     engine.wait_reduced()
     found = [shard.isfinite().all() for shard in engine.shards()]
     is_finite = not found or bool(torch.stack(found).all())  # a device is waited for once

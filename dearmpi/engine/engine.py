@@ -25,6 +25,7 @@ class Engine:
 
     eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment; asked for
         before an iteration's first update.
+    joining: what ranks tell each other inside ``join``. loads: which states were loaded.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class Engine:
         self._eager = eager
         self._read_options = read_options
         self._synchronizing = True
-        self._joining = pipeline.joining
+        self.joining = pipeline.joining
+        self.loads = pipeline.loads
         self.times = IterationTimes()
 
     @property
@@ -116,7 +118,7 @@ class Engine:
                 self._buckets[index].pending = True
             self._buckets[index].supersede()
         options = cycle.options or self._read_options()
-        self._pipeline.submit_step(self._joining.announce_step(options, joined=joined))
+        self._pipeline.submit_step(self.joining.announce_step(options, joined=joined))
         self._pipeline.call_roll()
         if self._schedule.wait is Wait.STEP:
             self.synchronize()
@@ -154,7 +156,7 @@ class Engine:
         """Forget the gradients of a backprop that no step followed."""
         if self._cycle.stepped:
             return
-        self.refuse_in_join("dropping gradients after a backward")
+        self.joining.refuse("dropping gradients after a backward")
         self.wait_reduced()
         for index in self._cycle.active:
             self._buckets[index].release_gradients()
@@ -181,28 +183,15 @@ class Engine:
         """Inside, ranks may take unequal numbers of steps: at the end, ``shadow_step`` for each
         that others still take.
         """
-        with self._joining.opened():
+        with self.joining.opened():
             yield
             while self._count_active() > 0:
                 shadow_step()
 
-    @property
-    def is_joining(self) -> bool:
-        """Whether that is so now."""
-        return self._joining.is_open
-
-    def announce_clip(self, max_norm: float, norm_type: float) -> None:
-        """Let ranks that have joined clip as this one is about to."""
-        self._joining.announce_clip(max_norm, norm_type)
-
     def next_clip(self) -> tuple[float, float] | None:
         """As a joined rank: to which norm, of which type, the others clip; None if they step."""
         self.finish_backprop()  # theirs goes on meanwhile
-        return self._joining.next_clip()
-
-    def refuse_in_join(self, what: str) -> None:
-        """Raise UsageError inside ``join``."""
-        self._joining.refuse(what)
+        return self.joining.next_clip()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply reduced gradients, between ``wait_reduced`` and ``step``."""
@@ -234,8 +223,8 @@ class Engine:
     def _count_active(self) -> float:
         """How many ranks still train, asked by one that does not."""
         self._wait(self._pipeline.is_finished, "the last step's gathers")
-        count = self._joining.attend(False)
-        self._joining.wait()
+        count = self.joining.attend(False)
+        self.joining.wait()
         if count.item() > 0:
             self._begin_cycle(joined=True)
         return count.item()
@@ -270,8 +259,8 @@ class Engine:
     def _begin_cycle(self, *, joined: bool = False) -> None:
         self._wait(self._pipeline.is_finished, "the last step's gathers")
         self._side.lead()  # gradients go where updates have read
-        if self._joining.is_open and not joined:
-            self._joining.attend(True)
+        if self.joining.is_open and not joined:
+            self.joining.attend(True)
         self._world.begin_iteration()
         active = set()
         for bucket in self._buckets:
@@ -284,7 +273,7 @@ class Engine:
 
     def _reopen(self) -> None:
         """A further backprop before the step: its gradients add to those already reduced."""
-        self.refuse_in_join("a second backprop before step()")
+        self.joining.refuse("a second backprop before step()")
         if self._eager:
             raise UsageError(
                 "a second backprop began before step(), but eager=True promises a step after each; "

@@ -26,10 +26,10 @@ _STEP = (0.0, 0.0, 0.0)
 
 class Joining:
     """Whether ranks may take unequal numbers of steps now (``is_open``), and what they tell each
-    other meanwhile over ``channel``, in the same order on all.
+    other meanwhile over ``channel``, in the same order on all; a rank alone has none.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel | None) -> None:
         self._channel = channel
         self.is_open = False
 
@@ -84,9 +84,11 @@ class Joining:
 
     def wait(self) -> None:
         """Wait until what was said to other ranks has arrived."""
+        assert self._channel is not None, "a rank alone waits for nobody"
         self._channel.run("joined rank's wait for the others", lambda _: Completed())
 
     def _reduce(self, label: str, told: Tensor, operation: ReduceOp) -> Tensor:
+        assert self._channel is not None, "a rank alone tells nobody"
         self._channel.submit(label, lambda c: c.start_all_reduce(told, operation))
         return told
 

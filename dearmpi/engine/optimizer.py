@@ -195,7 +195,11 @@ class DistributedOptimizer(Optimizer):
         return self._attachment.local_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state in plain torch form, whole and the same on every rank."""
+        """Load a state in plain torch form, whole and the same on every rank.
+
+        Where ranks have loaded different states, or some none, the next step or the one after ends
+        in a ReplicaMismatchError on all of them.
+        """
         self._attachment.load_state_dict(state_dict)
         self._share()
 

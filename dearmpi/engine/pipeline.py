@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from dearmpi.comm.api import Collectives, Completed, Request
 from dearmpi.comm.lane import Work
 from dearmpi.comm.world import World
@@ -22,6 +19,7 @@ from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.host_shard import NUM_FETCHED
 from dearmpi.engine.join import Joining
+from dearmpi.engine.roll_call import Loads, RollCall
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Lane
 from dearmpi.engine.spans import Spans
@@ -35,7 +33,7 @@ class Pipeline:
 
     buckets: in feed-forward order. schedule: over them.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
-    joining: what ranks inside ``join`` tell each other.
+    joining: what ranks inside ``join`` tell each other. loads: which states were loaded.
     """
 
     def __init__(
@@ -69,6 +67,7 @@ class Pipeline:
         )
         self._control_channel = world.open_channel("roll call", window=1)
         self.joining = Joining(self._control_channel)
+        self.loads = Loads()
         window = NUM_FETCHED if config.update_on == "host" else 1
         self._update_lane = self._progress.open_lane("update", window=window)
         self.spans = spans
@@ -76,7 +75,6 @@ class Pipeline:
         self._checked = steps_between_checks(config.check_every) > 0
         self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
         self.cycle = Cycle(stepped=True)
-        self._everybody = bytes([True]) * sum(len(bucket.params) for bucket in buckets)
 
     # Called on the main thread.
 
@@ -103,16 +101,16 @@ class Pipeline:
         self._progress.submit(self._update_lane, Work("step", Completed, self._step_seen))
 
     def call_roll(self) -> None:
-        """Let all ranks know which parameters had a gradient on any of them."""
-        flags, first = bytearray(self._everybody), 0
-        for bucket in self.buckets:
-            for slot in bucket.missing:
-                flags[first + slot] = False
-            first += len(bucket.params)
-        roll = torch.frombuffer(flags, dtype=torch.uint8)
+        """After ``submit_step``: let all ranks know which parameters had a gradient on any of them,
+        and whether the ranks are still alike.
+        """
+        assert self.cycle.options is not None
+        roll = RollCall(self.buckets, self.loads, self.cycle.options)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
         called = partial(self._roll_called, self.cycle, roll)
-        self._control_channel.submit("roll call", lambda c: c.start_all_reduce(roll, "max"), called)
+        self._control_channel.submit(
+            "roll call", lambda c: c.start_all_reduce(roll.told, "max"), called
+        )
 
     def is_finished(self) -> bool:
         """Whether every bucket of the cycle has gone all the way."""
@@ -179,8 +177,8 @@ class Pipeline:
             self._try_update(self.buckets[gather.bucket])
         self._post_gathers()
 
-    def _roll_called(self, cycle: Cycle, roll: Tensor) -> None:
-        cycle.used = bytes(roll.tolist())
+    def _roll_called(self, cycle: Cycle, roll: RollCall) -> None:
+        cycle.used = roll.used()
         for bucket in self.buckets:
             self._try_update(bucket)
 

@@ -1,0 +1,119 @@
+"""Roll call: what ranks tell each other in every step, in one small reduction.
+
+A byte for each thing, of which the largest over ranks counts. Where ranks must be alike, what is
+left to 255 is told as well: the largest of that tells the smallest.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.update import Options
+from dearmpi.errors import ReplicaMismatchError
+
+# A learning rate as a byte: so many per doubling, from 1e-14 to 6e4.
+_PER_DOUBLING, _OF_ONE = 4, 192
+
+
+class Loads:
+    """Which states were loaded into this rank's optimizer since its buckets were laid out."""
+
+    NUM_BYTES = 5
+
+    def __init__(self) -> None:
+        self.count = self._checksum = 0
+
+    def note(self, lines: Iterable[str]) -> None:
+        """A state was loaded, which ``lines`` describe."""
+        self.count += 1
+        self._checksum = zlib.crc32("\n".join(lines).encode(errors="replace"), self._checksum)
+
+    def told(self) -> bytes:
+        """How many, and a checksum of all that was said of them."""
+        return bytes([self.count % 256]) + self._checksum.to_bytes(self.NUM_BYTES - 1, "little")
+
+
+class RollCall:
+    """One rank's, for one step: which parameters had a gradient here, what its optimizer has
+    loaded, and roughly each param group's learning rate.
+
+    told: to be reduced in place to the largest of each byte.
+    """
+
+    def __init__(self, buckets: Sequence[BucketRuntime], loads: Loads, options: Options) -> None:
+        self._options = options
+        present = bytearray()
+        for bucket in buckets:
+            first = len(present)
+            present += b"\1" * len(bucket.params)
+            for slot in bucket.missing:
+                present[first + slot] = False
+        self._num_params = len(present)
+        alike = loads.told() + bytes(_as_byte(_rate(group)) for group in options)
+        self.told: Tensor = torch.frombuffer(present + alike + _rest(alike), dtype=torch.uint8)
+
+    def used(self) -> bytes:
+        """After the reduction: a byte for each parameter, 0 if it had no gradient on any rank.
+
+        Raises ReplicaMismatchError if the ranks are not alike.
+        """
+        answer = bytes(self.told.tolist())
+        alike = answer[self._num_params :]
+        most, least = alike[: len(alike) // 2], _rest(alike[len(alike) // 2 :])
+        if most != least:
+            self._compare_loads(most, least)
+            self._compare_rates(most[Loads.NUM_BYTES :], least[Loads.NUM_BYTES :])
+        return answer[: self._num_params]
+
+    def _compare_loads(self, most: bytes, least: bytes) -> None:
+        if most[0] != least[0]:
+            raise ReplicaMismatchError(
+                f"since the buckets were laid out some ranks have called load_state_dict() "
+                f"{least[0]} times and some {most[0]} times; load the same state on every rank, "
+                "before the same step"
+            )
+        if most[: Loads.NUM_BYTES] != least[: Loads.NUM_BYTES]:
+            raise ReplicaMismatchError(
+                "ranks have loaded states that differ in hyperparameters, counts of steps or "
+                "shapes; load the same state on every rank"
+            )
+
+    def _compare_rates(self, most: bytes, least: bytes) -> None:
+        for index, (high, low) in enumerate(zip(most, least, strict=True)):
+            if high - low > 1:  # neighbours may be alike but for a rounding
+                raise ReplicaMismatchError(
+                    f"the learning rate of param group {index} is {_rate(self._options[index]):g} "
+                    f"on this rank, and from about {_from_byte(low):.2g} to "
+                    f"{_from_byte(high):.2g} over all; let every rank's scheduler see the same, "
+                    "such as the mean over ranks of a loss"
+                )
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """A param group's learning rate; 0 for none, and on a device, which one would wait for."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else 0.0
+    return float(rate) if isinstance(rate, (int, float)) else 0.0
+
+
+def _as_byte(rate: float) -> int:
+    """The size of ``rate``; 0 for 0 and what is no number."""
+    if not rate or not math.isfinite(rate):
+        return 0
+    return max(1, min(255, _OF_ONE + round(_PER_DOUBLING * math.log2(abs(rate)))))
+
+
+def _from_byte(byte: int) -> float:
+    return 2.0 ** ((byte - _OF_ONE) / _PER_DOUBLING) if byte else 0.0
+
+
+def _rest(values: bytes) -> bytes:
+    return bytes(255 - value for value in values)
