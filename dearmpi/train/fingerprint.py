@@ -14,6 +14,7 @@ from torch import Tensor
 
 import dearmpi
 from dearmpi.errors import MismatchError
+from dearmpi.train.task import Task
 from dearmpi.train.text_world import TextWorld
 
 NUM_DIGITS = 12
@@ -23,6 +24,7 @@ MOST_ITEMS = 5
 CURES = {
     "code": "install the same dearmpi on every host",
     "argument": "start every rank with the same command line, environment and config file",
+    "data": "give every rank the same files, complete on every host",
     "model": "give every rank the same task, data and seed",
 }
 
@@ -56,6 +58,14 @@ def model_fingerprints(state: Mapping[str, Tensor]) -> dict[str, str]:
         "model shapes": shapes.hexdigest()[:NUM_DIGITS],
         "model values": values.hexdigest()[:NUM_DIGITS],
     }
+
+
+def data_fingerprints(task: Task) -> dict[str, str]:
+    """Return the item ``data samples``: how many there are. A rank with others would train on
+    other shares of each step.
+    """
+    held_out = 0 if task.eval_data is None else len(task.eval_data)
+    return {"data samples": f"{len(task.train_data)} and {held_out} held out"}
 
 
 def compare(world: TextWorld, fingerprints: Mapping[str, str]) -> None:

@@ -22,6 +22,19 @@ CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
 # What suits one optimizer says nothing about another.
 OF_THE_OPTIMIZER = ("optimizer_options", "lr", "momentum", "weight_decay")
+OF_THE_STEP_SCHEDULE = ("lr_milestones", "lr_gamma")
+# Of the process that trains, not of the run: MPI is asked for it before a checkpoint is looked for.
+OF_THE_PROCESS = ("progress", "stall_warning_s", "stall_abort_s")
+# What is needed before a task can be built, which therefore has nothing to say about it.
+BEFORE_THE_TASK = (
+    *("task", "task_options", "data", "run_folder", "name", "resume"),
+    *("device", "deterministic", "seed", "threads"),
+    *OF_THE_PROCESS,
+)
+OPTIONS_WITH_SETTINGS = {
+    "optimizer_options": {"lr", "momentum", "weight_decay"},
+    "task_options": {"data"},
+}
 
 Source = Literal["flag", "environment", "file", "checkpoint", "task"]
 
@@ -69,7 +82,27 @@ def make_layer(source: Source, given: Mapping[str, object], *, origin: str = "")
                 f"{bare.label(first)} {values[first]} and {bare.label(second)} {values[second]} "
                 "exclude each other; give one of them"
             )
+    _unpack(values, bare)
     return Layer(source, values, origin)
+
+
+def _unpack(values: dict[str, Any], bare: Layer) -> None:
+    """Move options that have a setting of their own to that, so that any layer above can win.
+
+    Raises ConfigError where both are given, and differ.
+    """
+    for options, names in OPTIONS_WITH_SETTINGS.items():
+        pairs = dict(values.get(options, {}))
+        for name in names & pairs.keys():
+            label = f"{bare.label(options)} {name}="
+            value = SETTINGS[name].convert(pairs.pop(name), label=label)
+            if values.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{name} is given twice, as {bare.label(name)} {values[name]} and as "
+                    f"{label}{value}; give it once"
+                )
+        if options in values:
+            values[options] = pairs
 
 
 def read_environment(environment: Mapping[str, str]) -> Layer:
@@ -132,18 +165,26 @@ def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]
 
 def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Layer:
     """The settings of the run that wrote a checkpoint; those unknown by now are passed over, and
-    so are the iterations that it recorded, which have been.
+    so are those of its process, and the iterations that it recorded, which have been.
     """
-    known = {name: value for name, value in stored.items() if name in SETTINGS and name != "trace"}
+    passed_over = ("trace", *OF_THE_PROCESS)
+    known = {n: value for n, value in stored.items() if n in SETTINGS and n not in passed_over}
     return make_layer("checkpoint", known, origin=origin)
 
 
 def from_task(defaults: Mapping[str, object], *, task: str) -> Layer:
-    """What the task recommends. Raises ConfigError for a recommendation that is no setting."""
+    """What the task recommends. Raises ConfigError for a recommendation that is no setting, or
+    that comes too late.
+    """
     origin = f"the defaults of task {task}"
     for name in defaults:
         if name not in SETTINGS:
             raise ConfigError(f"unknown setting {name!r} in {origin}{_nearest(name, SETTINGS)}")
+        if name in BEFORE_THE_TASK:
+            raise ConfigError(
+                f"{name} in {origin} has no effect: it is needed before the task is built; leave "
+                f"it out there, and give it as --{SETTINGS[name].flag}"
+            )
     return make_layer("task", defaults, origin=origin)
 
 
@@ -151,8 +192,9 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
     """The winning values; ``layers`` in order, those that win first.
 
     A setting excludes its alternatives in the layers below (epochs and max_steps). A layer that
-    names another optimizer than the one chosen above has nothing to say about its options. With a
-    plan, checkpoint and task have nothing to say about what it decides; a user who does is refused.
+    names another optimizer than the one chosen above has nothing to say about its options, and one
+    that names another lr_schedule nothing about the details of that. With a plan, checkpoint and
+    task have nothing to say about what it decides; a user who does is refused.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -162,6 +204,9 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
         own = layer.values.get("optimizer", chosen)
         if chosen is not None and own.lower() != chosen.lower():
             ignored.update(OF_THE_OPTIMIZER)
+        curve = merged.get("lr_schedule")
+        if curve is not None and layer.values.get("lr_schedule", curve) != curve:
+            ignored.update(OF_THE_STEP_SCHEDULE)
         if layer.source in ("checkpoint", "task"):
             ignored.update(_decided_by(merged.get("plan")))
         for name, value in layer.values.items():
@@ -184,6 +229,12 @@ def _decided_by(plan: str | None) -> tuple[str, ...]:
 def resolve(layers: Sequence[Layer]) -> RunSettings:
     """The settings of the run, from ``layers`` in order and the defaults below them."""
     return RunSettings(**merge(layers))
+
+
+def before_task(layers: Sequence[Layer]) -> RunSettings:
+    """As far as they are needed before the task is built, which may recommend the others."""
+    chosen = merge(layers)
+    return RunSettings(**{name: chosen[name] for name in BEFORE_THE_TASK if name in chosen})
 
 
 def _nearest(name: str, known: Mapping[str, str] | Mapping[str, Setting]) -> str:

@@ -47,11 +47,12 @@ class Meter:
     """Adds up steps.
 
     interval: since the last ``lap``. steady: since the start, without the first step, which pays
-    for allocations and for connections made on first use.
+    for allocations and for connections made on first use. seconds: since the start, with it.
     """
 
     interval: Sums = field(default_factory=Sums)
     steady: Sums = field(default_factory=Sums)
+    seconds: float = 0.0
     _started: bool = False
     _told_wait_s: float = 0.0
     _late_wait_s: float = 0.0
@@ -59,6 +60,7 @@ class Meter:
     def add(self, step: Sums) -> None:
         """Count one step."""
         self.interval.add(step)
+        self.seconds += step.seconds
         if self._started:
             self.steady.add(step)
         self._started = True
@@ -66,6 +68,7 @@ class Meter:
     def wait(self, seconds: float) -> None:
         """Count time spent waiting for the last step's communication outside of steps."""
         self.interval.seconds += seconds
+        self.seconds += seconds
         self.interval.waited_s += seconds
         if self.steady.num_steps:
             self.steady.seconds += seconds

@@ -45,8 +45,14 @@ class RunFolder:
         folder = cls(root / name)
         folder.check_free(resume=resume)
         try:
-            folder.logs.mkdir(parents=True, exist_ok=True)
-            folder.checkpoints.mkdir(exist_ok=True)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.checkpoints.mkdir(exist_ok=resume)  # which one of two new runs can
+            folder.logs.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{folder.path} was made by another run that started just now; give each run a "
+                "--name of its own"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"cannot create the run folder {folder.path}: {error.strerror}; "

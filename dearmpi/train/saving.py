@@ -7,9 +7,11 @@ of them are, and go on to the next stage between steps.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -138,7 +140,10 @@ class Saver:
         if self._head is None:
             return None  # rank 0's work
         path = draft.commit(self._head, files)
-        checkpoint.prune(self._folder, self._job.settings.keep)
+        try:
+            checkpoint.prune(self._folder, self._job.settings.keep)
+        except OSError as error:  # such as a file that somebody reads over NFS
+            warnings.warn(f"an old checkpoint is left over: {error}; remove it", stacklevel=1)
         return path
 
 
@@ -195,4 +200,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # a system that forbids it
+        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)

@@ -27,10 +27,11 @@ from dearmpi.train.fingerprint import (
     argument_fingerprints,
     code_fingerprint,
     compare,
+    data_fingerprints,
     model_fingerprints,
 )
 from dearmpi.train.job import Job, check_position, make_plan, prepare
-from dearmpi.train.layers import Layer, from_checkpoint, from_task, merge, resolve
+from dearmpi.train.layers import Layer, before_task, from_checkpoint, from_task, merge, resolve
 from dearmpi.train.metrics import MetricsLog
 from dearmpi.train.optimizers import OptimizerChoice, choose_optimizer
 from dearmpi.train.place import Place, agree_on_place, check_shared
@@ -75,7 +76,7 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
         if snapshot is not None:
             stored = snapshot.meta.get("config", {})
             layers = [*layers, from_checkpoint(stored, origin=str(place.checkpoint))]
-        basis = resolve(layers)
+        basis = before_task(layers)
     threads = choose_threads(
         world, asked=basis.threads, progress_thread=world.size > 1 and basis.progress == "thread"
     )
@@ -88,7 +89,7 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
         settings, choice = settle(layers, task, snapshot)
         settings = replace(settings, run_folder=str(place.root), name=place.name)
         make_plan(settings, task, world)
-    fingerprints = argument_fingerprints(settings.as_plain())
+    fingerprints = argument_fingerprints(settings.as_plain()) | data_fingerprints(task)
     compare(world, fingerprints | model_fingerprints(task.model.state_dict()))
     kept = RunFolder(place.root / place.name).plan if _has_planned(place, snapshot) else None
     job = prepare(world, settings, task, choice=choice, snapshot=snapshot, kept_plan=kept)
@@ -117,7 +118,7 @@ def settle(
     settings = replace(settings, lr=choice.lr, optimizer=choice.kind.__name__)
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, epochs=1)
-    if settings.eval_interval and not task.eval_data:
+    if settings.eval_interval and (task.eval_data is None or len(task.eval_data) == 0):
         raise ConfigError(
             f"eval_interval {settings.eval_interval} has no effect: task {task.name} has no "
             "held-out data; leave it out"
@@ -128,7 +129,8 @@ def settle(
             "--tensorboard"
         )
     if snapshot is not None:
-        check_resumable(snapshot.meta.get("config", {}), settings)
+        stored = from_checkpoint(snapshot.meta.get("config", {}), origin="the checkpoint")
+        check_resumable(stored.values, settings)
         check_position(snapshot, task)
     return settings, choice
 

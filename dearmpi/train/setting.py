@@ -209,7 +209,12 @@ def _to_pairs(value: object, label: str) -> dict[str, object]:
     """A mapping as it is; ``a=1`` and ``b=2`` from words, or from text that holds such words."""
     if isinstance(value, Mapping):
         return {str(name): part for name, part in value.items()}
-    words = shlex.split(value) if isinstance(value, str) else value
+    try:
+        words = shlex.split(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(
+            f"{label} is {value!r}; it cannot be split into words: {error}"
+        ) from error
     if not isinstance(words, Sequence):
         raise ConfigError(f"{label} is {value!r}; it must be NAME=VALUE pairs")
     pairs: dict[str, object] = {}

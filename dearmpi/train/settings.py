@@ -136,9 +136,10 @@ def _plain(value: Any) -> Any:
 
 def check_resumable(stored: Mapping[str, Any], settings: RunSettings) -> None:
     """Raise ConfigError, with both values, where ``settings`` differ from those of the checkpoint
-    (``stored``, as ``as_plain`` gave them) in what a run must keep.
+    (``stored``) in what a run must keep.
     """
     new = settings.as_plain()
+    stored = {name: _plain(value) for name, value in stored.items() if value != {}}
     for name, about in SETTINGS.items():
         if about.fixed and stored.get(name) != new.get(name):
             raise ConfigError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dearmpi.engine.span import Lane
 from dearmpi.errors import NonFiniteLossError, TaskError
@@ -48,16 +49,22 @@ def _step(job: Job, step: int, loader: _Loader) -> StepResult:
     lr = set_lr(job, step)
     job.optimizer.zero_grad()
     *early, last = job.plan.step(*job.position(step))
+    skips = job.settings.on_nan == "skip"
+    buffers = _copy_buffers(job.task.model) if skips else {}
     loss = 0.0
     with job.optimizer.no_sync():
         for share in early:
             loss += _go_back(_go_forward(job, share, loader), share)
     final = _go_forward(job, last, loader)
-    if job.settings.on_nan == "skip" and not _all_finite(job, loss, final):
+    if skips and not _all_finite(job, loss, final):
         job.optimizer.zero_grad()
-        return StepResult(math.nan, lr, skipped=True)
-    loss += _go_back(final, last)
-    return _update(job, step, loss, lr)
+        result = StepResult(math.nan, lr, skipped=True)
+    else:
+        loss += _go_back(final, last)
+        result = _update(job, step, loss, lr)
+    if result.skipped:
+        _restore_buffers(job.task.model, buffers)
+    return result
 
 
 def set_lr(job: Job, step: int) -> float:
@@ -113,6 +120,17 @@ def _go_back(loss: Tensor | None, share: MicroBatch) -> float:
         return 0.0
     torch.autograd.backward(loss * share.weight if share.weight != 1.0 else loss)
     return float(loss.detach()) * share.weight
+
+
+def _copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What buffers hold: statistics of a feed-forward that is not finite must not outlive it."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@torch.no_grad()
+def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
 
 
 def _all_finite(job: Job, early: float, final: Tensor | None) -> bool:

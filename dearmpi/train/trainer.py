@@ -121,7 +121,9 @@ class Trainer:
     def _take_step(self) -> None:
         """Phases 1 and 2."""
         begin_s, waited_s = time.perf_counter(), self._job.world.progress.waited_s
-        self._job.task.model.train()
+        model = self._job.task.model
+        if not model.training:  # else parts that the task keeps in evaluation mode stay so
+            model.train()
         self._last = take_step(self._job, self._step)
         self._step += 1
         self._count_skip(self._last)
@@ -282,7 +284,7 @@ class Trainer:
             first_loss=self._first_loss,
             last_loss=self._last_loss,
             evaluation=self._evaluation,
-            train_s=steady.seconds,
+            train_s=self._meter.seconds,
             samples_per_s=steady.samples_per_s,
             hidden_share=None if busy_s <= 0 else max(0.0, 1.0 - exposed_s / busy_s),
             num_skipped=self._num_skipped,

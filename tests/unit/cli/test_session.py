@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,13 @@ from dearmpi.cli.session import run_session
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
-from dearmpi.train import checkpoint
+from dearmpi.train import checkpoint, session
 from dearmpi.train.agreement import AgreedError
 from dearmpi.train.layers import make_layer
 from dearmpi.train.session import open_session
 from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
+from dearmpi.train.task import Task
+from dearmpi.train.tasks import build_task
 
 TASK = """
 import signal
@@ -259,3 +263,35 @@ def test_ranks_with_other_arguments_learn_both_values(task_file: Path) -> None:
     for told in run_ranks(2, work):
         assert "argument lr differs: 0.1 on rank 0" in told and "0.2 on rank 1" in told
     assert not (task_file.parent / "runs").exists()
+
+
+def test_ranks_with_more_samples_than_others_are_told_how_many(
+    task_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a file is missing on one host."""
+    own = threading.local()
+
+    def build(spec: str, options: Mapping[str, str]) -> Task:
+        return build_task(spec, {**options, "count": str(20 + own.rank)})
+
+    monkeypatch.setattr(session, "build_task", build)
+
+    def work(world: World) -> str:
+        own.rank = world.rank
+        with pytest.raises(MismatchError) as caught:
+            open_session(world, [make_layer("flag", {"task": f"{task_file}:make"})])
+        return str(caught.value)
+
+    for told in run_ranks(2, work):
+        assert "data samples differs: 20 and 5 held out on rank 0" in told
+        assert "21 and 5 held out on rank 1" in told and "same files" in told
+
+
+def test_a_run_that_was_given_its_rate_as_an_option_goes_on(alone: World, task_file: Path) -> None:
+    given = {"name": "a", "resume": "auto", "optimizer_options": ["lr=0.1", "momentum=0.5"]}
+    assert run(alone, task_file, **given) == 0
+    assert run(alone, task_file, **given, max_steps="9") == 0
+    assert run(alone, task_file, name="a", resume="auto", max_steps="12") == 0
+    config = yaml.safe_load((task_file.parent / "runs" / "a" / "config.yaml").read_text())
+    assert (config["lr"], config["momentum"]) == (0.1, 0.5)
+    assert "optimizer_options" not in config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.unit.train.points import (
     SGD,
     Loss,
     Notes,
+    Points,
     equal,
     make_job,
     make_task,
@@ -88,6 +90,22 @@ def test_skipping_leaves_out_bad_steps_and_only_those(alone: World, tmp_path: Pa
     assert outcome.num_skipped == 2
     assert [equal(a, b) for a, b in zip(seen, seen[1:], strict=False)] == [True, False, True, False]
     assert [row.loss is None for row in notes.rows] == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_skipping_leaves_the_statistics_of_a_bad_batch_out(
+    alone: World, tmp_path: Path, max_grad_norm: float
+) -> None:
+    settings = RunSettings(max_steps=6, on_nan="skip", max_grad_norm=max_grad_norm, **SGD)
+    task = make_task()
+    task = replace(task, model=nn.Sequential(nn.BatchNorm1d(4), task.model))
+    assert isinstance(task.train_data, Points)
+    task.train_data.inputs[3] = math.nan  # one sample
+    outcome, _ = train(make_job(alone, settings, task), tmp_path)
+    assert 0 < outcome.num_skipped < 6
+    assert all(buffer.isfinite().all() for buffer in task.model.buffers())
+    assert task.model.get_buffer("0.num_batches_tracked") == 6 - outcome.num_skipped
+    assert outcome.evaluation is not None and math.isfinite(outcome.evaluation.loss)
 
 
 def test_skipping_gives_up_when_nothing_else_is_left(alone: World, tmp_path: Path) -> None:

@@ -71,6 +71,43 @@ def test_the_same_optimizer_spelled_otherwise_keeps_the_tasks_options() -> None:
     assert resolve([flags(optimizer="adamw"), TASK]).lr == 4e-3
 
 
+def test_an_option_that_has_a_setting_is_that_setting() -> None:
+    task = from_task({"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}}, task="t")
+    assert resolve([flags(momentum="0.8"), task]).momentum == 0.8
+    chosen = resolve([flags(optimizer_options=["lr=0.1", "nesterov=true"]), task])
+    assert (chosen.lr, chosen.momentum) == (0.1, 0.9)
+    assert chosen.optimizer_options == {"nesterov": True}
+    told = from_checkpoint(chosen.as_plain(), origin="c")
+    assert resolve([flags(optimizer_options=["lr=0.1"]), told]) == chosen
+    file = make_layer("file", {"data": "a"}, origin="f")
+    assert resolve([flags(task_options=["data=b"]), file]).data == "b"
+
+
+def test_an_option_and_its_setting_from_one_source_must_agree() -> None:
+    assert flags(lr="0.1", optimizer_options=["lr=0.1"]).values["lr"] == 0.1
+    with pytest.raises(ConfigError, match="--lr 0.1 and as --optimizer-option lr=0.2; give"):
+        flags(lr="0.1", optimizer_options=["lr=0.2"])
+
+
+def test_details_of_a_curve_go_with_it() -> None:
+    task = from_task({"lr_schedule": "step", "lr_milestones": (0.5,)}, task="t")
+    assert resolve([flags(lr_schedule="cosine"), task]).lr_milestones is None
+    assert resolve([flags(lr_milestones="0.3,0.6"), task]).lr_milestones == (0.3, 0.6)
+    with pytest.raises(ConfigError, match="lr_milestones has no effect"):
+        resolve([flags(lr_milestones="0.3,0.6")])
+
+
+@pytest.mark.parametrize("name", ["seed", "device", "threads", "deterministic", "progress", "data"])
+def test_a_task_cannot_recommend_what_comes_before_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} in the defaults of task t has no effect.*--"):
+        from_task({name: "1"}, task="t")
+
+
+def test_a_checkpoint_says_nothing_of_the_process_that_goes_on() -> None:
+    stored = {"progress": "poll", "stall_abort_s": 9.0, "stall_warning_s": 1.0, "seed": 3}
+    assert from_checkpoint(stored, origin="c").values == {"seed": 3}
+
+
 def test_options_of_several_sources_are_merged_by_name() -> None:
     merged = merge([flags(optimizer_options=["eps=1e-6", "betas=0.5,0.6"]), TASK])
     assert merged["optimizer_options"] == {"eps": 1e-6, "betas": (0.5, 0.6)}

@@ -40,6 +40,15 @@ def test_a_run_is_not_overwritten_but_resumed(tmp_path: Path) -> None:
     assert folder.latest.read_text() == "checkpoints/step-00000007\n"
 
 
+def test_one_of_two_runs_that_start_at_once_gets_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "check_free", lambda *_, **__: None)  # both have looked
+    RunFolder.create(tmp_path, "run")
+    with pytest.raises(ConfigError, match="another run that started just now; give .* --name"):
+        RunFolder.create(tmp_path, "run")
+
+
 def test_resuming_what_was_never_started_starts_it(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert RunFolder.create(tmp_path, "empty", resume=True).holds_run

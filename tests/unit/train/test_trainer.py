@@ -218,3 +218,14 @@ def test_rows_tell_which_rank_waits_for_its_data(tmp_path: Path) -> None:
         quick, slow = row.ranks
         assert slow.data_s > 5 * quick.data_s
         assert slow.data_s > 0.5 * slow.own_s
+
+
+def test_what_a_task_keeps_in_evaluation_mode_stays_so(alone: World, tmp_path: Path) -> None:
+    task = make_task(dropout=0.5)
+    frozen = task.model.get_submodule("2")
+    frozen.eval()
+    seen: list[bool] = []
+    frozen.register_forward_pre_hook(lambda module, _: seen.append(module.training))
+    settings = RunSettings(max_steps=4, eval_interval=2, **SGD)
+    train(make_job(alone, settings, task), tmp_path)
+    assert task.model.training and seen and not any(seen)
