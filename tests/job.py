@@ -91,7 +91,6 @@ class Job:
         self._limit_s = limit_s
         self._scratch = Path(tempfile.mkdtemp(prefix="dear-"))
         self._mark = uuid.uuid4().hex
-        self._began_s = time.time()
         self._started_s = time.monotonic()
         self._output = self._scratch / "output"
         mpiexec = find_mpiexec(python)
@@ -199,7 +198,7 @@ class Job:
 
     def _clean(self) -> None:
         self._kill()
-        remove_segments(since_s=self._began_s)
+        remove_segments()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _kill(self) -> int:
@@ -251,13 +250,18 @@ def _marked_processes(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
                 yield int(path.parent.name), {name: value for name, _, value in pairs}
 
 
-def remove_segments(*, since_s: float) -> None:
-    """Remove shared memory files made since then that no process has open or mapped any more."""
-    shared = Path("/dev/shm")
+def remove_segments(*, least_age_s: float = 30.0) -> None:
+    """Remove shared memory files of MPI that no process seen here has open or mapped any more.
+
+    Not the newest: between ranks that start, perhaps of a job beside this one in a container that
+    shares the memory but not the processes, MPICH's segment must not go, or they wait for ever.
+    """
+    shared, now = Path("/dev/shm"), time.time()
     for path in [path for pattern in _SEGMENTS for path in shared.glob(pattern)]:
         with contextlib.suppress(OSError):
             state = path.stat()
-            if state.st_uid == os.getuid() and state.st_mtime >= since_s and not _is_used(path):
+            is_old = now - max(state.st_mtime, state.st_ctime) >= least_age_s
+            if state.st_uid == os.getuid() and is_old and not _is_used(path):
                 path.unlink()
 
 

@@ -23,6 +23,7 @@ from tests.job import Job  # noqa: E402
 from tests.roster import FOLDER_VARIABLE, Entry, collect_stacks, read_entry  # noqa: E402
 
 _SLOW_FACTOR = 5
+_LOOK_S, _MOST_LOOK_S = 0.1, 10.0
 
 
 def main() -> int:
@@ -61,9 +62,14 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 
 def _watch(job: Job, folder: Path, options: argparse.Namespace) -> int:
+    seen_s, paused_s = time.monotonic(), 0.0
     while job.is_running():
-        time.sleep(0.1)
-        problem = _find_problem(job, _read_entries(folder, options.ranks), options)
+        time.sleep(_LOOK_S)
+        before_s, seen_s = seen_s, time.monotonic()
+        if seen_s - before_s > _MOST_LOOK_S:  # the whole machine stood still
+            paused_s += seen_s - before_s
+        entries = _read_entries(folder, options.ranks)
+        problem = _find_problem(job, entries, options, paused_s=paused_s)
         if problem is not None:
             stacks = collect_stacks(folder, list(range(options.ranks)))
             _say(f"TIMEOUT on {options.ranks} ranks: {problem}\n{stacks}")
@@ -87,12 +93,14 @@ def _read_entries(folder: Path, ranks: int) -> list[Entry]:
     return [entry for entry in entries if entry is not None]
 
 
-def _find_problem(job: Job, entries: list[Entry], options: argparse.Namespace) -> str | None:
+def _find_problem(
+    job: Job, entries: list[Entry], options: argparse.Namespace, *, paused_s: float
+) -> str | None:
     if job.duration_s > options.limit:
         return f"the whole run has taken more than {options.limit:g} s"
     for entry in entries:
         limit_s = options.test_limit * (_SLOW_FACTOR if entry.slow else 1)
-        if entry.running and time.monotonic() - entry.since_s > limit_s:
+        if entry.running and time.monotonic() - entry.since_s > limit_s + paused_s:
             return f"rank {entry.rank} has been in {entry.running} for more than {limit_s:g} s"
     return None
 

@@ -108,6 +108,7 @@ class Watchdog:
         self._since = 0.0
         self._asked_at: float | None = None
         self._answers: dict[int, Status] = {}
+        self._answered_at: dict[int, float] = {}
         self._reported = False
         self._spared = False  # another rank has asked, and so will report
         self._sends: list[Request] = []
@@ -145,11 +146,14 @@ class Watchdog:
         """Print the report once it is complete. Raises StallError if the wait is to be given up."""
         waited_s = time.monotonic() - self._since
         if self._is_answered():
-            self._raise_if_hopeless()
-            if not self._reported:
+            if not self._left:
+                self._raise_if_hopeless()
+            if not self._reported and not self._spared:
                 self._reported = True
                 print(self.report(), file=sys.stderr, flush=True)
-        if waited_s > self._limits.abort_s:
+        # At the end of its program a rank waits for those that work on, as long as they answer.
+        most_s = self._limits.abort_s + (2 * _ANSWER_S if self._left else 0.0)
+        if waited_s > most_s and not (self._left and self._all_answer()):
             raise StallError(
                 f"rank {self._rank} on {self.hosts[self._rank]} gave up after waiting "
                 f"{waited_s:.0f} s for {self._waiting}\n{self.report()}"
@@ -165,7 +169,7 @@ class Watchdog:
         for _ in range(_NUM_LOOKS):
             if (message := self._messenger.receive_message()) is not None:
                 self._handle(*message)
-        curious = self._waiting and not self._left and not self._spared
+        curious = self._waiting and (self._left or not self._spared)
         if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
             self._ask(now)
 
@@ -175,6 +179,8 @@ class Watchdog:
             f"waited {time.monotonic() - self._since:.0f} s for {self._waiting}; the ranks say:"
         ]
         silence = "does not answer (stopped, or its host is)"
+        if self._asked_at is None:
+            silence = "was not asked"
         if self._spared:
             silence = "was asked by another rank, which reports"
         statuses: Mapping[int, Status] = {**self._answers, self._rank: self.status()}
@@ -202,15 +208,19 @@ class Watchdog:
         self._asked_at = now
         for other in range(self._size):
             if other != self._rank:
-                self._send({"ask": True}, other)
+                self._send({"ask": True, "left": self._left}, other)
 
     def _handle(self, sender: int, data: bytes) -> None:
         message = json.loads(data)
         if "ask" in message:
-            self._spared = self._spared or sender < self._rank  # one report is enough
+            if self._left or not message.get(
+                "left"
+            ):  # who has left knows of no iteration that stalls
+                self._spared = self._spared or sender < self._rank  # one report is enough
             self._send({"status": asdict(self.status())}, sender)
         else:
             status = message["status"]
+            self._answered_at[sender] = time.monotonic()
             self._answers[sender] = Status(**{**status, "stack": tuple(status["stack"])})
 
     def _send(self, message: object, destination: int) -> None:
@@ -218,10 +228,16 @@ class Watchdog:
         self._sends.append(self._messenger.start_message(data, destination))
 
     def _is_answered(self) -> bool:
-        if self._asked_at is None or self._spared:
+        if self._asked_at is None or (self._spared and not self._left):
             return False
         complete = len(self._answers) == self._size - 1
         return complete or time.monotonic() - self._asked_at > _ANSWER_S
+
+    def _all_answer(self) -> bool:
+        """Whether all other ranks have answered the last question, or the one before."""
+        oldest_s = time.monotonic() - self._limits.warning_s - 2 * _ANSWER_S
+        times = self._answered_at.values()
+        return len(times) == self._size - 1 and min(times, default=oldest_s) >= oldest_s
 
     def _raise_if_hopeless(self) -> None:
         own = self.status()

@@ -94,6 +94,8 @@ class World:
         self._closed = False
         self.hosts = tuple(self.all_gather_text(self.host))
         self._watchdog.hosts = self.hosts
+        # Of its own: no exchange of a rank that goes on may take part in it.
+        self._farewell = self.open_channel("farewell", window=1)
         self.local_rank = self.hosts[: self.rank].count(self.host)
 
     @property
@@ -189,7 +191,10 @@ class World:
         if not self._closed:
             self.progress.drain()
             self._watchdog.leave()
-            self.barrier()
+            here = HostBuffer(np.zeros(1))
+            self._farewell.run(
+                "the end of the other ranks' programs", lambda c: c.start_all_reduce(here, "max")
+            )
             self.close()
 
     @property

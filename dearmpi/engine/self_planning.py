@@ -163,7 +163,7 @@ class SelfPlanning:
         world, micro_batches = self._world, max(1, self._timer.num_seen // self._num_steps)
         try:
             profile, costs = self.measure(micro_batches=micro_batches)
-        except UsageError as error:
+        except (UsageError, ConfigError) as error:
             self.problem = str(error)
             return
         self._stop_listening()

@@ -31,7 +31,7 @@ from dearmpi.plan.timeline import Timeline, simulate
 
 WINDOW = EngineConfig().window
 _NOTHING = LinkModel(0.0, 0.0)
-_FIRST_MB = 1.0
+_FIRST_MB, _CAP_MB = 1.0, 25.0  # of DDP as it comes
 _CYCLE_S = 1e-3
 _PARTITION_NUMEL, _CREDIT_NUMEL = 8_000_000, 16_000_000
 
@@ -126,8 +126,8 @@ def _wfbp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
 
 
 def _ddp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
-    assert cap_mb is not None
-    first_mb = _FIRST_MB if cap_mb == _DDP.cap_mb else cap_mb  # torch's own rule
+    # torch's own rule: one that is given holds for the first bucket as well.
+    first_mb, cap_mb = (_FIRST_MB, _CAP_MB) if cap_mb is None else (cap_mb, cap_mb)
     merged = fuse_until(
         gradient_arrivals(profile), first_bytes=first_mb * MIB, cap_bytes=cap_mb * MIB
     )
@@ -222,7 +222,6 @@ _DDP = Method(
     "buckets of 25 MiB, the first of 1 MiB, all-reduced during backprop",
     "torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020)",
     _ddp,
-    cap_mb=25.0,
     takes_cap=True,
 )
 

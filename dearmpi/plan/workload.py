@@ -211,6 +211,8 @@ def _param_entry(layer: LayerSpec, spec: ParamSpec) -> list[Any]:
         for key in ("itemsize", "dtype", "device", "trained")
         if getattr(spec, key) != getattr(_PLAIN, key)
     }
+    if full_name(layer.name, entry[0]) != spec.name:  # tied, and called after another layer
+        kind["full_name"] = spec.name
     return [*entry, kind] if kind else entry
 
 
@@ -226,7 +228,7 @@ def _parse_param(layer: Fields, owner: str, entry: Any) -> ParamSpec:
         raise layer.problem("params", f"holds {json.dumps(entry)}; it must be [name, shape]")
     kind = Fields(entry[2] if len(entry) == 3 else {}, f"{layer.place}: {entry[0]}")
     return ParamSpec(
-        full_name(owner, entry[0]),
+        kind.text("full_name", full_name(owner, entry[0])),
         tuple(entry[1]),
         itemsize=kind.integer("itemsize", _PLAIN.itemsize, least=1),
         dtype=kind.text("dtype", _PLAIN.dtype),

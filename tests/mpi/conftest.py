@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import dearmpi
+from dearmpi.comm.watchdog import StallLimits
 from dearmpi.comm.world import World
 from tests.roster import launched_size
 
@@ -14,7 +15,8 @@ from tests.roster import launched_size
 @pytest.fixture(scope="session")
 def world() -> World:
     """The world of this job: all ranks that the launcher started, or this process alone."""
-    world = dearmpi.connect()
+    # Before the limit of a test, so that a wait in vain says who waits for what.
+    world = dearmpi.connect(stall_limits=StallLimits(30.0, 90.0))
     assert world.size == launched_size(), (
         f"{launched_size()} ranks were launched, but the world has {world.size}: "
         "mpiexec and mpi4py's library do not belong together"

@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
     # A test run that is ended from outside must still end the cluster.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     # MPICH names its shared memory by the job's number, which begins at 1 in every cluster.
-    remove_segments(since_s=0.0)
+    remove_segments(least_age_s=5.0)
     folder = Path(tempfile.mkdtemp(prefix="dear-slurm-"))
     folder.chmod(0o711)
     try:

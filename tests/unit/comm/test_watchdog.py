@@ -136,6 +136,48 @@ def test_limits_that_make_no_sense_are_refused() -> None:
         StallLimits(warning_s=60.0, abort_s=30.0)
 
 
+def test_an_exchange_that_a_rank_has_left_out_is_no_farewell() -> None:
+    """As where rank 0 alone saves a state that all must gather, in its program's last line."""
+
+    def save(world: World) -> list[float]:
+        world.begin_iteration()
+        if world.rank == 0:
+            return world.all_reduce([5.0], "max")
+        world.leave()
+        return []
+
+    error = run_with_limits(2, save, StallLimits(warning_s=0.3, abort_s=9.0))[0]
+    assert isinstance(error, StallError)
+    assert "rank 1 has ended after 1 iterations" in str(error)
+
+
+def test_a_rank_at_its_end_waits_for_those_that_work_on(capfd: pytest.CaptureFixture[str]) -> None:
+    at_work, others_wait = threading.Event(), StallLimits(warning_s=0.3, abort_s=0.9)
+
+    def work(world: World) -> None:
+        if world.rank == 0:
+            threading.Timer(2.5, at_work.set).start()
+            assert at_work.wait(timeout=30)
+        world.leave()
+
+    assert run_with_limits(3, work, others_wait) == [None, None, None]
+    told = capfd.readouterr().err
+    assert told.count("for the end of the other ranks' programs; the ranks say:") == 1
+    assert "rank 0 on fakehost: in iteration 0, does not wait for communication" in told
+
+
+def test_a_rank_at_its_end_gives_up_those_that_are_silent() -> None:
+    def vanish(world: World) -> None:
+        if world.rank == 0:
+            world.progress.close()  # nobody answers any more
+            return
+        world.leave()
+
+    error = run_with_limits(2, vanish, StallLimits(warning_s=0.2, abort_s=3.0))[1]
+    assert isinstance(error, StallError)
+    assert "rank 0 on fakehost: does not answer" in str(error)
+
+
 def test_ranks_leave_together() -> None:
     run_ranks(3, lambda world: world.leave())
 

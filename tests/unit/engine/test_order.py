@@ -16,7 +16,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from tests.unit.engine.chain import Chain, name_of_bucket
 
-REDUCE_SCATTERS, ALL_GATHERS = 1, 2  # communicators in the order of their duplication
+REDUCE_SCATTERS, ALL_GATHERS = 2, 3  # communicators in the order of their duplication
 ONE_LAYER_MB = 1e-6
 
 

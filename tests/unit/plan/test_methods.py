@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from dearmpi.config import MIB
 from dearmpi.errors import ConfigError
 from dearmpi.plan.comparison import Comparison, compare
 from dearmpi.plan.cost import LinkModel
@@ -67,6 +68,16 @@ def test_a_cap_is_taken_where_there_is_one() -> None:
     for name, buckets in (("ddp", 2), ("dear", 2)):
         setup = parse_method(f"{name}:{cap_mb}").prepare(profile, SLOW.at(2))
         assert len(setup.layout) == buckets, name
+
+
+def test_a_cap_that_ddp_is_given_holds_for_its_first_bucket() -> None:
+    profile = profile_workload(read_workload("resnet50"), feed_forward_s=0.1, backprop_s=0.2)
+
+    def last_bucket_bytes(name: str) -> int:
+        return list(parse_method(name).prepare(profile, SLOW.at(2)).layout)[-1].nbytes
+
+    assert last_bucket_bytes("ddp") < 10 * MIB  # of 1 MiB, and the weight that fills it
+    assert last_bucket_bytes("ddp:25") > 20 * MIB
 
 
 def compare_all(profile: ModelProfile, network_place: int, world_size: int) -> Comparison:

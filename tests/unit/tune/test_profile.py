@@ -11,7 +11,7 @@ from dearmpi.comm.fake import FakeClock
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.profile import ModelProfile, parse_profile
 from dearmpi.tune.profile import LayerTimer, slowest_profile
 from tests.unit.tune.timed import Timed, chain, params_of, set_times, shown, spend, timer, train
 
@@ -187,6 +187,27 @@ def trained(*, timed: bool) -> dict[str, Tensor]:
     if watch is not None:
         assert watch.num_passes == 4 and watch.finish().backprop_s > 0
     return model.state_dict()
+
+
+def test_a_weight_that_is_called_first_under_its_other_name_survives_the_way_to_a_file() -> None:
+    """The embedding takes the head's weight, whose name torch goes by."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.embedding = nn.Linear(4, 9, bias=False), nn.Embedding(9, 4)
+            self.embedding.weight = self.head.weight
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            result: Tensor = self.head(self.embedding(inputs))
+            return result
+
+    model = Tied()
+    watch = LayerTimer(model, params={p: n for n, p in model.named_parameters()}, num_warmup=0)
+    model(torch.tensor([1, 2])).sum().backward()
+    profile = watch.finish()
+    assert params_of(profile) == {"embedding": ["head.weight"], "head": []}
+    assert parse_profile(profile.to_json(), "a file") == profile
 
 
 def test_being_timed_changes_no_bit() -> None:
