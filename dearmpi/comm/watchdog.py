@@ -213,10 +213,9 @@ class Watchdog:
     def _handle(self, sender: int, data: bytes) -> None:
         message = json.loads(data)
         if "ask" in message:
-            if self._left or not message.get(
-                "left"
-            ):  # who has left knows of no iteration that stalls
-                self._spared = self._spared or sender < self._rank  # one report is enough
+            # One report is enough, if it is of one that still waits for an iteration.
+            if sender < self._rank and (self._left or not message.get("left")):
+                self._spared = True
             self._send({"status": asdict(self.status())}, sender)
         else:
             status = message["status"]
