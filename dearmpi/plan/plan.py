@@ -60,6 +60,7 @@ class Plan:
     buckets: names by bucket; each bucket's parameters follow one another in ``parameters``, but
         for parameters of another dtype, device or need of gradients in between.
     schedule: over those buckets. window: most operations of a kind in flight.
+    idle: buckets in which nothing is trained, so that they never travel.
     eager: made for buckets that are updated during backprop, which gathers in it need.
     fingerprint: of the model, see ``fingerprint``.
     prediction: what it was chosen for. origin: how it was made, in words.
@@ -78,6 +79,7 @@ class Plan:
     prediction: Prediction
     origin: str
     version: str = __version__
+    idle: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         placed = Counter(name for bucket in self.buckets for name in bucket)
@@ -132,8 +134,9 @@ class Plan:
     @property
     def num_early_gathers(self) -> int:
         """Gathers that do not wait for the last reduce-scatter."""
-        last = self.schedule.reduce_scatters[-1]
-        return sum(gather.after != last for gather in self.schedule.all_gathers)
+        travelling = [index for index in self.schedule.reduce_scatters if index not in self.idle]
+        gathers = [gather for gather in self.schedule.all_gathers if gather.bucket in travelling]
+        return sum(gather.after != travelling[-1] for gather in gathers)
 
     def summary(self) -> str:
         """Half a line for people."""
@@ -179,6 +182,7 @@ class Plan:
             },
             "parameters": list(self.parameters),
             "buckets": [list(bucket) for bucket in self.buckets],
+            "idle": list(self.idle),
         }
         lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -214,6 +218,7 @@ class Plan:
                 ),
                 origin=data.text("origin"),
                 version=version,
+                idle=_indices(data, "idle", data.items("idle", [])),
             )
         except ConfigError as error:
             text = str(error)

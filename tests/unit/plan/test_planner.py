@@ -259,6 +259,10 @@ def test_kinds_keep_apart_and_frozen_parameters_lie_idle() -> None:
     assert made.buckets[-1] == tuple(f"{i}.frozen" for i in range(4))
     timeline = simulate(profile, layout, made.schedule, HOSTS, eager=True, window=made.window)
     assert made.prediction.iteration_s == timeline.iteration_s
+    assert made.idle == (len(made.buckets) - 1,)
+    late = make_plan(profile, HOSTS, world_size=4, eager=False)
+    assert late.num_early_gathers == 0  # since nothing is updated during backprop
+    assert Plan.from_json(late.to_json()) == late
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
