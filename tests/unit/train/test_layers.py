@@ -89,6 +89,11 @@ def test_an_option_and_its_setting_from_one_source_must_agree() -> None:
         flags(lr="0.1", optimizer_options=["lr=0.2"])
 
 
+def test_a_quote_that_does_not_end_is_told() -> None:
+    with pytest.raises(ConfigError, match='DEAR_TRAIN_TASK_OPTION is "prompt=don\'t".*quotation'):
+        read_environment({"DEAR_TRAIN_TASK_OPTION": "prompt=don't"})
+
+
 def test_details_of_a_curve_go_with_it() -> None:
     task = from_task({"lr_schedule": "step", "lr_milestones": (0.5,)}, task="t")
     assert resolve([flags(lr_schedule="cosine"), task]).lr_milestones is None

@@ -229,3 +229,18 @@ def test_what_a_task_keeps_in_evaluation_mode_stays_so(alone: World, tmp_path: P
     settings = RunSettings(max_steps=4, eval_interval=2, **SGD)
     train(make_job(alone, settings, task), tmp_path)
     assert task.model.training and seen and not any(seen)
+
+
+def test_the_time_of_a_run_is_that_of_all_its_steps(alone: World, tmp_path: Path) -> None:
+    """The first one, which pays for what is set up on first use, counts among the steps too."""
+    seen = [0]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen[0] += model.training
+        if seen[0] == 1:
+            time.sleep(0.2)
+        return squared_error(model, batch)
+
+    settings = RunSettings(max_steps=3, **SGD)
+    outcome, _ = train(make_job(alone, settings, make_task(loss)), tmp_path)
+    assert outcome.train_s >= 0.2
