@@ -64,6 +64,17 @@ def test_all_gather(
     assert torch.equal(buffer, whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_move(world: World, channels: list[Channel], dtype: torch.dtype) -> None:
+    buffer = torch.full((3,), complex(world.rank, 1), dtype=dtype)
+    world.broadcast(buffer)
+    assert buffer.tolist() == [1j] * 3
+    whole = torch.zeros(world.size, dtype=dtype)
+    whole[world.rank : world.rank + 1].fill_(complex(world.rank, 2))
+    channels[1].run("AG", gather(whole))
+    assert whole.tolist() == [complex(rank, 2) for rank in range(world.size)]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_is_not_a_number_stays_so(
     world: World, channels: list[Channel], algorithm: ReduceScatter
