@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import NonFiniteLossError
-from dearmpi.train import checkpoint, saving
+from dearmpi.train import checkpoint
 from dearmpi.train.agreement import AgreedError
 from dearmpi.train.checkpoint import Snapshot, part_file
 from dearmpi.train.checkpoint.manifest import FileRecord
@@ -250,42 +250,6 @@ def test_a_failure_to_commit_ends_all_ranks(
 
     run_ranks(2, work)
     assert checkpoint.find_latest(tmp_path) is None
-
-
-def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOTEMPTY, "Directory not empty", "step-00000002")
-
-    monkeypatch.setattr(checkpoint, "prune", refuse)
-    run_ranks(1, lambda world: train_with_warning(world, tmp_path))
-    latest = checkpoint.find_latest(tmp_path)
-    assert latest is not None and latest.name == "step-00000008"
-
-
-def train_with_warning(world: World, folder: Path) -> None:
-    job = make_job(world, max_steps=8, checkpoint_interval=2)
-    with pytest.warns(UserWarning, match="old checkpoint is left over: .*step-00000002.*remove it"):
-        Trainer(job, folder, listener=Notes()).run()
-
-
-@pytest.mark.parametrize("niceness", [0, 19])
-def test_a_process_that_yields_to_others_saves_as_well(
-    monkeypatch: pytest.MonkeyPatch, niceness: int
-) -> None:
-    """Who is no administrator cannot become less nice again."""
-    set_to: list[int] = []
-
-    def set_priority(_: int, __: int, value: int) -> None:
-        if value < niceness:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        set_to.append(value)
-
-    monkeypatch.setattr(os, "getpriority", lambda *_: niceness)
-    monkeypatch.setattr(os, "setpriority", set_priority)
-    saving._be_nice()
-    assert set_to == [max(10, niceness)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
