@@ -21,6 +21,7 @@ from dearmpi.config import AllGather, EngineConfig, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 from dearmpi.report.unit import count_text
 from dearmpi.train.threads import choose_threads
+from dearmpi.tune.driving_thread import drive_on_one_core
 
 _BYTES_BACK_TO_BACK = 100e6
 _FEWEST, _MOST = 4, 100
@@ -94,6 +95,7 @@ def measure_collectives(
     if world.size == 1:
         raise ConfigError("one rank has no collectives; start several with mpirun")
     choose_threads(world, asked=None, progress_thread=True)
+    drive_on_one_core(world)
     wire = measure_wire(world)
     tell(f"a TCP stream carries {wire / 1e6:.0f} Mbit/s")
     window = EngineConfig().window

@@ -1,6 +1,8 @@
 """Contest: the methods in turn, round by round, each with a fresh model on the same work.
 
-A method that fails on any rank is out on all of them, and the others go on.
+A method that fails on any rank is out on all of them, and the others go on. Only where one of this
+package's own fails on some ranks while it trains must all of them end: the others wait in MPI for
+those that failed, and no limit of their own lets them go on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import CommError, ConfigError
-from dearmpi.plan.layout import BucketLayout
+from dearmpi.plan.layout import Bucket
+from dearmpi.plan.timeline import is_active
+from dearmpi.train.agreement import is_agreed
 
 Tell = Callable[[str], None]
 
@@ -43,7 +47,7 @@ class Length:
         for others inside a peer before it gives the peer up.
     """
 
-    num_warmup: int = 2
+    num_warmup: int = 3
     num_batches: int = 5
     num_rounds: int = 3
     patience_s: float = PATIENCE_S
@@ -102,12 +106,12 @@ def hold_contest(
     return result
 
 
-def plan_of(world: World, model: nn.Module) -> BucketLayout:
-    """How the engine lays ``model`` out as it comes (collective)."""
+def plan_of(world: World, model: nn.Module) -> tuple[Bucket, ...]:
+    """The buckets that the engine sends of ``model`` as it comes (collective)."""
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, world=world, config=EngineConfig()
     )
-    layout = optimizer.layout
+    layout = tuple(bucket for bucket in optimizer.layout if is_active(bucket))
     optimizer.close()
     return layout
 
@@ -161,6 +165,8 @@ class _Trial:
         except CommError:
             raise  # our own communication is broken: nothing can go on
         except (Exception, SystemExit) as error:
+            if self._method.waits_in_mpi and not _fails_on_all(error) and self._world.size > 1:
+                raise
             lines = str(error).strip().splitlines()
             problem = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
             traceback.clear_frames(error.__traceback__)
@@ -228,6 +234,11 @@ class _Trial:
             with contextlib.suppress(Exception):
                 entrant.close()
         leave_group(failed=False)
+
+
+def _fails_on_all(error: BaseException) -> bool:
+    """Whether every rank must have met the same: settings, and what is not installed."""
+    return is_agreed(error) or isinstance(error, (ConfigError, ImportError))
 
 
 def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> Iteration:

@@ -11,6 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dearmpi.bench.wire import root_address
 from dearmpi.comm.world import World
+from dearmpi.train.agreement import together
 
 # A rank that fails leaves the others waiting inside gloo for as long as this.
 PATIENCE_S = 60.0
@@ -27,12 +28,14 @@ def join_group(world: World, *, patience_s: float = PATIENCE_S) -> None:
     one_host = len(set(world.hosts)) == 1
     if one_host:
         os.environ.setdefault(_INTERFACE_VARIABLE, "lo")
-    address = root_address(one_host)
     store: TCPStore | None = None
-    if world.is_root:
-        store = TCPStore(
-            address, 0, world.size, is_master=True, timeout=patience, wait_for_workers=False
-        )
+    address = ""
+    with together(world, root_only=True):
+        if world.is_root:
+            address = root_address(one_host)
+            store = TCPStore(
+                address, 0, world.size, is_master=True, timeout=patience, wait_for_workers=False
+            )
     place = world.broadcast_text(f"{address} {store.port if store else ''}").split()
     if store is None:
         store = TCPStore(place[0], int(place[1]), world.size, timeout=patience)

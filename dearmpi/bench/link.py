@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,21 +12,23 @@ from dearmpi.comm.choose import fastest_reduce_scatter
 from dearmpi.comm.trial import Start, run_all, start_gather, start_reduce
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, all_gather_for
-from dearmpi.plan.layout import BucketLayout
+from dearmpi.plan.layout import Bucket
+from dearmpi.tune.driving_thread import drive_on_one_core
 
 __all__ = ["Start", "measure_link", "run_all", "start_gather", "start_reduce"]
 
 
 def measure_link(
-    world: World, layout: BucketLayout, config: EngineConfig, *, repeats: int
+    world: World, buckets: Sequence[Bucket], config: EngineConfig, *, repeats: int
 ) -> list[LinkTimes]:
     """All reduce-scatters, then all all-gathers, as the engine posts them (collective).
 
     The time is that of the slowest rank. Nothing is measured in the first, extra repetition.
     """
+    drive_on_one_core(world)
     buffers = [
         torch.zeros(bucket.padded_numel, dtype=getattr(torch, bucket.slots[0].spec.dtype))
-        for bucket in layout
+        for bucket in buckets
     ]
     if config.reduce_scatter == "auto":
         largest = max(buffers, key=lambda b: b.numel())

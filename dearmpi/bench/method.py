@@ -91,12 +91,14 @@ class Method:
 
     uses_group: ``torch.distributed`` is initialised over gloo before it enters, and taken down
         after it.
+    waits_in_mpi: a rank of it that fails leaves the others waiting in this package's operations.
     """
 
     label: str
     factory: Factory
     options: Mapping[str, str] = field(default_factory=dict)
     uses_group: bool = True
+    waits_in_mpi: bool = False
 
     def enter(self, setup: Setup) -> Entrant:
         """Make the model ready (collective)."""

@@ -139,16 +139,19 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
             "with --method module:factory"
         )
     options = {**_asked(comm_dtype), **read_options(parts, label=text)}
-    if name != ALONE and comm_dtype not in _SENDS.get(name, get_args(CommDtype)):
+    sent = options.get("comm_dtype", "fp32")
+    if name != ALONE and sent == comm_dtype and sent not in _SENDS.get(name, get_args(CommDtype)):
         raise ConfigError(
             f"method {name} cannot send as {comm_dtype}; leave it out, or give comm_dtype to the "
             f"others one by one, as in dear:comm_dtype={comm_dtype}"
         )
     if name in OURS:
         read_config(options)
+    if name == ALONE:
+        refuse_unknown(options, {"comm_dtype"})
     if name == BAYES:
         refuse_cap(options)
-    return Method(text, factory, options, uses_group=name in _OVER_GLOO)
+    return Method(text, factory, options, uses_group=name in _OVER_GLOO, waits_in_mpi=name in OURS)
 
 
 def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:

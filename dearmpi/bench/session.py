@@ -138,7 +138,14 @@ def _read_profile(question: Question) -> ModelProfile:
         raise ConfigError(
             f"the compute times stand in {question.workload}; leave out the ratio and the times"
         )
-    return read_profile(question.workload)
+    profile = read_profile(question.workload)
+    measured = profile.workload.batch_size
+    if question.batch_size not in (None, measured):
+        raise ConfigError(
+            f"the times in {question.workload} are of {measured} samples per rank, and the batch "
+            f"size is {question.batch_size}; leave it out, or profile that batch size"
+        )
+    return profile
 
 
 def _divide_time(world: World, question: Question, workload: Workload, tell: Tell) -> ModelProfile:

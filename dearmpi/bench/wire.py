@@ -7,37 +7,66 @@ import socket
 import time
 
 from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+from dearmpi.train.agreement import together
 
 _ADDRESS_VARIABLE = "MASTER_ADDR"
+_CURE = "set MASTER_ADDR to an address of rank 0's host that the others can reach"
 _LOOPBACK = "127.0.0.1"
 _CHUNK = bytes(1 << 18)
 _PATIENCE_S = 30.0
 
 
 def root_address(one_host: bool) -> str:
-    """The address of rank 0's host for all ranks: MASTER_ADDR, else that of its host's name."""
+    """The address of rank 0's host for all ranks: MASTER_ADDR, else that of its host's name.
+
+    Raises ConfigError where no other host can reach that.
+    """
     named = os.environ.get(_ADDRESS_VARIABLE)
     if named:
         return named
-    return _LOOPBACK if one_host else socket.gethostbyname(socket.gethostname())
+    if one_host:
+        return _LOOPBACK
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise ConfigError(f"{name} does not know its own address ({error}); {_CURE}") from error
+    if address.startswith("127."):
+        raise ConfigError(f"{name} knows itself as {address} only; {_CURE}")
+    return address
 
 
 def measure_wire(world: World, *, seconds: float = 1.0) -> float:
-    """Bits per second that rank 1 can send to rank 0 (collective; at least 2 ranks)."""
+    """Bits per second that a rank, of another host if there is one, can send to rank 0
+    (collective; at least 2 ranks).
+
+    Raises AgreedError where rank 0 cannot be reached.
+    """
     server: socket.socket | None = None
     place = ""
-    if world.is_root:
-        server = socket.create_server((root_address(len(set(world.hosts)) == 1), 0))
-        server.settimeout(_PATIENCE_S)
-        place = " ".join(map(str, server.getsockname()[:2]))
+    with together(world, root_only=True):
+        if world.is_root:
+            server = _listen(root_address(len(set(world.hosts)) == 1))
+            place = " ".join(map(str, server.getsockname()[:2]))
     host, port = world.broadcast_text(place).split()
+    others = [rank for rank, name in enumerate(world.hosts) if name != world.hosts[0]]
     rate = 0.0
     if server is not None:
         with server:
             rate = _receive(server)
-    elif world.rank == 1:
+    elif world.rank == (others or [1])[0]:
         _send((host, int(port)), seconds)
     return world.all_reduce([rate], "max")[0]
+
+
+def _listen(address: str) -> socket.socket:
+    try:
+        server = socket.create_server((address, 0))
+    except OSError as error:
+        raise ConfigError(f"rank 0 cannot listen at {address} ({error}); {_CURE}") from error
+    server.settimeout(_PATIENCE_S)
+    return server
 
 
 def _receive(server: socket.socket) -> float:

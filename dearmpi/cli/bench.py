@@ -68,7 +68,7 @@ class Contents:
 @click.option("--feed-forward-s", type=float, metavar="S", help="replay: time of the feed-forward")
 @click.option("--backprop-s", type=float, metavar="S", help="replay: time of the backprop")
 @click.option("--batch-size", type=int, metavar="N", help="samples per rank")
-@click.option("--num-warmup-batches", type=int, default=2, show_default=True, metavar="N")
+@click.option("--num-warmup-batches", type=int, default=3, show_default=True, metavar="N")
 @click.option("--num-batches-per-iter", type=int, default=5, show_default=True, metavar="N")
 @click.option("--num-iters", type=int, default=3, show_default=True, metavar="N", help="rounds")
 @click.option("--json", "json_path", type=OUT, metavar="FILE", help="write everything there")
@@ -131,6 +131,8 @@ def _measure(
     from dearmpi.train.agreement import together
 
     with together(world, root_only=True):
+        if picture_path is not None and picture_path.suffix != ".svg":
+            raise ConfigError(f"--picture is {picture_path}; its name must end in .svg")
         check_place(world, json_path, picture_path)
     compare = _measure_collectives if given["collectives"] else _measure_methods
     lines, contents, code = compare(world, console, given)

@@ -174,6 +174,15 @@ class World:
         self._collectives.abort(code)
         os._exit(code)
 
+    def on_driving_thread(self, action: Callable[[], None]) -> None:
+        """Have the thread that drives progress call ``action``, and wait for it."""
+
+        def start(_: Collectives) -> Request:
+            action()
+            return Completed()
+
+        self._channel.run("a call on the driving thread", start)
+
     def begin_iteration(self) -> None:
         """A backprop with communication begins; ranks that wait in vain tell each other which."""
         self._watchdog.begin_iteration()

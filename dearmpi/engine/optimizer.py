@@ -27,12 +27,19 @@ from dearmpi.engine.layer_ranges import LayerRanges
 from dearmpi.engine.local_state import LocalState
 from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.self_planning import Pause, SelfPlanning
-from dearmpi.engine.settings import check_growth, check_plan, choose_plan, merge_settings
+from dearmpi.engine.settings import (
+    check_growth,
+    check_plan,
+    choose_plan,
+    compare_plans,
+    merge_settings,
+)
 from dearmpi.engine.spans import Spans
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
+from dearmpi.tune.driving_thread import drive_on_one_core
 
 
 class DistributedOptimizer(Optimizer):
@@ -75,6 +82,8 @@ class DistributedOptimizer(Optimizer):
         self.spans = Spans()
         self._ranges = LayerRanges(model)
         self._plan = choose_plan(plan, self.config)
+        compare_plans(self.world, self._plan)
+        drive_on_one_core(self.world)
         self.plan_pause: Pause | None = None
         self._planning: SelfPlanning | None = None
         self._attachment = Attachment(
@@ -222,8 +231,13 @@ class DistributedOptimizer(Optimizer):
         """Go on by ``plan``, with the same parameters and state (collective).
 
         Call it between ``step`` and the next backward; gradients that no step has used are
-        dropped. Raises ConfigError if it is for another model or world size.
+        dropped. Raises ConfigError if it is for another model or world size, and MismatchError if
+        ranks have different ones.
         """
+        compare_plans(self.world, plan)
+        self._take_up(plan)
+
+    def _take_up(self, plan: Plan) -> None:
         config = replace(self.config, bucket_cap_mb=self._given_cap_mb)  # not what ``fuse`` has set
         check_plan(plan, config)
         self._assembly.engine.drop_gradients()
@@ -267,7 +281,7 @@ class DistributedOptimizer(Optimizer):
         plan, problem, begin_s = planning.stepped(), planning.problem, time.perf_counter()
         if plan is not None:
             try:
-                self.follow(plan)
+                self._take_up(plan)
             except ConfigError as error:  # the model is another by now: layers frozen meanwhile
                 problem = str(error)
             else:

@@ -12,6 +12,7 @@ from dearmpi.comm.world import Channel, World
 from dearmpi.config import ReduceScatter, WireDtype, all_gather_for
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, parse_calibration
+from dearmpi.tune.driving_thread import drive_on_one_core
 from dearmpi.tune.ladder import LADDER, WINDOWS, Run, climb
 
 Operation = Callable[[torch.Tensor], Start]
@@ -40,6 +41,7 @@ def calibrate(
     """
     if world.size == 1:
         raise ConfigError("one rank has no collectives to measure; start several with mpirun")
+    drive_on_one_core(world)
     channels = {window: world.open_channel("trial", window=window) for window in WINDOWS}
     operations: tuple[Operation, ...] = (
         lambda buffer: partial(start_reduce, buffer, reduce_scatter, wire_dtype=wire_dtype),
