@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,8 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
 
         with together(world):
             check_place(world, out)
-            if not seconds > 0:
-                raise ConfigError(f"--seconds is {seconds}; it must be above 0")
+            if not 0 < seconds < math.inf:
+                raise ConfigError(f"--seconds is {seconds}; it must be above 0, and finite")
             if world.size == 1:
                 raise ConfigError("one rank has no collectives; start several with mpirun")
         result = tuning.calibrate(

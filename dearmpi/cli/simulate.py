@@ -62,7 +62,8 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     show_default="all",
     metavar="NAME",
     help="serial, wfbp, ddp, horovod, mg-wfbp, bytescheduler, dear-unfused, dear, dear-plan; "
-    "ddp:8, horovod:128 and dear:8 set the bucket cap in MiB; may be repeated",
+    "ddp:8, horovod:128 and dear:8 set the bucket cap in MiB, horovod:64:5 also its cycle in ms; "
+    "may be repeated",
 )
 @click.option("--json", "json_path", type=OUT, metavar="FILE", help="write all figures there")
 @picture_option(help="draw iteration time over the number of ranks and over bandwidth")
@@ -157,14 +158,16 @@ def _read_network(text: str) -> Network:
         )
     calibration = read_calibration(text)
     source = f"measured with {calibration.world_size} ranks, {calibration.library}"
-    return Network(Path(text).name, calibration.costs.with_typical_overheads(), source)
+    return Network(Path(text).name, calibration.costs, source)
 
 
 def _read_methods(names: Sequence[str]) -> list[Method]:
     from dearmpi.plan.methods import METHODS, parse_method
 
-    if "all" in names:
+    if list(names) == ["all"]:
         return list(METHODS)
+    if "all" in names:
+        raise ConfigError("--method all has all methods already; leave out the others, or all")
     methods = [parse_method(name) for name in names]
     for method in methods:
         count = sum(method.name == other.name for other in methods)
@@ -188,7 +191,7 @@ def _draw(console: Console, comparison: Comparison, others: Sequence[Network], p
         console.show(f"simulating {other.name}")
         by_rate.append(compare(profile, other, comparison.world_size, methods))
     console.finish()
-    write_picture(path, draw_comparisons(by_size, by_rate))
+    write_picture(path, draw_comparisons(by_size, by_rate, _GIGABITS))
 
 
 def _compare_paper(console: Console) -> list[Comparison]:

@@ -37,6 +37,7 @@ MOST_STEPS = 50
 """Steps after which the plan is taken up at the latest."""
 
 _PLANNING_S = 4.0  # what making a plan takes beside training, with some to spare
+_LOOKS_IN_THAT = 4  # how often, from then on, it is asked whether a late plan is there
 _FAILED = "failed: "
 
 
@@ -83,7 +84,7 @@ class SelfPlanning:
         self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
         self._crossings: dict[Lane, list[Crossing]] = defaultdict(list)
-        self._num_steps = self._due_step = 0
+        self._num_steps = self._due_step = self._steps_between_looks = 0
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
         begin_s = time.perf_counter()
@@ -167,8 +168,9 @@ class SelfPlanning:
             self.problem = str(error)
             return
         self._stop_listening()
-        num_steps = world.all_reduce([math.ceil(_PLANNING_S / max(step_s, 1e-6))], "max")[0]
-        self._due_step = min(MOST_STEPS, self._num_steps + int(num_steps))
+        most = world.all_reduce([math.ceil(_PLANNING_S / max(step_s, 1e-6))], "max")[0]
+        self._steps_between_looks = math.ceil(most / _LOOKS_IN_THAT)
+        self._due_step = min(MOST_STEPS, self._num_steps + int(most))
         if world.is_root:
             config = self._in_use.config
             request = PlanRequest(
@@ -202,15 +204,18 @@ class SelfPlanning:
         if self._spans.recorder is self:
             self._spans.recorder = None
 
-    def _fetch(self) -> Plan:
-        """Rank 0's plan (collective)."""
-        text = ""
-        if self._process is not None:
+    def _fetch(self) -> Plan | None:
+        """Rank 0's plan; None where it is not made yet and there are steps left (collective)."""
+        text, may_wait = "", self._num_steps == MOST_STEPS
+        if self._process is not None and (may_wait or self._process.is_done()):
             try:
                 text = self._process.result().to_json()
             except ConfigError as error:
                 text = f"{_FAILED}{error}"
         text = self._world.broadcast_text(text)
+        if not text:
+            self._due_step = min(MOST_STEPS, self._due_step + self._steps_between_looks)
+            return None
         if text.startswith(_FAILED):
             raise UsageError(f"rank 0 cannot plan: {text.removeprefix(_FAILED)}")
         return Plan.from_json(text, "the plan of rank 0")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dearmpi.errors import ConfigError
 from dearmpi.plan.methods import Method
 from dearmpi.plan.network import Network
 from dearmpi.plan.profile import ModelProfile
@@ -61,15 +62,23 @@ class Comparison:
 def compare(
     profile: ModelProfile, network: Network, world_size: int, methods: Iterable[Method]
 ) -> Comparison:
-    """Simulate ``methods`` on ``profile`` over ``world_size`` ranks."""
+    """Simulate ``methods`` on ``profile`` over ``world_size`` ranks.
+
+    Raises ConfigError where neither computation nor the wire takes any time.
+    """
     costs = network.at(world_size)
     num_bytes = sum(spec.nbytes for spec in profile.workload.params() if spec.trained)
+    halves = (costs.reduce_scatter, costs.all_gather)
+    wire_s = sum(half.wire_s(num_bytes) for half in halves)
+    if profile.feed_forward_s + profile.backprop_s + wire_s == 0:
+        raise ConfigError(
+            f"neither computation nor {world_size} rank(s) over {network.name} take any time: "
+            "there is nothing to compare; give times above 0"
+        )
     rows = []
     for method in methods:
         setup = method.prepare(profile, costs)
         rows.append(Row(method, len(setup.layout), setup.run()))
-    halves = (costs.reduce_scatter, costs.all_gather)
-    wire_s = sum(half.wire_s(num_bytes) for half in halves)
     return Comparison(profile, network, world_size, tuple(rows), wire_s)
 
 

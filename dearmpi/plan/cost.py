@@ -212,8 +212,9 @@ def fit_link(samples: Sequence[Sample], *, pairs: Sequence[Sample] = ()) -> Link
         errors = [abs(link.alone_s(nbytes) / seconds - 1) for nbytes, seconds in samples]
         scale = _HUBER * max(median(errors) / 0.6745, 1e-9)
         weights = [min(1.0, scale / error) if error else 1.0 for error in errors]
-    mean_square = sum(error**2 for error in errors) / len(errors)
-    return LinkFit(_with_wire_share(link, pairs), math.sqrt(mean_square))
+    link = _with_wire_share(link, pairs)
+    mean_square = sum((link.alone_s(nbytes) / s - 1) ** 2 for nbytes, s in samples) / len(samples)
+    return LinkFit(link, math.sqrt(mean_square))
 
 
 def _fit_weighted(samples: Sequence[Sample], weights: Sequence[float]) -> LinkModel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 
 from dearmpi.config import MIB, EngineConfig, Gather
 from dearmpi.errors import ConfigError
@@ -32,7 +33,8 @@ from dearmpi.plan.timeline import Timeline, simulate
 WINDOW = EngineConfig().window
 _NOTHING = LinkModel(0.0, 0.0)
 _FIRST_MB, _CAP_MB = 1.0, 25.0  # of DDP as it comes
-_CYCLE_S = 1e-3
+_MOST_CAP_MB = 65536.0
+_CYCLE_MS, _MOST_CYCLE_MS = 1.0, 1000.0
 _PARTITION_NUMEL, _CREDIT_NUMEL = 8_000_000, 16_000_000
 
 
@@ -85,26 +87,45 @@ class Method:
 def parse_method(text: str) -> Method:
     """The method called ``text``, such as ``mg-wfbp``, or ``ddp:8`` with another cap in MiB.
 
-    Raises ConfigError for any other name, with the choices.
+    ``horovod:64:5`` has a cycle of 5 ms as well. Raises ConfigError for any other name, with the
+    choices.
     """
-    name, colon, cap = text.partition(":")
+    name, *numbers = text.split(":")
     known = {method.name: method for method in METHODS}
     if name not in known:
         close = get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ";"
         raise ConfigError(f"there is no method {name!r}{hint} choose of {', '.join(known)}, or all")
     method = known[name]
-    if not colon:
+    if not numbers:
         return method
     if not method.takes_cap:
         raise ConfigError(f"method {text!r}: {name} has no bucket cap")
+    cap_mb = _read_number(numbers[0])
+    if not 0 < cap_mb <= _MOST_CAP_MB:
+        raise ConfigError(
+            f"method {text!r}: the bucket cap must be above 0 and at most {_MOST_CAP_MB:g} MiB"
+        )
+    method = replace(method, name=text, cap_mb=cap_mb)
+    return _with_cycle(method, numbers[1:]) if numbers[1:] else method
+
+
+def _with_cycle(method: Method, numbers: Sequence[str]) -> Method:
+    cycle_ms = _read_number(numbers[0])
+    if method.build is not _horovod or len(numbers) > 1 or not 0 < cycle_ms <= _MOST_CYCLE_MS:
+        raise ConfigError(
+            f"method {method.name!r}: after its cap only horovod has a cycle, above 0 and at most "
+            f"{_MOST_CYCLE_MS:g} ms"
+        )
+    return replace(method, build=partial(_horovod, cycle_ms=cycle_ms))
+
+
+def _read_number(text: str) -> float:
+    """0 for what is none."""
     try:
-        cap_mb = float(cap)
+        return float(text)
     except ValueError:
-        cap_mb = 0.0
-    if not 0 < cap_mb <= 65536:
-        raise ConfigError(f"method {text!r}: the bucket cap must be above 0 and at most 65536 MiB")
-    return replace(method, name=text, cap_mb=cap_mb)
+        return 0.0
 
 
 def all_reduce_link(costs: Costs) -> LinkModel:
@@ -134,13 +155,15 @@ def _ddp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
     return _all_reduces(profile, costs, merged)
 
 
-def _horovod(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+def _horovod(
+    profile: ModelProfile, costs: Costs, cap_mb: float | None, *, cycle_ms: float = _CYCLE_MS
+) -> Setup:
     assert cap_mb is not None
     merged = fuse_by_cycle(
         gradient_arrivals(profile),
         all_reduce_link(costs),
         cap_bytes=cap_mb * MIB,
-        cycle_s=_CYCLE_S,
+        cycle_s=cycle_ms / 1e3,
     )
     return _all_reduces(profile, costs, merged)
 

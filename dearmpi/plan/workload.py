@@ -176,7 +176,7 @@ def parse_workload(data: Fields) -> Workload:
         name = layer.text("name")
         params = tuple(_parse_param(layer, name, entry) for entry in layer.items("params"))
         uses = layer.texts("uses", [])
-        if not params and "uses" not in layer and layers:
+        if not params and "uses" not in layer and layers and layers[0].params:
             # The models' files name no ties: their only layers without parameters are decoders,
             # tied to the embedding, which comes first.
             uses = (layers[0].params[0].name,)

@@ -100,12 +100,16 @@ def _percent(factor: float) -> str:
 
 
 def draw_comparisons(
-    by_world_size: Sequence[Comparison], by_bandwidth: Sequence[Comparison]
+    by_world_size: Sequence[Comparison],
+    by_bandwidth: Sequence[Comparison],
+    gigabits: Sequence[float],
 ) -> Picture:
-    """Iteration time over the number of ranks, and below it over bandwidth."""
+    """Iteration time over the number of ranks, and below it over bandwidth.
+
+    gigabits: per second of each network of ``by_bandwidth``, whatever is sent over it.
+    """
     first = by_world_size[0]
     sizes = [float(comparison.world_size) for comparison in by_world_size]
-    rates = [comparison.network.bandwidth * 8e-9 for comparison in by_bandwidth]
     across = (
         f"ranks, over {first.network.name}",
         f"Gbit/s, {by_bandwidth[0].world_size} ranks",
@@ -113,7 +117,7 @@ def draw_comparisons(
     panels = [
         Panel(axis, tuple(xs), _curves(comparisons, xs))
         for axis, xs, comparisons in zip(
-            across, (sizes, rates), (by_world_size, by_bandwidth), strict=True
+            across, (sizes, gigabits), (by_world_size, by_bandwidth), strict=True
         )
     ]
     title = f"{first.profile.workload.name}: simulated seconds per iteration"

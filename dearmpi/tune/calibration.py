@@ -84,15 +84,6 @@ class Calibration:
             main_thread_s=self.main_thread_s,
         )
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raise ConfigError unless it was measured with ``world_size`` ranks."""
-        if world_size != self.world_size:
-            raise ConfigError(
-                f"the link was measured with {self.world_size} ranks (on "
-                f"{', '.join(dict.fromkeys(self.hosts))}), but this job has {world_size}; measure "
-                "it again with dear-train calibrate"
-            )
-
     def to_json(self) -> str:
         """The whole, with what was fitted for people to read."""
         plain = {"format": FORMAT, "world_size": self.world_size, **asdict(self)}

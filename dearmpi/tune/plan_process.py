@@ -107,6 +107,10 @@ class PlanProcess:
         except OSError:
             pass  # where no process can be had, ``result`` plans itself
 
+    def is_done(self) -> bool:
+        """Whether ``result`` need not wait for another process."""
+        return self._process is None or self._process.poll() is not None
+
     def result(self) -> Plan:
         """The plan, as soon as it is there. Raises ConfigError where nothing can be planned."""
         code = None if self._process is None else self._process.wait()

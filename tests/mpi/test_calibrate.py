@@ -18,7 +18,7 @@ def test_all_ranks_hold_the_same_costs(world: World, algorithm: ReduceScatter) -
     result = calibrate(world, reduce_scatter=algorithm, library="as told", budget_s=0.05)
     texts = world.all_gather_text(result.to_json())
     assert texts == [texts[0]] * world.size
-    result.check_world_size(world.size)
+    assert result.world_size == world.size
     assert (result.hosts, result.algorithm) == (world.hosts, algorithm)
     for samples in (result.reduce_scatter, result.all_gather):
         assert all(times.alone_s > 0 and times.pair_s > 0 for times in samples)

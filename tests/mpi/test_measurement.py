@@ -22,7 +22,7 @@ def test_rank_0_tells_and_writes_costs(
     assert main(["calibrate", "--seconds", "0.05", "--out", str(path)]) == 0
     world.barrier()
     result = read_calibration(path)
-    result.check_world_size(world.size)
+    assert result.world_size == world.size
     assert result.hosts == world.hosts and result.library
     text = capfd.readouterr().out
     assert text == "" if world.rank else f"{world.size} ranks on " in text

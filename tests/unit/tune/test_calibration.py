@@ -60,12 +60,6 @@ def test_a_file_tells_all_that_was_measured(tmp_path: Path) -> None:
     assert plain["hosts"] == ["n0", "n0", "n1"] and plain["library"] == "MPICH 5.0.2"
 
 
-def test_another_world_size_is_refused() -> None:
-    made().check_world_size(3)
-    with pytest.raises(ConfigError, match=r"3 ranks \(on n0, n1\), but this job has 4"):
-        made().check_world_size(4)
-
-
 def test_one_size_is_too_few() -> None:
     with pytest.raises(ConfigError, match="two sizes"):
         made(all_gather=exact(ALPHA_S, BETA)[:1])

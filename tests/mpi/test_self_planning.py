@@ -1,0 +1,197 @@
+"""plan="auto": a job profiles its first steps, plans beside its training, and goes on by that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.world import World
+from dearmpi.engine import self_planning
+from dearmpi.engine.self_planning import MOST_STEPS
+from dearmpi.engine.span import Lane, Span
+from dearmpi.plan.plan import Plan
+from dearmpi.tune.plan_process import PlanProcess, PlanRequest
+from tests.mpi.semantics import (
+    Side,
+    adam,
+    assert_same_on_both_sides,
+    layers,
+    train,
+)
+from tests.mpi.test_plan import plan_for, script_with
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_job_plans_for_itself_and_changes_no_number(
+    eager: bool, gather: str, world: World
+) -> None:
+    seen: list[DistributedOptimizer] = []
+    settings: dict[str, Any] = {
+        "bucket_cap_mb": None,
+        "eager": eager,
+        "gather": gather,
+        "plan": "auto",
+    }
+    assert_same_on_both_sides(script_with(seen.append), world, **settings)
+    (optimizer,) = seen
+    plan = optimizer.plan
+    assert plan is not None and plan.world_size == world.size
+    assert set(world.all_gather_text(plan.to_json())) == {plan.to_json()}
+    assert plan.prediction.compute_s > 0 and plan.prediction.communication_s > 0
+    assert optimizer.waited_s >= 0 and optimizer.spans.recorder is None
+    pause = optimizer.plan_pause
+    assert pause is not None and not optimizer.is_planning
+    assert pause.measuring_s > 0 and pause.laying_out_s > 0
+    assert pause.total_s == pause.waiting_s + pause.laying_out_s
+
+
+def test_buckets_that_no_plan_beats_stay(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands still, and the plan tells what is in use."""
+
+    class Process(PlanProcess):
+        def result(self) -> Plan:
+            assert self._request.standing is not None
+            return self._request.standing
+
+    monkeypatch.setattr(self_planning, "PlanProcess", Process)
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, eager=True, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    engine = optimizer._assembly.engine
+    train(side, model, optimizer, MOST_STEPS)
+    plan = optimizer.plan
+    assert plan is not None and "the buckets in use" in plan.origin
+    assert plan.buckets == tuple(bucket.names for bucket in optimizer.layout)
+    assert plan.schedule == optimizer.schedule and plan.window == optimizer.config.window
+    assert optimizer._assembly.engine is engine and not optimizer.is_planning
+    side.close()
+
+
+def test_training_waits_for_no_plan_that_is_late(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    class Process(PlanProcess):
+        def is_done(self) -> bool:
+            looks.append(len(looks))
+            return len(looks) > 7
+
+    monkeypatch.setattr(self_planning, "PlanProcess", Process)
+    monkeypatch.setattr(self_planning, "_PLANNING_S", 1e-9)  # due at once
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    train(side, model, optimizer, 12)
+    assert optimizer.is_planning
+    train(side, model, optimizer, 1)
+    assert not optimizer.is_planning and len(looks) == 8 * world.is_root
+    side.close()
+
+
+def test_training_goes_on_while_a_plan_is_made_and_micro_batches_are_no_iterations(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PlanRequest] = []
+
+    class Process(PlanProcess):
+        def __init__(self, request: PlanRequest) -> None:
+            seen.append(request)
+            super().__init__(request)
+
+    monkeypatch.setattr(self_planning, "PlanProcess", Process)
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    for number in range(MOST_STEPS):
+        assert number > 5 or optimizer.is_planning
+        with optimizer.no_sync():
+            for step in range(2):
+                side.loss(model, step).backward()
+        train(side, model, optimizer, 1)
+    assert [request.micro_batches for request in seen] == [3] * world.is_root
+    assert optimizer.plan is not None
+    if world.is_root:
+        compute_s = seen[0].profile.feed_forward_s + seen[0].profile.backprop_s
+        assert optimizer.plan.prediction.compute_s == pytest.approx(3 * compute_s)
+    side.close()
+
+
+def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(world: World) -> None:
+    """Other than before the first step, when connections carry less than ever after."""
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    train(side, model, optimizer, 3)
+    optimizer.synchronize()
+    planning = optimizer._planning
+    assert planning is not None
+    calibrated = planning._costs
+    nbytes = int(1 / calibrated.reduce_scatter.wire_s(1))  # for a second
+    takes_s = 0.5 if world.rank else 0.75
+    for number in range(42):
+        start_s = 1e6 + number * takes_s
+        planning.add(Span(Lane.REDUCE_SCATTER, "RS", start_s, start_s + takes_s, 1, 0, nbytes))
+    _, costs = planning.measure()
+    found, before = costs.reduce_scatter, calibrated.reduce_scatter
+    assert found.beta_s_per_byte == pytest.approx(0.75 * before.beta_s_per_byte, rel=0.01)
+    assert found.alpha_s == before.alpha_s
+    assert costs.all_gather == calibrated.all_gather
+    side.close()
+
+
+def test_layers_frozen_while_a_plan_is_made_cost_the_plan_and_not_the_training(
+    world: World, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Process(PlanProcess):
+        def result(self) -> Plan:
+            return plan_for(world.size)
+
+    monkeypatch.setattr(self_planning, "PlanProcess", Process)
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, eager=True, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    train(side, model, optimizer, 6)
+    model[2].weight.requires_grad_(False)  # which the plan has in a bucket with others
+    train(side, model, optimizer, MOST_STEPS)
+    told = [str(one.message) for one in recwarn if "plan 'auto' is given up" in str(one.message)]
+    assert len(told) == world.is_root and all("2.weight" in text for text in told)
+    assert optimizer.plan is None and not optimizer.is_planning
+    side.close()
+
+
+def test_a_compiled_model_trains_on_without_a_plan(
+    world: World, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Its layers run without hooks, so nothing can time them."""
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for step in range(6):
+        optimizer.zero_grad()
+        side.loss(compiled, step).backward()
+        optimizer.step()
+    told = [str(one.message) for one in recwarn if "plan 'auto' is given up" in str(one.message)]
+    assert len(told) == world.is_root and all("before it is compiled" in text for text in told)
+    assert optimizer.plan is None and not optimizer.is_planning
+    side.close()
+    torch.compiler.reset()
+
+
+def test_inside_join_a_job_does_not_plan(world: World) -> None:
+    """Ranks take unequal numbers of steps there, and planning takes all of them."""
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    with optimizer.join():
+        train(side, model, optimizer, MOST_STEPS + world.rank)
+    train(side, model, optimizer, 1)
+    assert optimizer.plan is None
+    side.close()
