@@ -11,11 +11,10 @@ from dearmpi.cli.tracing import open_tracing
 from dearmpi.comm.world import World
 from dearmpi.train.agreement import together
 from dearmpi.train.cap_search import CapSearch
-from dearmpi.train.job import Job
 from dearmpi.train.layers import Layer
 from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.run_folder import RunFolder
-from dearmpi.train.session import make_folder, open_metrics, open_session
+from dearmpi.train.session import Session, make_folder, open_metrics, open_session
 from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.trainer import Outcome, Trainer
 
@@ -31,12 +30,12 @@ def run_session(
     """Run to the end or to a stop (collective); returns the exit code."""
     console = Console(speaks=world.is_root, launched=world.size > 1)
     session = open_session(world, layers)
-    console.say_all((*session.place.notes, *session.threads.warnings))
+    console.say_all(session.notes)
     folder = make_folder(session, command)
     with together(world):
         log.open(folder.log(world.rank), session.describe_rank())
     console.say_all(describe_start(session.job, session.threads, folder.path))
-    outcome = _train(session.job, folder, console, stop)
+    outcome = _train(session, folder, console, stop)
     console.say_all(describe_outcome(session.job, outcome, folder.path))
     if outcome.stopped:
         number, max_time_s = stop.agreed(world), session.job.settings.max_time_s
@@ -48,9 +47,10 @@ def run_session(
     return 0
 
 
-def _train(job: Job, folder: RunFolder, console: Console, stop: StopRequest) -> Outcome:
+def _train(session: Session, folder: RunFolder, console: Console, stop: StopRequest) -> Outcome:
+    job = session.job
     metrics = open_metrics(job, folder)
-    tracing = open_tracing(job, folder)
+    tracing = None if session.untraced else open_tracing(job, folder)
     searches = job.settings.plan == "bayes" and job.world.size > 1
     search = CapSearch(job.optimizer, job.world, log=folder.bucket_caps) if searches else None
     report = Report(job, console, metrics, tracing, PlanFile(job, folder), search)

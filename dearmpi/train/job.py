@@ -165,7 +165,8 @@ def _plan_while_training(
     world: World, settings: RunSettings, *, num_steps: int, kept: Path | None
 ) -> Plan | Literal["auto"] | None:
     """The plan that the run has made before, if it still fits; else ``auto`` where it pays, which
-    nobody has to ask for where the ranks are on several hosts (collective).
+    nobody has to ask for where the ranks are on several hosts, unless it would change the buckets
+    between iterations that are traced (collective).
     """
     with together(world):
         check_plan("auto", settings.engine())  # also where the run is too short for a plan
@@ -173,7 +174,8 @@ def _plan_while_training(
     text = world.broadcast_text(text)
     if text:
         return Plan.from_json(text, "the plan that the run has made before")
-    is_wanted = settings.plan == "auto" or len(set(world.hosts)) > 1
+    is_default = len(set(world.hosts)) > 1 and settings.trace is None
+    is_wanted = settings.plan == "auto" or is_default
     return "auto" if is_wanted and num_steps >= LEAST_STEPS_TO_PLAN else None
 
 

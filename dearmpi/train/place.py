@@ -24,6 +24,7 @@ class Place:
     root, name: the run's folder is ``root/name``.
     checkpoint: what to go on from; None at a run's beginning.
     continued: whether the folder may hold the earlier part of this run.
+    source: the checkpoint of another run that this one begins from, if so.
     notes: what people should know about the choice.
     """
 
@@ -32,6 +33,7 @@ class Place:
     checkpoint: Path | None = None
     continued: bool = False
     notes: tuple[str, ...] = ()
+    source: Path | None = None
 
 
 def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str) -> Place:
@@ -50,17 +52,18 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
                     None if place.checkpoint is None else str(place.checkpoint),
                     place.continued,
                     place.notes,
+                    None if place.source is None else str(place.source),
                 ]
             )
-    root, name, checkpoint, continued, notes = json.loads(world.broadcast_text(text))
-    found = None if checkpoint is None else Path(checkpoint)
+    root, name, checkpoint, continued, notes, source = json.loads(world.broadcast_text(text))
+    found, begun = (None if path is None else Path(path) for path in (checkpoint, source))
     with together(world):
         if found is not None and not found.is_dir():
             raise CheckpointError(
                 f"{found.absolute()} is no folder here, but rank 0 on {world.hosts[0]} found a "
                 "checkpoint there; give a --run-folder that all hosts share"
             )
-    return Place(Path(root), name, found, continued, tuple(notes))
+    return Place(Path(root), name, found, continued, tuple(notes), begun)
 
 
 def check_shared(world: World, folder: Path) -> None:
@@ -97,9 +100,11 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
         return _new(Place(root, name))
     if resume == "auto":
         return _find_latest(root, name)
+    if name is not None and (begun := _find_begun(root, name, Path(resume))) is not None:
+        return begun
     checkpoint = resolve(Path(resume))
     if name is not None:
-        return _new(Place(root, name, checkpoint))
+        return _new(Place(root, name, checkpoint, source=checkpoint.absolute()))
     folder = checkpoint.absolute().parent.parent
     if "run_folder" in chosen and folder.parent != root.absolute():
         raise ConfigError(
@@ -113,6 +118,18 @@ def _new(place: Place) -> Place:
     """A place for a new run; where there is one already, better say so now than after set-up."""
     RunFolder(place.root / place.name).check_free(resume=False)
     return place
+
+
+def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
+    """The run ``name`` if it was begun from ``resume``: the very command that began it, which a
+    scheduler gives again and again, goes on with it.
+    """
+    source = RunFolder(root / name).read_source()
+    if source is None or resume.absolute() not in (source, source.parent.parent):
+        return None
+    found = survey(root / name)
+    notes = tuple(f"passed over: {reason}" for reason in found.passed_over)
+    return Place(root, name, found.latest or source, continued=True, notes=notes, source=source)
 
 
 def _find_latest(root: Path, name: str | None) -> Place:

@@ -11,6 +11,7 @@
               trace/
               checkpoints/step-00001000/
               latest              names the checkpoint to resume from
+              begun-from          the checkpoint of another run, with --resume PATH --name NAME
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def source(self) -> Path:
+        return self.path / "begun-from"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 
@@ -129,6 +134,17 @@ class RunFolder:
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Replace env.json."""
         durable.write_text(self.environment, json.dumps(environment, indent=1) + "\n")
+
+    def write_source(self, checkpoint: Path) -> None:
+        """Remember the checkpoint of another run that this one was begun from."""
+        durable.write_text(self.source, f"{checkpoint}\n")
+
+    def read_source(self) -> Path | None:
+        """That checkpoint; None where the run was not begun from any."""
+        try:
+            return Path(self.source.read_text(encoding="utf-8").rstrip("\n"))
+        except OSError:
+            return None
 
     def check_free(self, *, resume: bool) -> None:
         try:

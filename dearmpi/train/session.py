@@ -41,17 +41,27 @@ from dearmpi.train.settings import RunSettings, check_resumable
 from dearmpi.train.task import Task
 from dearmpi.train.tasks import build_task
 from dearmpi.train.threads import ThreadChoice, choose_threads
-from dearmpi.train.tracing import check_window
+from dearmpi.train.tracing import why_untraceable
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A run that all ranks agree on, and of which nothing is written yet."""
+    """A run that all ranks agree on, and of which nothing is written yet.
+
+    untraced: why no iteration is recorded, although the run was asked to when it began.
+    """
 
     place: Place
     job: Job
     threads: ThreadChoice
     device: DeviceChoice
+    untraced: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know before it starts."""
+        untraced = [f"nothing is recorded: {self.untraced}"] if self.untraced else []
+        return [*self.place.notes, *self.threads.warnings, *untraced]
 
     def describe_rank(self) -> str:
         """One line about this rank."""
@@ -93,10 +103,12 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
     compare(world, fingerprints | model_fingerprints(task.model.state_dict()))
     kept = RunFolder(place.root / place.name).plan if _has_planned(place, snapshot) else None
     job = prepare(world, settings, task, choice=choice, snapshot=snapshot, kept_plan=kept)
+    untraced = "" if settings.trace is None else why_untraceable(settings.trace, job)
     with together(world):
-        if settings.trace is not None:
-            check_window(settings.trace, job)
-    return Session(place, job, threads, device)
+        # The very command of a run that goes on may ask for what an earlier part has recorded.
+        if untraced and not (place.continued and job.start_step):
+            raise ConfigError(untraced)
+    return Session(place, job, threads, device, untraced)
 
 
 def _has_planned(place: Place, snapshot: Snapshot | None) -> bool:
@@ -142,6 +154,8 @@ def make_folder(session: Session, command: Sequence[str]) -> RunFolder:
         if world.is_root:
             folder = RunFolder.create(place.root, place.name, resume=place.continued)
             settings = session.job.settings.as_plain()
+            if place.source is not None:
+                folder.write_source(place.source)
             folder.write_config(yaml.safe_dump(settings, sort_keys=False))
             folder.write_environment(
                 describe_environment(

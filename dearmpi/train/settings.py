@@ -83,7 +83,6 @@ class RunSettings(RunChoices):
         return (
             self.plan is None
             and not self.deterministic
-            and self.trace is None  # of iterations that buckets must not change in between
             and all(getattr(engine, name) == getattr(default, name) for name in DECIDED_BY_PLAN)
         )
 

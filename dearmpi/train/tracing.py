@@ -9,7 +9,6 @@ from dearmpi.comm.clock_offset import ClockOffset, measure_clock
 from dearmpi.engine.layer_spans import LayerSpans
 from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
 from dearmpi.engine.span import Recorder, Span
-from dearmpi.errors import ConfigError
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL
 from dearmpi.train.job import Job
 
@@ -79,30 +78,31 @@ class Tracing:
             self._layers = None
 
 
-def check_window(window: tuple[int, int], job: Job) -> None:
-    """Raise ConfigError if ``job`` takes none of the iterations in ``window``, or lays out its
-    buckets anew in between.
+def why_untraceable(window: tuple[int, int], job: Job) -> str:
+    """Empty, unless ``job`` takes none of the iterations in ``window``, or lays out its buckets
+    anew in between.
     """
     first, last = job.start_step + 1, job.total_steps
     start, stop = window
     if start > last or stop <= first:
-        raise ConfigError(
+        return (
             f"trace is {start}:{stop}, but this run takes the iterations {first} to {last}; "
             "choose some of them"
         )
     if job.world.size == 1:
-        return
+        return ""
     searched = job.start_step + NUM_TRIALS * STEPS_PER_TRIAL
     if job.settings.plan == "bayes" and start <= searched:
-        raise ConfigError(
+        return (
             f"trace is {start}:{stop}, but plan bayes tries buckets until iteration {searched}; "
             f"record from {searched + 1} on"
         )
     measured = job.start_step + NUM_WARMUP + NUM_PROFILED  # a plan may be taken up after this one
     planned = job.start_step + MOST_STEPS
     if job.optimizer.is_planning and start <= planned and stop > measured + 1:
-        raise ConfigError(
+        return (
             f"trace is {start}:{stop}, but plan auto lays out other buckets between iterations "
             f"{measured + 1} and {planned + 1}; record {planned + 1}:{planned + 1 + stop - start}, "
             f"or end at {measured + 1}"
         )
+    return ""

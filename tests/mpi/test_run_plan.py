@@ -133,10 +133,12 @@ def test_over_several_hosts_a_run_plans_unasked(
     plan = written_plan(world, folder / "a")
 
     monkeypatch.setattr(world, "hosts", one_host)  # the next part of the run goes on as this one
-    run(world, folder, "a", resume="auto", max_steps=LEAST_STEPS_TO_PLAN + 2)
-    told = capfd.readouterr().out
-    assert ("auto, the one that this run has made before" in told) == world.is_root
-    assert written_plan(world, folder / "a") == plan
+    for num_more, given in ((2, {}), (4, {"trace": "103:105"})):
+        num_steps = LEAST_STEPS_TO_PLAN + num_more
+        run(world, folder, "a", resume="auto", max_steps=num_steps, **given)
+        told = capfd.readouterr().out
+        assert ("auto, the one that this run has made before" in told) == world.is_root
+        assert written_plan(world, folder / "a") == plan
 
 
 @pytest.mark.parametrize("given", [{"plan": "none"}, {"window": 3}, {"trace": "4:7"}])

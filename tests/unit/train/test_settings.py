@@ -107,7 +107,6 @@ def test_the_update_waits_only_where_the_norm_of_the_gradient_is_needed() -> Non
         ({"deterministic": True}, False),
         ({"bucket_cap_mb": 8}, False),
         ({"schedule": "wfbp"}, False),
-        ({"trace": "4:7"}, False),
     ],
 )
 def test_only_what_nobody_has_fixed_may_follow_from_measured_times(
