@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
@@ -12,9 +13,10 @@ from typing import Any
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.failure import end_run, is_first_process
+from dearmpi.cli.failure import complain, end_run, is_first_process
 from dearmpi.cli.measurement import write_file
 from dearmpi.cli.rank_log import rank_log
+from dearmpi.comm.launch import announced_rank
 
 _STANDARD_OUTPUT = Path("-")
 
@@ -52,11 +54,12 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
     try:
         import_module("dearmpi.cli.session")  # all that a run needs
         from dearmpi.doctor.examination import Examination, examine, probe_devices
+        from dearmpi.doctor.facts import cuda_devices
         from dearmpi.doctor.launch import open_world
     except Exception as error:  # libraries with compiled parts fail at import in many ways
         return _tell_broken_packages(error, console, json_path)
     verdicts = probe_devices() if is_first_process() else ()
-    world, joined = open_world()
+    world, joined = open_world(probing=bool(cuda_devices()))
     examination = Examination(tell=lambda finding: console.say(*describe(finding)))
     with rank_log(speaks=False) as log:
         try:
@@ -84,6 +87,9 @@ def _tell_broken_packages(error: Exception, console: Console, json_path: Path | 
         cure="install it anew: pip install --force-reinstall dearmpi",
     )
     console.say(*describe(finding))
+    if not is_first_process():  # the others wait for this rank, and cannot tell why
+        place = f"[rank {announced_rank(os.environ)} on {os.uname().nodename}] "
+        complain("\n".join(describe(finding)), prefix=place)
     code = exit_code([finding])
     _write(json_path, {"findings": [asdict(finding)], "exit_code": code})
     return code

@@ -55,7 +55,8 @@ class RankFacts:
 
 def gather_facts(world: World) -> list[RankFacts]:
     """Every rank's facts, by rank (collective)."""
-    threads = choose_threads(world, asked=None, progress_thread=world.progress.mode == "thread")
+    has_helper = world.size > 1 and world.progress.mode == "thread"
+    threads = choose_threads(world, asked=None, progress_thread=has_helper)
     own = RankFacts(
         rank=world.rank,
         host=world.host,

@@ -44,11 +44,12 @@ def try_folder(world: World, root: Path) -> FolderTrial:
 
     What killed trials left there is removed, and where they were while there was no ``root`` yet.
     """
-    folder, error, bytes_s, free_bytes = nearest(root.absolute()), "", 0.0, 0
+    folder, error, bytes_s, free_bytes = root.absolute(), "", 0.0, 0
     scratch: Path | None = None
     try:
         if world.is_root:
             try:
+                folder = nearest(folder)
                 remove_left(folder, root.absolute().parent)
                 scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
                 bytes_s = _write_speed(scratch / "sample")

@@ -20,12 +20,18 @@ _INSTALL = (
 _MOST_HOSTS = 8  # named one by one
 # The limits of a wait for other ranks: a doctor's patients may be unable to reach each other.
 _STALL_S = (15.0, 60.0)
+# Where rank 0 first tries what MPI does on a device: each of four operations may hang.
+_PROBING_STALL_S = (60.0, 600.0)
 
 
-def open_world() -> tuple[World, bool]:
-    """The world that this process was launched into, and True; else a world of one, and False."""
+def open_world(*, probing: bool) -> tuple[World, bool]:
+    """The world that this process was launched into, and True; else a world of one, and False.
+
+    probing: whether rank 0 may try its device before.
+    """
+    limits = StallLimits(*(_PROBING_STALL_S if probing else _STALL_S))
     try:
-        return connect(stall_limits=StallLimits(*_STALL_S)), True
+        return connect(stall_limits=limits), True
     except LaunchError:
         return World(AloneCollectives(), progress="poll"), False
 

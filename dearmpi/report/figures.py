@@ -49,6 +49,7 @@ class Figures:
     shared_wait: see ``exposure.shared_wait``.
     slow_share: the share of the run in which the others waited for the slowest rank.
     traced: whether the first bucket could be told apart.
+    planned: whether the run followed a plan, which has weighed schedules and buckets.
     """
 
     step_s: float
@@ -60,6 +61,7 @@ class Figures:
     traced: bool
     shared_wait: float = 1.0
     slow_share: float = 1.0
+    planned: bool = False
 
     @property
     def slowest(self) -> RankTimes:
@@ -108,7 +110,12 @@ class Figures:
 
 
 def measure(
-    history: History, recording: Recording, *, hosts: tuple[str, ...], schedule: str
+    history: History,
+    recording: Recording,
+    *,
+    hosts: tuple[str, ...],
+    schedule: str,
+    planned: bool = False,
 ) -> Figures | None:
     """The figures of a run; None where no step was measured.
 
@@ -119,10 +126,12 @@ def measure(
     ranks = _metric_ranks(history, hosts) or tuple(traced.values())
     if not ranks:
         return None
-    ranks = tuple(
-        replace(times, data_s=traced[times.rank].data_s if times.rank in traced else times.data_s)
-        for times in _with_all(ranks, traced)
-    )
+    ranks = _with_all(ranks, traced)
+    if not history.typical_ranks():  # rows that tell nothing of the time for data
+        ranks = tuple(
+            replace(times, data_s=traced[times.rank].data_s) if times.rank in traced else times
+            for times in ranks
+        )
     slowest = max(ranks, key=lambda times: times.compute_s).rank
     step_s = max(times.step_s for times in ranks)  # of the rows that tell of waits too
     if step_s <= 0:
@@ -139,6 +148,7 @@ def measure(
         traced=bool(traced),
         shared_wait=shared_wait(recording),
         slow_share=history.slow_share(slowest),
+        planned=planned,
     )
 
 

@@ -80,7 +80,7 @@ def _say_compute(figures: Figures, _lost_s: float) -> str:
 
 def _say_network(figures: Figures, lost_s: float) -> str:
     cure = "try a larger --batch-size, which communicates less often, or a faster link"
-    if figures.schedule and figures.schedule != "dear":
+    if figures.schedule and figures.schedule != "dear" and not figures.planned:
         cure = f"try --schedule dear (this was {figures.schedule}), then a larger --batch-size"
     hint = ""
     if not figures.traced:
@@ -96,10 +96,13 @@ def _say_network(figures: Figures, lost_s: float) -> str:
 
 def _say_first_bucket(figures: Figures, lost_s: float) -> str:
     first_s = min(figures.first_s, lost_s)
+    cure = "try a smaller --bucket-cap-mb, so that less is left for the end"
+    if figures.planned:
+        cure = "the plan has weighed that against what more buckets cost"
     return (
         f"The first bucket limits this run: {_of_step(figures, first_s)} is spent waiting for the "
         "reduce-scatter, update and all-gather of the first layers between two iterations, which "
-        "nothing can hide; try a smaller --bucket-cap-mb, so that less is left for the end."
+        f"nothing can hide; {cure}."
     )
 
 

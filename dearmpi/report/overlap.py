@@ -55,7 +55,14 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     )
     if len(ranks) < len(recording.spans):
         caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
-    timeline = replicate(recording, figures.least_waiting.rank, window=_window(run), plan=run.plan)
+    timeline = replicate(
+        recording,
+        figures.least_waiting.rank,
+        window=_window(run),
+        plan=run.plan,
+        eager=not run.settings.get("max_grad_norm"),
+        gather="gradients" if run.settings.get("gather") == "gradients" else "parameters",
+    )
     if timeline is not None:
         exposed = f"waits {time_text(timeline.exposed_s)}"
         tracks.append(Track("simulated", *replica_spans(timeline), exposed))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from dearmpi.config import ScheduleName
+from dearmpi.config import Gather, ScheduleName
 from dearmpi.engine.span import Lane, Span
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
@@ -34,19 +34,26 @@ _NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
 
 
 def replicate(
-    recording: Recording, rank: int, *, window: int, plan: Plan | None = None
+    recording: Recording,
+    rank: int,
+    *,
+    window: int,
+    plan: Plan | None = None,
+    eager: bool = False,
+    gather: Gather = "parameters",
 ) -> Timeline | None:
     """The iteration of ``rank`` (the least waiting one tells most) simulated.
 
     window: as in ``EngineConfig``. plan: what the run followed at last; it goes before ``window``
     where it is what was recorded. None for the schedule of another plan, for an iteration of
-    several micro-batches, and where the recording lacks bytes or readiness.
+    several micro-batches, and where the recording lacks bytes or readiness. eager: whether buckets
+    were updated during backprop, where no plan says it. gather: as in ``EngineConfig``.
     """
     if rank not in recording.spans:
         return None
     spans, windows = recording.spans[rank], recording.windows(rank)
     sizes = recording.bucket_bytes
-    conduct = _conduct(recording, window, plan)
+    conduct = _conduct(recording, window, plan, eager=eager)
     if any([kind for kind, _ in one.passes(spans)] != ["F", "B"] for one in windows):
         return None
     ready = [_ready_s(spans, windows, bucket) for bucket in range(len(sizes))]
@@ -70,6 +77,7 @@ def replicate(
             Costs(world_size, link, link, update_s=update_s),
             eager=conduct.eager,
             window=conduct.window,
+            gather=gather,
         )
     except ConfigError:
         return None
@@ -84,7 +92,9 @@ class _Conduct:
     eager: bool
 
 
-def _conduct(recording: Recording, window: int, plan: Plan | None) -> _Conduct | None:
+def _conduct(
+    recording: Recording, window: int, plan: Plan | None, *, eager: bool
+) -> _Conduct | None:
     num_buckets = len(recording.bucket_bytes)
     if plan is not None:
         recorded = (recording.schedule, num_buckets)
@@ -93,7 +103,7 @@ def _conduct(recording: Recording, window: int, plan: Plan | None) -> _Conduct |
     names: dict[str, ScheduleName] = {"dear": "dear", "wfbp": "wfbp", "serial": "serial"}
     if recording.schedule not in names:
         return None
-    return _Conduct(build_schedule(names[recording.schedule], num_buckets), window, False)
+    return _Conduct(build_schedule(names[recording.schedule], num_buckets), window, eager)
 
 
 def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:

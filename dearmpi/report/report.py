@@ -41,6 +41,7 @@ def write_report(run_folder: Path, destination: Path) -> Report:
         run.recording,
         hosts=run.hosts,
         schedule=str(run.settings.get("schedule", "")),
+        planned=run.plan is not None,
     )
     verdict = None if figures is None else judge(figures)
     sections = [] if figures is None else overlap_sections(run, figures)

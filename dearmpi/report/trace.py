@@ -89,6 +89,7 @@ def read_traces(run_folder: Path) -> Traces:
         traces.append(trace)
         if trace.torn:
             notes.append(f"rank {rank}: {path.name} ends in the middle; read as far as it goes")
+        notes += [f"rank {rank}: {text}" for text in _own_notes(trace)]
     if not traces:
         begun = "traces, but nothing is in them" if found else "no traces"
         raise ConfigError(
@@ -101,6 +102,12 @@ def read_traces(run_folder: Path) -> Traces:
     if missing:
         notes.append(f"no trace of {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}")
     return Traces(tuple(traces), tuple(notes))
+
+
+def _own_notes(trace: Trace) -> list[str]:
+    """What the rank has said of its trace, such as how many spans it left out."""
+    noted = (e for e in trace.events if e.get("ph") == "M" and e.get("name") == "note")
+    return [str(event.get("args", {}).get("text", "")) for event in noted]
 
 
 def read_trace(path: Path) -> Trace | None:
