@@ -259,6 +259,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
     chosen = parser.parse_args()
     kinds = [kind for kind in chosen.kinds if kind != "disk" or os.geteuid() == 0]
+    if not kinds:
+        parser.error("disk needs root, and nothing else is asked for")
     start_s = time.monotonic()
     with small_disk(wanted="disk" in kinds) as folder:
         campaign = Campaign(folder, seed=chosen.seed, world_sizes=chosen.ranks)

@@ -20,7 +20,7 @@ ROUNDS = 31
 
 
 def main() -> None:
-    width, layers, batch = (int(a) for a in (*sys.argv[1:], "1024", "12", "8")[:3])
+    width, layers, batch = map(int, [*sys.argv[1:], *("1024", "12", "8")[len(sys.argv) - 1 :]])
     torch.set_num_threads(1)
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
     params = list(model.parameters())

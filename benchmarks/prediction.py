@@ -67,7 +67,7 @@ def main() -> None:
     modes = parser.add_subparsers(required=True)
     one = modes.add_parser("measure")
     one.add_argument("--workload", default="resnet50")
-    one.add_argument("--ratio", type=float, default=1.0)
+    one.add_argument("--ratio", type=float, help="of a replayed workload; 1 unless given")
     one.add_argument("--methods", default=METHODS)
     one.add_argument("--rate", default="", help="of the links, as given to netlab; only printed")
     one.add_argument("--iterations", type=int, default=5)
@@ -88,6 +88,9 @@ def measure(given: argparse.Namespace) -> None:
     methods = question.read_methods()
     if any(method.label.partition(":")[0] == BAYES for method in methods):
         raise SystemExit("bayes cannot be predicted: its buckets follow from what is measured")
+    unknown = [m.label for m in methods if not m.uses_group and not m.waits_in_mpi]
+    if unknown:
+        raise SystemExit(f"cannot predict {', '.join(unknown)}: only what runs over gloo or here")
     peers = {m.label: simulated.parse_method(m.label) for m in methods if m.uses_group}
     world = connect()
     tell = print if world.is_root else lambda _: None
@@ -106,7 +109,7 @@ def measure(given: argparse.Namespace) -> None:
         else:
             predicted_s = followed[method.label].run().iteration_s
         outcomes.append(Outcome(method.label, predicted_s, row.median_s))
-    cell = Cell(given.workload, given.ratio, result.hosts, given.rate, tuple(outcomes))
+    cell = Cell(given.workload, given.ratio or 1.0, result.hosts, given.rate, tuple(outcomes))
     tell("\n".join(describe(cell)))
     if given.json is not None and world.is_root:
         given.json.write_text(json.dumps(asdict(cell), indent=1) + "\n", encoding="utf-8")

@@ -83,7 +83,8 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     world = dearmpi.connect()
-    folder = Path(world.broadcast_text(tempfile.mkdtemp(prefix="saving-", dir=".")))
+    made = tempfile.mkdtemp(prefix="saving-", dir=".") if world.is_root else None
+    folder = Path(world.broadcast_text(made))
     seconds: dict[int, list[float]] = {0: [], interval: []}
     num_bytes = 0
     for _ in range(num_rounds):

@@ -10,6 +10,8 @@ what ``dear-train report`` says of each run.
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -74,7 +76,12 @@ FAULTS = (
 
 
 def main() -> int:
-    folder = Path(tempfile.mkdtemp(prefix="dear-links-"))
+    with tempfile.TemporaryDirectory(prefix="dear-links-") as name:
+        return strike_all(Path(name))
+
+
+def strike_all(folder: Path) -> int:
+    """One run for each fault; 1 if any ended otherwise than it should."""
     head, make, body = TASK.partition("def make(options)")
     marker = "    model ="
     text = head + SLOW_CLASS + body.replace(marker, SLOW_DATA + marker, 1)
@@ -121,7 +128,9 @@ def run_once(folder: Path, name: str, fault: Fault) -> int:
     ]
     output = folder / "output"
     with output.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, cwd=ROOT)
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, cwd=ROOT, start_new_session=True
+        )
     try:
         if fault.strike:
             await_true(
@@ -133,7 +142,10 @@ def run_once(folder: Path, name: str, fault: Fault) -> int:
                 subprocess.run(fault.heal, check=True)
         await_true(lambda: process.poll() is not None)
     finally:
-        process.kill()
+        if process.poll() is None:
+            print(f"{fault.name}: not over after {LIMIT_S} s", file=sys.stderr)
+            os.killpg(process.pid, signal.SIGKILL)  # mpirun and the ranks too
+            process.wait()
         if fault.heal:
             subprocess.run(fault.heal, check=True)
     if process.returncode not in (0, 8):
