@@ -53,6 +53,15 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     help="10GbE, 100GbIB, alpha,beta in seconds and seconds per byte of one message, or a file of "
     "`dear-train calibrate`",
 )
+@click.option(
+    "--ranks-per-node", type=int, metavar="N", help="ranks that share a node, with --node-network"
+)
+@click.option(
+    "--node-network",
+    metavar="NETWORK",
+    help="what joins the ranks of a node: alpha,beta as above, or a name; --network is then "
+    "between nodes",
+)
 @engine_option("comm_dtype", CommDtype, help="in what every method sends fp32")
 @click.option(
     "--method",
@@ -113,7 +122,7 @@ def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
     world_size, picture_path = given["world_size"], given["picture_path"]
     if not 1 <= world_size <= _MOST_RANKS:
         raise ConfigError(f"--world-size is {world_size}; it must be from 1 to {_MOST_RANKS} ranks")
-    profile, network = _read_profile(given), _read_network(given["network"])
+    profile, network = _read_profile(given), _with_nodes(_read_network(given["network"]), given)
     others = [] if picture_path is None else [network.with_bandwidth(r / 8e-9) for r in _GIGABITS]
     specs = list(profile.workload.params())
     network, *others = (n.sent_as(given["comm_dtype"], specs) for n in (network, *others))
@@ -159,6 +168,19 @@ def _read_network(text: str) -> Network:
     calibration = read_calibration(text)
     source = f"measured with {calibration.world_size} ranks, {calibration.library}"
     return Network(Path(text).name, calibration.costs, source)
+
+
+def _with_nodes(network: Network, given: dict[str, Any]) -> Network:
+    from dearmpi.plan.network import parse_node
+
+    num_ranks, text = given["ranks_per_node"], given["node_network"]
+    if num_ranks is None and text is None:
+        return network
+    if num_ranks is None or text is None:
+        missing = "--ranks-per-node" if num_ranks is None else "--node-network"
+        raise ConfigError(f"{missing} is missing; give both, or neither")
+    node, name = parse_node(text, num_ranks)
+    return network.with_node(node, name=name)
 
 
 def _read_methods(names: Sequence[str]) -> list[Method]:

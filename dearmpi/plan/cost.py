@@ -112,15 +112,8 @@ class Costs:
         """
         if comm_dtype == "fp32":
             return self
-        trained = [spec for spec in specs if spec.trained]
-        nbytes = sum(spec.nbytes for spec in trained)
-        sent = sum(spec.numel * min(spec.itemsize, _HALF_BYTES) for spec in trained)
-        if sent == nbytes:
-            raise ConfigError(
-                f"comm_dtype {comm_dtype!r} has no effect: no trained parameter is wider than "
-                f"{_HALF_BYTES} bytes; leave it out"
-            )
-        return self.with_slopes(reduce_scatter=sent / nbytes, all_gather=sent / nbytes)
+        share = share_sent(comm_dtype, specs)
+        return self.with_slopes(reduce_scatter=share, all_gather=share)
 
     def with_slopes(self, *, reduce_scatter: float, all_gather: float) -> Costs:
         """The same where a byte takes so many times as long as it does."""
@@ -150,6 +143,22 @@ class Costs:
         )
 
 
+def share_sent(comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> float:
+    """The part of the trained ones' bytes that is sent in ``comm_dtype``.
+
+    Raises ConfigError if all are of half precision already.
+    """
+    trained = [spec for spec in specs if spec.trained]
+    nbytes = sum(spec.nbytes for spec in trained)
+    sent = sum(spec.numel * min(spec.itemsize, _HALF_BYTES) for spec in trained)
+    if sent == nbytes:
+        raise ConfigError(
+            f"comm_dtype {comm_dtype!r} has no effect: no trained parameter is wider than "
+            f"{_HALF_BYTES} bytes; leave it out"
+        )
+    return sent / nbytes
+
+
 def ring_cost(alpha_s: float, beta_s_per_byte: float, world_size: int) -> LinkModel:
     """A ring over ``world_size`` ranks: ``(P - 1) * alpha + (P - 1) / P * n * beta``.
 
@@ -160,20 +169,11 @@ def ring_cost(alpha_s: float, beta_s_per_byte: float, world_size: int) -> LinkMo
     return LinkModel((world_size - 1) * alpha_s, _sent_share(world_size) * beta_s_per_byte)
 
 
-def hierarchical_cost(
-    intra: tuple[float, float], inter: tuple[float, float], *, num_nodes: int, ranks_per_node: int
-) -> LinkModel:
-    """A ring within each node, then one ring between nodes for each of its ranks.
-
-    intra, inter: alpha in seconds and beta in seconds per byte of a message within a node, and of
-    one between nodes. The rings between nodes share each node's link, which therefore carries
-    ``(N - 1) / N * n`` bytes, whatever the number of ranks behind it.
-    """
-    within = ring_cost(*intra, ranks_per_node)
-    between = ring_cost(*inter, num_nodes)
-    return LinkModel(
-        within.alpha_s + between.alpha_s, within.beta_s_per_byte + between.beta_s_per_byte
-    )
+def one_after_another(first: LinkModel, second: LinkModel) -> LinkModel:
+    """A collective that goes over both links in turn, such as within nodes and between them."""
+    beta = first.beta_s_per_byte + second.beta_s_per_byte
+    wire = sum(link.wire_share * link.beta_s_per_byte for link in (first, second))
+    return LinkModel(first.alpha_s + second.alpha_s, beta, wire / beta if beta else 1.0)
 
 
 @dataclass(frozen=True, slots=True)

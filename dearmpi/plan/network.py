@@ -8,34 +8,73 @@ from dataclasses import dataclass, replace
 
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
-from dearmpi.plan.cost import Costs, ring_cost
+from dearmpi.plan.cost import Costs, one_after_another, ring_cost, share_sent
 from dearmpi.plan.layout import ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What joins the ranks of one node: a message between two takes ``alpha + beta * n`` s."""
+
+    num_ranks: int
+    alpha_s: float
+    beta_s_per_byte: float
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """Costs at one world size of 2 or more, from which those at any other follow.
 
-    name: what to call it. source: where the numbers are from, in words.
+    name: what to call it. source: where the numbers are from, in words. node: where several ranks
+        share one; the costs are then between nodes.
     """
 
     name: str
     costs: Costs
     source: str
+    node: Node | None = None
 
     def at(self, world_size: int) -> Costs:
-        """Costs over ``world_size`` ranks, by the rounds and bytes of a ring."""
-        return self.costs.at(world_size)
+        """Costs over ``world_size`` ranks, by the rounds and bytes of a ring.
+
+        With nodes there is a ring in each, and then one between nodes for each of its ranks. Those
+        share the node's link, which carries ``(N - 1) / N * n`` bytes for N nodes, however many
+        ranks are behind it. The last node may have fewer.
+        """
+        if self.node is None:
+            return self.costs.at(world_size)
+        within = ring_cost(
+            self.node.alpha_s, self.node.beta_s_per_byte, min(world_size, self.node.num_ranks)
+        )
+        between = self.costs.at(math.ceil(world_size / self.node.num_ranks))
+        return replace(
+            between,
+            world_size=world_size,
+            reduce_scatter=one_after_another(within, between.reduce_scatter),
+            all_gather=one_after_another(within, between.all_gather),
+        )
+
+    def with_node(self, node: Node, *, name: str) -> Network:
+        """The same between nodes like ``node``, the links of which are called ``name``."""
+        place = f"{self.name}, nodes of {node.num_ranks} ranks over {name}"
+        return replace(self, name=place, node=node)
 
     def sent_as(self, comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> Network:
         """The same for whoever sends the trained ones of ``specs`` in ``comm_dtype``.
 
         Raises ConfigError if all are of half precision already.
         """
-        costs = self.costs.sent_as(comm_dtype, specs)
-        if costs is self.costs:
+        if comm_dtype == "fp32":
             return self
-        return replace(self, costs=costs, source=f"{self.source}; parameters sent in {comm_dtype}")
+        share, node = share_sent(comm_dtype, specs), self.node
+        if node is not None:
+            node = replace(node, beta_s_per_byte=share * node.beta_s_per_byte)
+        return replace(
+            self,
+            costs=self.costs.with_slopes(reduce_scatter=share, all_gather=share),
+            source=f"{self.source}; parameters sent in {comm_dtype}",
+            node=node,
+        )
 
     @property
     def bandwidth(self) -> float:
@@ -88,6 +127,21 @@ PRESETS = (
         "56 Gbit/s InfiniBand (MG-WFBP)",
     ),
 )
+
+
+def parse_node(text: str, num_ranks: int) -> tuple[Node, str]:
+    """A node of ``num_ranks``, joined by ``alpha,beta`` or a preset, and the name of that.
+
+    Raises ConfigError for anything else.
+    """
+    link = parse_network(text)
+    if link is None or num_ranks < 2:
+        raise ConfigError(
+            f"nodes of {num_ranks} ranks over {text!r}: 2 ranks or more share a node, over "
+            f"alpha,beta or one of {', '.join(preset.name for preset in PRESETS)}"
+        )
+    ring = link.costs.all_gather  # of two ranks: one round, with half of the bytes
+    return Node(num_ranks, ring.alpha_s, 2 * ring.beta_s_per_byte), link.name
 
 
 def parse_network(text: str) -> Network | None:

@@ -14,6 +14,9 @@ from dearmpi.plan.fields import read_fields, read_text
 from dearmpi.plan.workload import LayerSpec, Workload, layer_fields, parse_workload
 from dearmpi.version import __version__
 
+FORMAT = 1
+"""Of the file; the models' own have none, and are of the first."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
@@ -86,6 +89,7 @@ class ModelProfile:
         """The form of ``dearmpi/workloads/*.json``, with the times of each layer."""
         workload = self.workload
         header = {
+            "format": FORMAT,
             "name": workload.name,
             "source": workload.source,
             "unit": workload.unit,
@@ -121,9 +125,16 @@ def profile_workload(
 def parse_profile(text: str, place: str) -> ModelProfile:
     """What ``ModelProfile.to_json`` wrote; ``place`` names it in errors.
 
-    Raises ConfigError, naming the layer, for a time that is missing, negative or not a number.
+    Raises ConfigError for another format, and, naming the layer, for a time that is missing,
+    negative or not a number.
     """
     data = read_fields(text, place, mark="layers")
+    form, version = data.integer("format", FORMAT), data.text("version", "unknown")
+    if form != FORMAT:
+        raise ConfigError(
+            f"{place} has format {form}, written by dearmpi {version}; this is dearmpi "
+            f"{__version__}, which reads format {FORMAT}: profile the model anew"
+        )
     try:
         workload = parse_workload(data)
     except ConfigError as error:
@@ -137,7 +148,7 @@ def parse_profile(text: str, place: str) -> ModelProfile:
         tuple(times),
         device=data.text("device", "cpu"),
         world_size=data.integer("world_size", 1, least=1),
-        version=data.text("version", "unknown"),
+        version=version,
     )
 
 

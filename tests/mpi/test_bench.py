@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dearmpi.bench import group
 from dearmpi.bench.collectives import describe_collectives, measure_collectives
 from dearmpi.bench.contest import Length, hold_contest
 from dearmpi.bench.method import Entrant, Method, Setup
@@ -22,6 +23,7 @@ from dearmpi.bench.subject import ReplaySubject
 from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World
 from dearmpi.errors import DearError
+from dearmpi.plan.layout import ParamSpec
 from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
 from tests.mpi.entrants import (
@@ -112,6 +114,42 @@ def test_a_peer_that_fails_on_one_rank_is_out_and_the_rest_goes_on(
 
 
 @pytest.mark.ranks(2)
+def test_a_method_of_this_package_that_breaks_ends_the_benchmark(world: World) -> None:
+    """Not the row alone: of one that breaks on some ranks the others would wait in MPI."""
+
+    def enter(setup: Setup) -> Entrant:
+        raise FloatingPointError("broken in two")
+
+    bad = Method("bad", enter, uses_group=False, waits_in_mpi=True)
+    assert read_method("dear").waits_in_mpi and not read_method("ddp").waits_in_mpi
+    with pytest.raises(FloatingPointError, match="broken in two"):
+        contest(world, bad, read_method("dear"))
+
+
+def test_a_group_that_rank_0_cannot_open_is_out_and_the_rest_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def address(one_host: bool) -> str:
+        raise OSError("no such address")
+
+    monkeypatch.setattr(group, "root_address", address)
+    result, _ = contest(world, read_method("ddp"), read_method("dear"))
+    check_only_one_failed(result, "ddp", "no such address")
+
+
+@pytest.mark.ranks(2)
+def test_frozen_parameters_are_no_communication(world: World) -> None:
+    layers = (
+        LayerSpec("frozen", (ParamSpec("frozen.weight", (5000,), trained=False),), 1),
+        float_layer("head", {"weight": (100,)}, 1),
+    )
+    workload = Workload("tuned", "", layers, batch_size=8, unit="img")
+    result, _ = contest(world, read_method("dear"), workload=workload)
+    assert (result.num_buckets, result.payload_bytes) == (1, 400)
+    assert not result.rows[0].error
+
+
+@pytest.mark.ranks(2)
 def test_a_method_that_averages_nothing_is_found_out(world: World) -> None:
     result, _ = contest(world, Method("bad", forgets_others), read_method("wfbp"))
     check_only_one_failed(result, "bad", "trained wrongly", "layer0.weight")
@@ -196,8 +234,9 @@ def test_a_real_task_is_measured(world: World, tmp_path: Any) -> None:
         (Question("equal:1", ["deer"]), ("deer", "wfbp")),
         (Question("equal:1", ["dear:window=x"]), ("window", "x")),
         (Question("digits", ["dear"], ratio=1.0), ("digits", "ratio")),
+        (Question("equal:1", ["alone:8"]), ("alone", "cap")),
     ],
-    ids=["workload", "method", "option", "ratio"],
+    ids=["workload", "method", "option", "ratio", "alone"],
 )
 def test_a_question_without_answer_is_refused_on_all_ranks(
     world: World, question: Question, words: tuple[str, ...]

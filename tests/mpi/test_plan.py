@@ -12,7 +12,7 @@ from torch import Tensor
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.engine.self_planning import MOST_STEPS
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
@@ -143,6 +143,14 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
         wrap(plan=plan_for(world.size))
     with pytest.raises(ConfigError, match="cannot read the plan"):
         wrap(plan="no-such-plan.json")
+    other = plan_for(world.size, window=2) if world.rank == 1 else plan_for(world.size)
+    for plan in ("auto" if world.rank == 1 else None, other):
+        with pytest.raises(MismatchError, match="rank 1 has another plan than rank 0"):
+            wrap(plan=plan, eager=True)
+    optimizer = DistributedOptimizer(adam(model), model, world=world, eager=True)
+    with pytest.raises(MismatchError, match=r"rank 1 has another plan .*one of 3 buckets"):
+        optimizer.follow(other)
+    optimizer.close()
 
 
 def test_parameters_cannot_be_added_to_a_plan(world: World) -> None:

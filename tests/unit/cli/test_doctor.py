@@ -108,6 +108,10 @@ def test_broken_libraries_are_told_without_a_traceback(
     assert examine(tmp_path, "--json", "-") == 1
     plain = json.loads(capsys.readouterr().out)
     assert [finding["name"] for finding in plain["findings"]] == ["packages"]
+    monkeypatch.setenv("PMI_RANK", "3")  # the others wait for this rank, and cannot tell why
+    assert examine(tmp_path) == 1
+    captured = capsys.readouterr()
+    assert not captured.out and "[rank 3 on " in captured.err and "packages" in captured.err
 
 
 @pytest.mark.usefixtures("_mpi")

@@ -64,6 +64,7 @@ def test_a_profile_is_told_and_written(task: str, capsys: pytest.CaptureFixture[
         (["calibrate", "--out", "/nowhere/at/all.json"], ["/nowhere/at"]),
         (["calibrate", "--seconds", "0"], ["--seconds is 0"]),
         (["calibrate", "--seconds", "nan"], ["--seconds is nan"]),
+        (["calibrate", "--seconds", "inf"], ["--seconds is inf", "finite"]),
         (["calibrate"], ["one rank", "mpirun"]),
         (["calibrate", "--reduce-scatter", "tree"], ["tree", "ring"]),
     ],

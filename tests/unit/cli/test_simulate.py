@@ -88,7 +88,8 @@ def test_half_precision_takes_half_the_time_on_the_wire(
         exposed[dtype] = row["exposed_s"]
     assert exposed["bf16"] == pytest.approx(exposed["fp32"] / 2)
     assert "parameters sent in bf16" in capsys.readouterr().out
-    assert "Gbit/s, 16 ranks" in picture.read_text()
+    text = picture.read_text()
+    assert "Gbit/s, 16 ranks" in text and ">300</text>" in text and ">600</text>" not in text
 
 
 def test_a_calibration_is_the_network_at_any_number_of_ranks(
@@ -147,6 +148,17 @@ def test_it_needs_neither_torch_nor_mpi() -> None:
         (["--feed-forward-s", "nan", "--backprop-s", "1"], ["feed_forward_s is nan"]),
         (["--method", "dpp"], ["dpp", "did you mean ddp", "mg-wfbp"]),
         (["--method", "ddp", "--method", "ddp"], ["ddp", "2 times"]),
+        (["--method", "all", "--method", "dpp"], ["--method all", "leave out"]),
+        (
+            ["--world-size", "1", "--feed-forward-s", "0", "--backprop-s", "0"],
+            ["neither computation nor 1 rank", "above 0"],
+        ),
+        (["--ranks-per-node", "8"], ["--node-network is missing"]),
+        (
+            ["--ranks-per-node", "1", "--node-network", "1e-6,1e-11"],
+            ["nodes of 1 ranks", "2 ranks"],
+        ),
+        (["--ranks-per-node", "8", "--node-network", "nvlink"], ["nvlink", "alpha,beta"]),
         (["--network", "5GbE"], ["5GbE", "10GbE", "100GbIB", "alpha,beta"]),
         (["--network", "nan,1e-9"], ["alpha_s is nan"]),
         (["--world-size", "0"], ["0", "from 1"]),

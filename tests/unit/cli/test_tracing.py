@@ -60,6 +60,21 @@ def test_the_iterations_that_were_asked_for_are_recorded(alone: World, folder: P
     assert ("checkpoint", 4) in found  # between iterations 3 and 4
 
 
+def test_the_same_command_goes_on_after_what_it_has_recorded(
+    alone: World, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"trace": "2:4", "resume": "auto"}
+    path = trace_path(run(alone, folder, max_steps="6", **given), 0)
+    recorded = path.read_bytes()
+    assert "nothing is recorded" not in capsys.readouterr().out
+    run(alone, folder, max_steps="8", **given)
+    told = capsys.readouterr().out
+    assert "nothing is recorded: trace is 2:4, but this run takes the iterations 7 to 8" in told
+    assert path.read_bytes() == recorded
+    with pytest.raises(AgreedError, match="takes the iterations 1 to 8"):
+        run(alone, folder, name="b", trace="9:12")
+
+
 def test_without_the_flag_there_is_no_trace(alone: World, folder: Path) -> None:
     assert not (run(alone, folder) / "trace").exists()
 

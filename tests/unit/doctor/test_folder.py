@@ -77,3 +77,14 @@ def test_what_was_tried_is_judged(
     finding = check_folder(FolderTrial(**(names | changes)))
     text = f"{finding.said} {finding.cure}"
     assert finding.status == status and all(word in text for word in words), text
+
+
+def test_a_place_that_may_not_even_be_looked_at_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(path: Path) -> Path:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("dearmpi.doctor.folder.nearest", look)
+    finding = check_folder(run_ranks(2, lambda world: try_folder(world, tmp_path / "runs"))[0])
+    assert finding.status == "fail" and "Permission denied" in finding.said

@@ -40,6 +40,8 @@ def test_three_equal_layers_by_hand() -> None:
     assert seconds("mg-wfbp", profile) == pytest.approx(1 + 2 + (1 + 2) + 3)
     # It looks at 1 s, and at 3 s, when the first all-reduce is over.
     assert seconds("horovod", profile) == pytest.approx(1 + 2 + (1 + 2) + 3, abs=2e-3)
+    # Every 0.6 s it looks at 1.2 s first.
+    assert seconds("horovod:64:600", profile) == pytest.approx(1.2 + 2 + (1 + 2) + 3)
 
 
 def test_bytescheduler_lets_the_first_layer_overtake() -> None:
@@ -142,6 +144,9 @@ def test_no_other_method_means_no_speed_up() -> None:
         ("ddp:", "above 0"),
         ("ddp:-1", "above 0"),
         ("dear:nan", "above 0"),
+        ("ddp:8:5", "only horovod has a cycle"),
+        ("horovod:64:0", "cycle, above 0"),
+        ("horovod:64:5:1", "cycle"),
     ],
 )
 def test_an_unknown_method_is_refused_with_the_choices(text: str, message: str) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import ring_cost
-from dearmpi.plan.network import PRESETS, link_network, parse_network
+from dearmpi.plan.layout import ParamSpec
+from dearmpi.plan.network import PRESETS, link_network, parse_network, parse_node
 
 
 def test_a_preset_is_found_by_its_name_in_any_case() -> None:
@@ -23,6 +24,24 @@ def test_numbers_make_a_ring_of_any_size(world_size: int) -> None:
     for link in (costs.reduce_scatter, costs.all_gather):
         assert link.alpha_s == pytest.approx(ring.alpha_s)
         assert link.beta_s_per_byte == pytest.approx(ring.beta_s_per_byte)
+
+
+def test_nodes_add_a_ring_in_each_and_share_their_links() -> None:
+    network = parse_network("1e-3,8e-9")
+    assert network is not None
+    node, name = parse_node("1e-6,1e-10", 8)
+    nodes = network.with_node(node, name=name)
+    assert "nodes of 8 ranks over 1e-6,1e-10" in nodes.name
+    both = nodes.at(16).reduce_scatter
+    assert both.alpha_s == pytest.approx(7e-6 + 1e-3)
+    assert both.beta_s_per_byte == pytest.approx(7 / 8 * 1e-10 + 1 / 2 * 8e-9)
+    inside = ring_cost(1e-6, 1e-10, 4)
+    assert nodes.at(4).all_gather.alpha_s == pytest.approx(inside.alpha_s)
+    assert nodes.at(4).all_gather.beta_s_per_byte == pytest.approx(inside.beta_s_per_byte)
+    assert nodes.at(4096).world_size == 4096
+    half = nodes.sent_as("bf16", [ParamSpec("w", (8,))]).at(16).all_gather
+    assert half.beta_s_per_byte == pytest.approx(both.beta_s_per_byte / 2)
+    assert half.alpha_s == pytest.approx(both.alpha_s)
 
 
 def test_another_bandwidth_keeps_the_latency() -> None:

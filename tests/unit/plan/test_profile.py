@@ -37,6 +37,10 @@ TIMES = (LayerTimes(0.1, 0.2), LayerTimes(0.0, 0.0), LayerTimes(0.3, 0.4))
 PROFILE = ModelProfile(WORKLOAD, TIMES, device="one GPU", world_size=4, version="7")
 
 
+WITHOUT_PARAMETERS = """{"name": "x", "source": "", "batch_size": 1, "layers": [
+{"name": "a", "params": []}, {"name": "b", "params": []}]}"""
+
+
 def changed(**changes: Any) -> str:
     """The profile's file with its last layer changed; None takes a key away."""
     data = json.loads(PROFILE.to_json())
@@ -93,6 +97,8 @@ def test_a_shorter_backprop_keeps_its_proportions() -> None:
         (changed(params=[["weight", [2], {"itemsize": 0}]]), "weight: itemsize is 0"),
         (changed(uses=["lost"]), "layer head uses lost, which no layer owns"),
         (changed(uses="lost"), "uses is 'lost'; it must be a list"),
+        ('{"format": 2, "version": "9.1", "layers": []}', "format 2, written by dearmpi 9.1; this"),
+        (WITHOUT_PARAMETERS, "layer a: feed_forward_s is missing"),
         ("{}", "layers is missing"),
         ("[]", "it must be an object"),
         ("{", "profile.json is not JSON"),

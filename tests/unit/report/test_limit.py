@@ -80,6 +80,14 @@ def test_a_baseline_is_told_to_use_dear_first() -> None:
     assert "--schedule dear (this was wfbp)" in judge(figures).sentence
 
 
+def test_nobody_is_told_to_try_what_a_plan_has_weighed() -> None:
+    figures = replace(FIGURES, ranks=_with_waits(0.4, 0.4), schedule="wfbp", planned=True)
+    assert "--schedule" not in judge(figures).sentence
+    figures = replace(figures, first_s=0.3)
+    assert judge(figures).limit is Limit.FIRST_BUCKET
+    assert "--bucket-cap-mb" not in judge(figures).sentence
+
+
 def test_without_a_trace_one_is_asked_for() -> None:
     figures = replace(FIGURES, ranks=_with_waits(0.4, 0.4), traced=False)
     assert "--trace" in judge(figures).sentence

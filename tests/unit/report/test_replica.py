@@ -89,3 +89,12 @@ def test_what_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
     assert replicate(more, 0, window=2) is None
     unknown = Recording(recording.spans, recording.hosts, (), "dear")
     assert replicate(unknown, 0, window=2) is None
+
+
+def test_updates_during_backprop_let_wfbp_gather_there(tmp_path: Path) -> None:
+    recording = replace(recorded(ExampleRun(), tmp_path), schedule="wfbp")
+    late = replicate(recording, 0, window=2)
+    eager = replicate(recording, 0, window=2, eager=True)
+    gradients = replicate(recording, 0, window=2, gather="gradients")
+    assert late is not None and eager is not None and gradients is not None
+    assert eager.exposed_s < late.exposed_s and gradients.exposed_s < late.exposed_s

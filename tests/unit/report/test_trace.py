@@ -158,7 +158,9 @@ def test_a_trace_is_bounded_and_says_what_it_left_out(tmp_path: Path) -> None:
         writer.add(compute(number, number + 0.5))
     writer.close()
     assert len(spans_of(path)) == 2
-    assert "3 more than the 2 spans" in json.loads(path.read_text())[-1]["args"]["text"]
+    text = "trace full: 3 more than the 2 spans that are kept"
+    assert json.loads(path.read_text())[-1]["args"]["text"] == text
+    assert f"rank 0: {text}" in read_traces(tmp_path).notes
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(

@@ -12,6 +12,7 @@ from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.place import Place, agree_on_place, find_place
+from dearmpi.train.run_folder import RunFolder
 
 
 def make_run(root: Path, name: str, *steps: int) -> Path:
@@ -96,3 +97,23 @@ def test_rank_0_decides_for_all(tmp_path: Path) -> None:
     assert set(places) == {
         Place(tmp_path, "a", run / "checkpoints" / "step-00000003", continued=True)
     }
+
+
+def test_the_command_that_began_a_run_from_another_goes_on_with_it(tmp_path: Path) -> None:
+    """As when a scheduler queues a job again, before its first checkpoint or after."""
+    other = make_run(tmp_path, "a", 3)
+    for resume in (other, other / "checkpoints" / "step-00000003"):
+        name = f"from-{resume.name}"
+        begun = find(tmp_path, resume=str(resume), name=name)
+        assert begun.source is not None and not begun.continued
+        RunFolder.create(tmp_path, name).write_source(begun.source)
+
+        make_run(tmp_path, "a", 6)  # the other went on meanwhile
+        again = find(tmp_path, resume=str(resume), name=name)
+        assert (again.checkpoint, again.continued) == (begun.checkpoint, True)
+        make_run(tmp_path, name, 4)
+        again = find(tmp_path, resume=str(resume), name=name)
+        assert again.checkpoint == tmp_path / name / "checkpoints" / "step-00000004"
+        assert again.continued
+        with pytest.raises(ConfigError, match="holds a run that reached step-00000004"):
+            find(tmp_path, resume=str(make_run(tmp_path, "c", 1)), name=name)
