@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dearmpi.bench.wire import root_address
+from dearmpi.bench.wire import ADDRESS_CURE, root_address
 from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
 from dearmpi.train.agreement import together
 
 # A rank that fails leaves the others waiting inside gloo for as long as this.
@@ -33,15 +34,24 @@ def join_group(world: World, *, patience_s: float = PATIENCE_S) -> None:
     with together(world, root_only=True):
         if world.is_root:
             address = root_address(one_host)
-            store = TCPStore(
-                address, 0, world.size, is_master=True, timeout=patience, wait_for_workers=False
-            )
+            store = _open_store(address, world.size, patience)
     place = world.broadcast_text(f"{address} {store.port if store else ''}").split()
     if store is None:
         store = TCPStore(place[0], int(place[1]), world.size, timeout=patience)
     dist.init_process_group(
         "gloo", store=store, rank=world.rank, world_size=world.size, timeout=patience
     )
+
+
+def _open_store(address: str, size: int, patience: timedelta) -> TCPStore:
+    try:
+        return TCPStore(address, 0, size, is_master=True, timeout=patience, wait_for_workers=False)
+    except (OSError, RuntimeError) as error:
+        said = str(error).strip().splitlines()
+        raise ConfigError(
+            f"rank 0 cannot be reached at {address} ({said[0] if said else 'no reason'}); "
+            f"{ADDRESS_CURE}"
+        ) from error
 
 
 def leave_group(*others: object, failed: bool) -> None:

@@ -147,8 +147,8 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
         )
     if name in OURS:
         read_config(options)
-    if name == ALONE:
-        refuse_unknown(options, {"comm_dtype"})
+    if name == ALONE and parts:
+        raise ConfigError(f"method {text!r}: alone has no options, since it sends nothing")
     if name == BAYES:
         refuse_cap(options)
     return Method(text, factory, options, uses_group=name in _OVER_GLOO, waits_in_mpi=name in OURS)

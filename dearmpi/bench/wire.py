@@ -11,7 +11,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.train.agreement import together
 
 _ADDRESS_VARIABLE = "MASTER_ADDR"
-_CURE = "set MASTER_ADDR to an address of rank 0's host that the others can reach"
+ADDRESS_CURE = "set MASTER_ADDR to an address of rank 0's host that the others can reach"
 _LOOPBACK = "127.0.0.1"
 _CHUNK = bytes(1 << 18)
 _PATIENCE_S = 30.0
@@ -31,9 +31,11 @@ def root_address(one_host: bool) -> str:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        raise ConfigError(f"{name} does not know its own address ({error}); {_CURE}") from error
+        raise ConfigError(
+            f"{name} does not know its own address ({error}); {ADDRESS_CURE}"
+        ) from error
     if address.startswith("127."):
-        raise ConfigError(f"{name} knows itself as {address} only; {_CURE}")
+        raise ConfigError(f"{name} knows itself as {address} only; {ADDRESS_CURE}")
     return address
 
 
@@ -64,7 +66,7 @@ def _listen(address: str) -> socket.socket:
     try:
         server = socket.create_server((address, 0))
     except OSError as error:
-        raise ConfigError(f"rank 0 cannot listen at {address} ({error}); {_CURE}") from error
+        raise ConfigError(f"rank 0 cannot listen at {address} ({error}); {ADDRESS_CURE}") from error
     server.settimeout(_PATIENCE_S)
     return server
 

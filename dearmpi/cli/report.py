@@ -206,8 +206,12 @@ def _describe_planning(job: Job) -> list[str]:
     plan, optimizer = job.settings.plan, job.optimizer
     if plan in ("auto", "bayes") and job.world.size == 1:
         return [f"plan {plan} has no effect: one rank sends nothing"]
+    num_left = job.total_steps - job.start_step
     if plan == "bayes":
-        return [f"plan: bayes, {NUM_TRIALS} bucket caps are tried for {STEPS_PER_TRIAL} steps each"]
+        line = f"plan: bayes, {NUM_TRIALS} bucket caps are tried for {STEPS_PER_TRIAL} steps each"
+        if num_left <= NUM_TRIALS * STEPS_PER_TRIAL:
+            line += f"; the run ends with that, since {num_left} steps are left"
+        return [line]
     if plan in (None, "auto") and optimizer.plan is not None:
         return ["plan: auto, the one that this run has made before"]
     if optimizer.is_planning:
@@ -219,7 +223,7 @@ def _describe_planning(job: Job) -> list[str]:
     if plan == "auto":
         return [
             f"plan: none, since auto pays from {LEAST_STEPS_TO_PLAN} steps on, and "
-            f"{job.total_steps - job.start_step} are left"
+            f"{num_left} are left"
         ]
     return []
 

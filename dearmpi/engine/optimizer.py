@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,20 +19,14 @@ from dearmpi.engine.blueprint import check_arguments
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.clipping import clip, follow_clips, scale
 from dearmpi.engine.clock import IterationTimes
+from dearmpi.engine.course import Course
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.layer_ranges import LayerRanges
 from dearmpi.engine.local_state import LocalState
 from dearmpi.engine.model_buffers import BufferExchange
-from dearmpi.engine.self_planning import Pause, SelfPlanning
-from dearmpi.engine.settings import (
-    check_growth,
-    check_plan,
-    choose_plan,
-    compare_plans,
-    merge_settings,
-)
+from dearmpi.engine.self_planning import Pause
+from dearmpi.engine.settings import choose_plan, compare_plans, merge_settings
 from dearmpi.engine.spans import Spans
-from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
@@ -51,7 +42,6 @@ class DistributedOptimizer(Optimizer):
     elsewhere need ``synchronize()`` first.
 
     spans: where the engine tells what takes how long: set its ``recorder`` to listen.
-    plan_pause: what ``plan="auto"`` has cost; None before its plan is followed.
     """
 
     def __init__(
@@ -77,20 +67,29 @@ class DistributedOptimizer(Optimizer):
         self._optimizer = optimizer
         self._model = model
         self.world = world if world is not None else connect()
-        self.config = merge_settings(config, settings)
-        self._given_cap_mb = self.config.bucket_cap_mb
         self.spans = Spans()
         self._ranges = LayerRanges(model)
-        self._plan = choose_plan(plan, self.config)
-        compare_plans(self.world, self._plan)
+        chosen = merge_settings(config, settings)
+        start = choose_plan(plan, chosen)
+        compare_plans(self.world, start)
         drive_on_one_core(self.world)
-        self.plan_pause: Pause | None = None
-        self._planning: SelfPlanning | None = None
         self._attachment = Attachment(
-            optimizer, model, world=self.world, config=self.config, plan=self.plan, spans=self.spans
+            optimizer,
+            model,
+            world=self.world,
+            config=chosen,
+            plan=None if start == "auto" else start,
+            spans=self.spans,
         )
         self._share()
-        self._begin_planning()
+        self._course = Course(
+            self._attachment,
+            model,
+            world=self.world,
+            spans=self.spans,
+            config=chosen,
+            plan=start,
+        )
         broadcast_parameters(model, self.world)
         broadcast_buffers(model, self.world)
         self._buffers = BufferExchange(model, self.world, self.config.buffers)
@@ -111,14 +110,24 @@ class DistributedOptimizer(Optimizer):
         return self._assembly.side.name
 
     @property
+    def config(self) -> EngineConfig:
+        """The settings as they are by now."""
+        return self._course.config
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that is followed; None before there is one."""
-        return self._plan if isinstance(self._plan, Plan) else None
+        return self._course.plan
+
+    @property
+    def plan_pause(self) -> Pause | None:
+        """What ``plan="auto"`` has cost; None before its plan is followed."""
+        return self._course.pause
 
     @property
     def is_planning(self) -> bool:
         """Whether the job is still on its way to a plan of its own."""
-        return self._planning is not None
+        return self._course.planning is not None
 
     @property
     def times(self) -> IterationTimes:
@@ -143,8 +152,8 @@ class DistributedOptimizer(Optimizer):
         self._ranges.follow()
         self._assembly.engine.step()
         self._after_step()
-        if self._planning is not None:
-            self._plan_on(self._planning)
+        if self._course.stepped():
+            self._share()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -166,7 +175,7 @@ class DistributedOptimizer(Optimizer):
         A rank that reaches the end early takes part in the others' steps with zero gradients,
         which count in the average, with their options, and clips as they do.
         """
-        self._abandon_planning()  # it counts steps, of which ranks take unequal numbers here
+        self._course.abandon_planning()  # it counts steps, of which ranks take unequal numbers here
         with self._assembly.engine.join(self._shadow_step):
             yield
 
@@ -221,10 +230,10 @@ class DistributedOptimizer(Optimizer):
         if not hasattr(self, "_attachment"):  # torch's constructor adds the groups it is given
             super().add_param_group(param_group)
             return
-        self._assembly.engine.drop_gradients()
-        check_growth(self._plan)
+        self._course.check_growth()
         self._attachment.grow(param_group)
-        self._lay_out_anew(self._plan)
+        self._course.lay_out_grown()
+        self._share()
         broadcast_parameters(self._model, self.world)
 
     def follow(self, plan: Plan) -> None:
@@ -234,76 +243,23 @@ class DistributedOptimizer(Optimizer):
         dropped. Raises ConfigError if it is for another model or world size, and MismatchError if
         ranks have different ones.
         """
-        compare_plans(self.world, plan)
-        self._take_up(plan)
-
-    def _take_up(self, plan: Plan) -> None:
-        config = replace(self.config, bucket_cap_mb=self._given_cap_mb)  # not what ``fuse`` has set
-        check_plan(plan, config)
-        self._assembly.engine.drop_gradients()
-        self.config = config
-        if self._attachment.follows(plan):  # no need to stand still
-            self._abandon_planning()
-            self._plan = plan
-        else:
-            self._lay_out_anew(plan)
+        self._course.follow(plan)
+        self._share()
 
     def fuse(self, bucket_cap_mb: float) -> None:
         """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective).
 
         Parameters and state stay. Call it where ``follow`` may be called.
         """
-        self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
-        self._assembly.engine.drop_gradients()
-        self._lay_out_anew(None)
-
-    def _lay_out_anew(self, plan: Plan | Literal["auto"] | None) -> None:
-        """Lay out what the wrapped optimizer has, by ``plan``; the state stays."""
-        self._attachment.renew(config=self.config, plan=None if plan == "auto" else plan)
-        self._abandon_planning()
-        self._plan = plan
+        self._course.fuse(bucket_cap_mb)
         self._share()
-        self._begin_planning()
-
-    def _begin_planning(self) -> None:
-        if self._plan == "auto" and self.world.size > 1:
-            self._planning = SelfPlanning(
-                self._model,
-                self._assembly.blueprint,
-                world=self.world,
-                reduce_scatter=self._assembly.reduce_scatter,
-                waited=lambda: self.waited_s,
-                spans=self.spans,
-            )
-
-    def _plan_on(self, planning: SelfPlanning) -> None:
-        """After a step: go on by the plan, once there is one."""
-        plan, problem, begin_s = planning.stepped(), planning.problem, time.perf_counter()
-        if plan is not None:
-            try:
-                self._take_up(plan)
-            except ConfigError as error:  # the model is another by now: layers frozen meanwhile
-                problem = str(error)
-            else:
-                laying_out_s = time.perf_counter() - begin_s
-                self.plan_pause = replace(planning.pause, laying_out_s=laying_out_s)
-        if problem:
-            self._abandon_planning()
-            self._plan = None
-            if self.world.is_root:
-                warnings.warn(f"plan 'auto' is given up: {problem}", stacklevel=3)
-
-    def _abandon_planning(self) -> None:
-        if self._planning is not None:
-            self._planning.abandon()
-            self._planning = None
 
     def close(self) -> None:
         """Finish the last step and detach from the model, which is then an ordinary one.
 
         Safe to call twice; the state can still be saved.
         """
-        self._abandon_planning()
+        self._course.abandon_planning()
         self._ranges.remove()
         self._buffers.close()
         self._attachment.close()

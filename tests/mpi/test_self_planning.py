@@ -130,7 +130,7 @@ def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(world
     optimizer = side.wrap(adam(model), model)
     train(side, model, optimizer, 3)
     optimizer.synchronize()
-    planning = optimizer._planning
+    planning = optimizer._course.planning
     assert planning is not None
     calibrated = planning._costs
     nbytes = int(1 / calibrated.reduce_scatter.wire_s(1))  # for a second
