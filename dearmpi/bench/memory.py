@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 
 from dearmpi.engine.memory import give_back_freed
@@ -14,8 +15,10 @@ _RESET_PEAK = "5"
 
 # Parameters of glibc's mallopt.
 _TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 _MMAP_MAX = -4
 _NEVER = 2**31 - 1
+_LARGE, _MANY = 1 << 20, 1 << 16
 
 
 def reuse_pages() -> None:
@@ -24,10 +27,22 @@ def reuse_pages() -> None:
     An accelerator's allocator does so. Otherwise every gradient of a replayed model costs a page
     fault for each 4 KiB, which on a virtual machine may take longer than the communication.
     """
+    _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER})
+
+
+def give_back_large() -> None:
+    """Let what is larger than a megabyte go back to the system once it is freed.
+
+    Tensors of many sizes that come and go leave holes in what ``reuse_pages`` keeps.
+    """
+    _set({_MMAP_THRESHOLD: _LARGE, _MMAP_MAX: _MANY})
+
+
+def _set(values: Mapping[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, _NEVER)
+        for parameter, value in values.items():
+            mallopt(parameter, value)
 
 
 def start_peak() -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dearmpi.bench.guests import HOROVOD_SENDS, deepspeed, horovod
+from dearmpi.bench.memory import give_back_large, reuse_pages
 from dearmpi.bench.method import (
     ALONE,
     BAYES,
@@ -29,6 +30,7 @@ from dearmpi.bench.method import (
     read_options,
     refuse_unknown,
 )
+from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.searched import bayes, refuse_cap
 from dearmpi.config import CommDtype, check_choice
 from dearmpi.errors import ConfigError
@@ -67,16 +69,36 @@ def _compress(model: nn.parallel.DistributedDataParallel, comm_dtype: str) -> No
 
 
 def fsdp2(setup: Setup) -> Entrant:
-    """torch's fully_shard: one unit per block of layers, the rest of the model around them."""
+    """torch's fully_shard: one unit per block of layers, the rest of the model around them.
+
+    Option: ``reuse_pages=false`` gives large tensors back to the system, which costs time, for
+    models that do not fit otherwise: what is gathered and freed in turn leaves holes in the heap.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    refuse_unknown(setup.options, set())
+    refuse_unknown(setup.options, {"reuse_pages"})
+    gives_back = _gives_back(setup)
+    if gives_back:
+        give_back_large()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks_of(setup.model):
         fully_shard(block, mesh=mesh)
     fully_shard(setup.model, mesh=mesh)
-    return Entrant(setup.model, setup.make_optimizer(setup.model.parameters()))
+    optimizer = setup.make_optimizer(setup.model.parameters())
+    if gives_back:
+        return Entrant(setup.model, optimizer, close=reuse_pages)
+    return Entrant(setup.model, optimizer)
+
+
+def _gives_back(setup: Setup) -> bool:
+    asked = setup.options.get("reuse_pages")
+    if asked is None:
+        return False
+    check_choice("reuse_pages", asked, ("true", "false"))
+    if not isinstance(setup.model, ReplayModel):
+        raise ConfigError("reuse_pages has an effect on replayed models only; leave it out")
+    return asked == "false"
 
 
 def blocks_of(model: nn.Module) -> list[list[nn.Module]]:

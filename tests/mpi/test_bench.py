@@ -135,6 +135,13 @@ def test_a_group_that_rank_0_cannot_open_is_out_and_the_rest_goes_on(
 
 
 @pytest.mark.ranks(2)
+def test_a_peer_may_give_its_memory_back_in_between(world: World) -> None:
+    methods = [read_method(f"fsdp2{more}") for more in (":reuse_pages=false", ":reuse_pages=maybe")]
+    result, _ = contest(world, *methods, read_method("dear"))
+    check_only_one_failed(result, "fsdp2:reuse_pages=maybe", "reuse_pages", "maybe", "true, false")
+
+
+@pytest.mark.ranks(2)
 def test_frozen_parameters_are_no_communication(world: World) -> None:
     layers = (
         LayerSpec("frozen", (ParamSpec("frozen.weight", (5000,), trained=False),), 1),
