@@ -27,7 +27,7 @@ from dearmpi.bench.subject import Subject
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.errors import CommError, ConfigError
+from dearmpi.errors import CommError, ConfigError, UsageError
 from dearmpi.plan.layout import Bucket
 from dearmpi.plan.timeline import is_active
 from dearmpi.train.agreement import is_agreed
@@ -165,7 +165,8 @@ class _Trial:
         except CommError:
             raise  # our own communication is broken: nothing can go on
         except (Exception, SystemExit) as error:
-            if self._method.waits_in_mpi and not _fails_on_all(error) and self._world.size > 1:
+            may_wait = self._method.waits_in_mpi and phase in (self.enter, self.measure)
+            if may_wait and not _fails_on_all(error) and self._world.size > 1:
                 raise
             lines = str(error).strip().splitlines()
             problem = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -237,8 +238,8 @@ class _Trial:
 
 
 def _fails_on_all(error: BaseException) -> bool:
-    """Whether every rank must have met the same: settings, and what is not installed."""
-    return is_agreed(error) or isinstance(error, (ConfigError, ImportError))
+    """Whether every rank must have met the same: settings, their use, and what is missing."""
+    return is_agreed(error) or isinstance(error, (ConfigError, UsageError, ImportError))
 
 
 def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> Iteration:

@@ -79,14 +79,13 @@ def fsdp2(setup: Setup) -> Entrant:
 
     refuse_unknown(setup.options, {"reuse_pages"})
     gives_back = _gives_back(setup)
-    if gives_back:
-        give_back_large()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks_of(setup.model):
         fully_shard(block, mesh=mesh)
     fully_shard(setup.model, mesh=mesh)
     optimizer = setup.make_optimizer(setup.model.parameters())
     if gives_back:
+        give_back_large()
         return Entrant(setup.model, optimizer, close=reuse_pages)
     return Entrant(setup.model, optimizer)
 

@@ -102,8 +102,6 @@ class Attachment:
         Raises ConfigError for a plan that does not fit, with everything as it was.
         """
         layout = self._lay_out(config, plan)
-        # The algorithm that ``auto`` has found stays: to measure anew would stop training.
-        config = replace(config, reduce_scatter=self.assembly.reduce_scatter)
         self._settle()
         self.assembly.engine.wait_updated()
         relocation = Relocation(self._world, self.assembly.updates, layout)

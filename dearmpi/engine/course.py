@@ -84,7 +84,7 @@ class Course:
         """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective)."""
         self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
         self._drop_gradients()
-        self._lay_out_anew(None)
+        self._lay_out_anew(None, self._settled())
 
     def check_growth(self) -> None:
         """Raise ConfigError if what is followed has no place for further parameters."""
@@ -93,7 +93,7 @@ class Course:
 
     def lay_out_grown(self) -> None:
         """Lay out the parameters that have been added too (collective)."""
-        self._lay_out_anew(self._plan)
+        self._lay_out_anew(self._plan, self.config)
 
     def abandon_planning(self) -> None:
         """Make no plan, if one was on its way."""
@@ -108,7 +108,7 @@ class Course:
         self._drop_gradients()
         self.config = config
         if not self._attachment.follows(plan):
-            self._lay_out_anew(plan)
+            self._lay_out_anew(plan, self._settled())
             return True
         self.abandon_planning()  # with no need to stand still
         self._plan = plan
@@ -117,8 +117,12 @@ class Course:
     def _drop_gradients(self) -> None:
         self._attachment.assembly.engine.drop_gradients()
 
-    def _lay_out_anew(self, plan: Plan | Literal["auto"] | None) -> None:
-        self._attachment.renew(config=self.config, plan=None if plan == "auto" else plan)
+    def _settled(self) -> EngineConfig:
+        """With the algorithm that ``auto`` has found: to measure anew would stop training."""
+        return replace(self.config, reduce_scatter=self._attachment.assembly.reduce_scatter)
+
+    def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
+        self._attachment.renew(config=config, plan=None if plan == "auto" else plan)
         self.abandon_planning()
         self._plan = plan
         self._begin_planning()

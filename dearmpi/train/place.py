@@ -128,6 +128,11 @@ def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
     if source is None or resume.absolute() not in (source, source.parent.parent):
         return None
     found = survey(root / name)
+    if found.latest is None and not source.is_dir():
+        raise CheckpointError(
+            f"the run in {root / name} was begun from {source}, which is gone, and has no "
+            "checkpoint of its own yet; begin another run with another --name"
+        )
     notes = tuple(f"passed over: {reason}" for reason in found.passed_over)
     return Place(root, name, found.latest or source, continued=True, notes=notes, source=source)
 

@@ -137,13 +137,13 @@ class RunFolder:
 
     def write_source(self, checkpoint: Path) -> None:
         """Remember the checkpoint of another run that this one was begun from."""
-        durable.write_text(self.source, f"{checkpoint}\n")
+        durable.write_text(self.source, json.dumps(str(checkpoint)) + "\n")
 
     def read_source(self) -> Path | None:
         """That checkpoint; None where the run was not begun from any."""
         try:
-            return Path(self.source.read_text(encoding="utf-8").rstrip("\n"))
-        except OSError:
+            return Path(json.loads(self.source.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
             return None
 
     def check_free(self, *, resume: bool) -> None:

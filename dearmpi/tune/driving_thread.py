@@ -16,5 +16,10 @@ def drive_on_one_core(world: World) -> None:
     if world.progress.mode != "thread":
         return
     count = torch.get_num_threads()
-    world.on_driving_thread(lambda: torch.set_num_threads(1))
+    world.on_driving_thread(_compute_alone)
     torch.set_num_threads(count)  # torch hands the last number given to every thread to come
+
+
+def _compute_alone() -> None:
+    torch.get_num_threads()  # else the thread's first sum would take the last number given
+    torch.set_num_threads(1)

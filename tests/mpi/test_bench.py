@@ -155,8 +155,10 @@ def test_frozen_parameters_are_no_communication(world: World) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_method_that_averages_nothing_is_found_out(world: World) -> None:
-    result, _ = contest(world, Method("bad", forgets_others), read_method("wfbp"))
-    check_only_one_failed(result, "bad", "trained wrongly", "layer0.weight")
+    for ours in (False, True):  # which ends nothing: no rank waits for another by then
+        bad = Method("bad", forgets_others, waits_in_mpi=ours)
+        result, _ = contest(world, bad, read_method("wfbp"))
+        check_only_one_failed(result, "bad", "trained wrongly", "layer0.weight")
 
 
 def test_a_peer_that_is_not_installed_is_out_and_the_rest_goes_on(world: World) -> None:

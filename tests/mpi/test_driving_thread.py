@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.tune.driving_thread import drive_on_one_core
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -22,6 +23,34 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(3)
     yield 3
     torch.set_num_threads(before)
+
+
+def test_a_thread_that_has_never_computed_keeps_to_one_core(
+    world: World, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the driving thread of a fresh process, whose first sum comes later."""
+    limited, computed = threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def drive(action: Callable[[], None]) -> None:
+        def live() -> None:
+            action()
+            limited.set()
+            computed.wait(10)
+            sum_of = torch.ones(100_000)
+            sum_of.add_(sum_of)
+            seen.append(torch.get_num_threads())
+
+        thread.append(threading.Thread(target=live))
+        thread[0].start()
+        limited.wait(10)
+
+    thread: list[threading.Thread] = []
+    monkeypatch.setattr(world, "on_driving_thread", drive)
+    drive_on_one_core(world)
+    computed.set()
+    thread[0].join()
+    assert seen == [1] and torch.get_num_threads() == threads
 
 
 def test_sums_and_updates_take_one_core_and_computation_keeps_the_others(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,16 @@ def test_the_command_that_began_a_run_from_another_goes_on_with_it(tmp_path: Pat
         assert again.continued
         with pytest.raises(ConfigError, match="holds a run that reached step-00000004"):
             find(tmp_path, resume=str(make_run(tmp_path, "c", 1)), name=name)
+
+
+def test_a_run_whose_source_is_gone_says_so(tmp_path: Path) -> None:
+    other = make_run(tmp_path, "a-\udcff", 3)  # a name that is no UTF-8
+    begun = find(tmp_path, resume=str(other), name="b")
+    assert begun.source is not None
+    RunFolder.create(tmp_path, "b").write_source(begun.source)
+    make_run(tmp_path, "a-\udcff", 6)
+    shutil.rmtree(begun.source)
+    with pytest.raises(CheckpointError, match="step-00000003, which is gone"):
+        find(tmp_path, resume=str(other), name="b")
+    make_run(tmp_path, "b", 4)
+    assert find(tmp_path, resume=str(other), name="b").continued
