@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
@@ -24,6 +25,17 @@ from tests.mpi.semantics import (
 from tests.mpi.test_plan import plan_for, script_with
 
 pytestmark = pytest.mark.ranks(2, 3)
+
+
+def begin_planning(
+    world: World, *, eager: bool = False
+) -> tuple[nn.Sequential, Side, DistributedOptimizer]:
+    """A model whose optimizer is on its way to a plan."""
+    model = layers()
+    side = Side(world, bucket_cap_mb=None, eager=eager, plan="auto")
+    optimizer = side.wrap(adam(model), model)
+    assert isinstance(optimizer, DistributedOptimizer)
+    return model, side, optimizer
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
@@ -60,9 +72,7 @@ def test_buckets_that_no_plan_beats_stay(world: World, monkeypatch: pytest.Monke
             return self._request.standing
 
     monkeypatch.setattr(self_planning, "PlanProcess", Process)
-    model = layers()
-    side = Side(world, bucket_cap_mb=None, eager=True, plan="auto")
-    optimizer = side.wrap(adam(model), model)
+    model, side, optimizer = begin_planning(world, eager=True)
     engine = optimizer._assembly.engine
     train(side, model, optimizer, MOST_STEPS)
     plan = optimizer.plan
@@ -85,9 +95,7 @@ def test_training_waits_for_no_plan_that_is_late(
 
     monkeypatch.setattr(self_planning, "PlanProcess", Process)
     monkeypatch.setattr(self_planning, "_PLANNING_S", 1e-9)  # due at once
-    model = layers()
-    side = Side(world, bucket_cap_mb=None, plan="auto")
-    optimizer = side.wrap(adam(model), model)
+    model, side, optimizer = begin_planning(world)
     train(side, model, optimizer, 12)
     assert optimizer.is_planning
     train(side, model, optimizer, 1)
@@ -106,9 +114,7 @@ def test_training_goes_on_while_a_plan_is_made_and_micro_batches_are_no_iteratio
             super().__init__(request)
 
     monkeypatch.setattr(self_planning, "PlanProcess", Process)
-    model = layers()
-    side = Side(world, bucket_cap_mb=None, plan="auto")
-    optimizer = side.wrap(adam(model), model)
+    model, side, optimizer = begin_planning(world)
     for number in range(MOST_STEPS):
         assert number > 5 or optimizer.is_planning
         with optimizer.no_sync():
@@ -125,9 +131,7 @@ def test_training_goes_on_while_a_plan_is_made_and_micro_batches_are_no_iteratio
 
 def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(world: World) -> None:
     """Other than before the first step, when connections carry less than ever after."""
-    model = layers()
-    side = Side(world, bucket_cap_mb=None, plan="auto")
-    optimizer = side.wrap(adam(model), model)
+    model, side, optimizer = begin_planning(world)
     train(side, model, optimizer, 3)
     optimizer.synchronize()
     planning = optimizer._course.planning
@@ -154,9 +158,7 @@ def test_layers_frozen_while_a_plan_is_made_cost_the_plan_and_not_the_training(
             return plan_for(world.size)
 
     monkeypatch.setattr(self_planning, "PlanProcess", Process)
-    model = layers()
-    side = Side(world, bucket_cap_mb=None, eager=True, plan="auto")
-    optimizer = side.wrap(adam(model), model)
+    model, side, optimizer = begin_planning(world, eager=True)
     train(side, model, optimizer, 6)
     model[2].weight.requires_grad_(False)  # which the plan has in a bucket with others
     train(side, model, optimizer, MOST_STEPS)
@@ -170,9 +172,7 @@ def test_a_compiled_model_trains_on_without_a_plan(
     world: World, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Its layers run without hooks, so nothing can time them."""
-    model = layers()
-    side = Side(world, bucket_cap_mb=None, plan="auto")
-    optimizer = side.wrap(adam(model), model)
+    model, side, optimizer = begin_planning(world)
     compiled: Any = torch.compile(model, backend="eager")
     for step in range(6):
         optimizer.zero_grad()
@@ -187,9 +187,7 @@ def test_a_compiled_model_trains_on_without_a_plan(
 
 def test_inside_join_a_job_does_not_plan(world: World) -> None:
     """Ranks take unequal numbers of steps there, and planning takes all of them."""
-    model = layers()
-    side = Side(world, bucket_cap_mb=None, plan="auto")
-    optimizer = side.wrap(adam(model), model)
+    model, side, optimizer = begin_planning(world)
     with optimizer.join():
         train(side, model, optimizer, MOST_STEPS + world.rank)
     train(side, model, optimizer, 1)
