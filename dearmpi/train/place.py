@@ -13,7 +13,7 @@ from typing import Any
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train.agreement import together
-from dearmpi.train.checkpoint.survey import resolve, survey
+from dearmpi.train.checkpoint.survey import Survey, resolve, survey
 from dearmpi.train.run_folder import RunFolder, free_name
 
 
@@ -133,7 +133,7 @@ def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
             f"the run in {root / name} was begun from {source}, which is gone, and has no "
             "checkpoint of its own yet; begin another run with another --name"
         )
-    notes = tuple(f"passed over: {reason}" for reason in found.passed_over)
+    notes = _passed_over(found)
     return Place(root, name, found.latest or source, continued=True, notes=notes, source=source)
 
 
@@ -144,5 +144,8 @@ def _find_latest(root: Path, name: str | None) -> Place:
             "one, and starts it where there is none"
         )
     found = survey(root / name)
-    notes = tuple(f"passed over: {reason}" for reason in found.passed_over)
-    return Place(root, name, found.latest, continued=True, notes=notes)
+    return Place(root, name, found.latest, continued=True, notes=_passed_over(found))
+
+
+def _passed_over(found: Survey) -> tuple[str, ...]:
+    return tuple(f"passed over: {reason}" for reason in found.passed_over)
