@@ -179,8 +179,7 @@ def _with_nodes(network: Network, given: dict[str, Any]) -> Network:
     if num_ranks is None or text is None:
         missing = "--ranks-per-node" if num_ranks is None else "--node-network"
         raise ConfigError(f"{missing} is missing; give both, or neither")
-    node, name = parse_node(text, num_ranks)
-    return network.with_node(node, name=name)
+    return network.with_node(parse_node(text, num_ranks))
 
 
 def _read_methods(names: Sequence[str]) -> list[Method]:

@@ -14,8 +14,12 @@ from dearmpi.plan.layout import ParamSpec
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What joins the ranks of one node: a message between two takes ``alpha + beta * n`` s."""
+    """What joins the ranks of one node: a message between two takes ``alpha + beta * n`` s.
 
+    name: what to call that.
+    """
+
+    name: str
     num_ranks: int
     alpha_s: float
     beta_s_per_byte: float
@@ -54,10 +58,10 @@ class Network:
             all_gather=one_after_another(within, between.all_gather),
         )
 
-    def with_node(self, node: Node, *, name: str) -> Network:
-        """The same between nodes like ``node``, the links of which are called ``name``."""
-        place = f"{self.name}, nodes of {node.num_ranks} ranks over {name}"
-        return replace(self, name=place, node=node)
+    def with_node(self, node: Node) -> Network:
+        """The same between nodes like ``node``."""
+        name = f"{self.name}, nodes of {node.num_ranks} ranks over {node.name}"
+        return replace(self, name=name, node=node)
 
     def sent_as(self, comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> Network:
         """The same for whoever sends the trained ones of ``specs`` in ``comm_dtype``.
@@ -129,8 +133,8 @@ PRESETS = (
 )
 
 
-def parse_node(text: str, num_ranks: int) -> tuple[Node, str]:
-    """A node of ``num_ranks``, joined by ``alpha,beta`` or a preset, and the name of that.
+def parse_node(text: str, num_ranks: int) -> Node:
+    """A node of ``num_ranks``, joined by ``alpha,beta`` or a preset.
 
     Raises ConfigError for anything else.
     """
@@ -141,7 +145,7 @@ def parse_node(text: str, num_ranks: int) -> tuple[Node, str]:
             f"alpha,beta or one of {', '.join(preset.name for preset in PRESETS)}"
         )
     ring = link.costs.all_gather  # of two ranks: one round, with half of the bytes
-    return Node(num_ranks, ring.alpha_s, 2 * ring.beta_s_per_byte), link.name
+    return Node(link.name, num_ranks, ring.alpha_s, 2 * ring.beta_s_per_byte)
 
 
 def parse_network(text: str) -> Network | None:

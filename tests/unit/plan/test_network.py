@@ -29,8 +29,7 @@ def test_numbers_make_a_ring_of_any_size(world_size: int) -> None:
 def test_nodes_add_a_ring_in_each_and_share_their_links() -> None:
     network = parse_network("1e-3,8e-9")
     assert network is not None
-    node, name = parse_node("1e-6,1e-10", 8)
-    nodes = network.with_node(node, name=name)
+    nodes = network.with_node(parse_node("1e-6,1e-10", 8))
     assert "nodes of 8 ranks over 1e-6,1e-10" in nodes.name
     both = nodes.at(16).reduce_scatter
     assert both.alpha_s == pytest.approx(7e-6 + 1e-3)
