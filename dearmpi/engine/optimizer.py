@@ -71,24 +71,15 @@ class DistributedOptimizer(Optimizer):
         self._ranges = LayerRanges(model)
         chosen = merge_settings(config, settings)
         start = choose_plan(plan, chosen)
+        given = None if start == "auto" else start
         compare_plans(self.world, start)
         drive_on_one_core(self.world)
         self._attachment = Attachment(
-            optimizer,
-            model,
-            world=self.world,
-            config=chosen,
-            plan=None if start == "auto" else start,
-            spans=self.spans,
+            optimizer, model, world=self.world, config=chosen, plan=given, spans=self.spans
         )
         self._share()
         self._course = Course(
-            self._attachment,
-            model,
-            world=self.world,
-            spans=self.spans,
-            config=chosen,
-            plan=start,
+            self._attachment, model, world=self.world, spans=self.spans, config=chosen, plan=start
         )
         broadcast_parameters(model, self.world)
         broadcast_buffers(model, self.world)

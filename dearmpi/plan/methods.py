@@ -33,7 +33,6 @@ from dearmpi.plan.timeline import Timeline, simulate
 WINDOW = EngineConfig().window
 _NOTHING = LinkModel(0.0, 0.0)
 _FIRST_MB, _CAP_MB = 1.0, 25.0  # of DDP as it comes
-_MOST_CAP_MB = 65536.0
 _CYCLE_MS, _MOST_CYCLE_MS = 1.0, 1000.0
 _PARTITION_NUMEL, _CREDIT_NUMEL = 8_000_000, 16_000_000
 
@@ -87,8 +86,7 @@ class Method:
 def parse_method(text: str) -> Method:
     """The method called ``text``, such as ``mg-wfbp``, or ``ddp:8`` with another cap in MiB.
 
-    ``horovod:64:5`` has a cycle of 5 ms as well. Raises ConfigError for any other name, with the
-    choices.
+    ``horovod:64:5`` has a cycle of 5 ms too. Raises ConfigError for any other, with the choices.
     """
     name, *numbers = text.split(":")
     known = {method.name: method for method in METHODS}
@@ -102,10 +100,8 @@ def parse_method(text: str) -> Method:
     if not method.takes_cap:
         raise ConfigError(f"method {text!r}: {name} has no bucket cap")
     cap_mb = _read_number(numbers[0])
-    if not 0 < cap_mb <= _MOST_CAP_MB:
-        raise ConfigError(
-            f"method {text!r}: the bucket cap must be above 0 and at most {_MOST_CAP_MB:g} MiB"
-        )
+    if not 0 < cap_mb <= 65536:
+        raise ConfigError(f"method {text!r}: the bucket cap must be above 0 and at most 65536 MiB")
     method = replace(method, name=text, cap_mb=cap_mb)
     return _with_cycle(method, numbers[1:]) if numbers[1:] else method
 

@@ -128,10 +128,7 @@ def measure(
         return None
     ranks = _with_all(ranks, traced)
     if not history.typical_ranks():  # rows that tell nothing of the time for data
-        ranks = tuple(
-            replace(times, data_s=traced[times.rank].data_s) if times.rank in traced else times
-            for times in ranks
-        )
+        ranks = tuple(replace(one, data_s=traced.get(one.rank, one).data_s) for one in ranks)
     slowest = max(ranks, key=lambda times: times.compute_s).rank
     step_s = max(times.step_s for times in ranks)  # of the rows that tell of waits too
     if step_s <= 0:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dearmpi.config import EngineConfig
 from dearmpi.engine.span import Lane
+from dearmpi.plan.timeline import Timeline
 from dearmpi.report.bars import Bar, draw_bars
 from dearmpi.report.exposure import BucketTime
 from dearmpi.report.figures import Figures, exposure_of
@@ -55,14 +56,7 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     )
     if len(ranks) < len(recording.spans):
         caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
-    timeline = replicate(
-        recording,
-        figures.least_waiting.rank,
-        window=_window(run),
-        plan=run.plan,
-        eager=not run.settings.get("max_grad_norm"),
-        gather="gradients" if run.settings.get("gather") == "gradients" else "parameters",
-    )
+    timeline = _replica(run, figures)
     if timeline is not None:
         exposed = f"waits {time_text(timeline.exposed_s)}"
         tracks.append(Track("simulated", *replica_spans(timeline), exposed))
@@ -75,6 +69,18 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
         "One iteration",
         lambda width: draw_tracks("iteration", title, tracks, width=width),
         caption,
+    )
+
+
+def _replica(run: Run, figures: Figures) -> Timeline | None:
+    """What the rank that waits least would have taken, as the run was set up."""
+    return replicate(
+        run.recording,
+        figures.least_waiting.rank,
+        window=_window(run),
+        plan=run.plan,
+        eager=not run.settings.get("max_grad_norm"),
+        gather="gradients" if run.settings.get("gather") == "gradients" else "parameters",
     )
 
 

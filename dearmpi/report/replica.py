@@ -15,7 +15,7 @@ from dearmpi.config import Gather, ScheduleName
 from dearmpi.engine.span import Lane, Span
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.profile import LayerTimes, ModelProfile
 from dearmpi.plan.schedule import Schedule, build_schedule
@@ -60,8 +60,6 @@ def replicate(
     link = _link(spans, windows, sizes)
     if link is None or None in ready or conduct is None:
         return None
-    specs = [ParamSpec(f"bucket{i}", (size,), itemsize=1) for i, size in enumerate(sizes)]
-    layers = tuple(LayerSpec(spec.name, (spec,)) for spec in specs)
     times = _times(
         [seconds or 0.0 for seconds in ready],
         forward_s=_typical(spans, windows, "F"),
@@ -71,8 +69,7 @@ def replicate(
     update_s = median([s.stop_s - s.start_s for s in spans if s.lane is Lane.UPDATE] or [0.0])
     try:
         return simulate(
-            ModelProfile(Workload("replica", "a recording", layers, 1, "samples"), times),
-            build_layout([[spec] for spec in specs], world_size),
+            *_lay_out(sizes, times, world_size),
             conduct.schedule,
             Costs(world_size, link, link, update_s=update_s),
             eager=conduct.eager,
@@ -81,6 +78,16 @@ def replicate(
         )
     except ConfigError:
         return None
+
+
+def _lay_out(
+    sizes: Sequence[int], times: tuple[LayerTimes, ...], world_size: int
+) -> tuple[ModelProfile, BucketLayout]:
+    """A layer, and a bucket, of each size in bytes."""
+    specs = [ParamSpec(f"bucket{i}", (size,), itemsize=1) for i, size in enumerate(sizes)]
+    layers = tuple(LayerSpec(spec.name, (spec,)) for spec in specs)
+    profile = ModelProfile(Workload("replica", "a recording", layers, 1, "samples"), times)
+    return profile, build_layout([[spec] for spec in specs], world_size)
 
 
 @dataclass(frozen=True, slots=True)
