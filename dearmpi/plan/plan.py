@@ -17,39 +17,13 @@ from typing import TypeVar
 from dearmpi.errors import ConfigError
 from dearmpi.plan.fields import Fields, read_fields, read_text
 from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
+from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
 from dearmpi.version import __version__
 
 FORMAT = 1
 
 Choice = TypeVar("Choice", bound=Enum)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Seconds of an iteration, and of its parts by themselves, as simulated.
-
-    bound_s: what no plan can be faster than.
-    """
-
-    iteration_s: float
-    compute_s: float
-    communication_s: float
-    bound_s: float
-
-    def over(self, micro_batches: int) -> Prediction:
-        """The same with gradients accumulated over ``micro_batches``, where this is of one.
-
-        Nothing travels between the feed-forward of the first and the backprop of the last, so the
-        computation of all others is added as it is.
-        """
-        early_s = (micro_batches - 1) * self.compute_s
-        return replace(
-            self,
-            iteration_s=self.iteration_s + early_s,
-            compute_s=self.compute_s + early_s,
-            bound_s=self.bound_s + early_s,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +174,6 @@ class Plan:
                 f"{place} has format {data.integer('format')}, written by dearmpi {version}; this "
                 f"is dearmpi {__version__}, which reads format {FORMAT}: make the plan anew"
             )
-        seconds = data.fields("prediction")
         try:
             return Plan(
                 parameters=data.texts("parameters"),
@@ -210,12 +183,7 @@ class Plan:
                 eager=data.truth("eager"),
                 world_size=data.integer("world_size", least=1),
                 fingerprint=data.text("fingerprint"),
-                prediction=Prediction(
-                    iteration_s=seconds.number("iteration_s"),
-                    compute_s=seconds.number("compute_s"),
-                    communication_s=seconds.number("communication_s"),
-                    bound_s=seconds.number("bound_s"),
-                ),
+                prediction=Prediction.from_fields(data.fields("prediction")),
                 origin=data.text("origin"),
                 version=version,
                 idle=_indices(data, "idle", data.items("idle", [])),

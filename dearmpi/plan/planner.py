@@ -12,7 +12,8 @@ from dearmpi.plan.draft import Draft
 from dearmpi.plan.exhaustive import MOST_TENSORS, best_of_all
 from dearmpi.plan.improvement import improve
 from dearmpi.plan.layout import BucketLayout, build_layout
-from dearmpi.plan.plan import Plan, Prediction, fingerprint
+from dearmpi.plan.plan import Plan, fingerprint
+from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.problem import Problem
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.plan.schedule import AllGather, Schedule

@@ -14,7 +14,8 @@ from dearmpi.comm.world import World
 from dearmpi.engine.self_planning import MOST_STEPS
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.parameter import spec_of
-from dearmpi.plan.plan import Plan, Prediction, fingerprint
+from dearmpi.plan.plan import Plan, fingerprint
+from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
 from tests.mpi.semantics import (
     Side,

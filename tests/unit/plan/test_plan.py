@@ -11,7 +11,8 @@ import pytest
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import ParamSpec
-from dearmpi.plan.plan import Plan, Prediction, fingerprint, read_plan
+from dearmpi.plan.plan import Plan, fingerprint, read_plan
+from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, dear
 
 HALF = ParamSpec("h", (2,), itemsize=2, dtype="bfloat16")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dearmpi.engine.span import Lane, Span
-from dearmpi.plan.plan import Plan, Prediction
+from dearmpi.plan.plan import Plan
+from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.schedule import Wait, build_schedule
 from dearmpi.report.interval import total, union
 from dearmpi.report.recording import Recording, record
