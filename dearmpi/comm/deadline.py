@@ -10,6 +10,8 @@ from dearmpi.comm import last_words
 from dearmpi.comm.watchdog import StallLimits
 from dearmpi.errors import StallError
 
+_STEP_S = 1.0
+
 
 class Deadline:
     """Says that what is entered lasts too long, then ends this process with StallError's code.
@@ -49,7 +51,13 @@ class Deadline:
         os._exit(StallError.exit_code)
 
     def _is_left_within(self, seconds: float) -> bool:
-        return self._left.wait(min(seconds, threading.TIMEOUT_MAX))
+        """Counted in small steps: a job that a scheduler suspends has waited no longer for it."""
+        while seconds > 0:
+            step_s = min(seconds, _STEP_S)
+            if self._left.wait(step_s):
+                return True
+            seconds -= step_s
+        return False
 
     def _say(self, text: str) -> None:
         last_words.say(f"[{self._who}] {text}: {self._advice}")

@@ -51,6 +51,9 @@ def abort_on_exception(world: World) -> None:
 
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
         lines = traceback.format_exception(error)
+        if world.is_closed:
+            last_words.say("".join(lines).rstrip())
+            return
         told = "".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines)
         # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
         last_words.say(told.rstrip(), stream=sys.__stderr__ or sys.stderr)

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.watchdog import Watchdog
@@ -62,7 +63,10 @@ def yield_to_computation() -> None:
 
 
 class Progress:
-    """Drives lanes, in a thread of its own or in the threads that poll and wait."""
+    """Drives lanes, in a thread of its own or in the threads that poll and wait.
+
+    around: what lanes are driven in, on whichever thread.
+    """
 
     def __init__(self, mode: ProgressMode, *, origin: str) -> None:
         """``origin`` names this process in errors, such as ``rank 3 on n7``."""
@@ -80,6 +84,7 @@ class Progress:
         self._watchdog: Watchdog | None = None
         self._thread: threading.Thread | None = None
         self.waited_s = 0.0  # in wait_until, since the start
+        self.around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         if mode == "thread":
             self._thread = threading.Thread(target=self._run, name="dearmpi-progress", daemon=True)
             self._thread.start()
@@ -137,7 +142,7 @@ class Progress:
                 if self._closing:
                     raise CommError(f"{self._origin} waited for {what} after its world was closed")
                 wait(ready, backoff)
-                if watchdog is not None:
+                if watchdog is not None and not ready():
                     watchdog.check_wait()
         finally:
             self.waited_s += time.perf_counter() - began_s
@@ -211,7 +216,7 @@ class Progress:
     def _advance(self) -> bool:
         """Drive every lane once; a failure is kept for the threads that wait."""
         moved = False
-        with self._driving:
+        with self._driving, self.around():
             if self._failure is not None:
                 return False
             for lane in self._lanes:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Protocol
 
+from dearmpi.comm import last_words
 from dearmpi.comm.api import Request
 from dearmpi.errors import ConfigError, StallError
 
@@ -27,6 +28,7 @@ _TEND_S = 0.2  # how often messages are looked for
 _NUM_LOOKS = 32  # MPI's one look may only fetch what lies before a message, and not yet find it
 _ANSWER_S = 2.0  # how long answers may take
 _NUM_FRAMES = 6
+_SUSPENDED_S = 10.0  # without a look at a wait: this process did not run
 
 
 class Messenger(Protocol):
@@ -105,7 +107,7 @@ class Watchdog:
         self._iterations = self._exchanges = 0
         self._in_exchange = self._left = False
         self._waiting = ""
-        self._since = 0.0
+        self._since = self._looked_at = 0.0
         self._asked_at: float | None = None
         self._answers: dict[int, Status] = {}
         self._answered_at: dict[int, float] = {}
@@ -134,7 +136,7 @@ class Watchdog:
 
     def begin_wait(self, what: str) -> None:
         """The main thread begins to wait for ``what``."""
-        self._since = time.monotonic()
+        self._since = self._looked_at = time.monotonic()
         self._waiting = what
         self._asked_at, self._answers, self._reported, self._spared = None, {}, False, False
 
@@ -143,14 +145,21 @@ class Watchdog:
         self._waiting = ""
 
     def check_wait(self) -> None:
-        """Print the report once it is complete. Raises StallError if the wait is to be given up."""
-        waited_s = time.monotonic() - self._since
+        """Print the report once it is complete. Raises StallError if the wait is to be given up.
+
+        Time for which a scheduler has suspended the job does not count.
+        """
+        now = time.monotonic()
+        if now - self._looked_at > _SUSPENDED_S:
+            self._skip(now - self._looked_at)
+        self._looked_at = now
+        waited_s = now - self._since
         if self._is_answered():
             if not self._left:
                 self._raise_if_hopeless()
             if not self._reported and not self._spared:
                 self._reported = True
-                print(self.report(), file=sys.stderr, flush=True)
+                last_words.say(self.report())  # which a full disk must not turn into a failure
         # At the end of its program a rank waits for those that work on, as long as they answer.
         most_s = self._limits.abort_s + (2 * _ANSWER_S if self._left else 0.0)
         if waited_s > most_s and not (self._left and self._all_answer()):
@@ -166,12 +175,30 @@ class Watchdog:
             return
         self._tended_at = now
         self._sends = [send for send in self._sends if not send.test()]
-        for _ in range(_NUM_LOOKS):
-            if (message := self._messenger.receive_message()) is not None:
-                self._handle(*message)
+        self._read_messages()
         curious = self._waiting and (self._left or not self._spared)
         if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
             self._ask(now)
+
+    def _skip(self, seconds: float) -> None:
+        """This process did not run for so long, and so can say nothing of others."""
+        self._since += seconds
+        if self._asked_at is not None:
+            self._asked_at += seconds
+        for rank in list(self._answered_at):  # in place: the driving thread may add some meanwhile
+            self._answered_at[rank] += seconds
+
+    def _read_messages(self) -> None:
+        """All that have come; of each rank no more than a few are under way."""
+        num_misses = 0
+        for _ in range(_NUM_LOOKS + 4 * self._size):
+            if (message := self._messenger.receive_message()) is not None:
+                num_misses = 0
+                self._handle(*message)
+            else:
+                num_misses += 1
+            if num_misses == _NUM_LOOKS:
+                return
 
     def report(self) -> str:
         """What every rank is doing, one line each, with the stacks of those that answered."""
@@ -187,6 +214,9 @@ class Watchdog:
         for rank, host in enumerate(self.hosts):
             status = statuses.get(rank)
             says = status.describe() if status else silence
+            if status and rank != self._rank and not self._is_fresh(rank):
+                ago_s = time.monotonic() - self._answered_at[rank]
+                says = f"{silence}; {ago_s:.0f} s ago it was {says}"
             lines.append(f"  rank {rank} on {host}: {says}")
             lines += [f"      {line}" for line in (status.stack if status else ())]
         return "\n".join(lines)
@@ -234,9 +264,12 @@ class Watchdog:
 
     def _all_answer(self) -> bool:
         """Whether all other ranks have answered the last question, or the one before."""
+        return sum(map(self._is_fresh, self._answered_at)) == self._size - 1
+
+    def _is_fresh(self, rank: int) -> bool:
+        """Whether ``rank`` has."""
         oldest_s = time.monotonic() - self._limits.warning_s - 2 * _ANSWER_S
-        times = self._answered_at.values()
-        return len(times) == self._size - 1 and min(times, default=oldest_s) >= oldest_s
+        return self._answered_at[rank] >= oldest_s
 
     def _raise_if_hopeless(self) -> None:
         own = self.status()

@@ -19,7 +19,7 @@ from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.progress import Progress
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode
-from dearmpi.errors import ConfigError, LaunchError
+from dearmpi.errors import ConfigError, DearError, LaunchError
 
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 
@@ -92,6 +92,7 @@ class World:
         )
         self.progress.watch(self._watchdog)
         self._closed = False
+        self._process = os.getpid()
         self.hosts = tuple(self.all_gather_text(self.host))
         self._watchdog.hosts = self.hosts
         # Of its own: no exchange of a rank that goes on may take part in it.
@@ -208,8 +209,8 @@ class World:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is driven any more."""
-        return self._closed
+        """Whether nothing is driven any more, as in a fork of the process that connected."""
+        return self._closed or os.getpid() != self._process
 
     def close(self) -> None:
         """Stop driving progress; no operation may be pending. Safe to call twice."""
@@ -272,4 +273,10 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
     check_launch(collectives.size, os.environ)
     if not mpi.supports_threads():
         progress = "poll"
-    return World(collectives, progress=progress, stall_limits=stall_limits)
+    try:
+        return World(collectives, progress=progress, stall_limits=stall_limits)
+    except Exception as error:
+        if collectives.size > 1:  # nothing else would end the others, who wait for this rank
+            last_words.say(f"[rank {collectives.rank} on {collectives.host}] {error}")
+            collectives.abort(error.exit_code if isinstance(error, DearError) else 1)
+        raise

@@ -25,7 +25,7 @@ class FakeRequest:
         if buffer is not None:
             if operation.kind == "AG":
                 spoil(buffer, keep=rank, size=hub.size)
-            elif operation.kind == "BC" and rank != operation.detail:
+            elif operation.kind != "BC" or rank != operation.detail:
                 spoil(buffer)
             self._bytes = bytes_of(buffer)
 

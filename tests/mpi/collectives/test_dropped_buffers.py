@@ -31,15 +31,22 @@ def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Requ
     return starts[number % len(starts)]()
 
 
-def expected_of(world: World, numel: int, number: int) -> Tensor:
-    """What ``start_in_turn`` leaves in this rank's shard."""
-    turn = number % 7
-    if turn in (0, 1, 2, 5):
+def assert_expected(world: World, buffer: Tensor, number: int) -> None:
+    """What ``start_in_turn`` leaves: a reduce-scatter in this rank's shard, others everywhere."""
+    turn, numel = number % 7, len(buffer)
+    if turn in (0, 1, 2):
         whole = total(world, numel, torch.float32, number)
+        assert torch.equal(own(world, buffer), own(world, whole)), number
+        return
+    if turn == 5:
+        whole = total(world, numel, torch.float32, number)
+    elif turn == 6:
+        whole = contribution(number % world.size, numel, torch.float32, number)
     else:
-        sender = world.rank if turn in (3, 4) else number % world.size
-        whole = contribution(sender, numel, torch.float32, number)
-    return own(world, whole)
+        sent = [contribution(rank, numel, torch.float32, number) for rank in range(world.size)]
+        shards = [each.chunk(world.size)[rank] for rank, each in enumerate(sent)]
+        whole = torch.cat(shards)
+    assert torch.equal(buffer, whole), number
 
 
 @pytest.mark.ranks(at_least=2)
@@ -69,7 +76,7 @@ def test_buffers_that_the_caller_drops_live_until_the_operation_is_complete(
         gc.collect(1)
         complete(requests)
         for number, buffer in kept.items():
-            assert torch.equal(own(world, buffer), expected_of(world, numel, number)), number
+            assert_expected(world, buffer, number)
         assert all(bool((owner == 77.0).all()) for owner in owners)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -49,3 +51,22 @@ def test_it_warns_then_ends_the_process_unless_it_is_met(
     )
     assert (ended.returncode, ended.stdout) == (code, "unflushed")
     assert ended.stderr == told
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    """As where a scheduler suspends the job."""
+    body = "with deadline:\n    print(' entered', flush=True)\n    sys.stdin.read()\nsys.exit(3)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(limits="5.0, 6.0", body=body)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None and "entered" in process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(7.0)  # longer than the limits, which may not count it
+        process.send_signal(signal.SIGCONT)
+        _, told = process.communicate("", timeout=30)
+    assert (process.returncode, told) == (3, "")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -89,7 +92,7 @@ def test_a_slow_rank_is_reported_and_waited_for(capfd: pytest.CaptureFixture[str
         if world.rank == 1:
             assert release.wait(timeout=30)
         else:
-            threading.Timer(1.5, release.set).start()
+            threading.Timer(3.0, release.set).start()
         return world.all_reduce([1.0])[0]
 
     assert run_with_limits(2, train) == [2.0, 2.0]
@@ -231,6 +234,88 @@ def test_whoever_leaves_finishes_what_is_under_way_and_what_follows(
         return done
 
     assert run_ranks(2, step, progress=progress) == [["RS0", "AG0"]] * 2
+
+
+class Inbox:
+    """Messages to read, and to whom something was sent."""
+
+    def __init__(self, *messages: tuple[int, bytes]) -> None:
+        self.messages = list(messages)
+        self.sent: list[int] = []
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        return self.messages.pop(0) if self.messages else None
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        self.sent.append(destination)
+        return Completed()
+
+
+class Clock:
+    """Seconds as a test has them go by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr("dearmpi.comm.watchdog.time.monotonic", lambda: self.now_s)
+
+
+def test_time_in_which_the_job_was_suspended_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, inbox = Clock(monkeypatch), Inbox()
+    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+    watchdog.begin_wait("RS0")
+    for _ in range(3):  # as a scheduler does that lets several jobs take turns
+        clock.now_s += 3600.0
+        watchdog.check_wait()
+    with pytest.raises(StallError, match="gave up after waiting 6[01] s"):
+        for _ in range(200):
+            clock.now_s += 0.5
+            watchdog.tend()
+            watchdog.check_wait()
+
+
+def test_a_rank_at_its_end_outlives_a_suspension_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, inbox = Clock(monkeypatch), Inbox()
+    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+    other = Watchdog(Inbox(), rank=1, size=2, limits=LIMITS)
+    answer = (1, json.dumps({"status": asdict(other.status())}).encode())
+    watchdog.leave()
+    watchdog.begin_wait("the end of the other ranks' programs")
+    for number in range(500):
+        clock.now_s += 3600.0 if number == 400 else 0.5
+        if inbox.sent:
+            inbox.sent.clear()
+            inbox.messages.append(answer)
+        watchdog.check_wait()  # before anybody could ask again
+        watchdog.tend()
+
+
+def test_an_answer_of_long_ago_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host of a rank that was slow may be cut off a minute later."""
+    clock, inbox = Clock(monkeypatch), Inbox()
+    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+    watchdog.begin_wait("RS0")
+    other = Watchdog(Inbox(), rank=1, size=2, limits=LIMITS)
+    with pytest.raises(StallError) as caught:
+        for _ in range(200):
+            clock.now_s += 0.5
+            if inbox.sent == [1]:
+                answer = {"status": asdict(other.status())}
+                inbox.messages.append((1, json.dumps(answer).encode()))
+                inbox.sent.append(-1)
+            watchdog.tend()
+            watchdog.check_wait()
+    assert "in iteration 0, does not wait" in capsys.readouterr().err
+    said = r"rank 1 on .*: does not answer \(.*\); 5\d s ago it was in iteration 0"
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+
+def test_the_questions_of_many_ranks_are_answered_at_once() -> None:
+    """They come together where all wait for one, and who is late is called stopped."""
+    inbox = Inbox(*((rank, b'{"ask": true}') for rank in range(1, 1000)))
+    Watchdog(inbox, rank=0, size=1000, limits=LIMITS).tend()
+    assert inbox.sent == list(range(1, 1000))
 
 
 class Shy:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ import dearmpi.comm
 from dearmpi.comm import world as module
 from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.api import Collectives, Request
-from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.watchdog import StallLimits
 from dearmpi.comm.world import World, connect
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, LaunchError
@@ -234,3 +237,37 @@ def test_progress_is_chosen_once(first: ProgressMode, other: ProgressMode) -> No
     assert connect() is world
     with pytest.raises(ConfigError, match=f"progress is '{other}', but .*'{first}'"):
         connect(other)
+
+
+def test_a_rank_that_cannot_connect_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They wait for it in MPI, and nothing else would end them yet."""
+
+    class Left(FakeCollectives):
+        def abort(self, code: int) -> None:
+            codes.append(code)
+
+    codes: list[int] = []
+    hub = FakeHub(2)  # whose rank 1 never comes
+    mpi = SimpleNamespace(connect=lambda: Left(hub, 0), supports_threads=lambda: True)
+    monkeypatch.setitem(sys.modules, "dearmpi.comm.mpi", mpi)
+    monkeypatch.setattr("dearmpi.comm.mpi", mpi, raising=False)
+    with pytest.raises(CommError, match="gave up after waiting"):
+        module._connect("thread", StallLimits(warning_s=0.1, abort_s=0.3))
+    assert codes == [CommError.exit_code]
+    assert "[rank 0 on fakehost] rank 0 on " in capsys.readouterr().err
+
+
+def test_a_fork_of_the_process_does_not_leave_for_it() -> None:
+    """Its end is not that of the rank; it has no thread that could say so."""
+
+    def rank(world: World) -> int:
+        child = os.fork()
+        if not child:
+            os._exit(0 if world.is_closed else 1)
+        _, status = os.waitpid(child, 0)
+        assert not world.is_closed
+        return os.waitstatus_to_exitcode(status)
+
+    assert run_ranks(1, rank) == [0]
