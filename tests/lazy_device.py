@@ -102,13 +102,14 @@ class LazyDevice:
     """``Device`` whose memory is the host's.
 
     fails_at: the number of a copy (from 1) that fails as on a device that is gone; None for none.
-    threads: those that have made it theirs.
+    threads: those that have made it theirs. captures: whether a graph is being captured.
     """
 
     name = "lazy:0 (stand-in)"
 
     def __init__(self, *, fails_at: int | None = None) -> None:
         self.pinned_bytes = self.num_copies = 0
+        self.captures = False
         self.threads: set[int] = set()
         self._fails_at = fails_at
         self.host = HostStream()
@@ -146,6 +147,9 @@ class LazyDevice:
 
     def keep(self, tensor: Tensor, stream: LazyStream) -> None:
         """Nobody else uses memory that is referred to here."""
+
+    def is_capturing(self) -> bool:
+        return self.captures
 
     def synchronize(self) -> None:
         """Everything that matters is behind a stream that somebody waits for."""

@@ -97,15 +97,13 @@ def assemble(
     """
     blueprint = draw_blueprint(optimizer, model, world=world, config=config, plan=plan)
     check_unclaimed(blueprint.names)
-    if world.size > 1 or config.master_weights or config.update_on == "host":
-        _check_optimizer(optimizer, blueprint.config)
+    check_optimizer(optimizer, world=world, config=blueprint.config)
+    if _is_distributed(world, config):
         options = partial(_read_prepared, optimizer, prepare)
         assembly = _build(
             blueprint, optimizer, model, world=world, spans=spans, read_options=options
         )
     else:
-        require_steady(optimizer)  # what cannot run on several ranks is refused on one already
-        require_separable(optimizer)
         assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
     claim(blueprint.names, assembly.engine)
     return assembly
@@ -153,12 +151,22 @@ def _build(
     )
 
 
+def _is_distributed(world: World, config: EngineConfig) -> bool:
+    """Whether the wrapped optimizer does not simply do its work."""
+    return world.size > 1 or config.master_weights or config.update_on == "host"
+
+
 def _read_prepared(optimizer: Optimizer, prepare: Callable[[], None]) -> Options:
     prepare()
     return read_options(optimizer)
 
 
-def _check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
+def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig) -> None:
+    """Raise ConfigError for an optimizer that cannot be served."""
+    if not _is_distributed(world, config):
+        require_steady(optimizer)  # what cannot run on several ranks is refused on one already
+        require_separable(optimizer)
+        return
     tried = host_twin(optimizer) if config.update_on == "host" else optimizer
     require_steady(tried)
     require = require_elementwise if config.gather == "parameters" else require_separable
@@ -195,7 +203,13 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
     places = {
         param: (bucket, slot) for bucket in buckets for slot, param in enumerate(bucket.params)
     }
-    return ModelHooks(model, places, pre_forward=engine.pre_forward, grad_ready=engine.grad_ready)
+    return ModelHooks(
+        model,
+        places,
+        pre_forward=engine.pre_forward,
+        begin_backprop=engine.begin_backprop,
+        grad_ready=engine.grad_ready,
+    )
 
 
 def _choose_masters(world: World, config: EngineConfig) -> MasterRule:

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.assembly import Assembly, assemble, do_nothing
-from dearmpi.engine.blueprint import lay_out, optimized_parameters
+from dearmpi.engine.assembly import Assembly, assemble, check_optimizer, do_nothing
+from dearmpi.engine.blueprint import check_parameters, lay_out, optimized_parameters
 from dearmpi.engine.claim import check_unclaimed
 from dearmpi.engine.clock import IterationTimes
-from dearmpi.engine.closed import ClosedEngine
+from dearmpi.engine.closed import ClosedEngine, refuse_closed
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
 from dearmpi.engine.options import describe_options, describe_state
@@ -78,17 +78,29 @@ class Attachment:
             and plan.window == in_use.config.window
         )
 
+    def check_changeable(self, what: str) -> None:
+        """Raise UsageError for ``what`` inside ``join``, at whose end this rank may still have to
+        take part, and after ``close``.
+        """
+        if isinstance(self.assembly.engine, ClosedEngine):
+            refuse_closed(what)
+        self.assembly.engine.joining.refuse(what)
+
     def grow(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer, for ``renew`` to lay out.
 
-        Raises ConfigError, with nothing added, if they are not in the model or belong to another
-        DistributedOptimizer.
+        Raises ConfigError, with nothing added, if they are not in the model, belong to another
+        DistributedOptimizer or cannot be served.
         """
         self._optimizer.add_param_group(param_group)
-        own = self.assembly.blueprint.names
+        in_use = self.assembly.blueprint
         try:
             names = optimized_parameters(self._optimizer, self._model)
-            check_unclaimed({param: name for param, name in names.items() if param not in own})
+            new = {param: name for param, name in names.items() if param not in in_use.names}
+            check_unclaimed(new)
+            lay_out(names, world_size=self._world.size, config=in_use.config)
+            check_parameters(self._optimizer, names, config=in_use.config)
+            check_optimizer(self._optimizer, world=self._world, config=in_use.config)
         except ConfigError:
             self._optimizer.param_groups.pop()
             raise
@@ -106,12 +118,18 @@ class Attachment:
         self.assembly.engine.wait_updated()
         relocation = Relocation(self._world, self.assembly.updates, layout)
         self.assembly.engine.synchronize()
-        self._waited_before_s, times = self.waited_s, self.times
+        times, old = self.times, [update.bucket for update in self.assembly.updates]
+        names = {name for bucket in old for name in bucket.names_with_gradients()}
+        del old  # else their buffers would stay
         self._detach()
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
         self.assembly = self._assemble(config, plan, prepare=relocation.settle)
         self._adopt_state()
+        for update in self.assembly.updates:
+            update.bucket.recall_gradients(names)
         self.assembly.engine.times = times
+        if self._relocation is not None:
+            self._waited_before_s += self._relocation.waited_s
         self._relocation = relocation
         if self._channel is None:
             self._channel = self._world.open_channel("relocation", window=1)
@@ -199,6 +217,7 @@ class Attachment:
 
     def _detach(self) -> None:
         self.assembly.close()
+        self._waited_before_s += self.assembly.engine.waited_s
         closed = ClosedEngine(self._optimizer, self.times)
         self.assembly = replace(self.assembly, engine=closed, hooks=None, checks=None)
 

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.compilation import refuse_compiled
+from dearmpi.engine.device import device_of
 from dearmpi.engine.device_way import check_devices
 from dearmpi.engine.master import is_half
 from dearmpi.engine.options import describe_options, describe_state
@@ -42,7 +44,7 @@ class Blueprint:
 
 def check_arguments(optimizer: object, model: object, plan: object) -> None:
     """Raise ConfigError unless they are an optimizer and a model, in this order, and ``plan`` is
-    not one that is to be made for a compiled model.
+    not one that is to be made for a compiled model; scripts cannot be trained.
     """
     kinds = (("optimizer", optimizer, Optimizer), ("model", model, nn.Module))
     for name, given, wanted in kinds:
@@ -52,8 +54,22 @@ def check_arguments(optimizer: object, model: object, plan: object) -> None:
                 "DistributedOptimizer(optimizer, model) with an optimizer of torch and the model "
                 "whose parameters it has"
             )
-    if plan == "auto" and isinstance(model, nn.Module):
+    assert isinstance(optimizer, Optimizer) and isinstance(model, nn.Module)
+    _refuse_scripts(optimizer, model)
+    if plan == "auto":
         refuse_compiled(model)
+
+
+def _refuse_scripts(optimizer: Optimizer, model: nn.Module) -> None:
+    """A script that is trained would have to be hooked."""
+    trained = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, module in model.named_modules():
+        own = module.parameters(recurse=False)
+        if isinstance(module, torch.jit.ScriptModule) and any(param in trained for param in own):
+            raise ConfigError(
+                f"module {name or 'of the model'} is a script, which takes no hooks; train the "
+                "module that it was made from"
+            )
 
 
 def draw_blueprint(
@@ -78,7 +94,7 @@ def draw_blueprint(
         schedule = build_schedule(config.schedule, len(layout))
     blueprint = Blueprint(names, layout, schedule, config)
     _check_agreement(world, optimizer, blueprint)
-    _check_precision(optimizer, blueprint)
+    check_parameters(optimizer, names, config=config)
     return blueprint
 
 
@@ -170,24 +186,26 @@ def _describe(spec: ParamSpec) -> str:
     return f"{spec.name} of shape {spec.shape} ({spec.dtype} on {spec.device}{frozen})"
 
 
-def _check_precision(optimizer: Optimizer, blueprint: Blueprint) -> None:
-    """Raise ConfigError for settings of precision without effect, on one rank as well, and for
-    parameters in a precision that the optimizer cannot update.
+def check_parameters(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], *, config: EngineConfig
+) -> None:
+    """Raise ConfigError for parameters on several devices, for settings of precision without
+    effect, on one rank as well, and for parameters in a precision that the optimizer cannot update.
     """
-    config = blueprint.config
-    for param, name in blueprint.names.items():
+    device_of(names)
+    for param, name in names.items():
         if config.wire_dtype is not None and param.is_complex():
             raise ConfigError(
                 f"comm_dtype {config.comm_dtype!r} cannot carry parameter {name} of {param.dtype}, "
                 "which would lose its imaginary part; leave comm_dtype out"
             )
-    halves = {param.dtype for param in blueprint.names if is_half(param)}
+    halves = {param.dtype for param in names if is_half(param)}
     if config.master_weights and not halves:
         raise ConfigError(
             "master_weights has no effect: no parameter of the optimizer is bf16 or fp16; convert "
             "the model first, or leave master_weights out"
         )
-    if config.wire_dtype is not None and all(is_half(param) for param in blueprint.names):
+    if config.wire_dtype is not None and all(is_half(param) for param in names):
         raise ConfigError(
             f"comm_dtype {config.comm_dtype!r} has no effect: all parameters of the optimizer are "
             "of half precision and travel as they are; leave it out, or keep the parameters in "

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dearmpi.engine import refusal
 from dearmpi.engine.buffers import Arena, FlatBuffer
 from dearmpi.engine.device import Event
 from dearmpi.engine.gradient import GradientUnderWay
-from dearmpi.errors import UsageError
 from dearmpi.plan.layout import Bucket
 
 
@@ -53,6 +53,7 @@ class BucketRuntime:
         only field that both threads read and write: the main thread sets it, the driving thread
         clears it.
     missing: slots that had no gradient on this rank in any backprop before the launch.
+    expected: slots that required grad when the iteration started.
     compiled: a compiled graph may read the parameters, and waits for nobody.
     arrival: on a device, the event that whoever reads the parameters lets its stream wait for;
         None once it has passed.
@@ -83,7 +84,7 @@ class BucketRuntime:
         self.arrival: Event | None = None
         self.streams: set[Any] = set()
         self._slots = frozenset(range(len(self.params)))
-        self._expected: frozenset[int] = frozenset()
+        self.expected: frozenset[int] = frozenset()
         self._arrived: set[int] = set()
         self._touched: set[int] = set()
         self._ever: set[int] = set()
@@ -118,12 +119,10 @@ class BucketRuntime:
 
     def expect_gradients(self) -> bool:
         """Start an iteration: who requires grad now is expected; True if anyone is."""
-        expected = frozenset(s for s, param in enumerate(self.params) if param.requires_grad)
-        if expected != self._expected:
-            self._expected = expected
-            for slot in self._slots - expected if expected else ():
-                self.gradients.views[slot].zero_()
-        return bool(expected)
+        self.expected = frozenset(s for s, param in enumerate(self.params) if param.requires_grad)
+        self._check_frozen()
+        self._blank_frozen()
+        return bool(self.expected)
 
     def keep_gradient(self, slot: int) -> None:
         """Accumulate locally: ``param.grad`` becomes a view, into which autograd then adds."""
@@ -145,7 +144,7 @@ class BucketRuntime:
         param.grad = self._stand_ins[slot]
         arrived = self._arrived
         arrived.add(slot)
-        if len(arrived) < len(self._expected) or not arrived >= self._expected:
+        if len(arrived) < len(self.expected) or not arrived >= self.expected:
             return False
         self._note_arrived()
         return True
@@ -157,6 +156,14 @@ class BucketRuntime:
         """
         self._zeroed = frozenset() if set_to_none else frozenset(self._ever)
 
+    def names_with_gradients(self) -> set[str]:
+        """Parameters that have had a gradient in any step."""
+        return {self.plan.names[slot] for slot in self._ever}
+
+    def recall_gradients(self, names: Container[str]) -> None:
+        """Those in ``names`` have had one, in buckets of before."""
+        self._ever |= {slot for slot, name in enumerate(self.plan.names) if name in names}
+
     def close_gradients(self) -> None:
         """No more gradients will come: those accumulated earlier count, the rest are zero."""
         for slot, (param, view) in enumerate(zip(self.params, self.gradients.views, strict=True)):
@@ -166,7 +173,6 @@ class BucketRuntime:
                 view.zero_()
             else:
                 self.take_gradient(slot)
-        self._touched |= self._zeroed
         self._note_arrived()
 
     def release_gradients(self) -> None:
@@ -187,8 +193,8 @@ class BucketRuntime:
         changed = (param for slot, param in enumerate(self.params) if slot not in self.missing)
         torch.autograd.graph.increment_version(changed)
 
-    def check_gradients(self) -> None:
-        """Raise UsageError if somebody else took a stand-in away.
+    def find_cleared(self) -> str:
+        """The name of a parameter whose stand-in somebody else took away; empty if none is gone.
 
         ``model.zero_grad()`` does so, and means to drop gradients that are on their way already.
         """
@@ -196,11 +202,8 @@ class BucketRuntime:
         arrived = self._arrived if self.state is BucketState.IDLE else ()
         for slot in self._stood_in.union(arrived):
             if self.params[slot].grad is not self._stand_ins[slot]:
-                raise UsageError(
-                    f"the gradient of {self.plan.names[slot]} was cleared or replaced between "
-                    "backward and step(), but it is already being reduced; use "
-                    "optimizer.zero_grad() to drop gradients"
-                )
+                return self.plan.names[slot]
+        return ""
 
     def average(self, world_size: int) -> None:
         """Turn the own shard's sum into the mean, plus what an earlier backprop left."""
@@ -222,6 +225,7 @@ class BucketRuntime:
         which is added when the new ones are reduced.
         """
         self._carried = self.gradients.shard.clone()
+        self._blank_frozen()
         self._arrived.clear()
         self.move_to(BucketState.IDLE)
         return self._carried
@@ -239,15 +243,27 @@ class BucketRuntime:
             return
         for param, address, name in zip(self.params, self._addresses, self.plan.names, strict=True):
             if param.data_ptr() != address:
-                raise UsageError(
-                    f"parameter {name} has moved since DistributedOptimizer was made (model.to(), "
-                    ".data = ... or a new Parameter does that); move or convert the model first, "
-                    "then make the optimizer"
-                )
+                raise refusal.moved(name)
+
+    def _check_frozen(self) -> None:
+        """Raise UsageError for a gradient that was kept of what is frozen by now: whether a bucket
+        travels cannot depend on it, since other ranks may have none.
+        """
+        if self._gradients is None:
+            return
+        for slot in self._slots - self.expected:
+            if _is_same(self.params[slot].grad, self._gradients.views[slot]):
+                raise refusal.frozen_with_gradient(self.plan.names[slot])
+
+    def _blank_frozen(self) -> None:
+        """Zero what nobody writes, where MPI has left who knows what: norms are of whole shards."""
+        if 0 < len(self.expected) < len(self._slots):
+            for slot in self._slots - self.expected:
+                self.gradients.views[slot].zero_()
 
     def _note_arrived(self) -> None:
         """The last gradient before a launch is there. For all at once: hooks run once for each."""
-        self._touched |= self._arrived
+        self._touched |= self._arrived | self._zeroed
         self._stood_in |= self._arrived
         self.missing = self._slots - self._touched
 
@@ -276,10 +292,7 @@ class BucketRuntime:
         grad = self.params[slot].grad
         assert grad is not None
         if grad.layout is not torch.strided:
-            raise UsageError(
-                f"the gradient of {self.plan.names[slot]} is sparse, and buckets hold dense ones "
-                "only; build its layer with sparse=False"
-            )
+            raise refusal.sparse(self.plan.names[slot])
         return grad
 
 

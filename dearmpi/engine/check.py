@@ -43,6 +43,7 @@ class Checks:
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._name_early_reader(name or type(module).__name__))
             for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
         ]
 
     def is_due(self) -> bool:

@@ -20,6 +20,7 @@ def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type:
     """
     if not max_norm > 0:
         raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
+    engine.wait_reduced()  # which may tell the others something first
     engine.joining.announce_clip(max_norm, norm_type)
     return _clip(engine, world, max_norm, norm_type)
 

@@ -24,24 +24,25 @@ class ClosedEngine(AloneEngine):
 
     def step(self, *, joined: bool = False) -> NoReturn:
         """Refused."""
-        _refuse("step()")
+        refuse_closed("step()")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Refused."""
-        _refuse("no_sync()")
+        refuse_closed("no_sync()")
         yield
 
     def wait_reduced(self) -> NoReturn:
         """Refused."""
-        _refuse("reducing gradients")
+        refuse_closed("reducing gradients")
 
     def shards(self) -> list[Tensor]:
         """Refused."""
-        _refuse("reading gradients")
+        refuse_closed("reading gradients")
 
 
-def _refuse(what: str) -> NoReturn:
+def refuse_closed(what: str) -> NoReturn:
+    """Raise UsageError for ``what``."""
     raise UsageError(
         f"{what} after close(): this DistributedOptimizer is detached from its model; "
         "make a new one"

@@ -88,8 +88,8 @@ class Course:
 
     def check_growth(self) -> None:
         """Raise ConfigError if what is followed has no place for further parameters."""
-        self._drop_gradients()
         check_growth(self._plan)
+        self._drop_gradients()
 
     def lay_out_grown(self) -> None:
         """Lay out the parameters that have been added too (collective)."""

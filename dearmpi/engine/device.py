@@ -75,6 +75,10 @@ class Device(Protocol):
         """Do not use ``tensor``'s memory again before ``stream`` has done what it has so far."""
         ...
 
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's stream is being captured into a graph."""
+        ...
+
     def synchronize(self) -> None:
         """Let the host wait for all streams."""
         ...
@@ -122,6 +126,10 @@ class CudaDevice:
     def keep(self, tensor: Tensor, stream: Any) -> None:
         """Tell the allocator."""
         tensor.record_stream(stream)
+
+    def is_capturing(self) -> bool:
+        """As torch knows of its current stream."""
+        return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
         """Wait for all streams of the device."""

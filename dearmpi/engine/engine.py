@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from dearmpi.comm.world import World
+from dearmpi.engine import refusal
 from dearmpi.engine.bucket import BucketRuntime, BucketState
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.cycle import Cycle
+from dearmpi.engine.gradient import without_gradients
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.update import Options
-from dearmpi.errors import UsageError
 from dearmpi.plan.schedule import Launch, Wait
 
 
@@ -71,14 +72,32 @@ class Engine:
             if bucket.arrival is not None and self._side.await_mark(bucket.arrival):
                 bucket.arrival = None
 
+    def begin_backprop(self) -> None:
+        """Autograd is about to accumulate the first gradient of a backprop.
+
+        Where ``model.zero_grad()`` has cleared all gradients meanwhile, they are dropped.
+        """
+        if self._cycle.stepped:
+            return
+        name = self._find_cleared()
+        params = (param for bucket in self._buckets for param in bucket.params)
+        if name and any(param.grad is not None for param in params):
+            raise refusal.cleared(name)
+        if name:
+            self.drop_gradients()
+
     def grad_ready(self, bucket: BucketRuntime, slot: int) -> None:
         """Autograd has finished the gradient of one parameter."""
         if not self._synchronizing:
             self._keep_gradient(bucket, slot)
             return
-        if self._cycle.stepped:
+        cycle = self._pipeline.cycle
+        if cycle.stepped:
             self._begin_cycle()
-        if bucket.index in self._cycle.launched or (self._launches and bucket.has_gradient(slot)):
+            cycle = self._pipeline.cycle
+        if slot not in bucket.expected:
+            raise refusal.unfrozen_late(bucket.plan.names[slot])
+        if bucket.index in cycle.launched or (self._launches and bucket.has_gradient(slot)):
             self._reopen()
         bucket.streams.add(self._side.current())
         if bucket.take_gradient(slot):
@@ -106,8 +125,8 @@ class Engine:
         """Have every bucket updated with the options of this moment, and gathered; ``joined``:
         this rank has no batches left and only takes part.
         """
-        for bucket in self._buckets:
-            bucket.check_gradients()
+        if name := self._find_cleared():
+            raise refusal.cleared(name)
         self.finish_backprop()
         for bucket in self._buckets:
             bucket.release_gradients()
@@ -131,10 +150,7 @@ class Engine:
             self._wait(self._pipeline.is_finished, "the last step's gathers")
             self._side.lead()
         elif self._eager:
-            raise UsageError(
-                "some parameters are updated and some not between a backward and its step "
-                "(eager=True); call step() first"
-            )
+            raise refusal.synchronized_before_step()
 
     def wait_updated(self) -> None:
         """After a step: wait until it has changed the optimizer's state, but not for gathers."""
@@ -144,10 +160,7 @@ class Engine:
     def wait_reduced(self) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients."""
         if self._eager:
-            raise UsageError(
-                "the gradients are updated as soon as they are reduced (eager=True), so they "
-                "cannot be looked at or scaled before the step; make the optimizer with eager=False"
-            )
+            raise refusal.looked_at_gradients()
         self.finish_backprop()
         self._wait(self._pipeline.is_settled, "the reduce-scatters")
         self._side.lead()
@@ -185,8 +198,10 @@ class Engine:
         """
         with self.joining.opened():
             yield
-            while self._count_active() > 0:
-                shadow_step()
+            params = [param for bucket in self._buckets for param in bucket.params]
+            with without_gradients(params):
+                while self._count_active() > 0:
+                    shadow_step()
 
     def next_clip(self) -> tuple[float, float] | None:
         """As a joined rank: to which norm, of which type, the others clip; None if they step."""
@@ -232,11 +247,7 @@ class Engine:
     def _refuse_endless_wait(self) -> None:
         """Buckets that wait for ``step()`` hold up the gathers of those that do not."""
         if self._awaits_step():
-            raise UsageError(
-                "parameters are read between backward and step(), but with eager=True some of them "
-                "are updated already, and others, which got no gradient, only after step(); read "
-                "them after step(), or make the optimizer with eager=False"
-            )
+            raise refusal.read_before_step()
 
     def _awaits_step(self) -> bool:
         """Whether some buckets cannot be updated before the step, with eager updates too."""
@@ -247,12 +258,12 @@ class Engine:
         lacking = any(self._buckets[index].missing for index in cycle.active)
         return lacking or len(cycle.launched) < len(cycle.active)
 
+    def _find_cleared(self) -> str:
+        return next((name for bucket in self._buckets if (name := bucket.find_cleared())), "")
+
     def _keep_gradient(self, bucket: BucketRuntime, slot: int) -> None:
         if not self._cycle.stepped:
-            raise UsageError(
-                "a backprop inside no_sync() follows a synchronizing one before step(); put "
-                "no_sync() around all but the last"
-            )
+            raise refusal.unsynchronized_last()
         self.pre_forward((bucket,))
         bucket.keep_gradient(slot)
 
@@ -275,10 +286,7 @@ class Engine:
         """A further backprop before the step: its gradients add to those already reduced."""
         self.joining.refuse("a second backprop before step()")
         if self._eager:
-            raise UsageError(
-                "a second backprop began before step(), but eager=True promises a step after each; "
-                "use no_sync() for all but the last, or eager=False"
-            )
+            raise refusal.second_backprop()
         self.wait_reduced()
         self._world.begin_iteration()
         for index in self._cycle.active:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,20 @@ class GradientUnderWay(Tensor):
             "a gradient scaler, use dearmpi.GradScaler; to drop gradients, "
             "optimizer.zero_grad(); for local gradients, run backward inside optimizer.no_sync()"
         )
+
+
+@contextmanager
+def without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, what ``params`` have accumulated takes no part; it is there again at the end."""
+    # Copies: what is accumulated lies in the buffers that are used meanwhile.
+    kept = [(param, param.grad.clone()) for param in params if param.grad is not None]
+    for param, _ in kept:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in kept:
+            param.grad = grad
 
 
 def _stand_ins(value: Any) -> list[GradientUnderWay]:

@@ -24,8 +24,12 @@ from dearmpi.engine.compilation import CompilationWatch
 if TYPE_CHECKING:
     from _collections_abc import dict_items, dict_values
 
+# torch counts them, those that activation checkpoints run inside another included.
+_number_of_backprop: Callable[[], int] = torch._C._current_graph_task_id
+
 Place = tuple[BucketRuntime, int]
 PreForward = Callable[[Iterable[BucketRuntime]], None]
+GradientEvent = Callable[[BucketRuntime, int], None]
 
 
 class ParameterTable(dict[str, "nn.Parameter | None"]):
@@ -93,8 +97,10 @@ class ModelHooks:
         places: Mapping[nn.Parameter, Place],
         *,
         pre_forward: PreForward,
-        grad_ready: Callable[[BucketRuntime, int], None],
+        begin_backprop: Callable[[], None],
+        grad_ready: GradientEvent,
     ) -> None:
+        backprops = _Backprops(begin_backprop)
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
         self._watched: list[tuple[nn.Module, str]] = []
@@ -102,7 +108,7 @@ class ModelHooks:
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
         self._compilation = CompilationWatch(buckets, partial(pre_forward, buckets))
         for param, place in places.items():
-            self._watch_gradient(param, place, grad_ready)
+            self._watch_gradient(param, *_translate_gradient(place, backprops, grad_ready))
         for module in model.modules():
             self._watch(module, places, pre_forward)
 
@@ -120,10 +126,12 @@ class ModelHooks:
         self._watched.clear()
 
     def _watch_gradient(
-        self, param: nn.Parameter, place: Place, grad_ready: Callable[[BucketRuntime, int], None]
+        self,
+        param: nn.Parameter,
+        before: Callable[[Any], None],
+        after: Callable[[Any], None],
     ) -> None:
         required, param.requires_grad = param.requires_grad, True  # torch hooks nothing frozen
-        before, after = _translate_gradient(place, grad_ready)
         # On the node that accumulates: a hook on the parameter also runs in torch.autograd.grad().
         node = torch.autograd.graph.get_gradient_edge(param).node
         self._accumulators.append(node)
@@ -149,30 +157,72 @@ class ModelHooks:
             self._watched.append((module, name))
         owned = tuple(dict.fromkeys(buckets.values()))
         self._handles.append(
-            module.register_forward_pre_hook(_translate_forward(owned, pre_forward), prepend=True)
+            module.register_forward_pre_hook(_PreForward(owned, pre_forward), prepend=True)
         )
 
 
-def _translate_gradient(
-    place: Place, grad_ready: Callable[[BucketRuntime, int], None]
-) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
-    """The hooks before and after autograd accumulates one parameter's gradient."""
-    bucket, slot = place
+class _Backprops:
+    """Tells of a backprop when its first gradient is about to be accumulated."""
 
-    def before(_: Any) -> None:
-        bucket.clear_stand_in(slot)
+    __slots__ = ("_begin", "latest")
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+        self.latest = -1
+
+    def follow(self, number: int) -> None:
+        """A gradient of one after the ``latest`` comes."""
+        self.latest = number
+        self._begin()
+
+
+def _translate_gradient(
+    place: Place, backprops: _Backprops, grad_ready: GradientEvent
+) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+    """The hooks before and after autograd accumulates one parameter's gradient. It calls both even
+    where there is none, or the parameter was frozen after the feed-forward.
+    """
+    bucket, slot = place
+    param = bucket.params[slot]
+    comes = True
+
+    def before(grads: Any) -> None:
+        nonlocal comes
+        comes = grads[0] is not None and param.requires_grad
+        number = _number_of_backprop()
+        if number > backprops.latest:
+            backprops.follow(number)
+        if comes:
+            bucket.clear_stand_in(slot)
 
     def after(_: Any) -> None:
-        grad_ready(bucket, slot)
+        if comes:
+            grad_ready(bucket, slot)
 
     return before, after
 
 
-def _translate_forward(
-    owned: tuple[BucketRuntime, ...], pre_forward: PreForward
-) -> Callable[[nn.Module, Any], None]:
-    def hook(_: nn.Module, __: Any) -> None:
-        if not torch.compiler.is_compiling():
-            pre_forward(owned)
+class _PreForward:
+    """Before a module's forward: wait for the buckets that it owns. A copy of the module, or one
+    that is read from a file, is an ordinary one, and has nothing to wait for.
+    """
 
-    return hook
+    __slots__ = ("_owned", "_pre_forward")
+
+    def __init__(self, owned: tuple[BucketRuntime, ...], pre_forward: PreForward) -> None:
+        self._owned, self._pre_forward = owned, pre_forward
+
+    def __call__(self, _: nn.Module, __: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._pre_forward(self._owned)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_copies, ()
+
+
+def _hook_of_copies() -> Callable[[nn.Module, Any], None]:
+    return _wait_for_nothing
+
+
+def _wait_for_nothing(_: nn.Module, __: Any) -> None:
+    return None

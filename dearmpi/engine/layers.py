@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -20,11 +21,13 @@ class Layer:
 
 
 def find_layers(model: nn.Module) -> Iterator[Layer]:
-    """The layers of ``model``; tied parameters count with the first that has them."""
+    """The layers of ``model``; tied parameters count with the first that has them, and scripts,
+    which take no hooks, with none.
+    """
     seen: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         own = [param for param in module._parameters.values() if param is not None]
-        if own:
+        if own and not isinstance(module, torch.jit.ScriptModule):
             fresh = [param for param in own if param.requires_grad and param not in seen]
             yield Layer(name or type(module).__name__, module, tuple(dict.fromkeys(fresh)))
         seen.update(own)

@@ -30,7 +30,7 @@ from dearmpi.engine.spans import Spans
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
-from dearmpi.tune.driving_thread import drive_on_one_core
+from dearmpi.tune.driving_thread import drive_on_all_cores, drive_on_one_core
 
 
 class DistributedOptimizer(Optimizer):
@@ -73,7 +73,7 @@ class DistributedOptimizer(Optimizer):
         start = choose_plan(plan, chosen)
         given = None if start == "auto" else start
         compare_plans(self.world, start)
-        drive_on_one_core(self.world)
+        (drive_on_all_cores if chosen.update_on == "host" else drive_on_one_core)(self.world)
         self._attachment = Attachment(
             optimizer, model, world=self.world, config=chosen, plan=given, spans=self.spans
         )
@@ -155,7 +155,10 @@ class DistributedOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: nothing is reduced for backprops inside."""
+        """Accumulate gradients locally: nothing is reduced for backprops inside.
+
+        A ``param.grad`` is then a view of the buffer that the next reduction uses.
+        """
         with self._assembly.engine.no_sync():
             yield
 
@@ -221,6 +224,7 @@ class DistributedOptimizer(Optimizer):
         if not hasattr(self, "_attachment"):  # torch's constructor adds the groups it is given
             super().add_param_group(param_group)
             return
+        self._attachment.check_changeable("add_param_group()")
         self._course.check_growth()
         self._attachment.grow(param_group)
         self._course.lay_out_grown()
@@ -234,6 +238,7 @@ class DistributedOptimizer(Optimizer):
         dropped. Raises ConfigError if it is for another model or world size, and MismatchError if
         ranks have different ones.
         """
+        self._attachment.check_changeable("follow()")
         self._course.follow(plan)
         self._share()
 
@@ -242,14 +247,16 @@ class DistributedOptimizer(Optimizer):
 
         Parameters and state stay. Call it where ``follow`` may be called.
         """
+        self._attachment.check_changeable("fuse()")
         self._course.fuse(bucket_cap_mb)
         self._share()
 
     def close(self) -> None:
         """Finish the last step and detach from the model, which is then an ordinary one.
 
-        Safe to call twice; the state can still be saved.
+        Safe to call twice; the state can still be saved. Raises UsageError inside ``join``.
         """
+        self._assembly.engine.joining.refuse("close()")
         self._course.abandon_planning()
         self._ranges.remove()
         self._buffers.close()

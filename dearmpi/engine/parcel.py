@@ -40,7 +40,7 @@ class Parcels:
         self.tensors = {
             place: known[place]
             if place in known
-            else torch.empty(sum(sizes), dtype=getattr(torch, place[1]))
+            else torch.empty(sum(sizes), dtype=getattr(torch, place[1]), device="cpu")
             for place, sizes in sorted(self._sizes.items())
         }
 

@@ -77,7 +77,11 @@ class Share:
         """Nothing more comes."""
         for key, entry in self.entries.items():
             if "tensor" in entry:
-                self.add(key, self.numel, torch.empty(0, dtype=getattr(torch, entry["tensor"])))
+                self.add(
+                    key,
+                    self.numel,
+                    torch.empty(0, dtype=getattr(torch, entry["tensor"]), device="cpu"),
+                )
 
 
 class Relocation:

@@ -167,7 +167,11 @@ class DeviceSideStream:
         return event
 
     def await_mark(self, mark: Event) -> bool:
-        """The stream of whoever is about to read waits, and no other."""
+        """The stream of whoever is about to read waits, and no other; one that is captured into a
+        graph cannot ask, and must have been synchronized before.
+        """
+        if self.device.is_capturing():
+            return False
         if mark.query():
             return True
         self.current().wait_event(mark)

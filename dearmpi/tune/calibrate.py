@@ -12,7 +12,6 @@ from dearmpi.comm.world import Channel, World
 from dearmpi.config import ReduceScatter, WireDtype, all_gather_for
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, parse_calibration
-from dearmpi.tune.driving_thread import drive_on_one_core
 from dearmpi.tune.ladder import LADDER, WINDOWS, Run, climb
 
 Operation = Callable[[torch.Tensor], Start]
@@ -41,7 +40,6 @@ def calibrate(
     """
     if world.size == 1:
         raise ConfigError("one rank has no collectives to measure; start several with mpirun")
-    drive_on_one_core(world)
     channels = {window: world.open_channel("trial", window=window) for window in WINDOWS}
     operations: tuple[Operation, ...] = (
         lambda buffer: partial(start_reduce, buffer, reduce_scatter, wire_dtype=wire_dtype),
@@ -63,5 +61,8 @@ def _prepare(
     world: World, channels: dict[int, Channel], operation: Operation, numel: int, count: int
 ) -> Run:
     # Filled, since a page that nobody has written to is slow at first.
-    starts = [operation(torch.empty(numel).fill_(0.0)) for _ in range(count)]
+    starts = [
+        operation(torch.empty(numel, dtype=torch.float32, device="cpu").fill_(0.0))
+        for _ in range(count)
+    ]
     return lambda num, window: run_all(world, channels[window], starts[:num])

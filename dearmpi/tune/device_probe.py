@@ -153,8 +153,10 @@ def main(arguments: Sequence[str]) -> int:
     _say(collectives, _READY)
     for operation in operations:
         faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
-        if not _works(collectives, device, operation):
+        works = _works(collectives, device, operation)
+        if not works:
             print(f"{operation} on {device} memory gave wrong numbers", flush=True)
+        if not _on_all(collectives, works):
             collectives.abort(1)
         _say(collectives, f"{_WORKS}{operation}")
     return 0
@@ -167,6 +169,15 @@ def _say(collectives: Collectives, text: str) -> None:
     if collectives.rank == 0:
         print(text, flush=True)
     _wait(lambda: collectives.start_broadcast(torch.zeros(1), 0))
+
+
+def _on_all(collectives: Collectives, works: bool) -> bool:
+    """Whether it works for both ranks; the numbers are in host memory, where all is well."""
+    import torch
+
+    told = torch.tensor([float(works)], dtype=torch.float64, device="cpu")
+    _wait(lambda: collectives.start_all_reduce(told, "min"))
+    return told.item() > 0
 
 
 def _works(collectives: Collectives, device: str, operation: str) -> bool:

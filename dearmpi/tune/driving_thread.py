@@ -1,4 +1,5 @@
-"""Driving thread: its sums and updates take one core, and leave the others to computation.
+"""Driving thread: on how many cores its sums and updates run; mostly on one, which leaves the
+others to computation.
 
 With torch's threads for each sum, a rank would have two teams of them on the same cores, of which
 one waits for its next sum by spinning (figures in docs/log.md).
@@ -6,20 +7,52 @@ one waits for its next sum by spinning (figures in docs/log.md).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 
 from dearmpi.comm.world import World
 
+_NOTHING = nullcontext()
+
 
 def drive_on_one_core(world: World) -> None:
-    """Have the thread that drives progress compute by itself; all others keep their threads."""
+    """Have the thread that drives progress compute by itself; all others keep their threads.
+
+    Where the threads that wait drive it, it computes as it would on one of its own, whatever mode
+    they are in.
+    """
+    _drive_on(1, world)
+
+
+def drive_on_all_cores(world: World) -> None:
+    """Have the thread that drives progress compute with as many threads as the calling one: for
+    updates on the host while computation is on a device.
+    """
+    _drive_on(torch.get_num_threads(), world)
+
+
+def _drive_on(num_threads: int, world: World) -> None:
     if world.progress.mode != "thread":
+        world.progress.around = _as_ever
         return
+
+    def choose() -> None:
+        torch.get_num_threads()  # else the thread's first sum would take the last number given
+        torch.set_num_threads(num_threads)
+
     count = torch.get_num_threads()
-    world.on_driving_thread(_compute_alone)
+    world.on_driving_thread(choose)
     torch.set_num_threads(count)  # torch hands the last number given to every thread to come
 
 
-def _compute_alone() -> None:
-    torch.get_num_threads()  # else the thread's first sum would take the last number given
-    torch.set_num_threads(1)
+def _as_ever() -> AbstractContextManager[object]:
+    """Else what an evaluation's wait updates would be of no use outside of its inference mode."""
+    return _outside_inference() if torch.is_inference_mode_enabled() else _NOTHING
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield

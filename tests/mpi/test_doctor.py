@@ -76,6 +76,32 @@ def test_an_operation_that_kills_is_found_and_the_others_are_tried(tmp_path: Pat
     assert next(v.output for v in verdicts if not v.works)
 
 
+WRONG_ON_RANK_1 = """
+import sys, time
+from dearmpi.tune import device_probe
+
+works = device_probe._works
+
+def late_and_wrong(collectives, device, operation):
+    right = works(collectives, device, operation)
+    if collectives.rank == 1 and operation == "ring":
+        time.sleep(0.5)  # rank 0 has long been right
+        return False
+    return right
+
+device_probe._works = late_and_wrong
+sys.exit(device_probe.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.ranks(1)
+def test_what_works_for_one_rank_only_does_not_work(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG_ON_RANK_1)
+    verdicts = probe("cpu", program=(sys.executable, str(script)))
+    assert [verdict.operation for verdict in verdicts if not verdict.works] == ["ring"]
+
+
 @pytest.mark.ranks(1)
 def test_a_probe_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
     started = tmp_path / "started"

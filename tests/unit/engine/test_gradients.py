@@ -197,3 +197,50 @@ def test_two_feed_forwards_of_one_backprop(case: Case) -> None:
             training.optimizer.step()
 
     assert_same_as_alone(script, case)
+
+
+@EVERY_WAY
+def test_model_zero_grad_drops_what_is_being_reduced(case: Case) -> None:
+    """As where two models train by turns: one's backprop leaves gradients in the other."""
+
+    def script(training: Training) -> None:
+        for step in range(4):
+            training.backward(step + 7)
+            training.model.zero_grad()
+            training.backward(step)
+            training.backward(step + 1)
+            training.optimizer.step()
+            training.model.zero_grad()
+
+    assert_same_as_alone(script, case)
+
+
+@EVERY_WAY
+def test_zero_grad_to_zeros_where_buckets_change_meanwhile(case: Case) -> None:
+    """Parameters that have had a gradient decay in steps in which they have none."""
+
+    def script(training: Training) -> None:
+        for step in range(5):
+            training.optimizer.zero_grad(set_to_none=False)
+            training.backward(step if step < 2 else 1)
+            training.optimizer.step()
+            if step == 1 and training.world is not None:
+                training.optimizer.fuse(0.0001)
+
+    assert_same_as_alone(script, replace(case, model="branches"))
+
+
+@EVERY_WAY
+def test_model_zero_grad_where_the_next_backprop_uses_more_of_the_model(case: Case) -> None:
+    """Whichever gradient comes first: one that was cleared, or one that there was not."""
+
+    def script(training: Training) -> None:
+        for first, second in ((1, 0), (3, 5), (0, 2), (4, 1)):
+            training.backward(first)
+            training.model.zero_grad()
+            training.backward(second)
+            training.backward(first)
+            training.optimizer.step()
+            training.model.zero_grad()
+
+    assert_same_as_alone(script, replace(case, model="branches", cap_mb=0.0001))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
 from dearmpi.engine.join import pack, unpack
 
 
@@ -17,3 +23,59 @@ def test_numbers_arrive_in_the_form_that_they_had(betas: tuple[float, ...] | lis
     assert taken == trains
     assert type(taken["betas"]) is type(betas)
     assert isinstance(taken["lr"], torch.Tensor)
+
+
+def weights(world: World, script: Callable[[nn.Module, DistributedOptimizer], None]) -> list[float]:
+    """Those that ``script`` ends with."""
+    model = nn.Linear(1, 1, bias=False)  # whose gradient is its input
+    nn.init.zeros_(model.weight)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model, world=world
+    )
+    script(model, optimizer)
+    optimizer.synchronize()
+    values: list[float] = model.weight.flatten().tolist()
+    optimizer.close()
+    return values
+
+
+def test_clipping_gradients_that_were_only_accumulated() -> None:
+    """All that a rank tells the others about is told in the order in which they do."""
+
+    def rank(world: World) -> list[float]:
+        def script(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+            with optimizer.join():
+                for _ in range(1 + world.rank):
+                    optimizer.zero_grad()
+                    with optimizer.no_sync():
+                        model(torch.tensor([3.0])).sum().backward()
+                        model(torch.tensor([5.0])).sum().backward()
+                    optimizer.clip_grad_norm_(1.0)
+                    optimizer.step()
+
+        return weights(world, script)
+
+    for found in run_ranks(2, rank):
+        assert found == pytest.approx([-2.0], rel=1e-4)
+
+
+def test_what_a_rank_has_accumulated_when_its_batches_end_takes_no_part() -> None:
+    def rank(world: World) -> tuple[list[float], list[float] | None]:
+        kept: list[list[float]] = []
+
+        def script(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+            with optimizer.join():
+                if world.rank == 0:
+                    with optimizer.no_sync():
+                        model(torch.tensor([100.0])).sum().backward()
+                else:
+                    model(torch.tensor([1.0])).sum().backward()
+                    optimizer.step()
+            if world.rank == 0:
+                kept.extend(
+                    p.grad.flatten().tolist() for p in model.parameters() if p.grad is not None
+                )
+
+        return weights(world, script), kept[0] if kept else None
+
+    assert run_ranks(2, rank) == [([-0.5], [100.0]), ([-0.5], None)]

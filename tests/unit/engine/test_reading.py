@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +144,59 @@ def test_a_copy_is_an_ordinary_model() -> None:
         optimizer.close()
 
     run_ranks(2, rank)
+
+
+def test_a_copy_or_a_file_of_a_model_keeps_nothing_of_the_engine(tmp_path: Path) -> None:
+    """Else an average of weights would hold the buffers of every layout there has been."""
+
+    def rank(world: World) -> tuple[nn.Module, nn.Module]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), model, world=world
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        twin = copy.deepcopy(model)
+        path = tmp_path / f"{world.rank}.pt"
+        torch.save(model, path)
+        engine = weakref.ref(optimizer._assembly.engine)
+        optimizer.fuse(0.001)
+        gc.collect()
+        assert engine() is None
+        loaded: nn.Module = torch.load(path, weights_only=False)
+        for one, other in zip(twin.parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(one, other)
+        optimizer.close()
+        return twin, loaded
+
+    for models in run_ranks(2, rank):
+        for model in models:
+            model(torch.ones(1, 3)).sum().backward()
+
+
+def test_an_evaluation_in_inference_mode_spoils_no_update_that_it_waits_for() -> None:
+    """Without a thread of its own the engine updates in whatever mode the one that waits is in."""
+
+    def rank(world: World) -> list[float]:
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.constant_(model.bias, 0.5)
+        optimizer = DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.1), model, world=world
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            with torch.inference_mode(step == 0):
+                model(torch.ones(1, 3))
+        optimizer.synchronize()
+        values: list[float] = model.bias.tolist()
+        optimizer.close()
+        return values
+
+    def slow() -> FakeHub:
+        return FakeHub(2, seconds=lambda label, nbytes: 0.004 if label != "AR" else 0.0)
+
+    polled = run_ranks(2, rank, hub=slow(), progress="poll")
+    assert polled == run_ranks(2, rank, hub=slow(), progress="thread")

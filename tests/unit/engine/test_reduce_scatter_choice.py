@@ -35,3 +35,25 @@ def test_mpis_own_sum_is_no_choice_where_it_cannot_add_every_bucket(
 
     run_ranks(2, rank)
     assert offers == [allowed, allowed]
+
+
+def test_what_auto_has_found_stays_where_buckets_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring it anew would stop training for as long."""
+    choices = []
+
+    def choose(*_: Any, **__: Any) -> str:
+        choices.append("exchange")
+        return "exchange"
+
+    monkeypatch.setattr("dearmpi.engine.assembly.fastest_reduce_scatter", choose)
+
+    def rank(world: World) -> int:
+        model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, reduce_scatter="auto")
+        optimizer.fuse(0.01)
+        optimizer.close()
+        return len(optimizer.layout)
+
+    assert run_ranks(2, rank) == [2, 2]
+    assert len(choices) == 2, "each rank asked once, for the first buckets"

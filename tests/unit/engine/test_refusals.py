@@ -267,3 +267,57 @@ def test_closing_before_the_step_leaves_an_ordinary_model() -> None:
         assert model.weight.grad is not None and model.weight.grad.tolist() == [[1.0] * 3] * 2
 
     run_ranks(2, rank)
+
+
+def test_gradients_of_which_some_are_cleared_are_refused_in_the_next_backprop() -> None:
+    def rank(world: World) -> None:
+        training = Training(Case(), world)
+        training.backward(0)
+        next(iter(training.model.children())).zero_grad()
+        with pytest.raises(UsageError, match=r"optimizer\.zero_grad"):
+            training.backward(1)
+        training.optimizer.zero_grad()
+        training.backward(1)
+        training.optimizer.step()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("from_start", [True, False])
+@pytest.mark.parametrize("schedule", ["dear", "serial"])
+def test_a_layer_that_is_unfrozen_between_two_backprops_is_refused(
+    schedule: str, from_start: bool
+) -> None:
+    """The step's collectives are under way without it, whether or not it has its own bucket."""
+
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model[1].requires_grad_(not from_start)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        DistributedOptimizer(inner, model, world=world, schedule=schedule, bucket_cap_mb=1)
+        model[1].requires_grad_(False)
+        model(torch.ones(1, 3)).sum().backward()
+        model[1].requires_grad_(True)
+        with pytest.raises(UsageError, match=r"1\.\w+ was unfrozen between two backwards"):
+            model(torch.ones(1, 3)).sum().backward()
+
+    run_ranks(2, rank)
+
+
+def test_a_layer_that_is_frozen_while_its_gradients_are_kept_is_refused() -> None:
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, world=world
+        )
+        with optimizer.no_sync():
+            model(torch.ones(1, 3)).sum().backward()
+        model[0].requires_grad_(False)
+        with pytest.raises(UsageError, match="0.weight was frozen after a backward"):
+            model(torch.ones(1, 3)).sum().backward()
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank)

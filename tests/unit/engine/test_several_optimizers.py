@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,8 +49,9 @@ def test_two_optimizers_on_halves_of_one_model(gather: str) -> None:
     assert_same_as_alone(script, Case(gather=gather))
 
 
+@pytest.mark.parametrize("who_drops", ["optimizer", "model"])
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_two_models_that_train_each_other(gather: str) -> None:
+def test_two_models_that_train_each_other(gather: str, who_drops: str) -> None:
     """As in a GAN: backprop of one's loss leaves gradients in the other, which are dropped."""
 
     def train(world: World | None) -> list[Any]:
@@ -66,15 +68,16 @@ def test_two_models_that_train_each_other(gather: str) -> None:
                 DistributedOptimizer(optimizer, model, world=world, gather=gather)
                 for optimizer, model in zip(optimizers, (maker, judge), strict=True)
             ]
+        droppers: Sequence[Any] = optimizers if who_drops == "optimizer" else (maker, judge)
         for step in range(4):
             noise = batch(step, torch.float64)[0]
             noise = noise[cut(len(noise), size)[rank]]
-            optimizers[1].zero_grad()
+            droppers[1].zero_grad()
             fake = maker(noise)
             loss = (judge(fake.detach()) + judge(noise[:, :6]).square()).sum() * size
             loss.backward()
             optimizers[1].step()
-            optimizers[0].zero_grad()
+            droppers[0].zero_grad()
             (-judge(fake).sum() * size).backward()
             optimizers[0].step()
         found = [value.clone() for m in (maker, judge) for value in m.state_dict().values()]

@@ -270,3 +270,19 @@ def test_memory_that_is_out_is_told_with_its_sizes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     with pytest.raises(DeviceError, match=r"H200.* 1024\.0 MiB: 512 MiB are free of 8192.*7000"):
         zeros(1 << 28, torch.ones(1))
+
+
+def test_a_stream_that_is_captured_neither_asks_nor_waits() -> None:
+    """CUDA forbids the one, and the other for events from outside: synchronize() comes before."""
+
+    class Refusing:
+        def query(self) -> bool:
+            raise AssertionError("operation not permitted when stream is capturing")
+
+    device = LazyDevice()
+    side = DeviceSideStream(device, None)
+    device.captures = True
+    assert not side.await_mark(Refusing())
+    device.captures = False
+    with pytest.raises(AssertionError, match="capturing"):
+        side.await_mark(Refusing())

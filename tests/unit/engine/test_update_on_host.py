@@ -296,3 +296,23 @@ def test_an_optimizer_that_cannot_work_on_the_host_is_refused(
 def test_updates_of_whole_parameters_on_every_host_are_refused() -> None:
     with pytest.raises(ConfigError, match="update_on is 'host', but gather is 'gradients'"):
         EngineConfig(update_on="host", gather="gradients")
+
+
+@pytest.mark.parametrize(("place", "count"), [("host", 3), ("device", 1)])
+def test_updates_on_the_host_have_torchs_threads(place: Any, count: int) -> None:
+    """No computation needs the host's cores meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+
+    def rank(world: World) -> int:
+        model, seen = Model(torch.float32), list[int]()
+        inner = torch.optim.Adam(model.parameters())
+        optimizer = DistributedOptimizer(inner, model, world=world, update_on=place)
+        world.on_driving_thread(lambda: seen.append(torch.get_num_threads()))
+        optimizer.close()
+        return seen[0]
+
+    try:
+        assert run_ranks(2, rank) == [count, count]
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,87 @@
+"""Refusal: what the engine says of a use that would give wrong numbers, or never end."""
+
+from __future__ import annotations
+
+from dearmpi.errors import UsageError
+
+
+def read_before_step() -> UsageError:
+    """Some parameters are updated, and others not before ``step()``."""
+    return UsageError(
+        "parameters are read between backward and step(), but with eager=True some of them are "
+        "updated already, and others, which got no gradient, only after step(); read them after "
+        "step(), or make the optimizer with eager=False"
+    )
+
+
+def synchronized_before_step() -> UsageError:
+    """There is no moment at which all parameters are of one step."""
+    return UsageError(
+        "some parameters are updated and some not between a backward and its step (eager=True); "
+        "call step() first"
+    )
+
+
+def looked_at_gradients() -> UsageError:
+    """They are gone once they are reduced."""
+    return UsageError(
+        "the gradients are updated as soon as they are reduced (eager=True), so they cannot be "
+        "looked at or scaled before the step; make the optimizer with eager=False"
+    )
+
+
+def second_backprop() -> UsageError:
+    """It comes too late for the updates."""
+    return UsageError(
+        "a second backprop began before step(), but eager=True promises a step after each; use "
+        "no_sync() for all but the last, or eager=False"
+    )
+
+
+def unsynchronized_last() -> UsageError:
+    """What is kept locally cannot be added to what is being reduced."""
+    return UsageError(
+        "a backprop inside no_sync() follows a synchronizing one before step(); put no_sync() "
+        "around all but the last"
+    )
+
+
+def unfrozen_late(name: str) -> UsageError:
+    """The schedule of this step goes on without the bucket of parameter ``name``."""
+    return UsageError(
+        f"parameter {name} was unfrozen between two backwards of a step, of which the first has "
+        "set off the collectives without it; unfreeze it before that one, or put no_sync() around "
+        "all but the last"
+    )
+
+
+def frozen_with_gradient(name: str) -> UsageError:
+    """In plain torch the step would still use it."""
+    return UsageError(
+        f"parameter {name} was frozen after a backward inside no_sync() whose gradient no step has "
+        "used; freeze it after step(), or drop its gradient with zero_grad()"
+    )
+
+
+def cleared(name: str) -> UsageError:
+    """``model.zero_grad()`` does it, and means to drop gradients that are on their way already."""
+    return UsageError(
+        f"the gradient of {name} was cleared or replaced between backward and step(), but it is "
+        "already being reduced; use optimizer.zero_grad() to drop gradients"
+    )
+
+
+def sparse(name: str) -> UsageError:
+    """There is no reduce-scatter of indices."""
+    return UsageError(
+        f"the gradient of {name} is sparse, and buckets hold dense ones only; build its layer with "
+        "sparse=False"
+    )
+
+
+def moved(name: str) -> UsageError:
+    """What is gathered would not reach it."""
+    return UsageError(
+        f"parameter {name} has moved since DistributedOptimizer was made (model.to(), .data = ... "
+        "or a new Parameter does that); move or convert the model first, then make the optimizer"
+    )

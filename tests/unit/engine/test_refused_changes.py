@@ -1,0 +1,108 @@
+"""Changes of buckets and parameters that cannot be served are refused, and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError, UsageError
+from dearmpi.plan.plan import Plan
+
+
+@pytest.mark.parametrize("act", ["fuse", "follow", "close", "add_param_group"])
+def test_buckets_stay_inside_join(act: str) -> None:
+    """Ranks that have no batches left could not follow."""
+
+    def rank(world: World) -> None:
+        model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model[0].parameters(), lr=0.1), model, world=world
+        )
+        acts: dict[str, Callable[[], None]] = {
+            "fuse": lambda: optimizer.fuse(1.0),
+            "follow": lambda: optimizer.follow(cast(Plan, None)),
+            "close": optimizer.close,
+            "add_param_group": lambda: optimizer.add_param_group({"params": [model[1].weight]}),
+        }
+        with optimizer.join(), pytest.raises(UsageError, match="inside join"):
+            acts[act]()
+        assert len(optimizer.param_groups) == 1
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_after_close_nothing_is_laid_out_anew() -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        optimizer.close()
+        with pytest.raises(UsageError, match="after close"):
+            optimizer.fuse(7.0)
+        assert type(model._parameters) is dict and optimizer.config.bucket_cap_mb is None
+        model.extra = nn.Linear(2, 2)
+        with pytest.raises(UsageError, match="after close"):
+            optimizer.add_param_group({"params": model.extra.parameters()})
+        assert len(optimizer.state_dict()["param_groups"]) == 1
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_script_module_is_refused_by_name(size: int) -> None:
+    # Not on the ranks' threads: torch's compiler of scripts takes one at a time.
+    scripts = [torch.jit.script(nn.Linear(2, 2)) for _ in range(size)]
+
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 2), scripts[world.rank])
+        with pytest.raises(ConfigError, match="module 1 is a script"):
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, world=world)
+        inner = torch.optim.SGD(model[0].parameters(), lr=0.1)  # as with a teacher's network
+        optimizer = DistributedOptimizer(inner, model, world=world, check_every=1)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(size, rank)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("bad", "optimizer"),
+    [
+        (lambda: nn.Parameter(torch.empty(0, 3)), torch.optim.SGD),
+        (lambda: nn.Parameter(torch.zeros(3, device="meta")), torch.optim.SGD),
+    ],
+    ids=["empty", "elsewhere"],
+)
+def test_parameters_that_cannot_be_served_are_not_added(
+    size: int, bad: Callable[[], nn.Parameter], optimizer: Any
+) -> None:
+    """Everything is as it was, and training goes on."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        wrapped = DistributedOptimizer(
+            optimizer(model.parameters(), lr=0.1), model, world=world, plan=None
+        )
+        model.extra = bad()
+        with pytest.raises(ConfigError):
+            wrapped.add_param_group({"params": [model.extra]})
+        assert len(wrapped.param_groups) == 1 and len(wrapped.state_dict()["param_groups"]) == 1
+        del model.extra
+        wrapped.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        wrapped.step()
+        wrapped.synchronize()
+        wrapped.close()
+
+    run_ranks(size, rank)
