@@ -149,7 +149,7 @@ class RunChoices:
         None,
         "Communication",
         "number",
-        "most MiB of a bucket; default: an eighth of the model, from 1 to 4",
+        "most MiB of a bucket; default: an eighth of the model, from 1 to 4, at most half of it",
         above=0,
     )
     reduce_scatter: ReduceScatter | Literal["auto"] = setting(

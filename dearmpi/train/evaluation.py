@@ -82,11 +82,11 @@ def probe_metrics(task: Task, precision: Precision) -> tuple[str, ...]:
 
     Leaves torch's random state as it is. No names where there is nothing to evaluate on.
     """
-    if task.eval_data is None or len(task.eval_data) == 0:
+    if task.eval_data is None:
         return ()
     with torch.random.fork_rng(devices=[]), evaluating(task.model):
         _, metrics = measure_batch(task, task.eval_data, (0,), precision)
-    return tuple(metrics)
+    return tuple(sorted(metrics))  # each rank's order is its own where they come from a set
 
 
 @contextmanager

@@ -234,7 +234,7 @@ def _set_random_state(
 
 
 def _evaluator(settings: RunSettings, task: Task, plan: BatchPlan) -> Evaluator | None:
-    if task.eval_data is None or len(task.eval_data) == 0:
+    if task.eval_data is None:
         return None
     share = plan.world_size * plan.micro_batches
     return Evaluator(

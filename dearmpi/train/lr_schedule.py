@@ -39,7 +39,8 @@ class LrCurve:
                 share = min(1.0, (step - self.warmup_steps) / rest)
                 return 0.5 * (1.0 + math.cos(math.pi * share))
             case "step":
-                passed = sum(step >= share * self.total_steps for share in self.milestones)
+                # A share such as 0.55 of 100 steps is a hair above 55 in binary.
+                passed = sum(step >= share * self.total_steps - 1e-6 for share in self.milestones)
                 return float(self.gamma**passed)
 
 

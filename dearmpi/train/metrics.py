@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
@@ -102,8 +104,8 @@ class MetricsLog:
         if unknown:
             raise UsageError(f"metrics {unknown} were not announced; name them in extra")
         try:
-            self._csv.write(self._csv_line({n: _to_text(v) for n, v in values.items()}).encode())
-            self._jsonl.write((_to_json(values, row.ranks) + "\n").encode())
+            _write_whole(self._csv, self._csv_line({n: _to_text(v) for n, v in values.items()}))
+            _write_whole(self._jsonl, _to_json(values, row.ranks) + "\n")
         except OSError as error:
             raise DearError(f"cannot write {self._csv.name}: {error.strerror}") from error
         self._last_step = row.step
@@ -147,6 +149,16 @@ def read(run_folder: Path) -> list[MetricsRow]:
         extra = {name: values.pop(name) for name in list(values) if name not in COLUMNS}
         rows.append(MetricsRow(**values, extra=extra))
     return rows
+
+
+def _write_whole(file: BinaryIO, line: str) -> None:
+    """Append ``line``, all of it or nothing: a full disk takes a part, and says no more than how
+    much. Raises OSError.
+    """
+    data, end = line.encode(), file.seek(0, os.SEEK_END)
+    if file.write(data) < len(data):
+        file.truncate(end)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _check_names(names: Sequence[str]) -> None:

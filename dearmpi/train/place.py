@@ -24,6 +24,7 @@ class Place:
     root, name: the run's folder is ``root/name``.
     checkpoint: what to go on from; None at a run's beginning.
     continued: whether the folder may hold the earlier part of this run.
+    goes_on: from the newest checkpoint that there is in it, if there is one.
     source: the checkpoint of another run that this one begins from, if so.
     notes: what people should know about the choice.
     """
@@ -34,6 +35,7 @@ class Place:
     continued: bool = False
     notes: tuple[str, ...] = ()
     source: Path | None = None
+    goes_on: bool = False
 
 
 def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str) -> Place:
@@ -53,9 +55,12 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
                     place.continued,
                     place.notes,
                     None if place.source is None else str(place.source),
+                    place.goes_on,
                 ]
             )
-    root, name, checkpoint, continued, notes, source = json.loads(world.broadcast_text(text))
+    root, name, checkpoint, continued, notes, source, goes_on = json.loads(
+        world.broadcast_text(text)
+    )
     found, begun = (None if path is None else Path(path) for path in (checkpoint, source))
     with together(world):
         if found is not None and not found.is_dir():
@@ -63,7 +68,7 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
                 f"{found.absolute()} is no folder here, but rank 0 on {world.hosts[0]} found a "
                 "checkpoint there; give a --run-folder that all hosts share"
             )
-    return Place(Path(root), name, found, continued, tuple(notes), begun)
+    return Place(Path(root), name, found, continued, tuple(notes), begun, goes_on)
 
 
 def check_shared(world: World, folder: Path) -> None:
@@ -103,15 +108,16 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
     if name is not None and (begun := _find_begun(root, name, Path(resume))) is not None:
         return begun
     checkpoint = resolve(Path(resume))
+    notes = () if checkpoint == Path(resume) else _passed_over(survey(Path(resume)))
     if name is not None:
-        return _new(Place(root, name, checkpoint, source=checkpoint.absolute()))
+        return _new(Place(root, name, checkpoint, notes=notes, source=checkpoint.absolute()))
     folder = checkpoint.absolute().parent.parent
     if "run_folder" in chosen and folder.parent != root.absolute():
         raise ConfigError(
             f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; "
             "leave out --run-folder to continue there, or start another run with --name"
         )
-    return Place(folder.parent, folder.name, checkpoint, continued=True)
+    return Place(folder.parent, folder.name, checkpoint, continued=True, notes=notes)
 
 
 def _new(place: Place) -> Place:
@@ -134,7 +140,8 @@ def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
             "checkpoint of its own yet; begin another run with another --name"
         )
     notes = _passed_over(found)
-    return Place(root, name, found.latest or source, continued=True, notes=notes, source=source)
+    checkpoint = found.latest or source
+    return Place(root, name, checkpoint, continued=True, notes=notes, source=source, goes_on=True)
 
 
 def _find_latest(root: Path, name: str | None) -> Place:
@@ -144,7 +151,17 @@ def _find_latest(root: Path, name: str | None) -> Place:
             "one, and starts it where there is none"
         )
     found = survey(root / name)
-    return Place(root, name, found.latest, continued=True, notes=_passed_over(found))
+    return Place(root, name, found.latest, continued=True, notes=_passed_over(found), goes_on=True)
+
+
+def check_unchanged(place: Place) -> None:
+    """Raise ConfigError if a job that had the folder until now has gone on meanwhile."""
+    latest = survey(place.root / place.name).latest
+    if place.goes_on and latest not in (None, place.checkpoint):
+        raise ConfigError(
+            f"the run in {place.root / place.name} went on to {latest.name} while this job was "
+            "starting; start it again"
+        )
 
 
 def _passed_over(found: Survey) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dearmpi.plan.plan import Plan
-from dearmpi.train import durable
 from dearmpi.train.agreement import together
 from dearmpi.train.job import Job
 from dearmpi.train.run_folder import RunFolder
@@ -17,11 +16,11 @@ class PlanFile:
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job = job
-        self._path = folder.plan
+        self._folder = folder
         self._written: Plan | None = None
         with together(job.world, root_only=True):
             if job.world.is_root:
-                self._path.unlink(missing_ok=True)
+                folder.write_plan(None)
 
     def renew(self) -> Plan | None:
         """The plan that is followed from here on, if it is another than before (collective)."""
@@ -30,6 +29,6 @@ class PlanFile:
             return None
         with together(self._job.world, root_only=True):
             if self._job.world.is_root:
-                durable.write_text(self._path, plan.to_json())
+                self._folder.write_plan(plan.to_json())
         self._written = plan
         return plan

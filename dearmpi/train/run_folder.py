@@ -2,7 +2,8 @@
 
 ::
 
-    runs/NAME/config.yaml         the settings in effect
+    runs/NAME/in-use-by           the process that has it, locked as long as that lives
+              config.yaml         the settings in effect
               env.json            where and with what it ran
               metrics.csv .jsonl  one row per logged step
               logs/rank-00003.log
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, DearError
 from dearmpi.train import durable
 
 
@@ -80,6 +81,10 @@ class RunFolder:
         return self.checkpoints.is_dir()
 
     @property
+    def occupant(self) -> Path:
+        return self.path / "in-use-by"
+
+    @property
     def config(self) -> Path:
         return self.path / "config.yaml"
 
@@ -129,15 +134,25 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Replace config.yaml."""
-        durable.write_text(self.config, text)
+        _write(self.config, text)
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Replace env.json."""
-        durable.write_text(self.environment, json.dumps(environment, indent=1) + "\n")
+        _write(self.environment, json.dumps(environment, indent=1) + "\n")
+
+    def write_plan(self, text: str | None) -> None:
+        """Replace plan.json; None removes it."""
+        if text is not None:
+            _write(self.plan, text)
+            return
+        try:
+            self.plan.unlink(missing_ok=True)
+        except OSError as error:
+            raise DearError(f"cannot remove {self.plan}: {error.strerror}") from error
 
     def write_source(self, checkpoint: Path) -> None:
         """Remember the checkpoint of another run that this one was begun from."""
-        durable.write_text(self.source, json.dumps(str(checkpoint)) + "\n")
+        _write(self.source, json.dumps(str(checkpoint)) + "\n")
 
     def read_source(self) -> Path | None:
         """That checkpoint; None where the run was not begun from any."""
@@ -170,6 +185,15 @@ class RunFolder:
         if self.latest.is_file():
             return f"holds a run that reached {Path(self.latest.read_text().strip()).name}"
         return "holds a run without a checkpoint"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        durable.write_text(path, text)
+    except OSError as error:
+        raise DearError(
+            f"cannot write {path}: {error.strerror}; the run needs a folder to write to"
+        ) from error
 
 
 def free_name(root: Path, now: datetime.datetime) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from enum import Enum, auto
@@ -61,6 +61,8 @@ class Saver:
         self._work: Future[Any] | None = None
         self._num_begun = 0
         self._head: Head | None = None
+        named = job.task.model.named_parameters(remove_duplicate=False)
+        self._trained = frozenset(name for name, _ in named)
 
     @property
     def num_done(self) -> int:
@@ -133,7 +135,7 @@ class Saver:
             self._saved(result)
 
     def _write(self, draft: checkpoint.Draft, part: Part) -> FileRecord:
-        check_finite(part, draft.step)
+        check_finite(part, draft.step, self._trained)
         return draft.write(part, rank=self._job.world.rank)
 
     def _commit(self, draft: checkpoint.Draft, files: list[FileRecord]) -> Path | None:
@@ -179,11 +181,13 @@ def take_part(job: Job, step: int) -> tuple[Snapshot, Part]:
     return snapshot, part
 
 
-def check_finite(part: Part, step: int) -> None:
-    """Raise NonFiniteLossError unless all of the model's numbers in ``part`` are finite."""
+def check_finite(part: Part, step: int, names: Container[str]) -> None:
+    """Raise NonFiniteLossError unless all numbers in ``part`` of the parameters ``names`` are
+    finite. Those of buffers need not be: a mask holds infinities for good.
+    """
     for key, piece in part.pieces.items():
         kind, _, name = key.partition("/")
-        if kind == "model" and not _is_finite(piece.values):
+        if kind == "model" and name in names and not _is_finite(piece.values):
             raise NonFiniteLossError(
                 f"{name} is not finite after step {step}, so no checkpoint was written of it; "
                 "resume from an earlier one with a lower --lr or with --max-grad-norm"

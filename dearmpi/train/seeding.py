@@ -9,8 +9,11 @@ import torch
 
 
 def seed_all(*parts: int) -> None:
-    """Seed torch, numpy and ``random`` from ``parts``: the same parts, the same numbers."""
-    words = np.random.SeedSequence(parts).generate_state(3, np.uint32)
+    """Seed torch, numpy and ``random`` from ``parts``: the same parts, the same numbers, and other
+    parts others.
+    """
+    # numpy fills up with zeros: (5,) and (5, 0, 0) would be one.
+    words = np.random.SeedSequence((len(parts), *parts)).generate_state(3, np.uint32)
     torch.manual_seed(int(words[0]))
     np.random.seed(int(words[1]))
     random.seed(int(words[2]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +34,9 @@ from dearmpi.train.fingerprint import (
 from dearmpi.train.job import Job, check_position, make_plan, prepare
 from dearmpi.train.layers import Layer, before_task, from_checkpoint, from_task, merge, resolve
 from dearmpi.train.metrics import MetricsLog
+from dearmpi.train.occupation import occupied
 from dearmpi.train.optimizers import OptimizerChoice, choose_optimizer
-from dearmpi.train.place import Place, agree_on_place, check_shared
+from dearmpi.train.place import Place, agree_on_place, check_shared, check_unchanged
 from dearmpi.train.run_folder import RunFolder
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings, check_resumable
@@ -130,7 +132,7 @@ def settle(
     settings = replace(settings, lr=choice.lr, optimizer=choice.kind.__name__)
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, epochs=1)
-    if settings.eval_interval and (task.eval_data is None or len(task.eval_data) == 0):
+    if settings.eval_interval and task.eval_data is None:
         raise ConfigError(
             f"eval_interval {settings.eval_interval} has no effect: task {task.name} has no "
             "held-out data; leave it out"
@@ -147,27 +149,37 @@ def settle(
     return settings, choice
 
 
-def make_folder(session: Session, command: Sequence[str]) -> RunFolder:
-    """Make the run folder, and put into it what describes the run (collective)."""
+@contextmanager
+def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
+    """Make the run folder, and put into it what describes the run (collective); inside, no other
+    job has it.
+    """
     world, place = session.job.world, session.place
-    with together(world, root_only=True):
-        if world.is_root:
-            folder = RunFolder.create(place.root, place.name, resume=place.continued)
-            settings = session.job.settings.as_plain()
-            if place.source is not None:
-                folder.write_source(place.source)
-            folder.write_config(yaml.safe_dump(settings, sort_keys=False))
-            folder.write_environment(
-                describe_environment(
-                    world_size=world.size,
-                    hosts=world.hosts,
-                    mpi_library=mpi_library(),
-                    command=command,
-                    folder=Path.cwd(),
-                )
-            )
-    check_shared(world, place.root / place.name)
-    return RunFolder.open(place.root / place.name)
+    with ExitStack() as held:
+        with together(world, root_only=True):
+            if world.is_root:
+                folder = RunFolder.create(place.root, place.name, resume=place.continued)
+                held.enter_context(occupied(folder.occupant))
+                check_unchanged(place)
+                _describe(session, folder, command)
+        check_shared(world, place.root / place.name)
+        yield RunFolder.open(place.root / place.name)
+
+
+def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> None:
+    world, source = session.job.world, session.place.source
+    if source is not None:
+        folder.write_source(source)
+    folder.write_config(yaml.safe_dump(session.job.settings.as_plain(), sort_keys=False))
+    folder.write_environment(
+        describe_environment(
+            world_size=world.size,
+            hosts=world.hosts,
+            mpi_library=mpi_library(),
+            command=command,
+            folder=Path.cwd(),
+        )
+    )
 
 
 def open_metrics(job: Job, folder: RunFolder) -> MetricsLog | None:

@@ -110,8 +110,9 @@ class Trainer:
                     self._save()
             self._finish()
         except Exception as error:
-            if is_agreed(error):
+            if is_agreed(error) or self._job.world.size == 1:  # else others would have to take part
                 self._end_saving(error)
+            if is_agreed(error):
                 self._close()
             raise
         outcome = self._outcome()

@@ -65,6 +65,11 @@ def build_images(options: Mapping[str, str]) -> Task:
     if "data" not in options:
         raise TaskError(f"task {NAME} needs a folder with one folder per class: --data FOLDER")
     chosen = read_options(ImagesOptions, options, task=NAME)
+    if "val_fraction" in options and _is_divided(Path(chosen.data)):
+        raise TaskError(
+            f"task {NAME}: option val_fraction has no effect, since {chosen.data} has a folder "
+            "val; leave it out"
+        )
     import_extra("PIL.Image", library="Pillow", extra="images", needed_by=f"task {NAME}")
     classes, train, held_out = _scan(Path(chosen.data), chosen)
     shape = ImageShape(size=chosen.size, num_classes=len(classes))
@@ -114,7 +119,7 @@ def read_picture(path: Path, size: int) -> Tensor:
 
 def _scan(root: Path, options: ImagesOptions) -> tuple[list[str], Pictures, Pictures]:
     """Class names, pictures to train on, pictures held out."""
-    if (root / "train").is_dir() and (root / "val").is_dir():
+    if _is_divided(root):
         train, held_out = _class_files(root / "train"), _class_files(root / "val")
         if train.keys() != held_out.keys():
             only = sorted(train.keys() ^ held_out.keys())
@@ -131,6 +136,11 @@ def _scan(root: Path, options: ImagesOptions) -> tuple[list[str], Pictures, Pict
     if len(classes) < 2:
         raise DataError(f"{root} has 1 class folder ({classes[0]}); at least 2 are needed")
     return classes, _pictures(train, options.size), _pictures(held_out, options.size)
+
+
+def _is_divided(root: Path) -> bool:
+    """Whether ``root`` says itself what is held out."""
+    return (root / "train").is_dir() and (root / "val").is_dir()
 
 
 def _class_files(root: Path) -> dict[str, list[Path]]:

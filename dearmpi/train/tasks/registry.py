@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
 
 from dearmpi.errors import DataError, TaskError
@@ -50,6 +51,12 @@ def _check(task: Task, name: str) -> None:
         )
     if not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise TaskError(f"task {name}: its model has no parameter that requires a gradient")
+    for key, value in task.model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise TaskError(
+                f"task {name}: {key} in its model's state is {type(value).__name__}, and only "
+                "tensors can be saved; make it a buffer, or leave it out of the state"
+            )
     if task.units_per_sample < 1:
         raise TaskError(
             f"task {name}: units_per_sample is {task.units_per_sample}; it must be at least 1"

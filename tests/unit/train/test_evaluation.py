@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.train.evaluation import Evaluator
+from dearmpi.train.evaluation import Evaluator, probe_metrics
 from tests.unit.train.points import Points, make_task, squared_error
 
 
@@ -39,3 +40,17 @@ def test_evaluation_leaves_modes_and_gradients_as_they_were(alone: World) -> Non
     Evaluator(task, task.eval_data, "fp32", batch_size=3, names=("ones",)).run(alone)
     assert [module.training for module in task.model.modules()] == [True, False, True, True, True]
     assert torch.is_grad_enabled()
+
+
+def test_metrics_that_come_in_another_order_on_another_rank_are_not_mixed_up() -> None:
+    """As those of a set of names do, whose order is each process's own."""
+
+    def work(world: World) -> Mapping[str, float]:
+        values = {"top1": 1.0, "top5": 5.0}
+        order = sorted(values, reverse=world.rank == 1)
+        task = replace(make_task(eval_count=4), metrics=lambda *_: {n: values[n] for n in order})
+        assert task.eval_data is not None
+        names = probe_metrics(task, "fp32")
+        return Evaluator(task, task.eval_data, "fp32", batch_size=1, names=names).run(world).metrics
+
+    assert run_ranks(2, work) == [{"top1": 1.0, "top5": 5.0}] * 2

@@ -37,3 +37,9 @@ def test_warm_up_may_be_given_in_parts_of_an_epoch() -> None:
 def test_a_run_shorter_than_its_warm_up_stays_below_the_full_rate() -> None:
     curve = LrCurve("cosine", total_steps=5, warmup_steps=50)
     assert [curve.factor(step) for step in (0, 4)] == [0.02, 0.1]
+
+
+def test_a_drop_is_not_late_where_binary_numbers_are_not_exact() -> None:
+    for percent in range(5, 100, 5):
+        curve = LrCurve("step", total_steps=100, milestones=(percent / 100,), gamma=0.5)
+        assert (curve.factor(percent - 1), curve.factor(percent)) == (1.0, 0.5)

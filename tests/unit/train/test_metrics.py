@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
+import resource
 import sys
 import types
 from pathlib import Path
@@ -124,22 +124,21 @@ def test_a_name_that_is_no_column_is_refused(tmp_path: Path, name: str) -> None:
         MetricsLog(tmp_path, extra=[name])
 
 
-def test_a_full_disk_is_reported(tmp_path: Path) -> None:
-    class FullDisk:
-        name = "metrics.csv"
-
-        def write(self, data: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self) -> None:
-            pass
-
-    log = MetricsLog(tmp_path)
-    log._csv.close()
-    log._csv = FullDisk()  # type: ignore[assignment]
-    with pytest.raises(DearError, match=r"cannot write metrics\.csv: No space left"):
-        log.append(MetricsRow(1, 0))
-    log.close()
+@pytest.mark.parametrize("room", [0, 7])
+def test_a_row_that_a_full_disk_takes_a_part_of_is_an_error_and_leaves_no_half(
+    tmp_path: Path, room: int
+) -> None:
+    write(tmp_path, 1, 2)
+    with MetricsLog(tmp_path, resume_step=2) as log:
+        limit = (tmp_path / "metrics.csv").stat().st_size + room
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # as a disk with so much left
+        try:
+            with pytest.raises(DearError, match=r"cannot write .*metrics\.csv: "):
+                log.append(MetricsRow(3, 0, loss=1.0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert steps_of(tmp_path) == ([1, 2], [1, 2])
 
 
 def test_tensorboard_where_it_is_not_installed(

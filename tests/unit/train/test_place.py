@@ -12,7 +12,7 @@ from dearmpi.comm.ranks import run_ranks
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.snapshot import Snapshot
-from dearmpi.train.place import Place, agree_on_place, find_place
+from dearmpi.train.place import Place, agree_on_place, check_unchanged, find_place
 from dearmpi.train.run_folder import RunFolder
 
 
@@ -57,6 +57,28 @@ def test_auto_says_which_checkpoints_it_passed_over(tmp_path: Path) -> None:
     assert "step-00000006" in found.notes[0]
 
 
+def test_a_run_that_went_on_while_this_job_was_starting_is_left_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 3)
+    found = find(tmp_path, name="a", resume="auto")
+    check_unchanged(found)
+    asked_for = find(tmp_path, resume=str(run / "checkpoints" / "step-00000003"))
+    make_run(tmp_path, "a", 6)
+    with pytest.raises(ConfigError, match="went on to step-00000006 while this job was starting"):
+        check_unchanged(found)
+    check_unchanged(asked_for)
+
+
+def test_so_does_the_path_of_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 3, 6)
+    assert not find(tmp_path, resume=str(run)).notes
+    (run / "checkpoints" / "step-00000006" / "part-00000.safetensors").unlink()
+    for chosen in ({}, {"name": "b"}):
+        found = find(tmp_path, resume=str(run), **chosen)
+        assert found.checkpoint == run / "checkpoints" / "step-00000003"
+        assert "step-00000006" in found.notes[0]
+    assert not find(tmp_path, resume=str(found.checkpoint)).notes, "it was asked for"
+
+
 def test_auto_needs_a_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume auto needs --name NAME"):
         find(tmp_path, resume="auto")
@@ -96,7 +118,7 @@ def test_rank_0_decides_for_all(tmp_path: Path) -> None:
     chosen = {"run_folder": str(tmp_path), "name": "a", "resume": "auto"}
     places = run_ranks(3, lambda world: agree_on_place(world, chosen, default_root="runs"))
     assert set(places) == {
-        Place(tmp_path, "a", run / "checkpoints" / "step-00000003", continued=True)
+        Place(tmp_path, "a", run / "checkpoints" / "step-00000003", continued=True, goes_on=True)
     }
 
 

@@ -258,10 +258,11 @@ def test_no_number_that_is_not_finite_is_saved(dtype: torch.dtype, bad: float) -
     values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
     others = [torch.empty(0), torch.arange(3), torch.tensor([True])]
     pieces = {f"model/{i}": Piece.of(t, start=0, like=t) for i, t in enumerate([*others, values])}
-    check_finite(Part(pieces, {}), 7)
+    check_finite(Part(pieces, {}), 7, "0123")
     values[41] = bad
+    check_finite(Part(pieces, {}), 7, "012")  # it is a buffer, such as a mask
     with pytest.raises(NonFiniteLossError, match="3 is not finite after step 7"):
-        check_finite(Part(pieces, {}), 7)
+        check_finite(Part(pieces, {}), 7, "0123")
 
 
 def test_one_copy_serves_for_all_checkpoints() -> None:

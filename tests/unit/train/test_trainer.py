@@ -244,3 +244,26 @@ def test_the_time_of_a_run_is_that_of_all_its_steps(alone: World, tmp_path: Path
     settings = RunSettings(max_steps=3, **SGD)
     outcome, _ = train(make_job(alone, settings, make_task(loss)), tmp_path)
     assert outcome.train_s >= 0.2
+
+
+def test_a_failure_does_not_cost_the_checkpoint_before_it(alone: World, tmp_path: Path) -> None:
+    """Even where no later step can tell that it is on the disk."""
+    steps = iter(range(5))
+
+    def fails_at_last(model: nn.Module, batch: Any) -> Tensor:
+        if next(steps) == 4:
+            raise ValueError("a bad sample")
+        return squared_error(model, batch)
+
+    settings = RunSettings(max_steps=9, checkpoint_interval=4, **SGD)
+    with pytest.raises(ValueError, match="a bad sample"):
+        train(make_job(alone, settings, make_task(fails_at_last, eval_count=0)), tmp_path)
+    assert (tmp_path / "latest").read_text().strip() == "checkpoints/step-00000004"
+
+
+def test_a_mask_of_infinities_is_saved(alone: World, tmp_path: Path) -> None:
+    task = make_task()
+    task.model.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    train(make_job(alone, RunSettings(max_steps=2, **SGD), task), tmp_path)
+    found = checkpoint.load(tmp_path / "checkpoints" / "step-00000002").model["mask"]
+    assert torch.equal(found, task.model.get_buffer("mask"))

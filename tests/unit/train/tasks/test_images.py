@@ -62,6 +62,8 @@ def test_train_and_val_folders_are_used_as_they_are(folder: Path, tmp_path: Path
     assert len(task.train_data) == 6
     assert task.eval_data is not None
     assert len(task.eval_data) == 2
+    with pytest.raises(TaskError, match="val_fraction has no effect"):
+        build_images({"data": str(tmp_path / "data"), "val_fraction": "0.3"})
 
 
 def test_nothing_is_held_out_where_nothing_is_asked_for(folder: Path) -> None:

@@ -49,6 +49,11 @@ def test_synthetic_without_a_name_lists_the_names(name: str) -> None:
         build_task(name, {})
 
 
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -58,6 +63,7 @@ def test_synthetic_without_a_name_lists_the_names(name: str) -> None:
         ({"model": loss}, TaskError, "model is function, not a torch.nn.Module"),
         ({"model": nn.ReLU()}, TaskError, "no parameter that requires a gradient"),
         ({"units_per_sample": 0}, TaskError, "units_per_sample is 0"),
+        ({"model": WithExtraState(1, 1)}, TaskError, "_extra_state .* is dict, and only tensors"),
     ],
 )
 def test_a_task_that_cannot_be_trained_is_refused(

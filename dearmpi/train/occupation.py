@@ -1,0 +1,77 @@
+"""Occupation: one job at a time writes into a run folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dearmpi.errors import ConfigError, DearError
+
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+
+
+@contextmanager
+def occupied(path: Path) -> Iterator[None]:
+    """Inside, the file at ``path`` is locked by this process and names it. The system unlocks it
+    when the process ends, however it ends.
+
+    A job that SLURM has queued again takes over from itself: a file server may go on for long with
+    the lock of a node that is gone. Where the file system knows no locks, there is none.
+
+    Raises ConfigError if another process has it, DearError if the file cannot be written.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    start = os.environ.get("SLURM_RESTART_COUNT", "0")
+    try:
+        descriptor = _lock(path)
+        if descriptor is None:  # else reading would unlock it: to close a file is to unlock it
+            occupant = _read(path)
+            told = re.search(r", job (\S+), start (\S+)$", occupant)
+            if told and told[1] == job and told[2] != start:
+                path.unlink()
+                descriptor = _lock(path)
+        if descriptor is None:
+            raise ConfigError(
+                f"{path.parent} is in use by {occupant or 'another process'}; wait for its end, or "
+                f"start another run with another --name (if it is long gone, remove {path})"
+            )
+        own = f"process {os.getpid()} on {platform.node()}" + (
+            f", job {job}, start {start}" if job else ""
+        )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{own}\n".encode(), 0)
+    except OSError as error:
+        raise DearError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int | None:
+    """Its descriptor, or None where another process has locked it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _CANNOT_LOCK:
+            return descriptor
+        os.close(descriptor)
+        if error.errno in _TAKEN:
+            return None
+        raise
+    return descriptor
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
