@@ -16,7 +16,7 @@ _FILES: Mapping[Launcher, str] = {"mpirun": "train.sbatch", "srun": "train-srun.
 
 _NAME = re.compile(r"[a-z][a-z-]*")
 _VALUE = re.compile(r"[\w.,:+@%/=()\[\]-]+")
-_LAST_OPTION = re.compile(r"^(#SBATCH .*\n)(?!#SBATCH )", re.MULTILINE)
+_AFTER_OPTIONS = "set -eu\n"
 _BEFORE_ARGUMENTS = "trap '' USR1 # until dear-train listens\n"
 
 
@@ -56,12 +56,12 @@ class BatchScript:
         for name in self.options:
             text = re.sub(rf"^#SBATCH --{name}(=.*)?\n", "", text, flags=re.MULTILINE)
         lines = "".join(f"#SBATCH --{_written(*item)}\n" for item in self.options.items())
-        text = _LAST_OPTION.sub(lambda found: found[0] + lines, text, count=1)
-        before, found, after = text.partition(_BEFORE_ARGUMENTS)
-        assert found, f"{_FILES[self.launcher]} has no line to write the arguments after"
         own = f"DEARMPI_VENV=${{DEARMPI_VENV:-{shlex.quote(self.environment)}}}\n"
         own += f'set -- {shlex.join(self.arguments)} "$@"\n' if self.arguments else ""
-        return before + found + own + after
+        head, set_up, rest = text.partition(_AFTER_OPTIONS)
+        before, found, after = rest.partition(_BEFORE_ARGUMENTS)
+        assert set_up and found, f"{_FILES[self.launcher]} lacks a line to write something beside"
+        return head + lines + set_up + before + found + own + after
 
 
 def _written(name: str, value: str | None) -> str:

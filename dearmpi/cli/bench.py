@@ -68,8 +68,22 @@ class Contents:
 @click.option("--feed-forward-s", type=float, metavar="S", help="replay: time of the feed-forward")
 @click.option("--backprop-s", type=float, metavar="S", help="replay: time of the backprop")
 @click.option("--batch-size", type=int, metavar="N", help="samples per rank")
-@click.option("--num-warmup-batches", type=int, default=3, show_default=True, metavar="N")
-@click.option("--num-batches-per-iter", type=int, default=5, show_default=True, metavar="N")
+@click.option(
+    "--num-warmup-batches",
+    type=int,
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="iterations before each block that do not count",
+)
+@click.option(
+    "--num-batches-per-iter",
+    type=int,
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="iterations of each block",
+)
 @click.option("--num-iters", type=int, default=3, show_default=True, metavar="N", help="rounds")
 @click.option("--json", "json_path", type=OUT, metavar="FILE", help="write everything there")
 @click.option("--picture", "picture_path", type=OUT, metavar="FILE.svg", help="draw it")

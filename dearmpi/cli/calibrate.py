@@ -39,13 +39,14 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
     \b
       mpirun -n 4 dear-train calibrate --out link.json
 
-    A plan and `dear-train simulate` take the file. It holds for as many ranks as it was made with.
+    A plan and `dear-train simulate` take the file. Both carry it over to other numbers of ranks.
     """
 
     def measure(world: World, console: Console) -> int:
         from dearmpi.train.agreement import together
         from dearmpi.train.session import mpi_library
         from dearmpi.tune import calibrate as tuning
+        from dearmpi.tune.driving_thread import drive_on_one_core
 
         with together(world):
             check_place(world, out)
@@ -53,6 +54,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
                 raise ConfigError(f"--seconds is {seconds}; it must be above 0, and finite")
             if world.size == 1:
                 raise ConfigError("one rank has no collectives; start several with mpirun")
+        drive_on_one_core(world)  # as training does
         result = tuning.calibrate(
             world,
             reduce_scatter=reduce_scatter,

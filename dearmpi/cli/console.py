@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -31,6 +35,8 @@ class Console:
     _terminal: Path | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.out, io.TextIOWrapper):
+            self.out.reconfigure(errors="replace")  # what its encoding lacks
         if self.speaks and self.launched:
             self._terminal = launcher_terminal(os.getppid())
 
@@ -44,11 +50,12 @@ class Console:
         """Print lines."""
         if not self.speaks:
             return
-        self._erase()
-        for line in lines:
-            print(line, file=self.out)
-        self._draw(self._live)
-        self.out.flush()
+        with self._heard():
+            self._erase()
+            for line in lines:
+                print(line, file=self.out)
+            self._draw(self._live)
+            self.out.flush()
 
     def say_all(self, lines: Iterable[str]) -> None:
         """Print each of ``lines``."""
@@ -59,16 +66,31 @@ class Console:
         now_s = time.monotonic()
         if self.is_live and now_s - self._drawn_s >= _REDRAW_S:
             self._drawn_s = now_s
-            self._erase()
-            self._draw(text)
-            self.out.flush()
+            with self._heard():
+                self._erase()
+                self._draw(text)
+                self.out.flush()
 
     def finish(self) -> None:
         """Remove the live line."""
         if self.is_live:
-            self._erase()
-            self.out.flush()
+            with self._heard():
+                self._erase()
+                self.out.flush()
         self._live = ""
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Where nobody listens any more, such as behind ``| head``, training need not end."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # the reader's end, or the terminal's
+                raise
+            self.speaks = False
+            # Python would try to write the rest at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.out.fileno())
+            logging.getLogger("dearmpi").info("the console is gone: %s", error)
 
     def _erase(self) -> None:
         if self._live and self.is_live:

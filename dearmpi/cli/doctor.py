@@ -84,7 +84,7 @@ def _tell_broken_packages(error: Exception, console: Console, json_path: Path | 
     finding = fail(
         "packages",
         f"what training needs cannot be imported: {type(error).__name__}: {error}",
-        cure="install it anew: pip install --force-reinstall dearmpi",
+        cure="install it anew, from where it came: pip install --force-reinstall PATH",
     )
     console.say(*describe(finding))
     if not is_first_process():  # the others wait for this rank, and cannot tell why

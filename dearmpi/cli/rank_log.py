@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dearmpi.errors import DearError
+
 
 @dataclass(slots=True)
 class RankLog:
@@ -21,8 +23,11 @@ class RankLog:
     path: Path | None = None
 
     def open(self, path: Path, first_line: str) -> None:
-        """Also write to the file at ``path``, from here on. Raises OSError where that fails."""
-        handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+        """Also write to the file at ``path``, from here on. Raises DearError where that fails."""
+        try:
+            handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+        except OSError as error:
+            raise DearError(f"cannot write {path}: {error.strerror}") from error
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
         self.path = path

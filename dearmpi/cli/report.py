@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
 from dearmpi.train.plan_file import PlanFile
+from dearmpi.train.settings import RunSettings
 from dearmpi.train.threads import ThreadChoice
 from dearmpi.train.tracing import Tracing
 from dearmpi.train.trainer import Outcome
@@ -266,10 +268,13 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
     return [*lines, f"run folder: {folder}"]
 
 
-def describe_stop(number: signal.Signals | None, max_time_s: float | None, *, name: str) -> str:
-    """Why the run ``name`` stopped before its end: a signal ``number``, or the clock."""
+def describe_stop(number: signal.Signals | None, max_time_s: float | None, *, folder: Path) -> str:
+    """Why the run in ``folder`` stopped before its end: a signal ``number``, or the clock."""
     cause = f"--max-time {max_time_s:g} s" if number is None else number.name
-    return f"stopped by {cause}; the same command with --name {name} --resume auto goes on"
+    place = f"--name {folder.name}"
+    if folder.parent != Path(RunSettings().run_folder):
+        place = f"--run-folder {shlex.quote(str(folder.parent))} {place}"
+    return f"stopped by {cause}; the same command with {place} --resume auto goes on"
 
 
 def _describe_metrics(metrics: Mapping[str, float]) -> list[str]:

@@ -14,7 +14,7 @@ from dearmpi.train.cap_search import CapSearch
 from dearmpi.train.layers import Layer
 from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.run_folder import RunFolder
-from dearmpi.train.session import Session, make_folder, open_metrics, open_session
+from dearmpi.train.session import Session, open_metrics, open_session, own_folder
 from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.trainer import Outcome, Trainer
 
@@ -31,19 +31,25 @@ def run_session(
     console = Console(speaks=world.is_root, launched=world.size > 1)
     session = open_session(world, layers)
     console.say_all(session.notes)
-    folder = make_folder(session, command)
+    with own_folder(session, command) as folder:
+        return _run(session, folder, console, stop, log)
+
+
+def _run(
+    session: Session, folder: RunFolder, console: Console, stop: StopRequest, log: RankLog
+) -> int:
+    world, job = session.job.world, session.job
     with together(world):
         log.open(folder.log(world.rank), session.describe_rank())
-    console.say_all(describe_start(session.job, session.threads, folder.path))
+    console.say_all(describe_start(job, session.threads, folder.path))
     outcome = _train(session, folder, console, stop)
-    console.say_all(describe_outcome(session.job, outcome, folder.path))
+    console.say_all(describe_outcome(job, outcome, folder.path))
     if outcome.stopped:
-        number, max_time_s = stop.agreed(world), session.job.settings.max_time_s
-        console.say(describe_stop(number, max_time_s, name=folder.path.name))
+        number, max_time_s = stop.agreed(world), job.settings.max_time_s
+        console.say(describe_stop(number, max_time_s, folder=folder.path))
         return EXIT_PREEMPTED
-    task = session.job.task
-    if world.is_root and task.summarize is not None:
-        console.say_all(task.summarize(task.model))
+    if world.is_root and job.task.summarize is not None:
+        console.say_all(job.task.summarize(job.task.model))
     return 0
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from dearmpi.cli.main import main
+from dearmpi.plan.profile import profile_workload
+from dearmpi.plan.workload import read_workload
 
 QUICK = ["--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "1"]
 SMALL = [
@@ -79,6 +81,7 @@ def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> No
         (["--num-iters", "0", "--feed-forward-s", "1", "--backprop-s", "1"], ["0 rounds"]),
         (["--methods", "dear,dear"], ["dear", "2 times"]),
         ([*SMALL, "--json", "/nowhere/at/all.json"], ["/nowhere/at"]),
+        ([*SMALL, "--picture", "bench.png"], ["bench.png", ".svg"]),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_it_takes_time(
@@ -87,3 +90,15 @@ def test_what_cannot_be_measured_is_refused_before_it_takes_time(
     assert main(["bench", *arguments]) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in words), text
+
+
+def test_the_times_of_a_profile_are_of_its_batch_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = read_workload("equal:0.01:2")
+    path = tmp_path / "profile.json"
+    path.write_text(profile_workload(workload, feed_forward_s=0.001, backprop_s=0.002).to_json())
+    asked = workload.batch_size + 1
+    assert main(["bench", "--workload", str(path), *QUICK, "--batch-size", str(asked)]) == 2
+    text = capsys.readouterr().err
+    assert f"{workload.batch_size} samples per rank" in text and f"size is {asked}" in text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,33 @@ def test_a_bar_is_filled_as_far_as_the_run_is() -> None:
 )
 def test_durations_are_told_as_people_read_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_training_goes_on_where_nobody_listens_any_more() -> None:
+    """As behind ``| head``."""
+    listens, speaks = os.pipe()
+    with open(speaks, "w", encoding="utf-8") as out:
+        console = Console(speaks=True, out=out)
+        console.say("a")
+        assert os.read(listens, 10) == b"a\n"
+        os.close(listens)
+        for _ in range(3):
+            console.say("b")
+            console.finish()
+        assert not console.speaks
+
+
+def test_what_an_encoding_lacks_is_no_failure() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="latin-1")
+    Console(speaks=True, out=out).say("50 % " + bar(1, 2, width=2), "\ufffd")
+    assert raw.getvalue() == "50 % ?·\n?\n".encode("latin-1")
+
+
+def test_a_full_disk_is_a_failure() -> None:
+    """What was asked for would not be there."""
+    with contextlib.suppress(OSError), open("/dev/full", "w", encoding="utf-8") as out:
+        console = Console(speaks=True, out=out)
+        with pytest.raises(OSError, match="No space left"):
+            console.say("a")
+        assert console.speaks

@@ -134,7 +134,8 @@ def test_a_run_whose_time_is_up_says_so_and_how_to_go_on(
     assert run(alone, task_file, name="a", max_time_s="1e-6") == EXIT_PREEMPTED
     told = capsys.readouterr().out
     assert "stopped as asked at step " in told
-    assert "stopped by --max-time 1e-06 s; the same command with --name a --resume auto" in told
+    place = f"--run-folder {task_file.parent / 'runs'} --name a"
+    assert f"stopped by --max-time 1e-06 s; the same command with {place} --resume auto" in told
 
 
 def test_a_written_config_is_a_config_file_for_the_same_run(alone: World, task_file: Path) -> None:

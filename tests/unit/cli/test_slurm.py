@@ -58,6 +58,22 @@ def test_given_numbers_take_the_place_of_the_files(
     assert script.rindex("#SBATCH ") < script.index("set -eu")
 
 
+def test_all_of_the_files_numbers_may_be_given() -> None:
+    given = {
+        "job-name": "a",
+        "ntasks-per-node": "4",
+        "cpus-per-task": "8",
+        "time": "2:00:00",
+        "signal": "B:USR1@300",
+        "requeue": None,
+        "open-mode": "append",
+    }
+    script = BatchScript(launcher="mpirun", options=given, arguments=(), environment=".venv")
+    text = script.render()
+    assert len(options_of(text)) == len(given)
+    assert text.rindex("#SBATCH ") < text.index("set -eu")
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
     tmp_path: Path, launcher: Launcher
