@@ -142,7 +142,11 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 def _speak(report: pytest.TestReport | pytest.CollectReport) -> None:
     """Say it at once: the job may end before there is a summary."""
-    text = f"{report.nodeid} failed in {report.when}\n{report.longreprtext}"
+    text = f"{report.nodeid} failed in {report.when}\n"
+    # First what is wrong: of a long log only a part may be kept.
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text += f"{crash.message}\n\n" if crash is not None else ""
+    text += report.longreprtext
     text += "".join(f"\n--- {title} ---\n{content}" for title, content in report.sections)
     prefix = f"[rank {launched_rank()}] "
     _write("".join(f"{prefix}{line}\n" for line in text.splitlines()))

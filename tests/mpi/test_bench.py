@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from dearmpi.bench import contest as bench_contest
 from dearmpi.bench import group, session
 from dearmpi.bench.collectives import describe_collectives, measure_collectives
 from dearmpi.bench.contest import Length, hold_contest
+from dearmpi.bench.group import leave_group
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.peers import plug_in, read_method
 from dearmpi.bench.record import collectives_json, result_json
@@ -188,6 +192,27 @@ def test_a_peer_that_fails_to_close_has_been_measured_all_the_same(world: World)
 
     result, _ = contest(world, Method("bad", fails_to_close(close)), read_method("ddp"))
     assert all(len(row.blocks) == 1 for row in result.rows)
+
+
+def test_what_uses_the_group_is_gone_before_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed last, DDP would wait for the group's threads with the interpreter's lock held."""
+    models: list[weakref.ref[nn.Module]] = []
+    left: list[bool] = []
+
+    def enter(setup: Setup) -> Entrant:
+        entrant = plug_in("tests.mpi.entrants:plug_in").enter(setup)
+        models.append(weakref.ref(entrant.model))
+        return entrant
+
+    def leave(*others: object, failed: bool) -> None:
+        left.extend(model() is None for model in models)
+        leave_group(*others, failed=failed)
+
+    monkeypatch.setattr(bench_contest, "leave_group", leave)
+    contest(world, Method("ddp", enter))
+    assert left == [True]
 
 
 @pytest.mark.ranks(2)
