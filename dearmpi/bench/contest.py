@@ -234,9 +234,7 @@ class _Trial:
         if entrant is not None:
             with contextlib.suppress(Exception):
                 entrant.close()
-        # What uses the group goes first. Freed with it, it would free it, and wait for the group's
-        # threads, with the interpreter's lock held: whoever frees a group itself lets go of that.
-        del entrant
+        del entrant  # before the group that it uses
         leave_group(failed=False)
 
 

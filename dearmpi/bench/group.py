@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from datetime import timedelta
 
@@ -66,4 +67,9 @@ def leave_group(*others: object, failed: bool) -> None:
     if failed:
         for kept in (dist.group.WORLD, *others):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    # Its last owner must be the one in Python, which lets go of the lock. A DDP model would wait
+    # for the group's threads with the lock held, while one of them may need it to end an operation.
+    group = dist.group.WORLD
     dist.destroy_process_group()
+    gc.collect()  # models in cycles
+    del group
