@@ -109,6 +109,8 @@ class Watchdog:
         self._waiting = ""
         self._since = self._looked_at = 0.0
         self._asked_at: float | None = None
+        self._num_asked = 0
+        self._first_question = 1  # of this wait
         self._answers: dict[int, Status] = {}
         self._answered_at: dict[int, float] = {}
         self._reported = False
@@ -138,6 +140,7 @@ class Watchdog:
         """The main thread begins to wait for ``what``."""
         self._since = self._looked_at = time.monotonic()
         self._waiting = what
+        self._first_question = self._num_asked + 1
         self._asked_at, self._answers, self._reported, self._spared = None, {}, False, False
 
     def end_wait(self) -> None:
@@ -236,9 +239,10 @@ class Watchdog:
 
     def _ask(self, now: float) -> None:
         self._asked_at = now
+        self._num_asked += 1
         for other in range(self._size):
             if other != self._rank:
-                self._send({"ask": True, "left": self._left}, other)
+                self._send({"ask": self._num_asked, "left": self._left}, other)
 
     def _handle(self, sender: int, data: bytes) -> None:
         message = json.loads(data)
@@ -246,10 +250,11 @@ class Watchdog:
             # One report is enough, if it is of one that still waits for an iteration.
             if sender < self._rank and (self._left or not message.get("left")):
                 self._spared = True
-            self._send({"status": asdict(self.status())}, sender)
-        else:
+            self._send({"status": asdict(self.status()), "to": message["ask"]}, sender)
+            return
+        self._answered_at[sender] = time.monotonic()
+        if message["to"] >= self._first_question:  # else what was so in an earlier wait
             status = message["status"]
-            self._answered_at[sender] = time.monotonic()
             self._answers[sender] = Status(**{**status, "stack": tuple(status["stack"])})
 
     def _send(self, message: object, destination: int) -> None:
