@@ -17,11 +17,11 @@ from dearmpi.report.unit import count_text
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
+from dearmpi.train.outcome import Outcome
 from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.settings import RunSettings
 from dearmpi.train.threads import ThreadChoice
 from dearmpi.train.tracing import Tracing
-from dearmpi.train.trainer import Outcome
 
 
 @dataclass(slots=True)

@@ -12,11 +12,12 @@ from dearmpi.comm.world import World
 from dearmpi.train.agreement import together
 from dearmpi.train.cap_search import CapSearch
 from dearmpi.train.layers import Layer
+from dearmpi.train.outcome import Outcome
 from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.run_folder import RunFolder
 from dearmpi.train.session import Session, open_metrics, open_session, own_folder
 from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
-from dearmpi.train.trainer import Outcome, Trainer
+from dearmpi.train.trainer import Trainer
 
 
 def run_session(

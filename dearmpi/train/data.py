@@ -122,6 +122,12 @@ class BatchPlan:
         """Optimizer steps per epoch, the last partial one included."""
         return -(-self.num_samples // self.batch_size)
 
+    def last_passes(self) -> list[int]:
+        """Micro-batches that are not empty in the last step of an epoch, by rank."""
+        count = self.num_samples - (self.steps_per_epoch - 1) * self.batch_size
+        shares = [cut(count, self.world_size, rank) for rank in range(self.world_size)]
+        return [min(self.micro_batches, last - first) for first, last in shares]
+
     def step(self, epoch: int, step_in_epoch: int) -> tuple[MicroBatch, ...]:
         """This rank's micro-batches of one step, ``micro_batches`` of them.
 

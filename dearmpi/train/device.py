@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.train.agreement import AgreedError
 from dearmpi.train.choices import DeviceSetting
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -44,7 +45,7 @@ class DeviceChoice:
 def choose_device(world: TextWorld, asked: DeviceSetting) -> DeviceChoice:
     """The device of this rank (collective): by its number among the ranks of its host.
 
-    Raises ConfigError or MismatchError, on all ranks alike, where devices are asked for, or some
+    Raises AgreedError or MismatchError, on all ranks alike, where devices are asked for, or some
     ranks see one, and others see none.
     """
     own = (torch.cuda.device_count(), os.environ.get(VISIBLE))
@@ -85,13 +86,14 @@ def _complaint(
     seen: Sequence[tuple[int, str | None]],
     rank: int,
     asked: DeviceSetting,
-) -> ConfigError | MismatchError:
+) -> AgreedError | MismatchError:
     visible = seen[rank][1]
     said = f"rank {rank} on {world.hosts[rank]} sees no CUDA device"
     said += f" ({VISIBLE} is {'not set' if visible is None else repr(visible)})"
     cure = f"see nvidia-smi and {VISIBLE} there, leave the host out, or use --device cpu"
     if asked == "cuda" and not any(count for count, _ in seen):
-        return ConfigError(f"device is 'cuda', but {said}, nor does any other; {cure}")
+        message = f"device is 'cuda', but {said}, nor does any other; {cure}"
+        return AgreedError(message, exit_code=ConfigError.exit_code)
     other = next(rank for rank, (count, _) in enumerate(seen) if count)
     return MismatchError(
         f"{said}, but rank {other} on {world.hosts[other]} sees {seen[other][0]}; {cure}"

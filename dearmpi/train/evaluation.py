@@ -14,6 +14,7 @@ from dearmpi.errors import TaskError
 from dearmpi.train.choices import Precision
 from dearmpi.train.data import evaluation_shares, load_batch
 from dearmpi.train.precision import computing, convert_batch, device_of, send_batch
+from dearmpi.train.random_state import capture_random_state, restore_random_state
 from dearmpi.train.task import Samples, Task
 
 
@@ -41,15 +42,20 @@ class Evaluator:
     names: tuple[str, ...] = ()
 
     def run(self, world: World) -> Evaluation:
-        """Evaluate (collective). The model's parameters and buffers must be the same on all."""
+        """Evaluate (collective). The model's parameters and buffers must be the same on all.
+
+        Random states stay as they are: training goes on as if nobody had looked.
+        """
         sums = [0.0] * (2 + len(self.names))
         shares = evaluation_shares(
             len(self.data), self.batch_size, world_size=world.size, rank=world.rank
         )
+        state = capture_random_state()
         with evaluating(self.task.model):
             for indices in shares:
                 for place, value in enumerate(self._measure(indices)):
                     sums[place] += value
+        restore_random_state(state)
         count, loss, *rest = world.all_reduce(sums, "sum")
         means = {name: value / count for name, value in zip(self.names, rest, strict=True)}
         return Evaluation(loss / count, int(count), means)

@@ -61,11 +61,12 @@ def model_fingerprints(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def data_fingerprints(task: Task) -> dict[str, str]:
-    """Return the item ``data samples``: how many there are. A rank with others would train on
-    other shares of each step.
+    """Return the items ``data samples``, how many there are, and ``data contents``, where the task
+    tells. A rank with others would train on other shares of each step.
     """
     held_out = 0 if task.eval_data is None else len(task.eval_data)
-    return {"data samples": f"{len(task.train_data)} and {held_out} held out"}
+    samples = f"{len(task.train_data)} and {held_out} held out"
+    return {"data samples": samples, "data contents": task.data_digest}
 
 
 def compare(world: TextWorld, fingerprints: Mapping[str, str]) -> None:

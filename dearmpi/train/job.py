@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dearmpi.comm.world import World
+from dearmpi.engine.batch_norm import SyncBatchNorm
 from dearmpi.engine.compilation import compiled_part
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.self_planning import MOST_STEPS
@@ -92,6 +93,7 @@ def prepare(
     """
     with together(world):
         plan = make_plan(settings, task, world)
+        _check_passes(plan, task)
         _fill_model(task, settings, snapshot)
         evaluator = _evaluator(settings, task, plan)
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
@@ -117,6 +119,20 @@ def prepare(
     )
 
 
+def _check_passes(plan: BatchPlan, task: Task) -> None:
+    """Raise ConfigError where ranks would wait in a model's layers for those without samples."""
+    passes = plan.last_passes()
+    if min(passes) < max(passes) and any(
+        isinstance(m, SyncBatchNorm) for m in task.model.modules()
+    ):
+        few, many = passes.index(min(passes)), passes.index(max(passes))
+        raise ConfigError(
+            f"the last batch of an epoch gives rank {few} {min(passes)} micro-batches and rank "
+            f"{many} {max(passes)}, but SyncBatchNorm needs all ranks in each of them; choose a "
+            f"--batch-size of which {plan.num_samples} samples leave none or more, or fewer ranks"
+        )
+
+
 def _fill_model(task: Task, settings: RunSettings, snapshot: Snapshot | None) -> None:
     """Give the model the run's precision, and the snapshot's parameters and buffers."""
     convert_model(task.model, settings.precision)
@@ -126,12 +142,18 @@ def _fill_model(task: Task, settings: RunSettings, snapshot: Snapshot | None) ->
 
 
 def check_position(snapshot: Snapshot, task: Task) -> None:
-    """Raise CheckpointError unless there are as many samples as the snapshot's run had."""
+    """Raise CheckpointError unless the samples are those of the snapshot's run, as far as known."""
     stored = snapshot.meta.get("num_samples")
     if stored != len(task.train_data):
         raise CheckpointError(
             f"the checkpoint of step {snapshot.step} was written with {stored} training samples, "
             f"this run has {len(task.train_data)}; give the same data, or start a new run"
+        )
+    digest = snapshot.meta.get("data_digest", "")
+    if digest and task.data_digest and digest != task.data_digest:
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} was written with data of the digest {digest}, "
+            f"this run's is {task.data_digest}; give the same data, or start a new run"
         )
 
 

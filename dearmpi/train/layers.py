@@ -191,10 +191,10 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Layer:
 def merge(layers: Sequence[Layer]) -> dict[str, Any]:
     """The winning values; ``layers`` in order, those that win first.
 
-    A setting excludes its alternatives in the layers below (epochs and max_steps). A layer that
-    names another optimizer than the one chosen above has nothing to say about its options, and one
-    that names another lr_schedule nothing about the details of that. With a plan, checkpoint and
-    task have nothing to say about what it decides; a user who does is refused.
+    A setting excludes its alternatives in the layers below (epochs and max_steps). A checkpoint or
+    a task that names another optimizer than the one chosen above has nothing to say about its
+    options, and a layer that names another lr_schedule nothing about the details of that. With a
+    plan, checkpoint and task have nothing to say about what it decides; a user who does is refused.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -202,12 +202,13 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
         ignored = {b for a, b in EXCLUSIVE if a in above} | {a for a, b in EXCLUSIVE if b in above}
         chosen = merged.get("optimizer")
         own = layer.values.get("optimizer", chosen)
-        if chosen is not None and own.lower() != chosen.lower():
+        recommends = layer.source in ("checkpoint", "task")
+        if recommends and chosen is not None and own.lower() != chosen.lower():
             ignored.update(OF_THE_OPTIMIZER)
         curve = merged.get("lr_schedule")
         if curve is not None and layer.values.get("lr_schedule", curve) != curve:
             ignored.update(OF_THE_STEP_SCHEDULE)
-        if layer.source in ("checkpoint", "task"):
+        if recommends:
             ignored.update(_decided_by(merged.get("plan")))
         for name, value in layer.values.items():
             if name in ignored:

@@ -13,7 +13,7 @@ from typing import Any
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train.agreement import together
-from dearmpi.train.checkpoint.survey import Survey, resolve, survey
+from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
 from dearmpi.train.run_folder import RunFolder, free_name
 
 
@@ -111,7 +111,14 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
     notes = () if checkpoint == Path(resume) else _passed_over(survey(Path(resume)))
     if name is not None:
         return _new(Place(root, name, checkpoint, notes=notes, source=checkpoint.absolute()))
-    folder = checkpoint.absolute().parent.parent
+    # Only a link to a checkpoint is followed: what else is one may be there on rank 0's host alone.
+    own = checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
+    if not belongs_to_run(own):
+        raise ConfigError(
+            f"{checkpoint} lies in no run's folder checkpoints/, so there is no run to go on with; "
+            "begin another from it with --name NAME"
+        )
+    folder = own.parent.parent
     if "run_folder" in chosen and folder.parent != root.absolute():
         raise ConfigError(
             f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; "
@@ -139,6 +146,7 @@ def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
             f"the run in {root / name} was begun from {source}, which is gone, and has no "
             "checkpoint of its own yet; begin another run with another --name"
         )
+    _check_usable(found, root / name)
     notes = _passed_over(found)
     checkpoint = found.latest or source
     return Place(root, name, checkpoint, continued=True, notes=notes, source=source, goes_on=True)
@@ -151,7 +159,17 @@ def _find_latest(root: Path, name: str | None) -> Place:
             "one, and starts it where there is none"
         )
     found = survey(root / name)
+    _check_usable(found, root / name)
     return Place(root, name, found.latest, continued=True, notes=_passed_over(found), goes_on=True)
+
+
+def _check_usable(found: Survey, run: Path) -> None:
+    """A run that has been trained must not begin anew, and replace what may yet be mended."""
+    if found.latest is None and found.passed_over:
+        raise CheckpointError(
+            f"no checkpoint of the run in {run} can be resumed from: "
+            f"{'; '.join(found.passed_over)}; restore one, or begin another run with another --name"
+        )
 
 
 def check_unchanged(place: Place) -> None:

@@ -68,10 +68,11 @@ class RunFolder:
         folder = cls(path)
         if not path.is_dir():
             raise ConfigError(f"there is no folder {path}; name the folder of a run")
-        if not folder.holds_run:
+        # A copy may lack the checkpoints, which are large.
+        if not (folder.holds_run or folder.metrics_jsonl.exists() or folder.trace.is_dir()):
             raise ConfigError(
-                f"{path} is no run folder: it has no {folder.checkpoints.name}/; name the folder "
-                "of a run, such as runs/NAME"
+                f"{path} is no run folder: it has no {folder.checkpoints.name}/, nor metrics; name "
+                "the folder of a run, such as runs/NAME"
             )
         return folder
 

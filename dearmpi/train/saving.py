@@ -81,6 +81,7 @@ class Saver:
             self._head = make_head(snapshot) if self._job.world.is_root else None
             copied = self._copy.copy(part)
             if self._job.world.is_root:
+                self._prune()  # a resumed run may keep fewer than its earlier part did
                 draft.begin()
         self.started_step = step
         self._begin(Stage.WRITING, lambda: self._write(draft, copied))
@@ -142,11 +143,14 @@ class Saver:
         if self._head is None:
             return None  # rank 0's work
         path = draft.commit(self._head, files)
+        self._prune()
+        return path
+
+    def _prune(self) -> None:
         try:
             checkpoint.prune(self._folder, self._job.settings.keep)
         except OSError as error:  # such as a file that somebody reads over NFS
             warnings.warn(f"an old checkpoint is left over: {error}; remove it", stacklevel=1)
-        return path
 
 
 def synchronize(job: Job) -> None:
@@ -171,6 +175,7 @@ def take_part(job: Job, step: int) -> tuple[Snapshot, Part]:
         "epoch": epoch,
         "step_in_epoch": step_in_epoch,
         "num_samples": job.plan.num_samples,
+        "data_digest": job.task.data_digest,
         "world_size": job.world.size,
         "lr_factor": job.curve.factor(step),
         "config": job.settings.as_plain(),

@@ -22,6 +22,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.agreement import together
 from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.checkpoint.survey import go_back
 from dearmpi.train.device import DeviceChoice, allow_deterministic_only, choose_device
 from dearmpi.train.environment import describe_environment
 from dearmpi.train.fingerprint import (
@@ -161,6 +162,8 @@ def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
                 folder = RunFolder.create(place.root, place.name, resume=place.continued)
                 held.enter_context(occupied(folder.occupant))
                 check_unchanged(place)
+                if place.checkpoint is not None:
+                    go_back(folder.path, place.checkpoint)
                 _describe(session, folder, command)
         check_shared(world, place.root / place.name)
         yield RunFolder.open(place.root / place.name)

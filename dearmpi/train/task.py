@@ -40,6 +40,8 @@ class Task:
         ("bits per byte", 1/ln 2).
     notes: lines to print at the start, such as a baseline that the model must beat.
     summarize: ``summarize(model)`` gives closing lines, such as a sample of generated text.
+    data_digest: stands for the contents of the data: ranks that have others, and a run that is
+        resumed with others, are refused. Empty: nobody looks.
     defaults: run settings that suit this task, such as ``lr`` and ``epochs``, each used where
         the user gives none. They hold at any world size, since ``batch_size`` counts the samples
         of a step over all ranks.
@@ -58,6 +60,7 @@ class Task:
     loss_scale: float = 1.0
     notes: Sequence[str] = ()
     summarize: Callable[[nn.Module], Sequence[str]] | None = None
+    data_digest: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 

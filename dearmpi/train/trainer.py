@@ -4,10 +4,11 @@ One turn of the loop is one optimizer step, and these phases:
 
 1. ``take_step``: feed-forward, backprop, update.
 2. read what the step before gave on all ranks: its loss, whether it was finite, whether to stop.
-3. when due: evaluate, and write a row of metrics.
-4. when due: begin to save a checkpoint, which is written while the next steps are taken.
+3. when due: begin to save a checkpoint, which is written while the next steps are taken.
+4. when due: evaluate, and write a row of metrics.
 
-At the end of the run, 3 and 4 are due; after a request to stop, 4 and a row.
+At the end of the run 3 and 4 are due. The checkpoint is on the disk before the evaluation begins,
+which may fail, or outlast the job's time. After a request to stop 3 is due, and a row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from dearmpi.train.evaluation import Evaluation
 from dearmpi.train.job import Job
 from dearmpi.train.meter import Meter, Sums
 from dearmpi.train.metrics import MetricsRow
+from dearmpi.train.outcome import Outcome
 from dearmpi.train.rank_times import TimesExchange
 from dearmpi.train.saving import Saver, synchronize
 from dearmpi.train.stepping import StepResult, take_step
@@ -42,30 +43,6 @@ class Listener(Protocol):
     def measured(self, row: MetricsRow) -> None: ...
 
     def saved(self, checkpoint: Path | None) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run went.
-
-    step: optimizer steps taken in all, earlier runs included.
-    stopped: a request to stop ended it before its length was reached.
-    first_loss, last_loss: mean of the first and the last row; None where no step was taken.
-    samples_per_s: over all ranks, evaluations and checkpoints aside.
-    hidden_share: share of communication time, over all ranks, that computation covered; None
-        where there was none.
-    num_skipped: steps left out because a loss was not finite.
-    """
-
-    step: int
-    stopped: bool
-    first_loss: float | None
-    last_loss: float | None
-    evaluation: Evaluation | None
-    train_s: float
-    samples_per_s: float
-    hidden_share: float | None
-    num_skipped: int
 
 
 class Trainer:
@@ -103,11 +80,7 @@ class Trainer:
         """
         try:
             while self._step < self._job.total_steps and not self._stopping:
-                self._take_step()
-                if self._row_due():
-                    self._measure(evaluate=self._evaluation_due())
-                if self._save_due():
-                    self._save()
+                self._take_turn()
             self._finish()
         except Exception as error:
             if is_agreed(error) or self._job.world.size == 1:  # else others would have to take part
@@ -118,6 +91,17 @@ class Trainer:
         outcome = self._outcome()
         self._close()
         return outcome
+
+    def _take_turn(self) -> None:
+        self._take_step()
+        if self._save_due():
+            self._save()
+        if self._at_end():
+            self._saver.finish()
+        if self._row_due():
+            self._read_all_totals()
+            if not self._stopping:  # what is due then comes at the end
+                self._measure(evaluate=self._evaluation_due())
 
     def _take_step(self) -> None:
         """Phases 1 and 2."""
@@ -205,11 +189,10 @@ class Trainer:
 
     def _save_due(self) -> bool:
         interval = self._job.settings.checkpoint_interval
-        return interval > 0 and self._step % interval == 0
+        return self._at_end() or (interval > 0 and self._step % interval == 0)
 
     def _measure(self, *, evaluate: bool) -> None:
-        """Phase 3."""
-        self._read_all_totals()
+        """Phase 4, once the totals of all steps are read."""
         if evaluate:
             self._evaluate()
         row = self._make_row(self._evaluation if evaluate else None)
@@ -251,7 +234,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Phase 4."""
+        """Phase 3."""
         self._read_all_totals()
         with self._job.optimizer.spans.span(Lane.CHECKPOINT, "checkpoint"):
             self._catch_up()
@@ -260,11 +243,11 @@ class Trainer:
     def _finish(self) -> None:
         """What is due at the end, or when asked to stop."""
         self._read_all_totals()
-        if self._step > self._row_step:
-            self._measure(evaluate=False)
         if self._step > self._saver.started_step:
             self._save()
         self._saver.finish()
+        if self._step > self._row_step:
+            self._measure(evaluate=False)
         if self._evaluation is None and not self._stopping:
             self._evaluate()  # the run had reached its end before
 

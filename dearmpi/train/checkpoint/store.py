@@ -31,6 +31,7 @@ from dearmpi.train.checkpoint.survey import (
     REPLACED,
     WRITING,
     advise,
+    name_latest,
     next_serial,
     remove,
     remove_leftovers,
@@ -91,7 +92,7 @@ class Draft:
             )
             durable.write_text(self.folder / manifest.FILE_NAME, manifest.to_text(record))
             _put_in_place(self.folder, self.target)
-            durable.write_text(self.run_folder / "latest", f"checkpoints/{self.target.name}\n")
+            name_latest(self.run_folder, self.target)
         return self.target
 
     def discard(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.errors import CheckpointError
+from dearmpi.train import durable
 from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import Manifest
 
@@ -48,6 +49,26 @@ def survey(run_folder: Path) -> Survey:
     floor = -1 if latest is None else _step_of(latest)
     reasons = (damaged[path] for path in sorted(damaged) if _step_of(path) >= floor)
     return Survey(latest=latest, passed_over=tuple(reasons))
+
+
+def belongs_to_run(checkpoint: Path) -> bool:
+    """Whether ``checkpoint`` lies where a run has its own, under the name that it gave it."""
+    named = FOLDER_NAME.fullmatch(checkpoint.name) is not None
+    return named and checkpoint.parent.name == "checkpoints"
+
+
+def go_back(run_folder: Path, checkpoint: Path) -> None:
+    """Have ``latest`` name ``checkpoint``, if it is one of this run: what was written after it is
+    given up. Raises OSError where that cannot be written.
+    """
+    own = run_folder / "checkpoints" / checkpoint.name
+    if own.is_dir() and own.samefile(checkpoint) and own != find_latest(run_folder):
+        name_latest(run_folder, own)
+
+
+def name_latest(run_folder: Path, checkpoint: Path) -> None:
+    """Have ``latest`` name ``checkpoint``. Raises OSError where that cannot be written."""
+    durable.write_text(run_folder / "latest", f"checkpoints/{checkpoint.name}\n")
 
 
 def find_latest(run_folder: Path) -> Path | None:

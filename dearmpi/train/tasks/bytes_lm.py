@@ -98,6 +98,7 @@ def build_bytes_lm(options: Mapping[str, str]) -> Task:
         loss_scale=1 / math.log(2),
         notes=_notes(corpus, chosen),
         summarize=lambda model: _summarize(model, chosen),
+        data_digest=corpus.digest,
         defaults={
             "optimizer": "AdamW",
             "optimizer_options": {"betas": (0.9, 0.99)},

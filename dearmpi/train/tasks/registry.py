@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from dearmpi.errors import DataError, TaskError
+from dearmpi.errors import CheckpointError, DataError, TaskError
+from dearmpi.train.checkpoint.part import check_storable
 from dearmpi.train.task import Task
 from dearmpi.train.tasks.bytes_lm import build_bytes_lm
 from dearmpi.train.tasks.custom import build_custom
@@ -57,6 +58,10 @@ def _check(task: Task, name: str) -> None:
                 f"task {name}: {key} in its model's state is {type(value).__name__}, and only "
                 "tensors can be saved; make it a buffer, or leave it out of the state"
             )
+        try:
+            check_storable(key, value)
+        except CheckpointError as error:
+            raise TaskError(f"task {name}: {error}") from error
     if task.units_per_sample < 1:
         raise TaskError(
             f"task {name}: units_per_sample is {task.units_per_sample}; it must be at least 1"

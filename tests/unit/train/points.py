@@ -15,10 +15,11 @@ from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.job import Job, prepare
 from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.optimizers import choose_optimizer
+from dearmpi.train.outcome import Outcome
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
 from dearmpi.train.task import Task
-from dearmpi.train.trainer import Outcome, Trainer
+from dearmpi.train.trainer import Trainer
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.train.agreement import AgreedError
 from dearmpi.train.choices import DeviceSetting
 from dearmpi.train.device import (
     CUBLAS_WORKSPACE,
@@ -58,8 +59,10 @@ def test_ranks_of_a_host_take_its_devices_in_turn(monkeypatch: pytest.MonkeyPatc
 def test_without_devices_the_host_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(monkeypatch, Ranks([0, 0], ["n0", "n0"])).device.type == "cpu"
     assert choose(monkeypatch, Ranks([1, 0], ["n0", "n1"]), "cpu").device.type == "cpu"
-    with pytest.raises(ConfigError, match=f"rank 0 on n0 sees no CUDA device .*{VISIBLE} is not"):
+    told = f"rank 0 on n0 sees no CUDA device .*{VISIBLE} is not"
+    with pytest.raises(AgreedError, match=told) as failed:
         choose(monkeypatch, Ranks([0, 0], ["n0", "n0"]), "cuda")
+    assert failed.value.exit_code == ConfigError.exit_code
 
 
 @pytest.mark.parametrize("asked", ["auto", "cuda"])

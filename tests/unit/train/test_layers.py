@@ -67,6 +67,12 @@ def test_another_optimizer_takes_nothing_of_what_suits_the_tasks_own() -> None:
     assert settings.batch_size == 16
 
 
+def test_what_a_user_gives_holds_beside_another_optimizer_above(tmp_path: Path) -> None:
+    file = write(tmp_path, "optimizer: AdamW\nlr: 0.05\nweight_decay: 0.1\n")
+    settings = resolve([flags(optimizer="SGD"), read_file(file), TASK])
+    assert (settings.optimizer, settings.lr, settings.weight_decay) == ("SGD", 0.05, 0.1)
+
+
 def test_the_same_optimizer_spelled_otherwise_keeps_the_tasks_options() -> None:
     assert resolve([flags(optimizer="adamw"), TASK]).lr == 4e-3
 

@@ -12,6 +12,7 @@ from dearmpi.comm.ranks import run_ranks
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.checkpoint.survey import go_back
 from dearmpi.train.place import Place, agree_on_place, check_unchanged, find_place
 from dearmpi.train.run_folder import RunFolder
 
@@ -55,6 +56,38 @@ def test_auto_says_which_checkpoints_it_passed_over(tmp_path: Path) -> None:
     found = find(tmp_path, name="a", resume="auto")
     assert found.checkpoint == run / "checkpoints" / "step-00000003"
     assert "step-00000006" in found.notes[0]
+
+
+def test_auto_does_not_begin_anew_where_no_checkpoint_can_be_read(tmp_path: Path) -> None:
+    """What is there may yet be restored, and a new beginning would replace it."""
+    run = make_run(tmp_path, "a", 3)
+    (run / "checkpoints" / "step-00000003" / "part-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint of the run in .*a can be resumed"):
+        find(tmp_path, name="a", resume="auto")
+
+
+def test_a_link_to_a_checkpoint_means_the_run_that_has_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 3)
+    link, copy = tmp_path / "mine" / "checkpoints" / "best", tmp_path / "mine" / "copy"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(run / "checkpoints" / "step-00000003")
+    found = find_place({"resume": str(link)}, default_root="runs")
+    assert (found.root, found.name, found.continued) == (tmp_path, "a", True)
+    shutil.copytree(link, copy)
+    with pytest.raises(ConfigError, match="no run's folder checkpoints/.* with --name NAME"):
+        find_place({"resume": str(copy)}, default_root="runs")
+    assert find(tmp_path, resume=str(copy), name="b").checkpoint == copy
+
+
+def test_a_run_that_was_sent_back_goes_on_from_there(tmp_path: Path) -> None:
+    """Not from what it has given up, should it fail before its next checkpoint."""
+    run = make_run(tmp_path, "a", 3, 6)
+    back = run / "checkpoints" / "step-00000003"
+    go_back(run, back)
+    assert find(tmp_path, name="a", resume="auto").checkpoint == back
+    elsewhere = make_run(tmp_path, "b", 6) / "checkpoints" / "step-00000006"
+    go_back(run, elsewhere)
+    assert find(tmp_path, name="a", resume="auto").checkpoint == back
 
 
 def test_a_run_that_went_on_while_this_job_was_starting_is_left_alone(tmp_path: Path) -> None:

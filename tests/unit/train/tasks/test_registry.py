@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import DataError, TaskError
@@ -54,6 +55,12 @@ class WithExtraState(nn.Linear):
         return {"calls": 3}
 
 
+class WithComplexBuffer(nn.Linear):
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("freqs", torch.zeros(2, dtype=torch.complex128))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -63,6 +70,7 @@ class WithExtraState(nn.Linear):
         ({"model": loss}, TaskError, "model is function, not a torch.nn.Module"),
         ({"model": nn.ReLU()}, TaskError, "no parameter that requires a gradient"),
         ({"units_per_sample": 0}, TaskError, "units_per_sample is 0"),
+        ({"model": WithComplexBuffer(1)}, TaskError, "'freqs' is torch.complex128"),
         ({"model": WithExtraState(1, 1)}, TaskError, "_extra_state .* is dict, and only tensors"),
     ],
 )
