@@ -24,7 +24,7 @@ def measure_layers(
 
     Of ``num_warmup + num_batches`` steps the first do not count. The slowest rank's times do.
     """
-    if merge(layers).get("plan") in PLANNING:
+    if merge(layers).get("plan") in (None, *PLANNING):  # not given: runs may plan by themselves
         layers = [make_layer("flag", _NO_PLAN), *layers]
     job = open_session(world, layers).job
     optimizer, micro_batches = job.optimizer, job.plan.micro_batches

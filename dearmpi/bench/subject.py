@@ -96,19 +96,25 @@ class ReplaySubject:
 
     def problem(self, model: nn.Module, num_steps: int) -> str:
         """Compare both ends of every parameter with what averaged gradients make of them."""
-        mean = (1 + self.world_size) / 2
         num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
         for name, param in model.named_parameters():
             if not param.requires_grad:
                 continue
-            num_uses = num_uses_of.get(name, 1)
-            expected = -_LEARNING_RATE * mean * num_steps * num_uses
+            expected = self._expected(param.dtype, num_uses_of.get(name, 1), num_steps)
             local = param.detach()
             local = local.to_local() if hasattr(local, "to_local") else local
             for value in local.flatten()[[0, -1]].tolist() if local.numel() else ():
                 if abs(value - expected) > _TOLERANCE * abs(expected):
                     return f"{name} is {value:.6g} after {num_steps} steps, not {expected:.6g}"
         return ""
+
+    def _expected(self, dtype: torch.dtype, num_uses: int, num_steps: int) -> float:
+        """What plain SGD makes of a number, which half precision rounds at each step."""
+        value = torch.zeros((), dtype=dtype)
+        gradient = torch.tensor(num_uses * (1 + self.world_size) / 2, dtype=dtype)
+        for _ in range(num_steps):
+            value.add_(gradient, alpha=-_LEARNING_RATE)
+        return float(value)
 
 
 @dataclass(frozen=True, slots=True)

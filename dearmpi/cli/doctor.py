@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.failure import complain, end_run, is_first_process
-from dearmpi.cli.measurement import write_file
+from dearmpi.cli.measurement import check_writable, write_file
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.comm.launch import announced_rank
+
+if TYPE_CHECKING:
+    from dearmpi.comm.world import World
 
 _STANDARD_OUTPUT = Path("-")
 
@@ -63,6 +66,7 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
     examination = Examination(tell=lambda finding: console.say(*describe(finding)))
     with rank_log(speaks=False) as log:
         try:
+            _check_place(world, json_path)
             try:
                 examine(examination, world, joined=joined, verdicts=verdicts, folder=run_folder)
                 console.say("", summarize(examination.findings))
@@ -75,6 +79,15 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
             return int(world.broadcast_text(str(exit_code(examination.findings))))
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
+
+
+def _check_place(world: World, path: Path | None) -> None:
+    """Raise AgreedError where rank 0 cannot write there (collective): checks take a while."""
+    from dearmpi.train.agreement import together
+
+    with together(world, root_only=True):
+        if is_first_process() and path != _STANDARD_OUTPUT:
+            check_writable(path)
 
 
 def _tell_broken_packages(error: Exception, console: Console, json_path: Path | None) -> int:

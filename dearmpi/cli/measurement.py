@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from dearmpi.comm.watchdog import StallLimits
     from dearmpi.comm.world import World
 
-OUT = click.Path(dir_okay=False, path_type=Path)
+OUT = click.Path(dir_okay=False, readable=False, path_type=Path)
 
 
 def measure_together(
@@ -51,7 +52,12 @@ def check_place(world: World, *paths: Path | None) -> None:
 
 def check_writable(path: Path | None) -> None:
     """Raise ConfigError for a file that cannot be written."""
-    if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+    if path is None:
+        return
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"cannot write {path}: it is not yours to write; name another file")
+    elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise ConfigError(
             f"cannot write {path}: {path.absolute().parent} is no folder that can be written to; "
             "make it or name another"
@@ -63,9 +69,9 @@ def write_file(path: Path, content: str | bytes) -> None:
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; make room there or name another file"
-        ) from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = "make room there, or name another file" if is_full else "name another file"
+        raise ConfigError(f"cannot write {path}: {error.strerror}; {cure}") from error
 
 
 def write(world: World, console: Console, path: Path | None, text: str) -> None:

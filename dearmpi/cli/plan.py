@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dearmpi.plan.cost import Costs
     from dearmpi.plan.plan import Plan
     from dearmpi.plan.profile import ModelProfile
+    from dearmpi.report.shape import Picture
 
 
 @click.command(short_help="Decide on buckets and their order, from measured times.")
@@ -102,7 +103,8 @@ def plan(
         write_file(out, made.to_json())
         console.say(f"wrote {out}")
     if picture_path is not None:
-        _draw(made, profile, costs, gather=gather, path=picture_path)
+        picture = _draw(made, profile, costs, gather=gather, micro_batches=micro_batches)
+        write_picture(picture_path, picture)
         console.say(f"wrote {picture_path}")
     return 0
 
@@ -116,7 +118,9 @@ def _read_costs(path: Path, world_size: int | None) -> Costs:
     return calibration.costs.at(world_size or calibration.world_size).with_typical_overheads()
 
 
-def _draw(plan: Plan, profile: ModelProfile, costs: Costs, *, gather: Gather, path: Path) -> None:
+def _draw(
+    plan: Plan, profile: ModelProfile, costs: Costs, *, gather: Gather, micro_batches: int
+) -> Picture:
     """The iteration that ``plan`` is simulated to take."""
     from dearmpi.plan.timeline import simulate
     from dearmpi.report.plan import draw_plan
@@ -131,7 +135,7 @@ def _draw(plan: Plan, profile: ModelProfile, costs: Costs, *, gather: Gather, pa
         window=plan.window,
         gather=gather,
     )
-    write_picture(path, draw_plan(plan, timeline))
+    return draw_plan(plan, timeline, micro_batches=micro_batches)
 
 
 def describe_profile_use(profile: ModelProfile, costs: Costs) -> list[str]:

@@ -156,7 +156,8 @@ def _read_network(text: str) -> Network:
     from dearmpi.plan.network import PRESETS, Network, parse_network
     from dearmpi.tune.calibration import read_calibration
 
-    network = parse_network(text)
+    has_comma = "," in text and Path(text).is_file()  # as in the name of a run of a sweep
+    network = None if has_comma else parse_network(text)
     if network is not None:
         return network
     if not Path(text).exists():

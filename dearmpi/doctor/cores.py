@@ -50,12 +50,17 @@ def _check_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
         )
     quota = min((rank.quota for rank in ranks if rank.quota is not None), default=None)
     if quota is not None and quota < host.num_threads:
+        each = int(quota) // host.num_ranks
         return warn(
             "cores",
             f"the container on {host.name} may use {quota:g} cores' worth of time, but the torch "
             f"threads of its ranks want {host.num_threads}",
-            cure="give the container more, or set "
-            f"OMP_NUM_THREADS={max(1, int(quota) // host.num_ranks)}",
+            cure="give the container more, or "
+            + (
+                f"set OMP_NUM_THREADS={each}"
+                if each
+                else f"start at most {count_text(max(1, int(quota)), 'rank')} there"
+            ),
         )
     return None
 

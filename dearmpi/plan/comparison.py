@@ -11,7 +11,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.methods import Method
 from dearmpi.plan.network import Network
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.timeline import Timeline
+from dearmpi.plan.timeline import Timeline, is_active
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ def compare(
     rows = []
     for method in methods:
         setup = method.prepare(profile, costs)
-        rows.append(Row(method, len(setup.layout), setup.run()))
+        num_buckets = sum(map(is_active, setup.layout))  # frozen ones do not travel
+        rows.append(Row(method, num_buckets, setup.run()))
     return Comparison(profile, network, world_size, tuple(rows), wire_s)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dearmpi.plan.cost import LinkModel
@@ -53,19 +53,21 @@ def fuse_until(
 ) -> list[Merged]:
     """Close a bucket as soon as it holds ``cap_bytes`` or more, the first at ``first_bytes``.
 
-    As torch's DistributedDataParallel does, whose buckets may therefore exceed their cap.
+    As torch's DistributedDataParallel does, whose buckets may therefore exceed their cap; for each
+    dtype and device there is one that is filled, and a first one.
     """
     merged: list[Merged] = []
-    filling: list[Arrival] = []
+    filling: dict[Hashable, list[Arrival]] = {}
+    limits: dict[Hashable, float] = {}
     for arrival in arrivals:
-        if filling and arrival.spec.storage_kind != filling[-1].spec.storage_kind:
-            merged.append(_merge(filling))
-            filling = []
-        filling.append(arrival)
-        if _nbytes(filling) >= (cap_bytes if merged else first_bytes):
-            merged.append(_merge(filling))
-            filling = []
-    return [*merged, _merge(filling)] if filling else merged
+        kind = arrival.spec.storage_kind
+        open_ = filling.setdefault(kind, [])
+        open_.append(arrival)
+        if _nbytes(open_) >= limits.get(kind, first_bytes):
+            merged.append(_merge(filling.pop(kind)))
+            limits[kind] = cap_bytes
+    left = sorted(filling.values(), key=lambda arrivals: arrivals[-1].ready_s)
+    return [*merged, *map(_merge, left)]
 
 
 def merge_where_start_up_is_saved(arrivals: Iterable[Arrival], link: LinkModel) -> list[Merged]:
@@ -118,14 +120,13 @@ def fuse_by_cycle(
 
 def _split_by_cap(arrivals: Iterable[Arrival], cap_bytes: float) -> list[list[Arrival]]:
     buckets: list[list[Arrival]] = []
+    open_: dict[Hashable, list[Arrival]] = {}  # by kind: Horovod looks ahead for more of the same
     for arrival in arrivals:
-        if (
-            not buckets
-            or arrival.spec.storage_kind != buckets[-1][-1].spec.storage_kind
-            or _nbytes(buckets[-1]) + arrival.spec.nbytes > cap_bytes
-        ):
-            buckets.append([])
-        buckets[-1].append(arrival)
+        kind = arrival.spec.storage_kind
+        if kind not in open_ or _nbytes(open_[kind]) + arrival.spec.nbytes > cap_bytes:
+            open_[kind] = []
+            buckets.append(open_[kind])
+        open_[kind].append(arrival)
     return buckets
 
 

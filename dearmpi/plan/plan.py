@@ -107,16 +107,17 @@ class Plan:
 
     @property
     def num_early_gathers(self) -> int:
-        """Gathers that do not wait for the last reduce-scatter."""
+        """Gathers that do not wait for the last reduce-scatter, nor for a gather that does."""
         travelling = [index for index in self.schedule.reduce_scatters if index not in self.idle]
         gathers = [gather for gather in self.schedule.all_gathers if gather.bucket in travelling]
-        return sum(gather.after != travelling[-1] for gather in gathers)
+        late = [travelling[-1] in (gather.bucket, gather.after) for gather in gathers]
+        return late.index(True) if late else 0
 
     def summary(self) -> str:
         """Half a line for people."""
-        buckets, seconds = len(self.buckets), self.prediction.iteration_s
-        early = self.num_early_gathers
-        return f"{self.schedule.name}, {buckets} buckets, {early} early gathers, {seconds:.4f} s"
+        seconds, early = self.prediction.iteration_s, self.num_early_gathers
+        buckets = self._count_buckets()
+        return f"{self.schedule.name}, {buckets}, {early} early gathers, {seconds:.4f} s"
 
     def describe(self) -> str:
         """A few lines for people."""
@@ -124,16 +125,20 @@ class Plan:
         seconds = self.prediction
         return "\n".join(
             [
-                f"{self.schedule.name}, {len(self.buckets)} buckets, world size {self.world_size}, "
+                f"{self.schedule.name}, {self._count_buckets()}, world size {self.world_size}, "
                 f"{self.window} in flight; {self.origin}, dearmpi {self.version}",
                 f"tensors per bucket: {sizes}",
                 f"gathers before the last reduce-scatter: {self.num_early_gathers}",
                 f"predicted iteration {seconds.iteration_s:.4f} s (computation "
                 f"{seconds.compute_s:.4f} s, communication {seconds.communication_s:.4f} s, no "
                 f"plan below {seconds.bound_s:.4f} s)",
-                f"network: {self.schedule.sequence()}",
+                f"network: {self.schedule.sequence(without=self.idle)}",
             ]
         )
+
+    def _count_buckets(self) -> str:
+        frozen = f" and {len(self.idle)} of frozen parameters" if self.idle else ""
+        return f"{len(self.buckets) - len(self.idle)} buckets{frozen}"
 
     def to_json(self) -> str:
         """The plan as a file."""

@@ -6,7 +6,7 @@ posted in the order written here on every rank, whatever finishes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -64,11 +64,16 @@ class Schedule:
                     f"of bucket {gather.after}; there are {len(buckets)} buckets"
                 )
 
-    def sequence(self) -> str:
-        """Operations in order of posting if all take equally long; ``|`` is the end of backprop."""
+    def sequence(self, *, without: Collection[int] = ()) -> str:
+        """Operations in order of posting if all take equally long; ``|`` is the end of backprop.
+
+        without: buckets that do not travel.
+        """
         lanes = _walk(self)
-        before = [op.label for op in lanes.network if op.start < lanes.step]
-        after = [op.label for op in lanes.network if op.start >= lanes.step]
+        hidden = {f"{kind}{bucket}" for kind in ("RS", "AG") for bucket in without}
+        network = [op for op in lanes.network if op.label not in hidden]
+        before = [op.label for op in network if op.start < lanes.step]
+        after = [op.label for op in network if op.start >= lanes.step]
         return " ".join([*before, "|", *after]).strip()
 
     def render(self) -> str:

@@ -63,6 +63,10 @@ class Wire:
 
     def post(self, flight: Flight, now: float) -> None:
         """Put the next message of ``flight`` in line."""
+        if flight.message_s == 0:  # what takes no time on the wire waits for nothing before it
+            flight.until_s = now + flight.pause_s
+            self._pausing.append(flight)
+            return
         line, place = self._line, len(self._line)
         while flight.reduces and place and not line[place - 1].reduces:
             place -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -126,7 +126,8 @@ def measure(
     ranks = _metric_ranks(history, hosts) or tuple(traced.values())
     if not ranks:
         return None
-    ranks = _with_all(ranks, traced)
+    if len(ranks) < len(traced) and not history.typical_ranks():
+        ranks = tuple(traced.values())  # the metrics tell of rank 0 alone
     if not history.typical_ranks():  # rows that tell nothing of the time for data
         ranks = tuple(replace(one, data_s=traced.get(one.rank, one).data_s) for one in ranks)
     slowest = max(ranks, key=lambda times: times.compute_s).rank
@@ -147,13 +148,6 @@ def measure(
         slow_share=history.slow_share(slowest),
         planned=planned,
     )
-
-
-def _with_all(
-    ranks: tuple[RankTimes, ...], traced: Mapping[int, RankTimes]
-) -> tuple[RankTimes, ...]:
-    """The recording's ranks, where the metrics tell of rank 0 alone."""
-    return ranks if len(ranks) >= len(traced) else tuple(traced.values())
 
 
 def _metric_ranks(history: History, hosts: tuple[str, ...]) -> tuple[RankTimes, ...]:
@@ -197,9 +191,14 @@ def exposure_of(recording: Recording, rank: int) -> Exposure | None:
 
 
 def _first_bucket(recording: Recording, ranks: tuple[RankTimes, ...]) -> float:
-    least = min(ranks, key=lambda times: times.wait_s)
-    exposure = exposure_of(recording, least.rank)
+    exposure = exposure_of(recording, least_waiting_of(recording, ranks))
     return 0.0 if exposure is None else exposure.first_s
+
+
+def least_waiting_of(recording: Recording, ranks: Sequence[RankTimes]) -> int:
+    """The rank that waits least, of those that recorded an iteration if there are any."""
+    recorded = [one for one in ranks if one.rank in recording.spans and recording.windows(one.rank)]
+    return min(recorded or ranks, key=lambda times: times.wait_s).rank
 
 
 def _in_flight(recording: Recording) -> float:

@@ -9,7 +9,7 @@ from dearmpi.engine.span import Lane
 from dearmpi.plan.timeline import Timeline
 from dearmpi.report.bars import Bar, draw_bars
 from dearmpi.report.exposure import BucketTime
-from dearmpi.report.figures import Figures, exposure_of
+from dearmpi.report.figures import Figures, exposure_of, least_waiting_of
 from dearmpi.report.interval import total, union
 from dearmpi.report.legend import Key
 from dearmpi.report.recording import Window
@@ -76,7 +76,7 @@ def _replica(run: Run, figures: Figures) -> Timeline | None:
     """What the rank that waits least would have taken, as the run was set up."""
     return replicate(
         run.recording,
-        figures.least_waiting.rank,
+        least_waiting_of(run.recording, figures.ranks),
         window=_window(run),
         plan=run.plan,
         eager=not run.settings.get("max_grad_norm"),
@@ -152,7 +152,7 @@ def _compare_ranks(figures: Figures) -> str:
 
 
 def _exposure(run: Run, figures: Figures) -> Section | None:
-    rank = figures.least_waiting.rank
+    rank = least_waiting_of(run.recording, figures.ranks)
     exposure = exposure_of(run.recording, rank)
     if exposure is None or not exposure.buckets:
         return None

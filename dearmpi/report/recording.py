@@ -20,7 +20,8 @@ _OF_BUCKETS = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
 class Recording:
     """Spans of each rank, all on one clock.
 
-    hosts: by rank. bucket_bytes: by bucket; empty where not known. notes: what is missing or
+    hosts: by rank. bucket_bytes: by bucket; empty where not known. world_size: ranks of the run,
+    which may not all have left spans. notes: what is missing or
     could not be read, in words.
     """
 
@@ -28,6 +29,7 @@ class Recording:
     hosts: Mapping[int, str] = field(default_factory=dict)
     bucket_bytes: tuple[int, ...] = ()
     schedule: str = ""
+    world_size: int = 0
     notes: tuple[str, ...] = ()
 
     def windows(self, rank: int) -> tuple[Window, ...]:
@@ -119,6 +121,7 @@ def record(traces: Traces) -> Recording:
         hosts=hosts,
         bucket_bytes=_sizes(plan.get("bucket_bytes")),
         schedule=str(plan.get("schedule", "")),
+        world_size=traces.traces[0].world_size,
         notes=traces.notes,
     )
 

@@ -65,7 +65,7 @@ def replicate(
         forward_s=_typical(spans, windows, "F"),
         backward_s=_typical(spans, windows, "B"),
     )
-    world_size = len(recording.hosts)
+    world_size = recording.world_size
     update_s = median([s.stop_s - s.start_s for s in spans if s.lane is Lane.UPDATE] or [0.0])
     try:
         return simulate(

@@ -50,7 +50,8 @@ def write_report(run_folder: Path, destination: Path) -> Report:
     notes = run.notes
     try:
         destination.mkdir(parents=True, exist_ok=True)
-        page.write_text(draw_page(run, figures, verdict, sections), encoding="utf-8")
+        text = draw_page(run, figures, verdict, sections)
+        page.write_text(text, encoding="utf-8", errors="replace")  # a folder's name may be no UTF-8
         try:
             pictures = _write_pictures(sections, destination / "report")
         except ConfigError as error:

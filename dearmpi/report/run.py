@@ -65,7 +65,14 @@ def read_run(path: Path) -> Run:
         except ConfigError as error:
             recording = Recording(notes=(f"The traces are left out: {error}",))
         else:
-            if recording.typical() is None:
+            size = environment.get("world_size", recording.world_size)
+            if recording.world_size != size:
+                recording = Recording()
+                notes.append(
+                    "The traces are left out: they are of an earlier part of the run, on another "
+                    "number of ranks."
+                )
+            elif recording.typical() is None:
                 notes.append("The trace holds no iteration from end to end on all ranks.")
     else:
         notes.append("There is no trace: record one with --trace START:STOP to see an iteration.")

@@ -8,7 +8,7 @@ import pytest
 
 from dearmpi.cli.calibrate import describe_calibration
 from dearmpi.cli.main import main
-from dearmpi.cli.measurement import write_file
+from dearmpi.cli.measurement import check_writable, write_file
 from dearmpi.cli.profile import describe_profile
 from dearmpi.errors import ConfigError
 from dearmpi.plan.profile import profile_workload, read_profile
@@ -83,6 +83,13 @@ def test_the_help_of_a_profile_names_no_flag_that_it_refuses(
     assert main(["profile", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--batch-size N" in text and "--log-interval" not in text and "--resume" not in text
+
+
+def test_a_device_may_be_written_to_and_a_folder_may_not(tmp_path: Path) -> None:
+    check_writable(Path("/dev/null"))
+    check_writable(tmp_path / "new.json")
+    with pytest.raises(ConfigError, match="is no folder that can be written to"):
+        check_writable(tmp_path / "nowhere" / "new.json")
 
 
 def test_a_full_disk_is_told_of_without_a_traceback() -> None:

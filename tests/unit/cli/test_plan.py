@@ -75,6 +75,9 @@ def test_other_micro_batches_only_compute(
         path = tmp_path / f"plan{number}.json"
         assert main([*given, "--gradient-accumulation-steps", number, "--out", str(path)]) == 0
         plans.append(read_plan(path))
+    picture = tmp_path / "plan.svg"
+    assert main([*given, "--gradient-accumulation-steps", "4", "--picture", str(picture)]) == 0
+    assert "of which the last micro-batch" in picture.read_text()
     one, four = plans
     assert (four.buckets, four.schedule) == (one.buckets, one.schedule)
     added_s = 3 * one.prediction.compute_s

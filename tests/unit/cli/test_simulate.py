@@ -100,7 +100,7 @@ def test_a_calibration_is_the_network_at_any_number_of_ranks(
         return tuple(SizeTimes(n, t, max(t, 2 * beta * n)) for n, t in alone)
 
     link = times(1e-4, 4e-9)  # over 2 ranks: 8 ns per byte sent, and one round
-    path, result_path = tmp_path / "link.json", tmp_path / "simulated.json"
+    path, result_path = tmp_path / "lr=0.1,bs=32", tmp_path / "simulated.json"
     path.write_text(Calibration(("n0", "n1"), "MPICH 5.0.2", "ring", link, link).to_json())
     arguments = ["--network", str(path), "--method", "serial", "--json", str(result_path)]
     assert main(["simulate", *SMALL, *arguments]) == 0
@@ -144,6 +144,8 @@ def test_it_needs_neither_torch_nor_mpi() -> None:
     [
         (["--workload", "resnet51"], ["resnet51", "did you mean resnet50", "bert_large"]),
         (["--workload", "equal:8"], ["equal:8", "--feed-forward-s"]),
+        (["--workload", "equal:inf"], ["equal:inf", "4 bytes at least"]),
+        (["--workload", "equal:nan"], ["equal:nan", "4 bytes at least"]),
         (["--feed-forward-s", "1"], ["--backprop-s is missing"]),
         (["--feed-forward-s", "nan", "--backprop-s", "1"], ["feed_forward_s is nan"]),
         (["--method", "dpp"], ["dpp", "did you mean ddp", "mg-wfbp"]),

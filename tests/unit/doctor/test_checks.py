@@ -133,6 +133,11 @@ def test_ranks_are_counted_by_host() -> None:
         ([rank(0, quota=0.5)], "warn", ["0.5 cores", "want 1"]),
         ([rank(0, quota=2.0)], "ok", []),
         (
+            [rank(i, cores=range(4), quota=2.0) for i in range(4)],
+            "warn",
+            ["2 cores' worth", "start at most 2 ranks there"],
+        ),
+        (
             [rank(0), rank(1, host="n1", cores=(3,), threads=2)],
             "warn",
             ["n1", "2 torch threads of 1 rank on", "1 core "],

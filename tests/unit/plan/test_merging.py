@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,13 +68,39 @@ def test_a_bucket_of_ddp_closes_once_it_is_full() -> None:
     assert names(merged) == ["p0 p1", "p2", "p3 p4 p5", "p6"]
 
 
-def test_a_bucket_ends_where_the_dtype_changes() -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=20),
+    st.integers(1, 99),
+    st.integers(1, 99),
+)
+def test_ddp_fills_a_bucket_for_each_dtype_as_torch_does(
+    sizes: list[tuple[int, bool]], first_bytes: int, cap_bytes: int
+) -> None:
+    tensors = [
+        torch.empty(numel, dtype=torch.bfloat16 if is_half else torch.float32)
+        for numel, is_half in sizes
+    ]
+    gradients = [
+        Arrival(
+            ParamSpec(f"{place}", (tensor.numel(),), tensor.itemsize, dtype=str(tensor.dtype)[6:]),
+            float(place),
+        )
+        for place, tensor in enumerate(tensors)
+    ]
+    merged = fuse_until(gradients, first_bytes=first_bytes, cap_bytes=cap_bytes)
+    limits = [first_bytes, cap_bytes]
+    assign = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    indices, _ = assign(tensors, limits, [], list(range(len(tensors))))
+    assert sorted(names(merged)) == sorted(" ".join(map(str, group)) for group in indices)
+    assert [one.start_s for one in merged[:-2]] == sorted(one.start_s for one in merged[:-2])
+
+
+def test_a_bucket_has_one_dtype() -> None:
     half = Arrival(ParamSpec("half", (1,), itemsize=2, dtype="bfloat16"), 0.0)
     gradients = [*arrivals((0, 1), (0, 1)), half, *arrivals((0, 1))]
-    assert names(fuse_until(gradients, first_bytes=99, cap_bytes=99)) == ["p0 p1", "half", "p0"]
     assert names(merge_where_start_up_is_saved(gradients, LINK)) == ["p0 p1", "half", "p0"]
     cycled = fuse_by_cycle(gradients, LINK, cap_bytes=99, cycle_s=1)
-    assert names(cycled) == ["p0 p1", "half", "p0"]
+    assert names(cycled) == ["p0 p1 p0", "half"]
 
 
 @pytest.mark.parametrize(

@@ -141,3 +141,17 @@ def test_the_fingerprint_is_of_names_shapes_and_dtypes_in_any_order() -> None:
 def test_a_plan_of_a_named_schedule_is_read_back() -> None:
     plan = replace(PLAN, schedule=dear(3))
     assert Plan.from_json(plan.to_json()).schedule == dear(3)
+
+
+def test_a_gather_behind_a_late_one_is_late_too() -> None:
+    gathers = (AllGather(1, after=0), AllGather(0, after=0), AllGather(2, after=2))
+    schedule = Schedule("own", (2, 1, 0), gathers, Launch.GRADIENTS_READY, Wait.FEED_FORWARD)
+    assert replace(PLAN, schedule=schedule).num_early_gathers == 0
+    early = replace(schedule, all_gathers=(gathers[2], *gathers[:2]))
+    assert replace(PLAN, schedule=early).num_early_gathers == 1
+
+
+def test_buckets_of_frozen_parameters_are_not_among_those_that_travel() -> None:
+    text = replace(PLAN, idle=(1,)).describe()
+    assert "own, 2 buckets and 1 of frozen parameters, world size 4" in text
+    assert "RS1" not in text and "AG1" not in text and "RS2" in text

@@ -46,5 +46,11 @@ def test_a_reduce_scatter_does_not_wait_for_the_message_of_a_gather() -> None:
     assert send((0.0, BUSY), (1.0, SMALL), gathers=0) == [pytest.approx(9.3), pytest.approx(1.9)]
 
 
+def test_what_costs_nothing_waits_for_nothing() -> None:
+    """As a gather that stands for the second half of an all-reduce."""
+    free = Transfer(alone_s=0.0, wire_s=0.0, num_rounds=1)
+    assert send((0.0, BUSY), (1.0, free), gathers=1) == [pytest.approx(9.0), pytest.approx(1.0)]
+
+
 def test_a_gather_waits_for_the_message_of_a_reduce_scatter() -> None:
     assert send((0.0, BUSY), (1.0, SMALL), gathers=1) == [pytest.approx(9.0), pytest.approx(9.9)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dearmpi.cli.main import main
+from dearmpi.report.trace import trace_path
 from tests.unit.report.example_run import ExampleRun
 
 RUNS = {
@@ -214,6 +215,38 @@ def test_of_many_ranks_the_slowest_is_shown(tmp_path: Path) -> None:
     shown = page[page.index("One iteration") : page.index("<h2>Ranks")]
     assert "rank 7 on n7" in shown and "rank 0 on n0" in shown and "rank 5 on n5" not in shown
     assert "Shown are 4 of 12 ranks" in shown
+
+
+@quick
+def test_a_trace_of_more_ranks_than_the_run_has_now_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where a run goes on with fewer of them."""
+    folder = ExampleRun(num_ranks=2).write(tmp_path / "now")
+    shutil.rmtree(folder / "trace")
+    before = ExampleRun(num_ranks=4, slow={1: 0.5}).write(tmp_path / "before")
+    shutil.copytree(before / "trace", folder / "trace")
+    page = report(folder)
+    assert capsys.readouterr().out.startswith("Computation limits")
+    assert "of an earlier part of the run, on another number of ranks" in page
+
+
+@quick
+def test_a_copy_without_the_checkpoints_will_do(tmp_path: Path) -> None:
+    folder = ExampleRun().write(tmp_path)
+    shutil.rmtree(folder / "checkpoints")
+    assert "Computation limits" in report(folder)
+
+
+@quick
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_limits_a_run_is_told_from_the_traces_that_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: int
+) -> None:
+    folder = ExampleRun(first_s=0.5).write(tmp_path)
+    trace_path(folder, missing).unlink()
+    report(folder)
+    assert capsys.readouterr().out.startswith("The first bucket limits")
 
 
 @quick
