@@ -22,6 +22,7 @@ _MARK_VARIABLE = "DEARMPI_TEST_JOB"
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDI_", "MPI_LOCAL", "HYDRA_")
 _SEGMENTS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
 _POLL_S = 0.05
+_STRAGGLERS_S = 10.0  # how long what a launcher ends may take to be gone
 
 
 def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -58,7 +59,7 @@ class Ended:
 
     returncode: the launcher's; 124 if the limit ended the job.
     output: standard output and error of all ranks, in the order of arrival; empty if it was shown.
-    left_over: processes that were still there when the launcher had gone, and were killed.
+    left_over: processes that did not end when the launcher had gone, and were killed.
     """
 
     returncode: int
@@ -170,6 +171,8 @@ class Job:
         """Kill what still runs, and say how it ended."""
         duration_s = self.duration_s
         was_running = self.is_running()
+        if not was_running:
+            self._wait_for_stragglers()
         left_over = self._kill()
         output = self.output()
         self._clean()
@@ -200,6 +203,12 @@ class Job:
         self._kill()
         remove_segments()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _wait_for_stragglers(self) -> None:
+        """A launcher may end first and have its proxies kill the ranks."""
+        deadline = time.monotonic() + _STRAGGLERS_S
+        while any(_marked_processes(self._mark)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def _kill(self) -> int:
         """Kill all that is left of the job; the number of processes that were."""

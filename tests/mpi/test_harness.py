@@ -75,7 +75,7 @@ def test_ranks_that_agree_pass_and_rank_0_alone_reports(plant: Plant) -> None:
 
 def test_a_deadlock_ends_with_the_stacks_of_all_ranks(plant: Plant) -> None:
     root = plant("def test_stuck():\n    if comm.rank != 1:\n        comm.recv(source=1)\n")
-    ended = launch(root, ranks=3, test_limit_s=4)
+    ended = launch(root, ranks=3, test_limit_s=8)
     assert ended.returncode == 124, ended.stdout
     assert "TIMEOUT on 3 ranks" in ended.stdout
     for rank in range(3):
@@ -85,12 +85,15 @@ def test_a_deadlock_ends_with_the_stacks_of_all_ranks(plant: Plant) -> None:
 
 
 def test_a_failure_on_one_rank_ends_ranks_that_wait_for_it(plant: Plant) -> None:
-    root = plant("def test_odd():\n    assert comm.rank != 1, 'odd one out'\n    comm.barrier()\n")
+    root = plant(
+        "def test_odd():\n    comm.barrier()\n    assert comm.rank != 1, 'odd one out'\n"
+        "    comm.barrier()\n"
+    )
     ended = launch(root, ranks=2, patience_s=1)
     assert ended.returncode not in (0, 124), ended.stdout
     assert "[rank 1] E       AssertionError: odd one out" in ended.stdout
     assert "still inside the test: rank 0" in ended.stdout
-    assert "line 6 in test_odd" in ended.stdout
+    assert "line 7 in test_odd" in ended.stdout
     assert not living(root)
 
 

@@ -15,7 +15,7 @@ from dearmpi.train import checkpoint, metrics
 from tests.slurm.cluster import Cluster, JobState
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 NUM_STEPS = 60
 
 TASK = """

@@ -12,6 +12,7 @@ from typing import TextIO
 import pytest
 import torch.distributed as dist
 
+from dearmpi.comm import world as world_module
 from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.ending import abort_on_exception
 from dearmpi.comm.ranks import run_ranks
@@ -24,7 +25,7 @@ def test_an_abort_ends_with_its_code() -> None:
     assert ended.value.code == 6
 
 
-def test_an_abort_stops_the_driving_thread_first() -> None:
+def test_an_abort_stops_the_driving_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI's exit takes down libraries in which it might be at work."""
     alive: list[bool] = []
 
@@ -33,6 +34,7 @@ def test_an_abort_stops_the_driving_thread_first() -> None:
             alive.extend(thread.is_alive() for thread in drivers)
             raise SystemExit(code)
 
+    monkeypatch.setattr(world_module, "_ABORT_PATIENCE_S", 30.0)
     before = set(threading.enumerate())
     world = World(Collectives(), progress="thread")
     drivers = set(threading.enumerate()) - before

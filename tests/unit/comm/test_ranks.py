@@ -40,8 +40,8 @@ def test_ranks_that_hang_are_given_up_with_their_stacks() -> None:
         finally:  # once the ranks are given up
             release.set()
 
-    with pytest.raises(CommError, match=r"still ran after 0\.2 s") as failed:
-        run_ranks(2, hang, timeout_s=0.2)
+    with pytest.raises(CommError, match=r"still ran after 3\.0 s") as failed:
+        run_ranks(2, hang, timeout_s=3.0)
     assert "rank-0" in str(failed.value) and "release.wait(60)" in str(failed.value)
     assert "rank-1" in str(failed.value) and "world.barrier()" in str(failed.value)
 

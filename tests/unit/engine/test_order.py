@@ -136,7 +136,7 @@ def test_gradients_that_arrive_in_another_order_on_one_rank_are_posted_in_the_pl
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("progress", ["thread", "poll"])
 def test_no_more_than_the_window_is_in_flight(window: int, progress: ProgressMode) -> None:
-    hub = FakeHub(2, name=name_of_bucket(2, 6), seconds=lambda label, nbytes: 0.001)
+    hub = FakeHub(2, name=name_of_bucket(2, 6), seconds=lambda label, nbytes: 0.02)
 
     def rank(world: World) -> None:
         model = Chain(6)

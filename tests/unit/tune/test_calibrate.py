@@ -76,10 +76,11 @@ def test_what_new_connections_lose_is_over_after_the_warm_up() -> None:
         return results[0].all_gather[0].alone_s
 
     num_slow = 0
-    usual_s = smallest_s(0.0)
+    # The best of a few where a busy machine would add to a time that may not be long.
+    usual_s = min(smallest_s(0.0) for _ in range(5))
     num_slow = len(calls)
     assert smallest_s(0.0) > 3 * usual_s
-    assert smallest_s(1e-6) < 1.5 * usual_s
+    assert min(smallest_s(1e-6) for _ in range(5)) < 1.5 * usual_s
 
 
 def test_sizes_are_whole_shards() -> None:
