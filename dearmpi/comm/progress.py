@@ -80,6 +80,7 @@ class Progress:
         self._failure: CommError | None = None
         self._closing = False
         self._awaited: list[Callable[[], bool]] = []
+        self._process = os.getpid()
         self._num_submitted = 0
         self._watchdog: Watchdog | None = None
         self._thread: threading.Thread | None = None
@@ -131,6 +132,11 @@ class Progress:
         """
         if ready():
             return
+        if os.getpid() != self._process:
+            raise CommError(
+                f"a process that was forked from {self._origin} waits for {what}, which was under "
+                "way then and stays so here; call optimizer.synchronize() before you fork"
+            )
         watchdog, began_s = self._watchdog, time.perf_counter()
         if watchdog is not None:
             watchdog.begin_wait(what)

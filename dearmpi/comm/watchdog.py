@@ -22,6 +22,7 @@ from typing import Protocol
 
 from dearmpi.comm import last_words
 from dearmpi.comm.api import Request
+from dearmpi.comm.status import Status
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
@@ -56,41 +57,6 @@ class StallLimits:
                 f"stall limits are {self.warning_s} s to warn and {self.abort_s} s to abort; the "
                 "first must be above 0 and not above the second"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What a rank says of itself.
-
-    iterations, exchanges: how many backprops with communication, and how many collective calls
-        on the world, its main thread has begun.
-    waiting: for what, or empty. in_exchange: it waits inside a collective call on the world.
-    left: its program has come to its end.
-    """
-
-    iterations: int
-    exchanges: int
-    waiting: str
-    waited_s: float
-    in_exchange: bool
-    left: bool
-    stack: tuple[str, ...]
-
-    def describe(self) -> str:
-        """One line, without the stack."""
-        if self.left:
-            return f"has ended after {self.iterations} iterations"
-        if not self.waiting:
-            return f"in iteration {self.iterations}, does not wait for communication"
-        return f"in iteration {self.iterations}, waits {self.waited_s:.0f} s for {self.waiting}"
-
-    def waits_for(self, other: Status) -> bool:
-        """Whether this wait certainly cannot end before ``other`` does something more."""
-        if not self.waiting:
-            return False
-        if self.in_exchange:
-            return other.exchanges < self.exchanges
-        return other.iterations < self.iterations
 
 
 class Watchdog:
@@ -176,20 +142,25 @@ class Watchdog:
         now = time.monotonic()
         if now - self._tended_at < _TEND_S:
             return
+        was_suspended = now - max(self._since, self._tended_at) > _SUSPENDED_S
         self._tended_at = now
         self._sends = [send for send in self._sends if not send.test()]
         self._read_messages()
+        if was_suspended:
+            return  # whether there is a wait worth a question, check_wait() finds first
         curious = self._waiting and (self._left or not self._spared)
         if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
             self._ask(now)
 
     def _skip(self, seconds: float) -> None:
         """This process did not run for so long, and so can say nothing of others."""
+        now = time.monotonic()
         self._since += seconds
+        # The driving thread may have gone on first, and asked and heard since.
         if self._asked_at is not None:
-            self._asked_at += seconds
-        for rank in list(self._answered_at):  # in place: the driving thread may add some meanwhile
-            self._answered_at[rank] += seconds
+            self._asked_at = min(now, self._asked_at + seconds)
+        for rank in list(self._answered_at):  # in place: it may add some meanwhile
+            self._answered_at[rank] = min(now, self._answered_at[rank] + seconds)
 
     def _read_messages(self) -> None:
         """All that have come; of each rank no more than a few are under way."""
@@ -269,7 +240,7 @@ class Watchdog:
 
     def _all_answer(self) -> bool:
         """Whether all other ranks have answered the last question, or the one before."""
-        return sum(map(self._is_fresh, self._answered_at)) == self._size - 1
+        return sum(map(self._is_fresh, list(self._answered_at))) == self._size - 1
 
     def _is_fresh(self, rank: int) -> bool:
         """Whether ``rank`` has."""

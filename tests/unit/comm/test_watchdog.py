@@ -16,7 +16,8 @@ from dearmpi.comm.api import Collectives, Completed, Request
 from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.ranks import run_ranks
-from dearmpi.comm.watchdog import StallLimits, Status, Watchdog
+from dearmpi.comm.status import Status
+from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, StallError
@@ -279,6 +280,27 @@ def test_time_in_which_the_job_was_suspended_is_no_waiting(monkeypatch: pytest.M
             clock.now_s += 0.5
             watchdog.tend()
             watchdog.check_wait()
+
+
+@pytest.mark.parametrize("is_driven_first", [True, False])
+def test_after_a_suspension_a_dead_rank_is_told_as_soon_as_ever(
+    is_driven_first: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever thread the system lets go on first."""
+    clock, inbox = Clock(monkeypatch), Inbox()
+    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+    watchdog.begin_wait("RS0")
+    watchdog.tend()
+    clock.now_s += 3600.0
+    if is_driven_first:
+        watchdog.tend()
+    watchdog.check_wait()
+    assert not inbox.sent and not capsys.readouterr().err
+    for _ in range(20):
+        clock.now_s += 0.5
+        watchdog.tend()
+        watchdog.check_wait()
+    assert inbox.sent and "rank 1 on an unknown host: does not answer" in capsys.readouterr().err
 
 
 def test_a_rank_at_its_end_outlives_a_suspension_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,40 @@
+"""Status: what a rank says of itself to another that waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a rank says of itself.
+
+    iterations, exchanges: how many backprops with communication, and how many collective calls
+        on the world, its main thread has begun.
+    waiting: for what, or empty. in_exchange: it waits inside a collective call on the world.
+    left: its program has come to its end.
+    """
+
+    iterations: int
+    exchanges: int
+    waiting: str
+    waited_s: float
+    in_exchange: bool
+    left: bool
+    stack: tuple[str, ...]
+
+    def describe(self) -> str:
+        """One line, without the stack."""
+        if self.left:
+            return f"has ended after {self.iterations} iterations"
+        if not self.waiting:
+            return f"in iteration {self.iterations}, does not wait for communication"
+        return f"in iteration {self.iterations}, waits {self.waited_s:.0f} s for {self.waiting}"
+
+    def waits_for(self, other: Status) -> bool:
+        """Whether this wait certainly cannot end before ``other`` does something more."""
+        if not self.waiting:
+            return False
+        if self.in_exchange:
+            return other.exchanges < self.exchanges
+        return other.iterations < self.iterations
