@@ -42,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
         channel: shared with other layers; by default one of its own.
         """
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        self._world = world if world is not None else connect()
+        self._world: World | None = world if world is not None else connect()
         self._channel = channel if channel is not None else _open_channel(self._world)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -53,7 +53,10 @@ class SyncBatchNorm(_BatchNorm):
                 f"with C = {self.num_features}"
             )
         is_training = self.training or self.running_mean is None
-        if not is_training or self._world.size == 1:
+        if is_training and self._world is None:  # read from a file
+            self._world = connect()
+            self._channel = _open_channel(self._world)
+        if not is_training or self._world is None or self._world.size == 1:
             plain: Tensor = super().forward(input)
             return plain
         output: Tensor
@@ -63,6 +66,10 @@ class SyncBatchNorm(_BatchNorm):
         if self.training and self.running_mean is not None:
             self._track(mean, variance, float(count))
         return output
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: the layer that is read connects when it trains."""
+        return {**self.__dict__, "_world": None, "_channel": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """A copy with parameters and buffers of its own; it shares the channel."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine.aliasing import check_apart
 from dearmpi.engine.compilation import refuse_compiled
 from dearmpi.engine.device import device_of
 from dearmpi.engine.device_way import check_devices
@@ -86,6 +87,8 @@ def draw_blueprint(
     ranks' models, optimizers or settings differ.
     """
     names = optimized_parameters(optimizer, model)
+    if world.size > 1:
+        check_apart(names, model)
     check_devices(world, names, config=config)
     layout = lay_out(names, world_size=world.size, config=config, plan=plan)
     if plan is not None:

@@ -3,46 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dearmpi.engine import refusal
+from dearmpi.engine.bucket_state import LEGAL, BucketState
 from dearmpi.engine.buffers import Arena, FlatBuffer
 from dearmpi.engine.device import Event
 from dearmpi.engine.gradient import GradientUnderWay
 from dearmpi.plan.layout import Bucket
-
-
-class BucketState(Enum):
-    """Where a bucket is in its iteration.
-
-    With ``gather="parameters"`` a bucket goes IDLE, READY, REDUCING, REDUCED, UPDATING, UPDATED,
-    GATHERING, GATHERED, IDLE; with ``gather="gradients"`` the update follows the gather.
-    """
-
-    IDLE = auto()  # parameters are current; gradients may be arriving
-    READY = auto()  # every gradient is in the buffer
-    REDUCING = auto()
-    REDUCED = auto()  # the own shard holds averaged gradients
-    UPDATING = auto()
-    UPDATED = auto()
-    GATHERING = auto()
-    GATHERED = auto()
-
-
-_LEGAL = {
-    BucketState.IDLE: {BucketState.READY},
-    BucketState.READY: {BucketState.REDUCING},
-    BucketState.REDUCING: {BucketState.REDUCED},
-    BucketState.REDUCED: {BucketState.UPDATING, BucketState.GATHERING, BucketState.IDLE},
-    BucketState.UPDATING: {BucketState.UPDATED},
-    BucketState.UPDATED: {BucketState.GATHERING, BucketState.IDLE},
-    BucketState.GATHERING: {BucketState.GATHERED},
-    BucketState.GATHERED: {BucketState.UPDATING, BucketState.IDLE},
-}
 
 
 class BucketRuntime:
@@ -110,7 +81,7 @@ class BucketRuntime:
 
     def move_to(self, state: BucketState) -> None:
         """Change state; only along the transitions above."""
-        assert state in _LEGAL[self.state], f"bucket {self.index}: {self.state} to {state}"
+        assert state in LEGAL[self.state], f"bucket {self.index}: {self.state} to {state}"
         self.state = state
 
     def has_gradient(self, slot: int) -> bool:
@@ -154,7 +125,9 @@ class BucketRuntime:
 
         torch leaves out the first in its step, but not the second.
         """
-        self._zeroed = frozenset() if set_to_none else frozenset(self._ever)
+        if set_to_none:
+            self._ever.clear()
+        self._zeroed = frozenset(self._ever)
 
     def names_with_gradients(self) -> set[str]:
         """Parameters that have had a gradient in any step."""

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.errors import ConfigError, MismatchError, UsageError
+from dearmpi.tune.own_hook import OwnHook
 
 
 def steps_between_checks(setting: int | None) -> int:
@@ -41,7 +42,7 @@ class Checks:
         self._world, self._buckets, self._every = world, tuple(buckets), every
         self._num_steps = 0
         self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(self._name_early_reader(name or type(module).__name__))
+            module.register_forward_hook(OwnHook(self._name_early_reader(name, module)))
             for name, module in model.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
         ]
@@ -78,7 +79,9 @@ class Checks:
         for handle in self._handles:
             handle.remove()
 
-    def _name_early_reader(self, name: str) -> Any:
+    def _name_early_reader(self, name: str, module: nn.Module) -> Any:
+        name = name or type(module).__name__
+
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             pending = [bucket for bucket in self._buckets if bucket.pending]
             if pending and any(_has_nan(tensor) for tensor in _tensors(output)):

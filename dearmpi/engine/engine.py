@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dearmpi.comm.world import World
 from dearmpi.engine import refusal
-from dearmpi.engine.bucket import BucketRuntime, BucketState
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.bucket_state import BucketState
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.gradient import without_gradients
@@ -170,6 +171,8 @@ class Engine:
         if self._cycle.stepped:
             return
         self.joining.refuse("dropping gradients after a backward")
+        if self._eager:
+            raise refusal.dropped()
         self.wait_reduced()
         for index in self._cycle.active:
             self._buckets[index].release_gradients()
@@ -280,6 +283,7 @@ class Engine:
             if bucket.expect_gradients():
                 active.add(bucket.index)
         options = self._read_options() if self._eager and not joined else None
+        self._pipeline.num_reduced += 1
         self._pipeline.begin(Cycle(active=frozenset(active), options=options))
 
     def _reopen(self) -> None:
@@ -291,6 +295,7 @@ class Engine:
         self._world.begin_iteration()
         for index in self._cycle.active:
             self._side.keep(self._buckets[index].reopen())
+        self._pipeline.num_reduced += 1
         self._cycle.rewind()
 
     def _close_bucket(self, bucket: BucketRuntime) -> None:

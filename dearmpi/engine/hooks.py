@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.compilation import CompilationWatch
+from dearmpi.tune.own_hook import OwnHook
 
 if TYPE_CHECKING:
     from _collections_abc import dict_items, dict_values
@@ -202,27 +203,14 @@ def _translate_gradient(
     return before, after
 
 
-class _PreForward:
-    """Before a module's forward: wait for the buckets that it owns. A copy of the module, or one
-    that is read from a file, is an ordinary one, and has nothing to wait for.
-    """
+class _PreForward(OwnHook):
+    """Before a module's forward: wait for the buckets that it owns."""
 
     __slots__ = ("_owned", "_pre_forward")
 
     def __init__(self, owned: tuple[BucketRuntime, ...], pre_forward: PreForward) -> None:
         self._owned, self._pre_forward = owned, pre_forward
 
-    def __call__(self, _: nn.Module, __: Any) -> None:
+    def __call__(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             self._pre_forward(self._owned)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _hook_of_copies, ()
-
-
-def _hook_of_copies() -> Callable[[nn.Module, Any], None]:
-    return _wait_for_nothing
-
-
-def _wait_for_nothing(_: nn.Module, __: Any) -> None:
-    return None

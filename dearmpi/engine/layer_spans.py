@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from dearmpi.engine.layers import Layer, find_layers, node_behind
 from dearmpi.engine.span import Lane, Span
 from dearmpi.engine.spans import Spans
+from dearmpi.tune.own_hook import OwnHook
 
 Edge = tuple[str, float]
 """What began or ended, and when, on the clock of ``time.perf_counter``."""
@@ -45,8 +46,8 @@ class LayerSpans:
         self._gradients: list[Edge] = []
         for layer in find_layers(model):
             self._attach(layer)
-        self._handles.append(model.register_forward_pre_hook(self._enter_model))
-        self._handles.append(model.register_forward_hook(self._leave_model))
+        self._handles.append(model.register_forward_pre_hook(OwnHook(self._enter_model)))
+        self._handles.append(model.register_forward_hook(OwnHook(self._leave_model)))
 
     def remove(self) -> None:
         """Detach from the model."""
@@ -57,8 +58,8 @@ class LayerSpans:
 
     def _attach(self, layer: Layer) -> None:
         enter, leave = self._translate_forward(f"F {layer.name}")
-        self._handles.append(layer.module.register_forward_pre_hook(enter))
-        self._handles.append(layer.module.register_forward_hook(leave))
+        self._handles.append(layer.module.register_forward_pre_hook(OwnHook(enter)))
+        self._handles.append(layer.module.register_forward_hook(OwnHook(leave)))
         hook = self._translate_gradient(f"B {layer.name}")
         for param in layer.params[:1]:
             self._handles.append(param.register_post_accumulate_grad_hook(hook))

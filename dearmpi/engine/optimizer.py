@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from dearmpi.comm.world import World, connect
 from dearmpi.config import EngineConfig
 from dearmpi.engine.assembly import Assembly
 from dearmpi.engine.attachment import Attachment
+from dearmpi.engine.batch_norm import SyncBatchNorm
 from dearmpi.engine.blueprint import check_arguments
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.clipping import clip, follow_clips, scale
@@ -27,6 +28,7 @@ from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.self_planning import Pause
 from dearmpi.engine.settings import choose_plan, compare_plans, merge_settings
 from dearmpi.engine.spans import Spans
+from dearmpi.errors import UsageError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
@@ -170,6 +172,11 @@ class DistributedOptimizer(Optimizer):
         which count in the average, with their options, and clips as they do.
         """
         self._course.abandon_planning()  # it counts steps, of which ranks take unequal numbers here
+        if self.world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in self._model.modules()):
+            raise UsageError(
+                "join() cannot serve a model with SyncBatchNorm, whose layers wait for every rank; "
+                "give all ranks as many batches, or use ordinary batch normalisation"
+            )
         with self._assembly.engine.join(self._shadow_step):
             yield
 
@@ -261,6 +268,12 @@ class DistributedOptimizer(Optimizer):
         self._ranges.remove()
         self._buffers.close()
         self._attachment.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a DistributedOptimizer cannot be copied or pickled, since it is attached to its model "
+            "and to the other ranks; save its state_dict()"
+        )
 
     def _shadow_step(self) -> None:
         follow_clips(self._assembly.engine, self.world)

@@ -13,7 +13,8 @@ from dearmpi.comm.api import Collectives, Completed, Request
 from dearmpi.comm.lane import Work
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, all_gather_for
-from dearmpi.engine.bucket import BucketRuntime, BucketState
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.bucket_state import BucketState
 from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
@@ -68,6 +69,7 @@ class Pipeline:
         self._control_channel = world.open_channel("roll call", window=1)
         self.joining = Joining(self._control_channel)
         self.loads = Loads()
+        self.num_reduced = 0  # times that gradients were, or are being, reduced
         window = NUM_FETCHED if config.update_on == "host" else 1
         self._update_lane = self._progress.open_lane("update", window=window)
         self.spans = spans
@@ -105,7 +107,7 @@ class Pipeline:
         and whether the ranks are still alike.
         """
         assert self.cycle.options is not None
-        roll = RollCall(self.buckets, self.loads, self.cycle.options)
+        roll = RollCall(self.buckets, self.num_reduced, self.loads, self.cycle.options)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
         called = partial(self._roll_called, self.cycle, roll)
         self._control_channel.submit(

@@ -30,6 +30,15 @@ def looked_at_gradients() -> UsageError:
     )
 
 
+def dropped() -> UsageError:
+    """Some parameters may have been updated with them by now."""
+    return UsageError(
+        "gradients are dropped that are updated as soon as they are reduced (eager=True promises a "
+        "step after each backward); run a backward that may be dropped in no_sync(), or make the "
+        "optimizer with eager=False"
+    )
+
+
 def second_backprop() -> UsageError:
     """It comes too late for the updates."""
     return UsageError(

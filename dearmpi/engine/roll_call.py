@@ -41,13 +41,16 @@ class Loads:
 
 
 class RollCall:
-    """One rank's, for one step: which parameters had a gradient here, what its optimizer has
-    loaded, and roughly each param group's learning rate.
+    """One rank's, for one step: which parameters had a gradient here, how often it has reduced
+    gradients, what its optimizer has loaded, and roughly each param group's learning rate.
 
+    num_reduced: times that gradients were reduced since the buckets were laid out.
     told: to be reduced in place to the largest of each byte.
     """
 
-    def __init__(self, buckets: Sequence[BucketRuntime], loads: Loads, options: Options) -> None:
+    def __init__(
+        self, buckets: Sequence[BucketRuntime], num_reduced: int, loads: Loads, options: Options
+    ) -> None:
         self._options = options
         present = bytearray()
         for bucket in buckets:
@@ -56,7 +59,8 @@ class RollCall:
             for slot in bucket.missing:
                 present[first + slot] = False
         self._num_params = len(present)
-        alike = loads.told() + bytes(_as_byte(_rate(group)) for group in options)
+        alike = bytes([num_reduced % 256]) + loads.told()
+        alike += bytes(_as_byte(_rate(group)) for group in options)
         self.told: Tensor = torch.frombuffer(present + alike + _rest(alike), dtype=torch.uint8)
 
     def used(self) -> bytes:
@@ -68,6 +72,8 @@ class RollCall:
         alike = answer[self._num_params :]
         most, least = alike[: len(alike) // 2], _rest(alike[len(alike) // 2 :])
         if most != least:
+            _compare_reductions(most[0], least[0])
+            most, least = most[1:], least[1:]
             self._compare_loads(most, least)
             self._compare_rates(most[Loads.NUM_BYTES :], least[Loads.NUM_BYTES :])
         return answer[: self._num_params]
@@ -94,6 +100,16 @@ class RollCall:
                     f"{_from_byte(high):.2g} over all; let every rank's scheduler see the same, "
                     "such as the mean over ranks of a loss"
                 )
+
+
+def _compare_reductions(most: int, least: int) -> None:
+    if most != least:
+        raise ReplicaMismatchError(
+            "some ranks have reduced gradients once more than others by this step: their backwards "
+            "before it differ. Agree on a step that is left out before its backward, or run that "
+            "in no_sync() and drop it with zero_grad(); put no_sync() around all backwards of a "
+            "step but the last, of which each rank may have any number"
+        )
 
 
 def _rate(group: Mapping[str, Any]) -> float:

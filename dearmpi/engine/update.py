@@ -8,7 +8,8 @@ groups of its own: over this rank's shard (``ShardUpdate``), or over the bucket'
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -68,10 +69,19 @@ def step_on(
         {**options[group], "params": list(tensors)} for group, tensors in members.items()
     ]
     if members:
-        optimizer.step()
+        _own_step(optimizer)()
     for tensors in members.values():
         for tensor in tensors:
             tensor.grad = None
+
+
+def _own_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """Its step without what torch puts around each: hooks for all optimizers of a process, which
+    the ``DistributedOptimizer`` calls once for all buckets.
+    """
+    step = type(optimizer).step
+    own = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    return partial(own, optimizer)
 
 
 def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:

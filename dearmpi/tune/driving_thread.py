@@ -8,13 +8,15 @@ one waits for its next sum by spinning (figures in docs/log.md).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dearmpi.comm.world import World
 
 _NOTHING = nullcontext()
+_CASTING = ("cpu", "cuda")  # devices that have an autocast
 
 
 def drive_on_one_core(world: World) -> None:
@@ -48,11 +50,21 @@ def _drive_on(num_threads: int, world: World) -> None:
 
 
 def _as_ever() -> AbstractContextManager[object]:
-    """Else what an evaluation's wait updates would be of no use outside of its inference mode."""
-    return _outside_inference() if torch.is_inference_mode_enabled() else _NOTHING
+    """Else what an evaluation's wait updates would be of no use outside of its inference mode, and
+    what one under autocast does would be rounded.
+    """
+    is_casting = any(map(torch.is_autocast_enabled, _CASTING))
+    is_watched = torch._C._len_torch_dispatch_stack() > 0  # as in a selective checkpoint
+    unusual = torch.is_inference_mode_enabled() or is_casting or is_watched
+    return _without_modes() if unusual else _NOTHING
 
 
 @contextmanager
-def _outside_inference() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
+def _without_modes() -> Iterator[None]:
+    with ExitStack() as left:
+        left.enter_context(_disable_current_modes())
+        for device in _CASTING:
+            left.enter_context(torch.autocast(device, enabled=False))
+        left.enter_context(torch.inference_mode(False))
+        left.enter_context(torch.no_grad())
         yield

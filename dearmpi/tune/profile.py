@@ -19,6 +19,7 @@ from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.profile import LayerTimes, ModelProfile, parse_profile
 from dearmpi.plan.workload import Workload
 from dearmpi.tune.layers import build_layers, find_homes
+from dearmpi.tune.own_hook import OwnHook
 from dearmpi.tune.passes import Pass, Span, summarize
 from dearmpi.tune.stopwatch import Mark, Stopwatch, no_wait, stopwatch_for
 
@@ -131,11 +132,11 @@ class LayerTimer:
         for name, module in self._model.named_modules():
             if name in layers:
                 # Hooks of others that run before a layer, and may wait, lie between these two.
-                add(module.register_forward_pre_hook(self._arrive, prepend=True))
-                add(module.register_forward_pre_hook(partial(self._enter, name)))
-                add(module.register_forward_hook(self._leave, always_call=True))
-        add(self._model.register_forward_pre_hook(self._begin, prepend=True))
-        add(self._model.register_forward_hook(self._end, always_call=True))
+                add(module.register_forward_pre_hook(OwnHook(self._arrive), prepend=True))
+                add(module.register_forward_pre_hook(OwnHook(partial(self._enter, name))))
+                add(module.register_forward_hook(OwnHook(self._leave), always_call=True))
+        add(self._model.register_forward_pre_hook(OwnHook(self._begin), prepend=True))
+        add(self._model.register_forward_hook(OwnHook(self._end), always_call=True))
         for param, name in self._names.items():
             if param.requires_grad:
                 add(param.register_post_accumulate_grad_hook(partial(self._grad_ready, name)))

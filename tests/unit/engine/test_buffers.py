@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dearmpi.engine.bucket import BucketRuntime, BucketState
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.bucket_state import BucketState
 from dearmpi.engine.buffers import Arena, FlatBuffer, flattened
 from dearmpi.plan.layout import Bucket, ParamSpec, build_layout
 

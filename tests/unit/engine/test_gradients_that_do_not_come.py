@@ -119,3 +119,17 @@ def test_zero_grad_to_zeros_of_what_is_frozen_then(case: Case) -> None:
             training.optimizer.step()
 
     assert_same_as_alone(script, replace(case, cap_mb=8.0))
+
+
+@EVERY_WAY
+def test_gradients_that_were_set_to_none_are_not_zero_later(case: Case) -> None:
+    """torch's step leaves out the first kind, and has the second decay on."""
+
+    def script(training: Training) -> None:
+        sets_to_none = (True, True, False, False, True, False)
+        for step, to_none in enumerate(sets_to_none):
+            training.optimizer.zero_grad(set_to_none=to_none)
+            training.backward(step if step in (0, 3) else 1)
+            training.optimizer.step()
+
+    assert_same_as_alone(script, replace(case, model="branches"))

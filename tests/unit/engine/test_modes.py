@@ -1,0 +1,86 @@
+"""Updates are computed alike, whatever mode of torch the thread is in that drives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
+from tests.mpi.models import fill
+
+
+class Listening(TorchDispatchMode):
+    """Notes which operations ran inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heard: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Mixing(torch.optim.SGD):
+    """Multiplies matrices in its step, as Muon and Adafactor do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    mixed = param.grad.view(1, -1).t() @ param.grad.view(1, -1)
+                    assert mixed.dtype == torch.float32
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("progress", ["thread", "poll"])
+def test_updates_know_nothing_of_autocast_and_listeners(progress: ProgressMode) -> None:
+    def rank(world: World) -> list[str]:
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        fill(model)
+        optimizer = DistributedOptimizer(
+            Mixing(model.parameters(), lr=0.1, momentum=0.9), model, world=world, bucket_cap_mb=1e-6
+        )
+        listening = Listening()
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16), listening:  # waits, and so drives, inside
+                loss: Tensor = model(torch.ones(2, 4)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        optimizer.close()
+        return [name for name in listening.heard if "add_" in name or "mul_" in name]
+
+    hub = FakeHub(2, seconds=lambda label, nbytes: 0.002)
+    assert run_ranks(2, rank, hub=hub, progress=progress) == [[], []]
+
+
+def test_hooks_for_all_optimizers_are_called_once_for_all_buckets() -> None:
+    calls: list[str] = []
+    handle = register_optimizer_step_post_hook(lambda one, *_: calls.append(type(one).__name__))
+    try:
+
+        def rank(world: World) -> None:
+            model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1e-6)
+            calls.clear()
+            world.barrier()
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            optimizer.close()
+
+        run_ranks(2, rank)
+    finally:
+        handle.remove()
+    assert calls == ["DistributedOptimizer"] * 6

@@ -1,0 +1,80 @@
+"""Tensors of a model that share memory, without being one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+from tests.mpi.models import fill
+
+
+def tied_by_data() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    fill(model)
+    model.get_parameter("2.weight").data = model.get_parameter("0.weight").data
+    return model
+
+
+def with_a_buffer() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    fill(model)
+    model[2].register_buffer("other", model.get_parameter("0.weight").data[1:3])
+    return model
+
+
+def trained(model: nn.Sequential, world: World | None, **settings: Any) -> list[Tensor]:
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world is not None:
+        optimizer = DistributedOptimizer(optimizer, model, world=world, **settings)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    values = [value.clone() for value in model.state_dict().values()]
+    if world is not None:
+        optimizer.close()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [(tied_by_data, "(0.weight and 2.weight|2.weight and 0.weight)"), (with_a_buffer, "2.other")],
+)
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_they_are_refused_on_several_ranks(
+    build: Callable[[], nn.Sequential], names: str, gather: str
+) -> None:
+    def rank(world: World) -> None:
+        with pytest.raises(ConfigError, match=f"{names} share memory.*make them one Parameter"):
+            trained(build(), world, gather=gather)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("build", [tied_by_data, with_a_buffer])
+def test_a_rank_alone_trains_them_as_plain_torch_does(build: Callable[[], nn.Sequential]) -> None:
+    (alone,) = run_ranks(1, lambda world: trained(build(), world))
+    torch.testing.assert_close(alone, trained(build(), None))
+
+
+def test_neighbours_in_memory_and_one_parameter_in_two_places_are_no_matter() -> None:
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+        fill(model)
+        flat = torch.arange(32.0) / 32
+        for number, values in ((0, flat[:16]), (2, flat[16:])):
+            model.get_parameter(f"{number}.weight").data = values.view(4, 4)
+        model[3].weight = model.get_parameter("0.weight")
+        return model
+
+    expected = trained(build(), None)
+    for found in run_ranks(2, lambda world: trained(build(), world)):
+        torch.testing.assert_close(found, expected)
