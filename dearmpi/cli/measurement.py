@@ -54,7 +54,7 @@ def check_writable(path: Path | None) -> None:
     """Raise ConfigError for a file that cannot be written."""
     if path is None:
         return
-    if path.exists():
+    if os.path.exists(path):  # not Path.exists, which fails where it may not look
         if not os.access(path, os.W_OK):
             raise ConfigError(f"cannot write {path}: it is not yours to write; name another file")
     elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):

@@ -84,7 +84,8 @@ class Report:
 
     def measured(self, row: MetricsRow) -> None:
         """Write a row; say it in a line."""
-        if self.metrics is not None:
+        # A run that had reached its end, and is evaluated again, may have its last row already.
+        if self.metrics is not None and row.step != self.metrics.last_step:
             self.metrics.append(row)
         self._live, self._step_s = describe_live(self.job, row), row.step_s or 0.0
         if not self.console.is_live or row.eval_loss is not None:

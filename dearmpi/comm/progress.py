@@ -132,10 +132,11 @@ class Progress:
         """
         if ready():
             return
-        if os.getpid() != self._process:
+        if self._thread is not None and os.getpid() != self._process:
             raise CommError(
-                f"a process that was forked from {self._origin} waits for {what}, which was under "
-                "way then and stays so here; call optimizer.synchronize() before you fork"
+                f"a process that was forked from {self._origin} waits for {what}, but no thread "
+                "drives communication in a fork; call optimizer.synchronize() before you fork, and "
+                "train in processes that are started anew"
             )
         watchdog, began_s = self._watchdog, time.perf_counter()
         if watchdog is not None:

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
 from dearmpi.errors import ConfigError
 
 
-def check_apart(names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Raise ConfigError if one of the parameters ``names`` shares memory with another parameter or
-    buffer of ``model``: who reads that would not wait for it, and where parameters are moved into
-    buckets it would no longer follow.
+def check_apart(params: Container[nn.Parameter], model: nn.Module) -> None:
+    """Raise ConfigError if one of ``params`` shares memory with another parameter or buffer of
+    ``model``: who reads that would not wait for it, and where parameters are moved into buckets it
+    would no longer follow. Waits for no gathers: where parameters lie is known.
     """
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    spans = sorted(_spans(dict(tensors)))
-    own = set(names.values())
-    end, before = 0, ""
-    for start, stop, name in spans:
-        if start < end and (name in own or before in own):
+    end, before, is_own_before = 0, "", False
+    for start, stop, name, is_own in sorted(_spans(params, model)):
+        if start < end and (is_own or is_own_before):
             raise ConfigError(
                 f"{before} and {name} share memory without being one parameter, so that a step on "
                 "one of them would not be seen through the other; make them one Parameter "
                 "(model.a.weight = model.b.weight), or give one a copy of the data (.clone())"
             )
         if stop > end:
-            end, before = stop, name
+            end, before, is_own_before = stop, name, is_own
 
 
-def _spans(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, str]]:
-    """First and one-past-last address of each, but for those with gaps, in which others may lie."""
-    for name, tensor in tensors.items():
+def _spans(
+    params: Container[nn.Parameter], model: nn.Module
+) -> Iterator[tuple[int, int, str, bool]]:
+    """First and one-past-last address of each tensor, its name, and whether it is of ``params``;
+    not of those with gaps, in which others may lie.
+    """
+    for name, tensor in _tensors(model):
         dims = zip(tensor.shape, tensor.stride(), strict=True) if tensor.numel() else ()
         extent = 1 + sum((size - 1) * stride for size, stride in dims)
         if tensor.data_ptr() and extent == tensor.numel():
             start = tensor.data_ptr()
-            yield start, start + tensor.nbytes, name
+            yield start, start + tensor.nbytes, name, tensor in params
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, each once, looked up past the tables that wait."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for key, tensor in (*_items(module._parameters), *_items(module._buffers)):
+            if tensor is not None:
+                found.setdefault(id(tensor), (f"{prefix}.{key}" if prefix else key, tensor))
+    yield from found.values()
+
+
+def _items(table: Any) -> Iterable[tuple[str, Tensor | None]]:
+    items: Iterable[tuple[str, Tensor | None]]
+    items = dict.items(table) if isinstance(table, dict) else table.items()  # that of a script
+    return items

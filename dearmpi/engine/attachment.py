@@ -98,7 +98,7 @@ class Attachment:
             names = optimized_parameters(self._optimizer, self._model)
             new = {param: name for param, name in names.items() if param not in in_use.names}
             check_unclaimed(new)
-            lay_out(names, world_size=self._world.size, config=in_use.config)
+            lay_out(names, self._model, world_size=self._world.size, config=in_use.config)
             check_parameters(self._optimizer, names, config=in_use.config)
             check_optimizer(self._optimizer, world=self._world, config=in_use.config)
         except ConfigError:
@@ -111,7 +111,8 @@ class Attachment:
         The last step's gathers end meanwhile. State is under way when this returns: the next
         backprop waits for it, and so does whoever reads it.
 
-        Raises ConfigError for a plan that does not fit, with everything as it was.
+        Raises ConfigError for a plan that does not fit, and for parameters that share memory, with
+        everything as it was.
         """
         layout = self._lay_out(config, plan)
         self._settle()
@@ -144,7 +145,7 @@ class Attachment:
         names = self.assembly.blueprint.names
         if names.keys() != set(self._params()):  # looking them up waits for the gathers
             names = optimized_parameters(self._optimizer, self._model)
-        return lay_out(names, world_size=self._world.size, config=config, plan=plan)
+        return lay_out(names, self._model, world_size=self._world.size, config=config, plan=plan)
 
     def check(self) -> None:
         """After a step: compare replicas, if it is time to (collective)."""

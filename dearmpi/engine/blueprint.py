@@ -87,10 +87,8 @@ def draw_blueprint(
     ranks' models, optimizers or settings differ.
     """
     names = optimized_parameters(optimizer, model)
-    if world.size > 1:
-        check_apart(names, model)
     check_devices(world, names, config=config)
-    layout = lay_out(names, world_size=world.size, config=config, plan=plan)
+    layout = lay_out(names, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
         schedule, config = plan.schedule, replace(config, window=plan.window)
     else:
@@ -103,12 +101,17 @@ def draw_blueprint(
 
 def lay_out(
     names: Mapping[nn.Parameter, str],
+    model: nn.Module,
     *,
     world_size: int,
     config: EngineConfig,
     plan: Plan | None = None,
 ) -> BucketLayout:
-    """The buckets of a blueprint. Raises ConfigError for a plan that does not fit."""
+    """The buckets of a blueprint. Raises ConfigError for a plan that does not fit, and for
+    parameters that share memory.
+    """
+    if world_size > 1:
+        check_apart(names, model)
     specs = [spec_of(param, name) for param, name in names.items()]
     if plan is not None:
         return plan.layout(specs, world_size)

@@ -19,6 +19,7 @@ from dearmpi.comm.api import Request
 from dearmpi.engine.master import is_half
 
 Options = Sequence[Mapping[str, Any]]
+_AROUND_STEPS: Any = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 class Update(Protocol):
@@ -79,9 +80,10 @@ def _own_step(optimizer: Optimizer) -> Callable[[], Any]:
     """Its step without what torch puts around each: hooks for all optimizers of a process, which
     the ``DistributedOptimizer`` calls once for all buckets.
     """
-    step = type(optimizer).step
-    own = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-    return partial(own, optimizer)
+    step: Any = type(optimizer).step
+    # By its code: what a script has put around a step may carry torch's marks as well.
+    is_wrapped = getattr(step, "__code__", None) is _AROUND_STEPS
+    return partial(step.__wrapped__ if is_wrapped else step, optimizer)
 
 
 def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:

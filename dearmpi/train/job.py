@@ -93,13 +93,14 @@ def prepare(
     """
     with together(world):
         plan = make_plan(settings, task, world)
-        _check_passes(plan, task)
+        total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
+        if total_steps >= plan.steps_per_epoch:
+            _check_passes(plan, task)
         _fill_model(task, settings, snapshot)
         evaluator = _evaluator(settings, task, plan)
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
-    total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
     start_step = 0 if snapshot is None else snapshot.step
     followed = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
     optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)

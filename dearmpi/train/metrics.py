@@ -63,6 +63,7 @@ class MetricsLog:
     resume_step: the step that the run goes on from: rows of later steps are dropped, so that no
         step appears twice. A half line that a killed writer left behind is dropped as well.
     tensorboard: also write TensorBoard events to ``tensorboard/``.
+    last_step: that of the last row, -1 before there is one.
 
     Raises ConfigError for names that cannot be columns and where TensorBoard is not installed.
     """
@@ -81,7 +82,7 @@ class MetricsLog:
         old = [row for row in _read_csv(csv) if _wanted(row, resume_step)]
         known = [name for row in old[:1] for name in row if name not in COLUMNS]
         self._columns = (*COLUMNS, *dict.fromkeys([*known, *extra]))
-        self._last_step = max((int(row["step"]) for row in old), default=-1)
+        self.last_step = max((int(row["step"]) for row in old), default=-1)
         try:
             durable.write_text(csv, self._csv_text(old))
             kept = [line for line in _read_lines(jsonl) if _wanted(_parse(line), resume_step)]
@@ -97,8 +98,8 @@ class MetricsLog:
         Raises UsageError for a step or a column that has no place, DearError when the files cannot
         be written.
         """
-        if row.step <= self._last_step:
-            raise UsageError(f"step {row.step} follows step {self._last_step} in the metrics")
+        if row.step <= self.last_step:
+            raise UsageError(f"step {row.step} follows step {self.last_step} in the metrics")
         values = row.values()
         unknown = [name for name in values if name not in self._columns]
         if unknown:
@@ -108,7 +109,7 @@ class MetricsLog:
             _write_whole(self._jsonl, _to_json(values, row.ranks) + "\n")
         except OSError as error:
             raise DearError(f"cannot write {self._csv.name}: {error.strerror}") from error
-        self._last_step = row.step
+        self.last_step = row.step
         if self._board is not None:
             self._board.write(row.step, values)
 

@@ -247,9 +247,18 @@ class Trainer:
             self._save()
         self._saver.finish()
         if self._step > self._row_step:
-            self._measure(evaluate=False)
-        if self._evaluation is None and not self._stopping:
-            self._evaluate()  # the run had reached its end before
+            self._measure(evaluate=self._at_end() and self._evaluation_due())
+        elif self._evaluation is None and not self._stopping:
+            self._evaluate_again()
+
+    def _evaluate_again(self) -> None:
+        """The run had reached its end before, perhaps without the time for an evaluation."""
+        self._evaluate()
+        found = self._evaluation
+        if found is not None:
+            epoch, _ = self._job.position(self._step - 1)
+            row = MetricsRow(self._step, epoch, eval_loss=found.loss, extra=found.metrics)
+            self._listener.measured(row)
 
     def _end_saving(self, error: Exception) -> None:
         """A failure of all ranks does not keep a checkpoint under way from being completed."""

@@ -54,7 +54,8 @@ def _as_ever() -> AbstractContextManager[object]:
     what one under autocast does would be rounded.
     """
     is_casting = any(map(torch.is_autocast_enabled, _CASTING))
-    is_watched = torch._C._len_torch_dispatch_stack() > 0  # as in a selective checkpoint
+    # As in a selective checkpoint, and with a default device.
+    is_watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
     unusual = torch.is_inference_mode_enabled() or is_casting or is_watched
     return _without_modes() if unusual else _NOTHING
 
@@ -63,6 +64,7 @@ def _as_ever() -> AbstractContextManager[object]:
 def _without_modes() -> Iterator[None]:
     with ExitStack() as left:
         left.enter_context(_disable_current_modes())
+        left.enter_context(torch._C.DisableTorchFunction())
         for device in _CASTING:
             left.enter_context(torch.autocast(device, enabled=False))
         left.enter_context(torch.inference_mode(False))

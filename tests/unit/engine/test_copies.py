@@ -80,5 +80,7 @@ def test_a_synchronized_layer_goes_through_a_file() -> None:
         assert torch.equal(read.running_mean, layer.running_mean)
         inputs = torch.arange(6.0).view(2, 3)
         assert torch.equal(read.eval()(inputs), layer.eval()(inputs))
+        twin = copy.deepcopy(read).train()  # here in a world of its own
+        assert torch.equal(twin(inputs), nn.BatchNorm1d(3)(inputs))
 
     run_ranks(2, rank)

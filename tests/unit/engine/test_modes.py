@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -62,6 +63,34 @@ def test_updates_know_nothing_of_autocast_and_listeners(progress: ProgressMode) 
 
     hub = FakeHub(2, seconds=lambda label, nbytes: 0.002)
     assert run_ranks(2, rank, hub=hub, progress=progress) == [[], []]
+
+
+class Halving(torch.optim.SGD):
+    """Its step is wrapped by somebody, with all of torch's marks."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def test_steps_that_somebody_has_wrapped_are_taken_whole() -> None:
+    def train(world: World | None) -> Tensor:
+        model = nn.Linear(3, 1)
+        fill(model)
+        optimizer: Any = Halving(model.parameters(), lr=0.1)
+        if world is not None:
+            optimizer = DistributedOptimizer(optimizer, model, world=world)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if world is not None:
+            optimizer.close()
+        return model.weight.detach().clone()
+
+    for found in run_ranks(2, train):
+        torch.testing.assert_close(found, train(None))
 
 
 def test_hooks_for_all_optimizers_are_called_once_for_all_buckets() -> None:

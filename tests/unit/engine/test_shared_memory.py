@@ -65,6 +65,26 @@ def test_a_rank_alone_trains_them_as_plain_torch_does(build: Callable[[], nn.Seq
     torch.testing.assert_close(alone, trained(build(), None))
 
 
+def test_what_comes_to_share_memory_later_is_refused_and_changes_nothing() -> None:
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fill(model)
+        params = model[0].parameters()
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), model, world=world)
+        for parameter in model[1].parameters():
+            parameter.data = model.get_parameter("0.weight").data.view(-1)[: parameter.numel()]
+        with pytest.raises(ConfigError, match="share memory"):
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        with pytest.raises(ConfigError, match="share memory"):
+            optimizer.fuse(1.0)
+        assert len(optimizer.param_groups) == 1
+        model[0](torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
 def test_neighbours_in_memory_and_one_parameter_in_two_places_are_no_matter() -> None:
     def build() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))

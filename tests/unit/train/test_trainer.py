@@ -137,8 +137,11 @@ def test_a_run_that_has_reached_its_end_is_only_evaluated(alone: World, tmp_path
     first, _ = train(make_job(alone, settings), tmp_path)
     snapshot = checkpoint.load(tmp_path / "checkpoints" / "step-00000003")
     again, notes = train(make_job(alone, settings, snapshot=snapshot), tmp_path)
-    assert notes == Notes()
+    assert not notes.steps and not notes.checkpoints
     assert again.evaluation == first.evaluation and not again.stopped
+    (row,) = notes.rows  # for a run whose evaluation had failed
+    assert row.step == 3 and again.evaluation is not None
+    assert (row.loss, row.eval_loss) == (None, again.evaluation.loss)
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_training(
@@ -291,6 +294,15 @@ def test_who_is_asked_to_stop_evaluates_no_more(alone: World, tmp_path: Path) ->
     assert notes.rows[-1].step == 4 and notes.checkpoints == ["step-00000004"]
 
 
+def test_who_is_asked_to_stop_in_the_last_step_has_a_whole_run(
+    alone: World, tmp_path: Path
+) -> None:
+    settings = RunSettings(max_steps=4, eval_interval=1, **SGD)
+    outcome, notes = train(make_job(alone, settings), tmp_path, stop_after=4)
+    assert not outcome.stopped
+    assert [row.step for row in notes.rows if row.eval_loss is not None] == [1, 2, 3, 4]
+
+
 def test_evaluations_leave_random_numbers_to_training(alone: World, tmp_path: Path) -> None:
     def noisy_error(model: nn.Module, batch: Any) -> Tensor:
         return squared_error(model, batch) + 0.0 * torch.rand(1).sum()
@@ -339,10 +351,11 @@ def test_layers_that_wait_for_all_ranks_need_samples_on_all(tmp_path: Path) -> N
         task = make_task()
         task = replace(task, model=nn.Sequential(task.model, SyncBatchNorm(1)))
         prepare_with(8, world, task)  # 20 samples leave four: two for each rank
+        prepare_with(19, world, task, max_steps=1)  # the run ends before it comes to what is left
         prepare_with(19, world, task)  # and here one, which rank 1 has
 
-    def prepare_with(batch_size: int, world: World, task: Task) -> None:
-        settings = RunSettings(max_steps=1, optimizer="SGD", lr=0.1, batch_size=batch_size)
+    def prepare_with(batch_size: int, world: World, task: Task, max_steps: int = 9) -> None:
+        settings = RunSettings(max_steps=max_steps, optimizer="SGD", lr=0.1, batch_size=batch_size)
         make_job(world, settings, task).optimizer.close()
 
     with pytest.raises(AgreedError, match="rank 0 0 micro-batches and rank 1 1, but SyncBatchNorm"):

@@ -38,7 +38,7 @@ def test_waits_for_communication_are_no_computation() -> None:
     hub = FakeHub(2, seconds=lambda label, nbytes: WAIT_S)
     for compute_s, waited_s in run_ranks(2, profile_while_distributed, hub=hub):
         assert waited_s > 2 * WAIT_S  # of 8, less what a busy machine hides of them
-        assert compute_s < waited_s / 2
+        assert compute_s < 4 * WAIT_S
 
 
 def test_a_clock_that_stands_still_while_waiting() -> None:

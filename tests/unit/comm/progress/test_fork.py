@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 from dearmpi.comm.progress import Progress
@@ -14,6 +15,7 @@ def test_a_fork_does_not_wait_for_what_its_parent_drives() -> None:
     there, back = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(30)
         try:
             progress.wait_until(threading.Event().is_set, what="RS0")
         except CommError as error:
