@@ -90,7 +90,8 @@ profile = RunCommand(
             metavar="N",
             help="steps that do; medians are told",
         ),
-        *setting_options(hidden=_WITHOUT_EFFECT),
+        # A plan's file may be given, but what a plan does for a run is not to be looked for here.
+        *setting_options(hidden=(*_WITHOUT_EFFECT, "plan")),
     ],
     help=_profile.__doc__,
     short_help="Measure how long each layer of a model computes.",
