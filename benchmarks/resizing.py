@@ -12,11 +12,13 @@ one exceeds 1e-10.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from benchmarks.faults import ROOT, TASK, read_losses
@@ -102,7 +104,11 @@ def compare(runs: Path, name: str, step: int) -> Iterator[float]:
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
+    """Relative to the largest number of ``other``; infinite where one of them is not finite."""
+    if torch.equal(one, other):
+        return 0.0
+    found = float((one - other).abs().max() / other.abs().max())
+    return found if math.isfinite(found) else math.inf
 
 
 if __name__ == "__main__":

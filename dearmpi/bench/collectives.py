@@ -183,7 +183,7 @@ def _measure(
     *,
     repeats: int,
 ) -> CollectiveTimes:
-    buffers = [torch.zeros(count) for _ in range(4)]
+    buffers = [torch.empty(count).fill_(0) for _ in range(4)]
     nbytes = count * buffers[0].element_size()
     length = min(_MOST, max(_FEWEST, round(_BYTES_BACK_TO_BACK / nbytes)))
     many = [start(buffers[i % len(buffers)]) for i in range(length)]

@@ -226,7 +226,9 @@ class _Trial:
     @property
     def note(self) -> str:
         """What the method says of itself, while it is there."""
-        return "" if self._entrant is None else self._entrant.describe()
+        with contextlib.suppress(Exception):  # a plug-in's, which has been measured all the same
+            return "" if self._entrant is None else self._entrant.describe()
+        return ""
 
     def leave(self) -> None:
         """Drop everything."""

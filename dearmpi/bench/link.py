@@ -23,11 +23,12 @@ def measure_link(
 ) -> list[LinkTimes]:
     """All reduce-scatters, then all all-gathers, as the engine posts them (collective).
 
-    The time is that of the slowest rank. Nothing is measured in the first, extra repetition.
+    The time is that of the slowest rank. Before the first, one of either kind is not measured.
     """
     drive_on_one_core(world)
     buffers = [
-        torch.zeros(bucket.padded_numel, dtype=getattr(torch, bucket.slots[0].spec.dtype))
+        # Filled, since zeros come without memory, which the first to write to would wait for.
+        torch.empty(bucket.padded_numel, dtype=getattr(torch, bucket.slots[0].spec.dtype)).fill_(0)
         for bucket in buckets
     ]
     if config.reduce_scatter == "auto":

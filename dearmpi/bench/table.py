@@ -86,7 +86,7 @@ def _cells(result: Result, row: Row, bounds: Bounds | None) -> tuple[str, ...]:
         relative = [
             f"{median_s / bounds.dear_s:.3f}",
             f"{median_s / bounds.absolute_s:.3f}",
-            f"{max(0.0, median_s - bounds.compute_s - bounds.update_s):.3f}",
+            f"{median_s - bounds.compute_s:.3f}",
         ]
     peak = row.peak_bytes
     return (

@@ -15,7 +15,7 @@ Launcher = Literal["mpirun", "srun"]
 _FILES: Mapping[Launcher, str] = {"mpirun": "train.sbatch", "srun": "train-srun.sbatch"}
 
 _NAME = re.compile(r"[a-z][a-z-]*")
-_VALUE = re.compile(r"[\w.,:+@%/=()\[\]-]+")
+_VALUE = re.compile(r"[\w.,:+@%/=()\[\]|&*!?~-]+")
 _AFTER_OPTIONS = "set -eu\n"
 _BEFORE_ARGUMENTS = "trap '' USR1 # until dear-train listens\n"
 
@@ -45,7 +45,7 @@ class BatchScript:
             if value is not None and not _VALUE.fullmatch(value):
                 raise ConfigError(
                     f"{name} is {value!r}, which cannot stand in a batch script; use letters, "
-                    "digits and . , : + @ % / = ( ) [ ] - _"
+                    "digits and . , : + @ % / = ( ) [ ] | & * ! ? ~ - _"
                 )
 
     def render(self) -> str:

@@ -80,7 +80,7 @@ def put_back(environment: Mapping[str, str]) -> str:
         return "stopped after a checkpoint; this is no SLURM job: start it again to go on"
     by_hand = f"put it back with: scontrol requeue {job}"
     state = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
-    if state is None:
+    if not state:  # nor of a job that has ended, whose shell lives on
         return f"SLURM does not tell the state of job {job}; {by_hand}"
     if state not in ("RUNNING None", "COMPLETING TimeLimit"):
         return f"job {job} is {state.split()[0]}, so it is not queued again; {by_hand}"
