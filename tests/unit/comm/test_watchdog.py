@@ -80,7 +80,7 @@ def test_two_ranks_that_wait_for_each_other_are_told_so() -> None:
             world.begin_iteration()
             world.progress.wait_until(threading.Event().is_set, what="RS0")
 
-    limits = StallLimits(warning_s=0.3, abort_s=20.0)
+    limits = StallLimits(warning_s=0.3, abort_s=8.0)
     error = run_with_limits(2, train, limits)[0]
     assert isinstance(error, StallError)
     assert "different order" in str(error)

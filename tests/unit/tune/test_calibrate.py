@@ -77,10 +77,10 @@ def test_what_new_connections_lose_is_over_after_the_warm_up() -> None:
 
     num_slow = 0
     # The best of a few where a busy machine would add to a time that may not be long.
-    usual_s = min(smallest_s(0.0) for _ in range(5))
+    usual_s = min(smallest_s(0.0) for _ in range(2))
     num_slow = len(calls)
     assert smallest_s(0.0) > 3 * usual_s
-    assert min(smallest_s(1e-6) for _ in range(5)) < 1.5 * usual_s
+    assert min(smallest_s(1e-6) for _ in range(3)) < 1.5 * usual_s
 
 
 def test_sizes_are_whole_shards() -> None:
