@@ -226,9 +226,10 @@ class _Trial:
     @property
     def note(self) -> str:
         """What the method says of itself, while it is there."""
-        with contextlib.suppress(Exception):  # a plug-in's, which has been measured all the same
+        try:
             return "" if self._entrant is None else self._entrant.describe()
-        return ""
+        except Exception as error:  # a plug-in's, which has been measured all the same
+            return f"cannot describe itself: {error}"
 
     def leave(self) -> None:
         """Drop everything."""

@@ -8,8 +8,7 @@ groups of its own: over this rank's shard (``ShardUpdate``), or over the bucket'
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -70,20 +69,20 @@ def step_on(
         {**options[group], "params": list(tensors)} for group, tensors in members.items()
     ]
     if members:
-        _own_step(optimizer)()
+        _take_step(optimizer)
     for tensors in members.values():
         for tensor in tensors:
             tensor.grad = None
 
 
-def _own_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Its step without what torch puts around each: hooks for all optimizers of a process, which
+def _take_step(optimizer: Optimizer) -> None:
+    """Its step, without what torch puts around each: hooks for all optimizers of a process, which
     the ``DistributedOptimizer`` calls once for all buckets.
     """
     step: Any = type(optimizer).step
     # By its code: what a script has put around a step may carry torch's marks as well.
     is_wrapped = getattr(step, "__code__", None) is _AROUND_STEPS
-    return partial(step.__wrapped__ if is_wrapped else step, optimizer)
+    (step.__wrapped__ if is_wrapped else step)(optimizer)
 
 
 def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:
