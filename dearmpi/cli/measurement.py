@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from dearmpi.cli.console import Console
 from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.errors import ConfigError, DearError
+from dearmpi.train import durable
 
 if TYPE_CHECKING:
     from dearmpi.comm.watchdog import StallLimits
@@ -69,7 +69,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = error.errno in durable.DISK_FULL
         cure = "make room there, or name another file" if is_full else "name another file"
         raise ConfigError(f"cannot write {path}: {error.strerror}; {cure}") from error
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dearmpi.plan.cost import Costs
     from dearmpi.plan.plan import Plan
     from dearmpi.plan.profile import ModelProfile
-    from dearmpi.report.shape import Picture
 
 
 @click.command(short_help="Decide on buckets and their order, from measured times.")
@@ -103,8 +102,7 @@ def plan(
         write_file(out, made.to_json())
         console.say(f"wrote {out}")
     if picture_path is not None:
-        picture = _draw(made, profile, costs, gather=gather, micro_batches=micro_batches)
-        write_picture(picture_path, picture)
+        _draw(made, profile, costs, gather=gather, micro_batches=micro_batches, path=picture_path)
         console.say(f"wrote {picture_path}")
     return 0
 
@@ -119,8 +117,14 @@ def _read_costs(path: Path, world_size: int | None) -> Costs:
 
 
 def _draw(
-    plan: Plan, profile: ModelProfile, costs: Costs, *, gather: Gather, micro_batches: int
-) -> Picture:
+    plan: Plan,
+    profile: ModelProfile,
+    costs: Costs,
+    *,
+    gather: Gather,
+    micro_batches: int,
+    path: Path,
+) -> None:
     """The iteration that ``plan`` is simulated to take."""
     from dearmpi.plan.timeline import simulate
     from dearmpi.report.plan import draw_plan
@@ -135,7 +139,7 @@ def _draw(
         window=plan.window,
         gather=gather,
     )
-    return draw_plan(plan, timeline, micro_batches=micro_batches)
+    write_picture(path, draw_plan(plan, timeline, micro_batches=micro_batches))
 
 
 def describe_profile_use(profile: ModelProfile, costs: Costs) -> list[str]:

@@ -6,6 +6,8 @@ import errno
 import os
 from pathlib import Path
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 def sync_file(path: Path) -> None:
     """Force the content of the file at ``path`` onto the disk."""

@@ -88,14 +88,12 @@ def prepare(
     """Put ``snapshot``, if any, into the model, and distribute its optimizer (collective).
 
     kept_plan: where the run's earlier part has left a plan, if it made one for itself.
-
     Raises AgreedError where that fails, on any rank, and MismatchError where ranks differ.
     """
     with together(world):
         plan = make_plan(settings, task, world)
         total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
-        if total_steps >= plan.steps_per_epoch:
-            _check_passes(plan, task)
+        _check_passes(plan, task, total_steps)
         _fill_model(task, settings, snapshot)
         evaluator = _evaluator(settings, task, plan)
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
@@ -120,12 +118,11 @@ def prepare(
     )
 
 
-def _check_passes(plan: BatchPlan, task: Task) -> None:
+def _check_passes(plan: BatchPlan, task: Task, total_steps: int) -> None:
     """Raise ConfigError where ranks would wait in a model's layers for those without samples."""
     passes = plan.last_passes()
-    if min(passes) < max(passes) and any(
-        isinstance(m, SyncBatchNorm) for m in task.model.modules()
-    ):
+    waits = any(isinstance(module, SyncBatchNorm) for module in task.model.modules())
+    if waits and total_steps >= plan.steps_per_epoch and min(passes) < max(passes):
         few, many = passes.index(min(passes)), passes.index(max(passes))
         raise ConfigError(
             f"the last batch of an epoch gives rank {few} {min(passes)} micro-batches and rank "

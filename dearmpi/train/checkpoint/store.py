@@ -9,7 +9,6 @@ the one commits it.
 from __future__ import annotations
 
 import datetime
-import errno
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,8 +35,6 @@ from dearmpi.train.checkpoint.survey import (
     remove,
     remove_leftovers,
 )
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +187,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _save_error(error: OSError, target: Path, num_bytes: int) -> CheckpointError:
-    if error.errno not in DISK_FULL:
+    if error.errno not in durable.DISK_FULL:
         return CheckpointError(f"cannot save {target}: {error}; earlier checkpoints are untouched")
     folder = next(parent for parent in target.parents if parent.exists())
     needed = f"{num_bytes} bytes are needed, " if num_bytes else ""
