@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
-from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 import pytest
 
 from dearmpi.comm import last_words
-from dearmpi.comm.api import Collectives, Completed, Request
+from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.status import Status
-from dearmpi.comm.watchdog import StallLimits, Watchdog
+from dearmpi.comm.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.errors import CommError, ConfigError, StallError
+from dearmpi.errors import ConfigError, StallError
 
 LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
 
@@ -120,7 +118,7 @@ def test_a_wait_is_given_up_at_the_limit_and_a_silent_rank_is_called_silent() ->
     limits = StallLimits(warning_s=0.2, abort_s=3.0)
     error = run_with_limits(2, train, limits)[0]
     assert isinstance(error, StallError)
-    assert "gave up after waiting" in str(error)
+    assert re.search("gave up after waiting ([3-9]|1[0-9]) s", str(error)), str(error)
     assert "rank 1 on fakehost: does not answer" in str(error)
 
 
@@ -243,169 +241,3 @@ def test_whoever_leaves_finishes_what_is_under_way_and_what_follows(
         return done
 
     assert run_ranks(2, step, progress=progress) == [["RS0", "AG0"]] * 2
-
-
-class Inbox:
-    """Messages to read, and to whom something was sent."""
-
-    def __init__(self, *messages: tuple[int, bytes]) -> None:
-        self.messages = list(messages)
-        self.sent: list[int] = []
-
-    def receive_message(self) -> tuple[int, bytes] | None:
-        return self.messages.pop(0) if self.messages else None
-
-    def start_message(self, data: bytes, destination: int) -> Request:
-        self.sent.append(destination)
-        return Completed()
-
-
-class Clock:
-    """Seconds as a test has them go by."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1000.0
-        monkeypatch.setattr("dearmpi.comm.watchdog.time.monotonic", lambda: self.now_s)
-
-
-def test_time_in_which_the_job_was_suspended_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
-    watchdog.begin_wait("RS0")
-    for _ in range(3):  # as a scheduler does that lets several jobs take turns
-        clock.now_s += 3600.0
-        watchdog.check_wait()
-    with pytest.raises(StallError, match="gave up after waiting 6[01] s"):
-        for _ in range(200):
-            clock.now_s += 0.5
-            watchdog.tend()
-            watchdog.check_wait()
-
-
-@pytest.mark.parametrize("is_driven_first", [True, False])
-def test_after_a_suspension_a_dead_rank_is_told_as_soon_as_ever(
-    is_driven_first: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whichever thread the system lets go on first."""
-    clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
-    watchdog.begin_wait("RS0")
-    watchdog.tend()
-    clock.now_s += 3600.0
-    if is_driven_first:
-        watchdog.tend()
-    watchdog.check_wait()
-    assert not inbox.sent and not capsys.readouterr().err
-    for _ in range(20):
-        clock.now_s += 0.5
-        watchdog.tend()
-        watchdog.check_wait()
-    assert inbox.sent and "rank 1 on an unknown host: does not answer" in capsys.readouterr().err
-
-
-def test_a_rank_at_its_end_outlives_a_suspension_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
-    other = Watchdog(Inbox(), rank=1, size=2, limits=LIMITS)
-    answer = (1, json.dumps({"status": asdict(other.status()), "to": 1}).encode())
-    watchdog.leave()
-    watchdog.begin_wait("the end of the other ranks' programs")
-    for number in range(500):
-        clock.now_s += 3600.0 if number == 400 else 0.5
-        if inbox.sent:
-            inbox.sent.clear()
-            inbox.messages.append(answer)
-        watchdog.check_wait()  # before anybody could ask again
-        watchdog.tend()
-
-
-def test_an_answer_to_a_question_of_an_earlier_wait_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The ranks may have gone on since, and what was hopeless would be so no more."""
-    clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
-    other = Watchdog(Inbox(), rank=1, size=2, limits=LIMITS)
-    other.leave()
-    late = json.dumps({"status": asdict(other.status()), "to": 1}).encode()
-    with watchdog.exchange():
-        for what in ("one exchange", "another"):
-            watchdog.begin_wait(what)
-            clock.now_s += 6.0
-            watchdog.tend()  # asks
-            watchdog.end_wait()
-        watchdog.begin_wait("a third")
-        inbox.messages.append((1, late))
-        clock.now_s += 6.0
-        watchdog.tend()
-        watchdog.check_wait()
-        inbox.messages.append((1, late.replace(b'"to": 1', b'"to": 3')))
-        clock.now_s += 1.0
-        watchdog.tend()
-        with pytest.raises(StallError, match="different order"):
-            watchdog.check_wait()
-
-
-def test_an_answer_of_long_ago_is_told_as_such(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The host of a rank that was slow may be cut off a minute later."""
-    clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
-    watchdog.begin_wait("RS0")
-    other = Watchdog(Inbox(), rank=1, size=2, limits=LIMITS)
-    with pytest.raises(StallError) as caught:
-        for _ in range(200):
-            clock.now_s += 0.5
-            if inbox.sent == [1]:
-                answer = {"status": asdict(other.status()), "to": 1}
-                inbox.messages.append((1, json.dumps(answer).encode()))
-                inbox.sent.append(-1)
-            watchdog.tend()
-            watchdog.check_wait()
-    assert "in iteration 0, does not wait" in capsys.readouterr().err
-    said = r"rank 1 on .*: does not answer \(.*\); 5\d s ago it was in iteration 0"
-    assert re.search(said, str(caught.value)), str(caught.value)
-
-
-def test_the_questions_of_many_ranks_are_answered_at_once() -> None:
-    """They come together where all wait for one, and who is late is called stopped."""
-    inbox = Inbox(*((rank, b'{"ask": 1}') for rank in range(1, 1000)))
-    Watchdog(inbox, rank=0, size=1000, limits=LIMITS).tend()
-    assert inbox.sent == list(range(1, 1000))
-
-
-class Shy:
-    """Shows a question only to who looks several times; keeps the answers."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-        self.answers: list[int] = []
-
-    def receive_message(self) -> tuple[int, bytes] | None:
-        self.looks += 1
-        return (1, b'{"ask": 1}') if self.looks == 5 else None
-
-    def start_message(self, data: bytes, destination: int) -> Request:
-        self.answers.append(destination)
-        return Completed()
-
-
-def test_a_question_behind_other_messages_is_answered_at_once() -> None:
-    """A rank that computes looks for questions rarely; MPI may need several looks to find one."""
-    messenger = Shy()
-    Watchdog(messenger, rank=0, size=2, limits=LIMITS).tend()
-    assert messenger.answers == [1]
-
-
-def test_messages_that_fail_end_the_wait_at_once() -> None:
-    class Cut(FakeCollectives):
-        def receive_message(self) -> tuple[int, bytes] | None:
-            raise OSError("the connection is cut")
-
-    hub = FakeHub(1)
-    world = World(FakeCollectives(hub, 0), stall_limits=LIMITS)
-    world.progress.watch(Watchdog(Cut(hub, 0), rank=0, size=1, limits=LIMITS))
-    with pytest.raises(CommError, match="between watchdogs failed: .*the connection is cut"):
-        world.progress.wait_until(lambda: False, what="RS0")
-    world.close()

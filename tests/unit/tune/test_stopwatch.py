@@ -35,10 +35,15 @@ def profile_while_distributed(world: World) -> tuple[float, float]:
 
 
 def test_waits_for_communication_are_no_computation() -> None:
-    hub = FakeHub(2, seconds=lambda label, nbytes: WAIT_S)
-    for compute_s, waited_s in run_ranks(2, profile_while_distributed, hub=hub):
-        assert waited_s > 2 * WAIT_S  # of 8, less what a busy machine hides of them
-        assert compute_s < 4 * WAIT_S
+    def is_told_apart() -> bool:
+        hub = FakeHub(2, seconds=lambda label, nbytes: WAIT_S)
+        pairs = run_ranks(2, profile_while_distributed, hub=hub)
+        return all(
+            waited_s > 4 * WAIT_S and compute_s < waited_s / 2 for compute_s, waited_s in pairs
+        )
+
+    # A busy machine may hold a rank up while the wire works, so that it has less to wait for.
+    assert any(is_told_apart() for _ in range(3))
 
 
 def test_a_clock_that_stands_still_while_waiting() -> None:

@@ -1,0 +1,115 @@
+"""What is kept of a run, however it ends, and what an evaluation costs it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi.comm.world import World
+from dearmpi.errors import CheckpointError
+from dearmpi.train import checkpoint
+from dearmpi.train.agreement import AgreedError
+from dearmpi.train.seeding import seed_all
+from dearmpi.train.settings import RunSettings
+from tests.unit.train.points import (
+    SGD,
+    equal,
+    make_job,
+    make_task,
+    parameters,
+    squared_error,
+    train,
+)
+
+
+def test_a_failure_does_not_cost_the_checkpoint_before_it(alone: World, tmp_path: Path) -> None:
+    """Even where no later step can tell that it is on the disk."""
+    steps = iter(range(5))
+
+    def fails_at_last(model: nn.Module, batch: Any) -> Tensor:
+        if next(steps) == 4:
+            raise ValueError("a bad sample")
+        return squared_error(model, batch)
+
+    settings = RunSettings(max_steps=9, checkpoint_interval=4, **SGD)
+    with pytest.raises(ValueError, match="a bad sample"):
+        train(make_job(alone, settings, make_task(fails_at_last, eval_count=0)), tmp_path)
+    assert (tmp_path / "latest").read_text().strip() == "checkpoints/step-00000004"
+
+
+def test_an_evaluation_that_fails_at_the_end_does_not_cost_the_run(
+    alone: World, tmp_path: Path
+) -> None:
+    def fails_on_held_out(model: nn.Module, batch: Any) -> Tensor:
+        if not model.training and len(batch[0]) > 1:  # one sample is looked at before the start
+            raise ValueError("a bad sample")
+        return squared_error(model, batch)
+
+    job = make_job(alone, RunSettings(max_steps=2, **SGD), make_task(fails_on_held_out))
+    with pytest.raises(ValueError, match="a bad sample"):
+        train(job, tmp_path)
+    assert (tmp_path / "latest").read_text().strip() == "checkpoints/step-00000002"
+
+
+def test_who_is_asked_to_stop_evaluates_no_more(alone: World, tmp_path: Path) -> None:
+    """The job may have a minute left, and the checkpoint is what counts."""
+    settings = RunSettings(max_steps=9, eval_interval=1, **SGD)
+    outcome, notes = train(make_job(alone, settings), tmp_path, stop_after=4)
+    assert outcome.stopped and outcome.step == 4
+    assert [row.step for row in notes.rows if row.eval_loss is not None] == [1, 2, 3]
+    assert notes.rows[-1].step == 4 and notes.checkpoints == ["step-00000004"]
+
+
+def test_who_is_asked_to_stop_in_the_last_step_has_a_whole_run(
+    alone: World, tmp_path: Path
+) -> None:
+    settings = RunSettings(max_steps=4, eval_interval=1, **SGD)
+    outcome, notes = train(make_job(alone, settings), tmp_path, stop_after=4)
+    assert not outcome.stopped
+    assert [row.step for row in notes.rows if row.eval_loss is not None] == [1, 2, 3, 4]
+
+
+def test_evaluations_leave_random_numbers_to_training(alone: World, tmp_path: Path) -> None:
+    def noisy_error(model: nn.Module, batch: Any) -> Tensor:
+        return squared_error(model, batch) + 0.0 * torch.rand(1).sum()
+
+    def trained(eval_interval: int) -> list[Tensor]:
+        settings = RunSettings(max_steps=4, eval_interval=eval_interval, **SGD)
+        seed_all(settings.seed)
+        job = make_job(alone, settings, make_task(noisy_error, dropout=0.5))
+        train(job, tmp_path / str(eval_interval))
+        return parameters(job.task.model)
+
+    assert equal(trained(1), trained(0))
+
+
+def test_a_resumed_run_that_keeps_fewer_makes_room_before_it_writes(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RunSettings(max_steps=3, checkpoint_interval=1, **SGD)
+    train(make_job(alone, settings), tmp_path)
+    latest = checkpoint.find_latest(tmp_path)
+    assert latest is not None and len(list(latest.parent.iterdir())) == 3
+
+    def is_full(draft: checkpoint.Draft) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(checkpoint.Draft, "begin", is_full)
+    settings = RunSettings(max_steps=4, keep=1, **SGD)
+    job = make_job(alone, settings, snapshot=checkpoint.load(latest))
+    with pytest.raises(AgreedError, match="the disk is full"):
+        train(job, tmp_path)
+    assert list(latest.parent.iterdir()) == [latest]
+
+
+def test_a_mask_of_infinities_is_saved(alone: World, tmp_path: Path) -> None:
+    task = make_task()
+    task.model.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    train(make_job(alone, RunSettings(max_steps=2, **SGD), task), tmp_path)
+    found = checkpoint.load(tmp_path / "checkpoints" / "step-00000002").model["mask"]
+    assert torch.equal(found, task.model.get_buffer("mask"))
