@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dearmpi.bench.result import Result, Row, quartiles
 from dearmpi.report import svg
-from dearmpi.report.shape import Box, Label, Line, Picture, Shape
+from dearmpi.report.axis import Axis
+from dearmpi.report.shape import Box, Label, Line, Picture, Shape, text_width
 from dearmpi.report.unit import count_text
 
-_WIDTH, _LEFT, _RIGHT = 728, 154, 74
+_WIDTH, _RIGHT, _GAP = 728, 74, 8
 _TOP, _STEP, _BAR, _BOTTOM = 60, 30, 18, 24
+_LEAST = 300  # pixels of the longest bar, however long the labels
 _OURS, _PEER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
 _OUR_NAMES = ("serial", "wfbp", "dear", "planned", "bayes")
 
@@ -20,7 +22,8 @@ def draw(result: Result) -> str:
     bounds = result.bounds
     if bounds is not None:
         most_s = max(most_s, bounds.dear_s)
-    scale = (_WIDTH - _LEFT - _RIGHT) / most_s
+    left = max(text_width(row.label) for row in rows) + _GAP
+    axis = Axis(0.0, most_s, left, max(_WIDTH - _RIGHT, left + _LEAST))
     bottom = _TOP + _STEP * len(rows)
     title = (
         f"{result.subject}: seconds per iteration, {count_text(result.world_size, 'rank')} on "
@@ -28,25 +31,26 @@ def draw(result: Result) -> str:
     )
     shapes: list[Shape] = [Label(0, 10, title, size=15)]
     for number, row in enumerate(rows):
-        shapes += _draw_row(row, _TOP + _STEP * number, scale, is_alone=row is result.alone)
+        shapes += _draw_row(row, _TOP + _STEP * number, axis, is_alone=row is result.alone)
     if bounds is not None:
         lines = (("bound of any method", bounds.absolute_s), ("bound of DeAR", bounds.dear_s))
         for place, (name, seconds) in enumerate(lines):
-            shapes += _draw_bound(f"{name} {seconds:.3f}", _LEFT + seconds * scale, place, bottom)
-    return svg.document(Picture("bench", title, _WIDTH, bottom + _BOTTOM, tuple(shapes)))
+            shapes += _draw_bound(f"{name} {seconds:.3f}", axis.place(seconds), place, bottom)
+    width = axis.stop + _RIGHT
+    return svg.document(Picture("bench", title, width, bottom + _BOTTOM, tuple(shapes)))
 
 
-def _draw_row(row: Row, top: float, scale: float, *, is_alone: bool) -> list[Shape]:
+def _draw_row(row: Row, top: float, axis: Axis, *, is_alone: bool) -> list[Shape]:
     middle = top + _BAR / 2
-    shapes: list[Shape] = [Label(_LEFT - 8, middle + 4, row.label, "end")]
+    shapes: list[Shape] = [Label(axis.start - _GAP, middle + 4, row.label, "end")]
     if not row.blocks:
-        return [*shapes, Label(_LEFT + 6, middle + 4, "failed", colour=_BOUND)]
+        return [*shapes, Label(axis.start + 6, middle + 4, "failed", colour=_BOUND)]
     colour = _OURS if row.label.partition(":")[0] in _OUR_NAMES else _PEER
-    end = _LEFT + row.median_s * scale
-    low, high = (_LEFT + value * scale for value in quartiles(row.totals()))
+    end = axis.place(row.median_s)
+    low, high = (axis.place(value) for value in quartiles(row.totals()))
     return [
         *shapes,
-        Box(_LEFT, top, end - _LEFT, _BAR, _PLAIN if is_alone else colour),
+        Box(axis.start, top, end - axis.start, _BAR, _PLAIN if is_alone else colour),
         Line(((low, middle), (high, middle)), "ink"),
         Label(max(high, end) + 6, middle + 4, f"{row.median_s:.3f}"),
     ]

@@ -13,7 +13,9 @@ from dearmpi.bench.picture import draw
 from dearmpi.bench.record import result_json
 from dearmpi.bench.result import Block, Bounds, Iteration, LinkTimes, Result, Row, quartiles
 from dearmpi.bench.table import align, describe_result
-from dearmpi.report.shape import MARGIN
+from dearmpi.report.shape import MARGIN, text_width
+
+SPACE = "{http://www.w3.org/2000/svg}"
 
 
 def bounds(*, ff: float, bp: float, rs: float, ag: float) -> Bounds:
@@ -129,16 +131,24 @@ def test_the_file_holds_every_iteration_and_the_bounds() -> None:
 
 def test_the_picture_is_well_formed_and_bars_are_in_proportion() -> None:
     root = ElementTree.fromstring(draw(result()))
-    space = "{http://www.w3.org/2000/svg}"
-    bars = [bar for bar in root.iter(f"{space}rect") if bar.get("class") in ("fplain", "ffirst")]
+    bars = [bar for bar in root.iter(f"{SPACE}rect") if bar.get("class") in ("fplain", "ffirst")]
     widths = [float(bar.attrib["width"]) for bar in bars]
     assert widths[1] / widths[0] == pytest.approx(4.375 / 3.125, rel=0.01)
-    texts = [text.text for text in root.iter(f"{space}text")]
+    texts = [text.text for text in root.iter(f"{SPACE}text")]
     assert {"alone", "dear", "<peer>:f", "failed", "bound of DeAR 3.500"} <= set(texts)
     width = float(root.attrib["width"]) - 2 * MARGIN
-    points = [line.attrib["points"].split() for line in root.iter(f"{space}polyline")]
+    points = [line.attrib["points"].split() for line in root.iter(f"{SPACE}polyline")]
     assert points
     assert all(0 <= float(point.partition(",")[0]) <= width for line in points for point in line)
+
+
+def test_a_long_method_stands_whole_beside_its_bar() -> None:
+    finished = result()
+    finished.rows[0].label = label = "dear:2:window=3:reduce_scatter=native:comm_dtype=bf16"
+    root = ElementTree.fromstring(draw(finished))
+    found = next(text for text in root.iter(f"{SPACE}text") if text.text == label)
+    assert found.get("text-anchor") == "end"
+    assert float(found.attrib["x"]) >= round(text_width(label), 1)
 
 
 @pytest.mark.parametrize(
