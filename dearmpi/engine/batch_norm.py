@@ -18,9 +18,10 @@ from dearmpi.engine.device import through_host
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose mean and variance in training are those of all ranks' samples.
 
-    For inputs (N, C, ...); N may differ between ranks, and be zero on some. In evaluation, and in a
-    world of one, it is an ordinary one. Every rank must call its layers in the same order, as each
-    call waits for the others: for 2C+1 numbers of every rank forward, and a sum of 2C backward.
+    For inputs (N, C, ...); N may differ between ranks, and be zero on some. In evaluation, also of
+    a layer without running statistics, and in a world of one, it is an ordinary one. Every rank
+    must call its layers in the same order, as each call waits for the others: for 2C+1 numbers of
+    every rank forward, and a sum of 2C backward.
     """
 
     def __init__(
@@ -52,18 +53,17 @@ class SyncBatchNorm(_BatchNorm):
                 f"the input has shape {tuple(input.shape)}, but SyncBatchNorm expects (N, C, ...) "
                 f"with C = {self.num_features}"
             )
-        is_training = self.training or self.running_mean is None
-        if is_training and self._world is None:  # read from a file
+        if self.training and self._world is None:  # read from a file
             self._world = connect()
             self._channel = _open_channel(self._world)
-        if not is_training or self._world is None or self._world.size == 1:
+        if not self.training or self._world is None or self._world.size == 1:
             plain: Tensor = super().forward(input)
             return plain
         output: Tensor
         output, mean, variance, count = _normalize(
             input, self.weight, self.bias, self.eps, self._world, self._channel
         )
-        if self.training and self.running_mean is not None:
+        if self.running_mean is not None:
             self._track(mean, variance, float(count))
         return output
 

@@ -64,7 +64,6 @@ def test_sync_batch_norm_is_that_of_one_process_with_the_whole_batch(
         for step in range(NUM_STEPS):
             train(side, model.train(), optimizer, 1)
             with torch.no_grad():
-                model.norms[4].training = False  # type: ignore[index,union-attr]
                 seen[f"evaluation {step}"] = model.eval().start(whole_batch(9)).clone()  # type: ignore[operator]
         return {**seen, **outcome(model, optimizer)}
 
@@ -93,10 +92,23 @@ def test_sync_batch_norm_passes_gradients_to_its_inputs(gather: str, world: Worl
 def test_sync_batch_norm_of_a_rank_without_samples(gather: str, world: World) -> None:
     layer = dearmpi.SyncBatchNorm(NUM_FEATURES, world=world).double()
     inputs = whole_batch(0)[:0] if world.rank == 1 else whole_batch(world.rank)
-    layer(inputs.requires_grad_()).sum().backward()
+    (layer(inputs.requires_grad_()) ** 3).sum().backward()
     plain = nn.BatchNorm1d(NUM_FEATURES).double()
-    plain(torch.cat([whole_batch(rank) for rank in range(world.size) if rank != 1]))
+    parts = [whole_batch(rank) for rank in range(world.size) if rank != 1]
+    whole = torch.cat(parts).requires_grad_()
+    (plain(whole) ** 3).sum().backward()
     torch.testing.assert_close(dict(layer.state_dict()), dict(plain.state_dict()))
+    assert whole.grad is not None
+    first = sum(len(whole_batch(rank)) for rank in range(world.rank) if rank != 1)
+    torch.testing.assert_close(inputs.grad, whole.grad[first : first + len(inputs)])
+
+
+@pytest.mark.ranks(2, 3)
+def test_sync_batch_norm_waits_for_nobody_in_evaluation(gather: str, world: World) -> None:
+    layer = dearmpi.SyncBatchNorm(NUM_FEATURES, track_running_stats=False, world=world).double()
+    plain = nn.BatchNorm1d(NUM_FEATURES, track_running_stats=False).double()
+    if world.is_root:
+        torch.testing.assert_close(layer.eval()(whole_batch(0)), plain.eval()(whole_batch(0)))
 
 
 def test_sync_batch_norm_in_half_precision_keeps_its_statistics_in_single(

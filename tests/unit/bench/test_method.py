@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import nn
+from torch.optim import SGD
 
+from dearmpi import DistributedOptimizer
 from dearmpi.bench.contest import Length
 from dearmpi.bench.memory import peak_bytes, start_peak
-from dearmpi.bench.method import read_config
+from dearmpi.bench.method import Setup, read_config
 from dearmpi.bench.peers import METHOD_NAMES, block_name, blocks_of, plug_in, read_method
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.session import Question
+from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
 from dearmpi.plan.profile import profile_workload
@@ -22,6 +25,17 @@ from dearmpi.plan.workload import read_workload
 @pytest.mark.parametrize("name", METHOD_NAMES)
 def test_every_method_is_found_by_its_name(name: str) -> None:
     assert read_method(name).label == name
+
+
+@pytest.mark.parametrize("name", ["serial", "wfbp", "dear"])
+def test_a_row_is_of_the_schedule_that_it_names(alone: World, name: str) -> None:
+    method = read_method(f"{name}:2:window=1")
+    setup = Setup(alone, nn.Linear(3, 3), lambda params: SGD(params, lr=0.1), method.options)
+    entrant = method.enter(setup)
+    config = cast(DistributedOptimizer, entrant.optimizer).config
+    seen = (config.schedule, config.eager, config.bucket_cap_mb, config.window)
+    assert seen == (name, True, 2, 1)
+    entrant.close()
 
 
 def test_a_number_is_the_bucket_cap_and_others_have_names() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import dearmpi
 from dearmpi.cli.main import main
 from dearmpi.cli.run import read_layers
 from dearmpi.cli.settings import setting_options
 from dearmpi.errors import ConfigError
+from dearmpi.train import checkpoint
+from dearmpi.train.checkpoint import Snapshot
 from dearmpi.train.layers import merge
 from dearmpi.train.settings import SETTINGS
 from tests.unit.cli.bare import run_bare
@@ -70,6 +73,18 @@ def test_the_file_is_read_below_the_environment(tmp_path: Path) -> None:
 def test_a_wrong_value_is_refused_by_its_flag() -> None:
     with pytest.raises(ConfigError, match="--window is 'two'; it must be a whole number"):
         read_layers({"window": "two"}, {}, None)
+
+
+def test_a_checkpoint_is_shown_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.save(tmp_path, Snapshot(7, {"w": torch.ones(2)}, {}, [], {}))
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert "step 7" in capsys.readouterr().out
+    out = tmp_path / "model.pt"
+    for more, code in (([], 0), ([], 2), (["--overwrite"], 0)):
+        assert main(["checkpoint", "export", str(tmp_path), str(out), *more]) == code
+    assert f"wrote {out}" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_is_none_is_told_without_a_traceback(

@@ -149,7 +149,7 @@ def test_a_trace_of_another_run_is_told_of_and_left_out(tmp_path: Path) -> None:
     ExampleRun(run_id="two").write_trace(folder, 1)
     page = report(folder)
     assert f"{folder}/trace/rank-00001.json is of run example (two)" in page
-    assert "The network limits" in page or "Computation limits" in page
+    assert "One iteration" not in page
 
 
 @quick
@@ -199,14 +199,6 @@ def test_a_torn_and_a_missing_trace_are_told(tmp_path: Path) -> None:
     page = report(folder)
     assert "rank-00001.json ends in the middle" in page and "No trace of rank 2" in page
     assert "One iteration" in page
-
-
-@quick
-def test_traces_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    folder = ExampleRun().write(tmp_path)
-    ExampleRun(run_id="other").write_trace(folder, 1)
-    page = report(folder)
-    assert "rank-00001.json is of run" in page and "One iteration" not in page
 
 
 @quick

@@ -65,7 +65,7 @@ def test_what_new_connections_lose_is_over_after_the_warm_up() -> None:
 
     def on_a_new_connection(label: str, nbytes: int) -> float:
         calls.append(label)
-        return (5 if len(calls) <= num_slow else 1) * seconds(label, nbytes)
+        return (50 if len(calls) <= num_slow else 1) * seconds(label, nbytes)
 
     def smallest_s(warm_up_s: float) -> float:
         calls.clear()
@@ -79,8 +79,8 @@ def test_what_new_connections_lose_is_over_after_the_warm_up() -> None:
     # The best of a few where a busy machine would add to a time that may not be long.
     usual_s = min(smallest_s(0.0) for _ in range(2))
     num_slow = len(calls)
-    assert smallest_s(0.0) > 3 * usual_s
-    assert min(smallest_s(1e-6) for _ in range(3)) < 1.5 * usual_s
+    assert smallest_s(0.0) > 10 * usual_s
+    assert min(smallest_s(1e-6) for _ in range(3)) < 5 * usual_s
 
 
 def test_sizes_are_whole_shards() -> None:
