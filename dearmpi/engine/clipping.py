@@ -35,7 +35,11 @@ def _clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type
     engine.wait_reduced()
     part = shard_norm(engine.shards(), norm_type)
     if norm_type == math.inf:
-        norm = world.all_reduce([part], "max")[0]
+        # Told apart, since what MPI takes for the largest of a number and NaN is nobody's promise.
+        norm, is_nan = world.all_reduce(
+            [0.0 if math.isnan(part) else part, math.isnan(part)], "max"
+        )
+        norm = math.nan if is_nan else norm
     else:
         norm = world.all_reduce([part], "sum")[0] ** (1.0 / norm_type)
     if not norm <= max_norm:
@@ -55,8 +59,13 @@ def scale(engine: Engine | AloneEngine, world: World, factor: float) -> bool:
 
 def shard_norm(shards: list[Tensor], norm_type: float) -> float:
     """The sum of ``|x|**norm_type`` over all elements, or for ``inf`` the largest ``|x|``."""
-    parts = [torch.linalg.vector_norm(shard, norm_type).double() for shard in shards]
+    # A norm of halves may be beyond the range of halves.
+    wide = [torch.promote_types(shard.dtype, torch.float32) for shard in shards]
+    parts = [
+        torch.linalg.vector_norm(shard, norm_type, dtype=dtype).double()
+        for shard, dtype in zip(shards, wide, strict=True)
+    ]
+    if norm_type == math.inf:
+        return float(torch.stack(parts).max()) if parts else 0.0  # NaN if there is one
     norms = torch.stack(parts).tolist() if parts else []  # a device is waited for once
-    if norm_type == float("inf"):
-        return max(norms, default=0.0)
     return float(sum(norm**norm_type for norm in norms))

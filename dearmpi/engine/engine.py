@@ -230,6 +230,8 @@ class Engine:
 
     def close(self) -> None:
         """Finish what is under way and give the channels back."""
+        if not self._cycle.stepped and not self._eager:
+            self.finish_backprop()  # other ranks may have reduced what is not full here
         if self._cycle.stepped or (self._eager and not self._awaits_step()):
             self._wait(self._pipeline.is_finished, "the last step's gathers")
             self._side.lead()
@@ -316,7 +318,9 @@ class Engine:
             bucket = self._buckets[index]
             if bucket.state is not BucketState.READY:
                 return
-            bucket.pending = self._eager
+            if self._eager:  # it may be updated while backprop goes on
+                bucket.pending = True
+                bucket.supersede()
             self._pipeline.launch(bucket)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:

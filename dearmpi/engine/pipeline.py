@@ -106,10 +106,11 @@ class Pipeline:
         """After ``submit_step``: let all ranks know which parameters had a gradient on any of them,
         and whether the ranks are still alike.
         """
-        assert self.cycle.options is not None
-        roll = RollCall(self.buckets, self.num_reduced, self.loads, self.cycle.options)
+        cycle = self.cycle
+        assert cycle.options is not None
+        roll = RollCall(self.buckets, cycle.active, self.num_reduced, self.loads, cycle.options)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
-        called = partial(self._roll_called, self.cycle, roll)
+        called = partial(self._roll_called, cycle, roll)
         self._control_channel.submit(
             "roll call", lambda c: c.start_all_reduce(roll.told, "max"), called
         )

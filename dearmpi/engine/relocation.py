@@ -140,6 +140,7 @@ class Relocation:
             with side.section():
                 for update in updates:
                     _place(update, self._whole, shares)
+            self._whole = {}  # as large as the state, where every rank holds all of it
 
         self._settle = settle
 

@@ -20,6 +20,7 @@ from dearmpi.errors import ReplicaMismatchError
 
 # A learning rate as a byte: so many per doubling, from 1e-14 to 6e4.
 _PER_DOUBLING, _OF_ONE = 4, 192
+_ACTIVE_BYTES = 4  # of a checksum of the buckets that travel
 
 
 class Loads:
@@ -41,15 +42,22 @@ class Loads:
 
 
 class RollCall:
-    """One rank's, for one step: which parameters had a gradient here, how often it has reduced
-    gradients, what its optimizer has loaded, and roughly each param group's learning rate.
+    """One rank's, for one step: which parameters had a gradient here, which buckets travel, how
+    often it has reduced gradients, what its optimizer has loaded, and roughly each param group's
+    learning rate.
 
-    num_reduced: times that gradients were reduced since the buckets were laid out.
+    active: the buckets that travel. num_reduced: times that gradients were reduced since the
+        buckets were laid out.
     told: to be reduced in place to the largest of each byte.
     """
 
     def __init__(
-        self, buckets: Sequence[BucketRuntime], num_reduced: int, loads: Loads, options: Options
+        self,
+        buckets: Sequence[BucketRuntime],
+        active: Iterable[int],
+        num_reduced: int,
+        loads: Loads,
+        options: Options,
     ) -> None:
         self._options = options
         present = bytearray()
@@ -59,7 +67,8 @@ class RollCall:
             for slot in bucket.missing:
                 present[first + slot] = False
         self._num_params = len(present)
-        alike = bytes([num_reduced % 256]) + loads.told()
+        alike = zlib.crc32(str(sorted(active)).encode()).to_bytes(_ACTIVE_BYTES, "little")
+        alike += bytes([num_reduced % 256]) + loads.told()
         alike += bytes(_as_byte(_rate(group)) for group in options)
         self.told: Tensor = torch.frombuffer(present + alike + _rest(alike), dtype=torch.uint8)
 
@@ -72,6 +81,8 @@ class RollCall:
         alike = answer[self._num_params :]
         most, least = alike[: len(alike) // 2], _rest(alike[len(alike) // 2 :])
         if most != least:
+            _compare_active(most[:_ACTIVE_BYTES], least[:_ACTIVE_BYTES])
+            most, least = most[_ACTIVE_BYTES:], least[_ACTIVE_BYTES:]
             _compare_reductions(most[0], least[0])
             most, least = most[1:], least[1:]
             self._compare_loads(most, least)
@@ -100,6 +111,15 @@ class RollCall:
                     f"{_from_byte(high):.2g} over all; let every rank's scheduler see the same, "
                     "such as the mean over ranks of a loss"
                 )
+
+
+def _compare_active(most: bytes, least: bytes) -> None:
+    if most != least:
+        raise ReplicaMismatchError(
+            "ranks train different parameters in this step: in some buckets all have requires_grad "
+            "False on one rank, and some have it on another. Freeze and unfreeze the same "
+            "parameters on every rank, with one seed where they are drawn at random"
+        )
 
 
 def _compare_reductions(most: int, least: int) -> None:

@@ -23,7 +23,11 @@ def make(world: World) -> tuple[nn.ModuleList, DistributedOptimizer]:
 
 
 def backward(part: nn.Module) -> None:
-    part(torch.ones(1, 3)).square().mean().backward()
+    layers = part if isinstance(part, nn.ModuleList) else [part]
+    outputs = torch.ones(1, 3)
+    for layer in layers:
+        outputs = layer(outputs)
+    outputs.square().mean().backward()
 
 
 def test_a_second_backward_through_the_same_layers_on_one_rank_only() -> None:
@@ -55,6 +59,32 @@ def test_a_step_that_one_rank_leaves_out_before_its_backward_and_others_after_it
 
     with pytest.raises(CommError, match=UNEQUAL):
         run_ranks(2, rank)
+
+
+def test_ranks_that_train_different_layers() -> None:
+    """As where each draws the layers to be trained with a seed of its own."""
+
+    def rank(world: World) -> None:
+        model, optimizer = make(world)
+        model[world.rank].requires_grad_(False)
+        backward(model[1 - world.rank])
+        with pytest.raises(CommError, match="ranks train different parameters in this step"):
+            optimizer.step()
+            optimizer.synchronize()
+
+    run_ranks(2, rank)
+
+
+def test_closing_after_a_backward_that_went_through_other_layers_elsewhere() -> None:
+    def rank(world: World) -> None:
+        model, optimizer = make(world)
+        backward(model)
+        optimizer.step()
+        for part in list(model)[world.rank :]:
+            backward(part)
+        optimizer.close()
+
+    run_ranks(2, rank)
 
 
 def test_unequal_batches_with_layers_that_wait_for_all_ranks() -> None:
