@@ -147,7 +147,7 @@ class SelfPlanning:
         problem = ""
         try:
             own = self._timer.finish(world_size=world.size)
-        except UsageError as error:
+        except (UsageError, ConfigError) as error:
             problem = str(error)
         if any(world.all_reduce([float(bool(problem))], "max")):
             texts = enumerate(world.all_gather_text(problem))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
+from operator import attrgetter
 
 from dearmpi.config import MIB, EngineConfig
 from dearmpi.plan.draft import PATIENCES, Draft, Drafts
@@ -26,6 +27,9 @@ _MOST_EVENTS = 200_000  # of all simulations together: about a second
 _MOST_EVENTS_OF_MERGING = 60_000  # in addition
 
 
+_merit = attrgetter("merit")
+
+
 def improve(problem: Problem, *, enough_s: float) -> Draft:
     """The best draft that is found before the effort is spent, or one within ``enough_s``.
 
@@ -41,14 +45,14 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     what the plan gains over DeAR's own order.
     """
     drafts = Drafts(problem)
-    first = sorted(_first_drafts(problem, drafts), key=lambda draft: draft.seconds)
+    first = sorted(_first_drafts(problem, drafts), key=_merit)
     starts = _starts(drafts, first)
-    best = min((first[0], *starts), key=lambda draft: draft.seconds)
+    best = min((first[0], *starts), key=_merit)
     for draft in starts:
         climb = _Climb(problem, draft, enough_s=enough_s)
         climb.move_cuts()
         climb.move_ties()
-        best = min(best, climb.best, key=lambda draft: draft.seconds)
+        best = min(best, climb.best, key=_merit)
         if climb.over:
             break
     plainest_s = min(draft.seconds for draft in first if draft.patience is None)

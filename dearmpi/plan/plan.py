@@ -30,7 +30,7 @@ Choice = TypeVar("Choice", bound=Enum)
 class Plan:
     """What the engine follows.
 
-    parameters: names of all, in feed-forward order.
+    parameters: names of all, in feed-forward order or bucket by bucket.
     buckets: names by bucket; each bucket's parameters follow one another in ``parameters``, but
         for parameters of another dtype, device or need of gradients in between.
     schedule: over those buckets. window: most operations of a kind in flight.
@@ -76,6 +76,12 @@ class Plan:
                 f"the plan has {len(self.buckets)} buckets, but its schedule has "
                 f"{len(self.schedule.reduce_scatters)}"
             )
+        for index in self.idle:
+            if index not in range(len(self.buckets)) or self.idle.count(index) > 1:
+                raise ConfigError(
+                    f"the plan's idle buckets are {list(self.idle)}, with {index}; they must be "
+                    f"different ones of its {len(self.buckets)} buckets"
+                )
 
     def layout(self, specs: Iterable[ParamSpec], world_size: int) -> BucketLayout:
         """The buckets of the model that has ``specs``, given in any order.

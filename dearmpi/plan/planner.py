@@ -76,13 +76,13 @@ def plan_of(
 ) -> Plan:
     """What is decided on already, as a plan, with the time that it is predicted to take.
 
-    Raises ConfigError if that is for another model, or if the parameters of a bucket do not follow
-    one another in feed-forward order.
+    Its parameters are listed as in the buckets, which need not be the feed-forward's order. Raises
+    ConfigError if ``layout`` is of another model.
     """
     specs = list(profile.workload.params())
     timeline = simulate(profile, layout, schedule, costs, eager=eager, window=window, gather=gather)
     plan = Plan(
-        parameters=tuple(spec.name for spec in specs),
+        parameters=tuple(name for bucket in layout for name in bucket.names),
         buckets=tuple(bucket.names for bucket in layout),
         schedule=schedule,
         window=window,

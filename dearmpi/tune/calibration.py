@@ -107,8 +107,9 @@ def parse_calibration(text: str, place: str) -> Calibration:
     form = data.integer("format")
     if form != FORMAT:
         raise ConfigError(
-            f"{place} has format {form}, and this is dearmpi {__version__}, which reads format "
-            f"{FORMAT}; measure the link again with dear-train calibrate"
+            f"{place} has format {form}, written by dearmpi {data.text('version', 'unknown')}; "
+            f"this is dearmpi {__version__}, which reads format {FORMAT}: measure the link "
+            "again with dear-train calibrate"
         )
     hosts = data.texts("hosts")
     if data.integer("world_size", least=2) != len(hosts):

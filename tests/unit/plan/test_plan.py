@@ -81,6 +81,9 @@ def test_a_description_has_what_matters() -> None:
         (changed(eager="yes"), "eager is 'yes'; it must be true or false"),
         (changed(schedule={}), "schedule: name is missing"),
         (changed(prediction={"iteration_s": -1}), "prediction: iteration_s is -1"),
+        (changed(idle=[7]), r"idle buckets are \[7\], with 7; .* of its 3 buckets"),
+        (changed(idle=[-1]), "idle buckets are .* with -1"),
+        (changed(idle=[0, 0]), "idle buckets are .* with 0"),
         ("not json", "plan.json is not JSON"),
     ],
 )

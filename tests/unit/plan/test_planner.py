@@ -18,7 +18,7 @@ from dearmpi.plan.exhaustive import all_ties
 from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.layout import ParamSpec, build_layout
 from dearmpi.plan.plan import Plan
-from dearmpi.plan.planner import make_plan
+from dearmpi.plan.planner import make_plan, plan_of
 from dearmpi.plan.profile import LayerTimes, ModelProfile, profile_workload
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, dear, serial, wfbp
 from dearmpi.plan.timeline import simulate
@@ -235,6 +235,32 @@ def test_a_plain_schedule_is_chosen_where_it_wins() -> None:
     costs = Costs(2, link, link)
     made = make_plan(profile, costs, world_size=2, eager=False, gather="gradients")
     assert made.schedule.wait is Wait.STEP and made.schedule.launch is Launch.GRADIENTS_READY
+
+
+@pytest.mark.parametrize("num_layers", [5, 6, 8])
+def test_overlap_is_preferred_to_a_plain_schedule_of_the_same_time(num_layers: int) -> None:
+    """So that what comes late holds up less: with one bucket the simulated times are the same."""
+    profile = profile_workload(
+        read_workload(f"equal:0.4:{num_layers}"), feed_forward_s=1e-3, backprop_s=2e-3
+    )
+    costs = replace(HOSTS, main_thread_s=5e-3)
+    made = make_plan(profile, costs, world_size=4, eager=True)
+    assert len(made.buckets) == 1 and made.schedule.wait is not Wait.STEP
+
+
+def test_buckets_in_use_are_a_plan_whatever_the_order_in_which_a_model_lists_its_layers() -> None:
+    """As a transformer's, which lists its norms after the layers that follow them."""
+    used = tuple(float_layer(name, {"w": (1000,)}, 1) for name in ("a", "norm", "b", "c"))
+    workload = Workload("listed otherwise", "", used, batch_size=1, unit="img")
+    profile = profile_workload(workload, feed_forward_s=0.01, backprop_s=0.02)
+    specs = {spec.name: spec for spec in workload.params()}
+    listed = [[specs["a.w"], specs["b.w"]], [specs["norm.w"], specs["c.w"]]]
+    layout = build_layout(listed, 4)
+    made = plan_of(
+        profile, HOSTS, layout, dear(2), window=2, eager=True, gather="parameters", origin="here"
+    )
+    assert made.layout(workload.params(), 4) == layout
+    assert made.prediction.iteration_s >= 0.03
 
 
 def test_kinds_keep_apart_and_frozen_parameters_lie_idle() -> None:
