@@ -16,6 +16,7 @@ from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.self_planning import MOST_STEPS
 from dearmpi.engine.settings import check_plan
 from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.plan import Plan, read_plan
 from dearmpi.train.agreement import AgreedError, together
 from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
@@ -166,7 +167,7 @@ def _choose_plan(
     ):
         return None
     if settings.plan in (None, "auto"):
-        return _plan_while_training(world, settings, num_steps=num_steps, kept=kept)
+        return _plan_while_training(world, settings, model, num_steps=num_steps, kept=kept)
     text = ""
     with together(world, root_only=True):
         if world.is_root:
@@ -182,7 +183,7 @@ def _choose_plan(
 
 
 def _plan_while_training(
-    world: World, settings: RunSettings, *, num_steps: int, kept: Path | None
+    world: World, settings: RunSettings, model: nn.Module, *, num_steps: int, kept: Path | None
 ) -> Plan | Literal["auto"] | None:
     """The plan that the run has made before, if it still fits; else ``auto`` where it pays, which
     nobody has to ask for where the ranks are on several hosts, unless it would change the buckets
@@ -190,7 +191,9 @@ def _plan_while_training(
     """
     with together(world):
         check_plan("auto", settings.engine())  # also where the run is too short for a plan
-        text = _read_kept(kept, world, settings) if world.is_root and kept is not None else ""
+        text = ""
+        if kept is not None and world.is_root:
+            text = _read_kept(kept, world, settings, model)
     text = world.broadcast_text(text)
     if text:
         return Plan.from_json(text, "the plan that the run has made before")
@@ -199,14 +202,19 @@ def _plan_while_training(
     return "auto" if is_wanted and num_steps >= LEAST_STEPS_TO_PLAN else None
 
 
-def _read_kept(path: Path, world: World, settings: RunSettings) -> str:
-    """The plan at ``path``; empty if there is none, or one for other ranks or updates."""
+def _read_kept(path: Path, world: World, settings: RunSettings, model: nn.Module) -> str:
+    """The plan at ``path``; empty if there is none, or one for other ranks or updates, or for a
+    model of which other layers are trained, as where a run thaws some after its first part.
+    """
+    params = dict(model.named_parameters())
     try:
         plan = read_plan(path)
+        planned = set(plan.parameters)
+        plan.layout([spec_of(params[name], name) for name in planned & params.keys()], world.size)
     except ConfigError:
         return ""
-    fits = (plan.world_size, plan.eager) == (world.size, settings.engine().eager)
-    return plan.to_json() if fits else ""
+    is_whole = all(name in planned for name, param in params.items() if param.requires_grad)
+    return plan.to_json() if is_whole and plan.eager == settings.engine().eager else ""
 
 
 def _distribute(
