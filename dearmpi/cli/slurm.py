@@ -112,4 +112,4 @@ def _submit(script: BatchScript) -> str:
         ) from error
     if done.returncode:
         raise LaunchError(f"sbatch refused the job: {done.stderr.strip()}")
-    return done.stdout.strip()
+    return "\n".join(filter(None, (done.stderr.strip(), done.stdout.strip())))  # warnings first

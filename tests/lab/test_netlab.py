@@ -155,6 +155,24 @@ def test_without_hosts_there_is_nothing_to_run_on_or_to_check(lab: Lab) -> None:
     assert lab.netlab("down").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "netlab up N RATE"),
+        (["up", "2"], 2, "netlab up N RATE"),
+        (["run", "2"], 2, "netlab run"),
+        (["up", "1", "1gbit"], 1, "'1' is not a number of hosts"),
+        (["up", "\u00b2", "1gbit"], 1, "'\u00b2' is not a number of hosts"),
+        (["run", "-p", "0", "2", "true"], 1, "'0' is not a number"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load().main(arguments) == code
+    assert said in capsys.readouterr().err
+
+
 def load() -> ModuleType:
     """The command as a module; leaves no compiled file beside it."""
     loader = SourceFileLoader("netlab", str(NETLAB))
