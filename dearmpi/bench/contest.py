@@ -33,6 +33,7 @@ from dearmpi.plan.timeline import is_active
 from dearmpi.train.agreement import is_agreed
 
 Tell = Callable[[str], None]
+Keep = Callable[[Result], None]
 
 # Found in what a rank says that only lost the others: gloo's connections, or Horovod's thread.
 _AFTERMATH = ("gloo", "horovod has been shut down")
@@ -71,12 +72,13 @@ def hold_contest(
     *,
     length: Length,
     tell: Tell,
+    keep: Keep = lambda result: None,
     comm_dtype: CommDtype = "fp32",
 ) -> Result:
     """Measure every method, and computation and communication alone (collective).
 
-    tell: is given a line on each block as it ends. comm_dtype: in what communication alone sends
-    fp32; methods know for themselves.
+    tell: is given a line on each block as it ends. keep: what there is then. comm_dtype: in what
+    communication alone sends fp32; methods know for themselves.
     """
     config = EngineConfig(comm_dtype=comm_dtype)
     layout = plan_of(world, subject.build())
@@ -103,6 +105,7 @@ def hold_contest(
             if not row.error:
                 _run_block(world, _Trial(world, subject, method, length), row)
                 tell(_describe(result, row, number))
+                keep(result)
     return result
 
 

@@ -22,7 +22,7 @@ def draw(result: Result) -> str:
     bounds = result.bounds
     if bounds is not None:
         most_s = max(most_s, bounds.dear_s)
-    left = max(text_width(row.label) for row in rows) + _GAP
+    left = max(text_width(row.name) for row in rows) + _GAP
     axis = Axis(0.0, most_s, left, max(_WIDTH - _RIGHT, left + _LEAST))
     bottom = _TOP + _STEP * len(rows)
     title = (
@@ -42,7 +42,7 @@ def draw(result: Result) -> str:
 
 def _draw_row(row: Row, top: float, axis: Axis, *, is_alone: bool) -> list[Shape]:
     middle = top + _BAR / 2
-    shapes: list[Shape] = [Label(axis.start - _GAP, middle + 4, row.label, "end")]
+    shapes: list[Shape] = [Label(axis.start - _GAP, middle + 4, row.name, "end")]
     if not row.blocks:
         return [*shapes, Label(axis.start + 6, middle + 4, "failed", colour=_BOUND)]
     colour = _OURS if row.label.partition(":")[0] in _OUR_NAMES else _PEER

@@ -37,6 +37,8 @@ def as_plain(result: Result) -> dict[str, Any]:
         plain["bounds"] = asdict(bounds) | {
             "dear_s": bounds.dear_s,
             "absolute_s": bounds.absolute_s,
+            "compute_s": bounds.compute_s,
+            "communication_s": bounds.communication_s,
         }
     return plain
 
@@ -50,6 +52,7 @@ def _row_as_plain(result: Result, row: Row) -> dict[str, Any]:
         if bounds is not None:
             plain["ratio_to_dear_bound"] = row.median_s / bounds.dear_s
             plain["ratio_to_absolute_bound"] = row.median_s / bounds.absolute_s
+            plain["exposed_s"] = row.median_s - bounds.compute_s
     return plain
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dearmpi.config import CommDtype
+from dearmpi.report.unit import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,13 @@ class Row:
     label: str
     blocks: list[Block] = field(default_factory=list)
     error: str = ""
+
+    @property
+    def name(self) -> str:
+        """The label, and how much there is where the method failed later."""
+        if not self.error or not self.blocks:
+            return self.label
+        return f"{self.label} ({count_text(len(self.blocks), 'round')}, then failed)"
 
     def iterations(self) -> list[Iteration]:
         """Of all rounds."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dearmpi.bench.contest import Length, Tell, hold_contest, plan_of
+from dearmpi.bench.contest import Keep, Length, Tell, hold_contest, plan_of
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.memory import reuse_pages
 from dearmpi.bench.method import Method
@@ -82,8 +82,11 @@ class Question:
         return [method for method in methods if method.label != "alone"]
 
 
-def answer(world: World, question: Question, tell: Tell) -> Result:
-    """Measure (collective). ``tell`` is given lines as things happen.
+def answer(
+    world: World, question: Question, tell: Tell, *, keep: Keep = lambda result: None
+) -> Result:
+    """Measure (collective). ``tell`` is given lines as things happen, ``keep`` what there is after
+    each block.
 
     Raises AgreedError on all ranks for what cannot be measured.
     """
@@ -91,7 +94,13 @@ def answer(world: World, question: Question, tell: Tell) -> Result:
         methods = question.read_methods()
     subject = make_subject(world, question, tell)
     return hold_contest(
-        world, subject, methods, length=question.length, tell=tell, comm_dtype=question.comm_dtype
+        world,
+        subject,
+        methods,
+        length=question.length,
+        tell=tell,
+        keep=keep,
+        comm_dtype=question.comm_dtype,
     )
 
 

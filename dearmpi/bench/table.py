@@ -90,7 +90,7 @@ def _cells(result: Result, row: Row, bounds: Bounds | None) -> tuple[str, ...]:
         ]
     peak = row.peak_bytes
     return (
-        row.label,
+        row.name,
         f"{median_s:.4f}",
         f"{low:.4f}-{high:.4f}",
         f"{result.rate(median_s):.1f}",

@@ -11,11 +11,12 @@ import click
 
 from dearmpi.cli.combination import given_flags, refuse_useless
 from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_place, measure_together, write
+from dearmpi.cli.measurement import OUT, check_place, measure_together, write, write_file
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dearmpi.bench.result import Result
     from dearmpi.cli.console import Console
     from dearmpi.comm.world import World
 
@@ -148,8 +149,10 @@ def _measure(
         if picture_path is not None and picture_path.suffix != ".svg":
             raise ConfigError(f"--picture is {picture_path}; its name must end in .svg")
         check_place(world, json_path, picture_path)
-    compare = _measure_collectives if given["collectives"] else _measure_methods
-    lines, contents, code = compare(world, console, given)
+    if given["collectives"]:
+        lines, contents, code = _measure_collectives(world, console, given)
+    else:
+        lines, contents, code = _measure_methods(world, console, given, json_path=json_path)
     console.say("", *lines)
     write(world, console, json_path, contents.json)
     write(world, console, picture_path, contents.picture)
@@ -157,7 +160,7 @@ def _measure(
 
 
 def _measure_methods(
-    world: World, console: Console, given: dict[str, Any]
+    world: World, console: Console, given: dict[str, Any], *, json_path: Path | None
 ) -> tuple[list[str], Contents, int]:
     from dearmpi.bench.contest import Length
     from dearmpi.bench.picture import draw
@@ -182,7 +185,14 @@ def _measure_methods(
                 num_rounds=given["num_iters"],
             ),
         )
-    result = answer(world, question, console.say)
+
+    def keep(result: Result) -> None:
+        """What there is, should the next block end the whole job: the system may kill a rank."""
+        with together(world, root_only=True):
+            if world.is_root and json_path is not None:
+                write_file(json_path, result_json(result))
+
+    result = answer(world, question, console.say, keep=keep)
     contents = Contents(result_json(result), draw(result))
     return describe_result(result), contents, 0 if any(row.blocks for row in result.rows) else 1
 
@@ -196,12 +206,14 @@ def _measure_collectives(
 
     with together(world):
         sizes_mb = _read_sizes(given["sizes_mb"])
+        if given["num_iters"] < 1:
+            raise ConfigError(f"--num-iters is {given['num_iters']}; it must be 1 or more")
         if world.size == 1:
             raise ConfigError("one rank has no collectives; start several with mpirun")
     result = measure_collectives(
         world,
         sizes_mb,
-        repeats=max(1, given["num_iters"]),
+        repeats=given["num_iters"],
         tell=console.say,
         wire_dtype=None if given["comm_dtype"] == "fp32" else given["comm_dtype"],
     )

@@ -132,6 +132,19 @@ def test_a_method_of_this_package_that_breaks_ends_the_benchmark(world: World) -
         contest(world, bad, read_method("dear"))
 
 
+def test_what_is_there_is_kept_after_each_block(world: World) -> None:
+    """For a rank that the system kills takes the whole job with it."""
+    seen = []
+    question = Question("equal:0.1:4", ["dear", "wfbp"], ratio=1.0, length=SHORT)
+    answer(
+        world,
+        question,
+        lambda line: None,
+        keep=lambda result: seen.append([len(row.blocks) for row in result.rows]),
+    )
+    assert seen == [[0, 0], [1, 0], [1, 1]]
+
+
 def test_a_group_that_rank_0_cannot_open_is_out_and_the_rest_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_the_file_holds_every_iteration_and_the_bounds() -> None:
     assert [len(one["iterations"]) for one in dear["blocks"]] == [2, 2]
     assert dear["median_s"] == 4.375 and dear["ratio_to_dear_bound"] == 1.25
     assert peer["error"].startswith("rank 1") and "median_s" not in peer
+    assert (plain["bounds"]["compute_s"], dear["exposed_s"]) == (3.0, 1.375)
     assert plain["bounds"]["dear_s"] == 3.5 and plain["versions"]["torch"]
 
 

@@ -1,0 +1,29 @@
+"""What methods are measured on: a task's samples, and what is wrong with a model at the end."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from dearmpi.bench.subject import task_subject
+from dearmpi.train.task import Task
+
+
+def test_each_rank_of_a_task_has_samples_of_its_own() -> None:
+    samples = [torch.tensor([float(number)]) for number in range(24)]
+    task = Task("numbers", nn.Linear(1, 1), samples, lambda model, batch: model(batch).mean())
+    subjects = [task_subject(task, batch_size=3, rank=rank, world_size=2) for rank in range(2)]
+    seen = [set(torch.cat(subject.batches).flatten().tolist()) for subject in subjects]
+    assert not seen[0] & seen[1]
+    assert seen[0] | seen[1] == {float(number) for number in range(24)}
+
+
+def test_a_model_that_is_not_finite_has_not_trained() -> None:
+    task = Task("one", nn.Linear(1, 1), [torch.ones(1)], lambda model, batch: model(batch).mean())
+    subject = task_subject(task, batch_size=1, rank=0, world_size=1)
+    model = subject.build()
+    assert subject.problem(model, 1) == ""
+    nn.init.constant_(model.weight, math.nan)  # type: ignore[arg-type]
+    assert "weight is not finite after 1 steps" in subject.problem(model, 1)
