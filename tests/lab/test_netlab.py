@@ -32,10 +32,9 @@ HOLD = """
 mkdir -p /run/netns /etc/netns
 mount -t tmpfs none /run/netns && mount -t tmpfs none /etc/netns && ip netns add probe &&
     ip -n probe link add br0 type bridge &&
-    ip -n probe link add a type veth peer name b &&
-    tc -n probe qdisc add dev a root handle 1: htb default 1 &&
-    ip netns del probe && echo ready
-exec cat
+    ip -n probe link add veth0 type veth peer name veth1 &&
+    tc -n probe qdisc add dev veth0 root handle 1: htb default 1 &&
+    ip netns del probe && echo ready && exec cat
 """
 
 
