@@ -19,18 +19,18 @@ import torch
 
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.session import Question, make_subject
+from dearmpi.engine import hooks
 from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.engine import Engine
-from dearmpi.engine.hooks import ParameterTable
 
 _WARMUP = 5
 _COPY = "copy of a gradient"
 _ENTRIES: tuple[tuple[type, str, str], ...] = (
-    (BucketRuntime, "clear_stand_in", "hook before a gradient accumulates"),
-    (Engine, "grad_ready", "hook after it: launch"),
     (BucketRuntime, "_store_gradient", _COPY),
-    (Engine, "pre_forward", "hook before a module's forward"),
-    (ParameterTable, "__getitem__", "look-up of a parameter"),
+    (hooks._PreForward, "__call__", "hook before a module's forward"),
+    (hooks.ParameterTable, "__getitem__", "look-up of a parameter"),
+    (hooks.ParameterTable, "get", "look-up of a parameter"),
+    (hooks.ParameterTable, "items", "look-up of parameters"),
+    (hooks.ParameterTable, "values", "look-up of parameters"),
     (DistributedOptimizer, "step", "step"),
     (DistributedOptimizer, "zero_grad", "zero_grad"),
 )
@@ -47,7 +47,10 @@ class Stopwatch:
 
     def attach(self, owner: type, name: str, title: str) -> None:
         """Time ``owner.name`` from now on."""
-        function: Callable[..., Any] = getattr(owner, name)
+        setattr(owner, name, self.around(getattr(owner, name), title))
+
+    def around(self, function: Callable[..., Any], title: str) -> Callable[..., Any]:
+        """``function``, timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             before, self._elsewhere = self._elsewhere, 0.0
@@ -60,7 +63,20 @@ class Stopwatch:
                 self.calls[title] += 1
                 self._elsewhere = before + took + self._clock_s
 
-        setattr(owner, name, timed)
+        return timed
+
+    def attach_to_gradients(self) -> None:
+        """Time what autograd calls around each gradient, which is made for each parameter."""
+        make = hooks._translate_gradient
+
+        def make_timed(*args: Any) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+            before, after = make(*args)
+            return (
+                self.around(before, "hook before a gradient accumulates"),
+                self.around(after, "hook after it: launch"),
+            )
+
+        hooks._translate_gradient = make_timed
 
 
 def clock_seconds() -> float:
@@ -78,6 +94,7 @@ def main() -> None:
     model, watch = subject.build(), Stopwatch()
     for owner, method, title in _ENTRIES:
         watch.attach(owner, method, title)
+    watch.attach_to_gradients()
     optimizer = DistributedOptimizer(subject.make_optimizer(model.parameters()), model, world=world)
     loss = subject.losses()
     for number in range(_WARMUP + int(count)):

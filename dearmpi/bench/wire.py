@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import time
 
 from dearmpi.comm.world import World
@@ -15,6 +16,7 @@ ADDRESS_CURE = "set MASTER_ADDR to an address of rank 0's host that the others c
 _LOOPBACK = "127.0.0.1"
 _CHUNK = bytes(1 << 18)
 _PATIENCE_S = 30.0
+_NUM_STRETCHES = 3
 
 
 def root_address(one_host: bool) -> str:
@@ -41,7 +43,8 @@ def root_address(one_host: bool) -> str:
 
 def measure_wire(world: World, *, seconds: float = 1.0) -> float:
     """Bits per second that a rank, of another host if there is one, can send to rank 0
-    (collective; at least 2 ranks).
+    (collective; at least 2 ranks): the median of some stretches of ``seconds``, after a first one
+    that is left out, since a new connection carries less at its beginning.
 
     Raises AgreedError where rank 0 cannot be reached.
     """
@@ -54,11 +57,17 @@ def measure_wire(world: World, *, seconds: float = 1.0) -> float:
     host, port = world.broadcast_text(place).split()
     others = [rank for rank, name in enumerate(world.hosts) if name != world.hosts[0]]
     rate = 0.0
-    if server is not None:
-        with server:
-            rate = _receive(server)
-    elif world.rank == (others or [1])[0]:
-        _send((host, int(port)), seconds)
+    with together(world):
+        try:
+            if server is not None:
+                with server:
+                    rate = _receive(server, seconds)
+            elif world.rank == (others or [1])[0]:
+                _send((host, int(port)), (1 + _NUM_STRETCHES) * seconds)
+        except OSError as error:
+            raise ConfigError(
+                f"a plain TCP stream to rank 0 at {host}, port {port}: {error}; {ADDRESS_CURE}"
+            ) from error
     return world.all_reduce([rate], "max")[0]
 
 
@@ -71,16 +80,21 @@ def _listen(address: str) -> socket.socket:
     return server
 
 
-def _receive(server: socket.socket) -> float:
+def _receive(server: socket.socket, seconds: float) -> float:
     peer, _ = server.accept()
+    rates = []
     with peer:
-        peer.recv(len(_CHUNK))
-        start = last = time.perf_counter()
-        total = 0
+        peer.settimeout(_PATIENCE_S)
+        start, total = time.perf_counter(), 0
         while data := peer.recv(4 * len(_CHUNK)):
             total += len(data)
-            last = time.perf_counter()
-    return 8 * total / max(last - start, 1e-9)
+            took = time.perf_counter() - start
+            if took >= seconds:
+                rates.append(8 * total / took)
+                start, total = start + took, 0
+    if len(rates) < 2:
+        raise ConfigError(f"the stream to rank 0 ended after {len(rates)} stretches of {seconds} s")
+    return statistics.median(rates[1:])
 
 
 def _send(place: tuple[str, int], seconds: float) -> None:
