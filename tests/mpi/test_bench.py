@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,32 +13,22 @@ import torch.distributed as dist
 from torch import nn
 
 from dearmpi.bench import contest as bench_contest
-from dearmpi.bench import group, peers, session
+from dearmpi.bench import session
 from dearmpi.bench.collectives import describe_collectives, measure_collectives
-from dearmpi.bench.contest import Length, hold_contest
 from dearmpi.bench.group import leave_group
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.peers import plug_in, read_method
 from dearmpi.bench.record import collectives_json, result_json
-from dearmpi.bench.result import Result
 from dearmpi.bench.session import Question, answer
-from dearmpi.bench.subject import ReplaySubject
 from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World
 from dearmpi.errors import DearError
 from dearmpi.plan.layout import ParamSpec
-from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
-from tests.mpi.entrants import (
-    fails_in_backprop,
-    fails_to_close,
-    fails_to_enter,
-    forgets_others,
-)
+from tests.mpi.contests import SHORT, contest
 
 pytestmark = pytest.mark.ranks(1, 2)
 
-SHORT = Length(num_warmup=1, num_batches=2, num_rounds=1, patience_s=60.0)
 TIED = Workload(
     "tied",
     "",
@@ -54,22 +42,6 @@ TIED = Workload(
     batch_size=8,
     unit="seq",
 )
-
-
-def contest(
-    world: World, *methods: Method, workload: Workload | None = None, num_rounds: int = 1
-) -> tuple[Result, list[str]]:
-    lines: list[str] = []
-    subject = ReplaySubject(
-        profile_workload(
-            workload or read_workload("equal:0.1:4"), feed_forward_s=0.002, backprop_s=0.004
-        ),
-        batch_size=8,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    length = replace(SHORT, num_rounds=num_rounds)
-    return hold_contest(world, subject, methods, length=length, tell=lines.append), lines
 
 
 @pytest.mark.parametrize("workload", [None, TIED], ids=["equal", "tied"])
@@ -90,48 +62,6 @@ def test_every_method_trains_the_same_model(world: World, workload: Workload | N
     assert not dist.is_initialized()
 
 
-def check_only_one_failed(result: Result, label: str, *words: str) -> None:
-    for row in result.rows:
-        if row.label == label:
-            assert not row.blocks and all(word in row.error for word in words), row.error
-        else:
-            assert not row.error and row.blocks
-    table = "\n".join(describe_result(result))
-    assert f"\n{label}: " in table and "failed" in table
-
-
-@pytest.mark.slow  # the ranks that did not fail wait for gloo's time limit
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda last: fails_to_enter(last), ("OSError: no such accelerator",)),
-        (lambda last: fails_in_backprop(last, at=1), ("FloatingPointError: broken in two",)),
-        (lambda last: fails_in_backprop(last, at=3), ("FloatingPointError: broken in two",)),
-    ],
-    ids=["enter", "first backprop", "third backprop"],
-)
-def test_a_peer_that_fails_on_one_rank_is_out_and_the_rest_goes_on(
-    world: World, make: Any, words: tuple[str, ...]
-) -> None:
-    bad = Method("bad", make(world.size - 1))
-    result, _ = contest(world, read_method("ddp"), bad, read_method("dear"), num_rounds=2)
-    check_only_one_failed(result, "bad", *words)
-    assert "details" not in next(row.error for row in result.rows if row.label == "bad")
-
-
-@pytest.mark.ranks(2)
-def test_a_method_of_this_package_that_breaks_ends_the_benchmark(world: World) -> None:
-    """Not the row alone: of one that breaks on some ranks the others would wait in MPI."""
-
-    def enter(setup: Setup) -> Entrant:
-        raise FloatingPointError("broken in two")
-
-    bad = Method("bad", enter, uses_group=False, waits_in_mpi=True)
-    assert read_method("dear").waits_in_mpi and not read_method("ddp").waits_in_mpi
-    with pytest.raises(FloatingPointError, match="broken in two"):
-        contest(world, bad, read_method("dear"))
-
-
 def test_what_is_there_is_kept_after_each_block(world: World) -> None:
     """For a rank that the system kills takes the whole job with it."""
     seen = []
@@ -143,27 +73,6 @@ def test_what_is_there_is_kept_after_each_block(world: World) -> None:
         keep=lambda result: seen.append([len(row.blocks) for row in result.rows]),
     )
     assert seen == [[0, 0], [1, 0], [1, 1]]
-
-
-def test_a_group_that_rank_0_cannot_open_is_out_and_the_rest_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group, "root_address", lambda one_host: "192.0.2.1")  # nobody's
-    result, _ = contest(world, read_method("ddp"), read_method("dear"))
-    check_only_one_failed(result, "ddp", "cannot be reached at 192.0.2.1", "set MASTER_ADDR")
-
-
-@pytest.mark.ranks(2)
-def test_a_peer_may_give_its_memory_back_in_between(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    methods = [read_method(f"fsdp2{more}") for more in (":reuse_pages=false", ":reuse_pages=maybe")]
-    calls: list[str] = []
-    for name in ("give_back_large", "reuse_pages"):
-        monkeypatch.setattr(peers, name, partial(calls.append, name))
-    result, _ = contest(world, *methods, read_method("dear"))
-    assert calls == ["give_back_large", "reuse_pages"]
-    check_only_one_failed(result, "fsdp2:reuse_pages=maybe", "reuse_pages", "maybe", "true, false")
 
 
 @pytest.mark.ranks(2)
@@ -178,41 +87,9 @@ def test_frozen_parameters_are_no_communication(world: World) -> None:
     assert not result.rows[0].error
 
 
-@pytest.mark.ranks(2)
-def test_a_method_that_averages_nothing_is_found_out(world: World) -> None:
-    for ours in (False, True):  # which ends nothing: no rank waits for another by then
-        bad = Method("bad", forgets_others, waits_in_mpi=ours)
-        result, _ = contest(world, bad, read_method("wfbp"))
-        check_only_one_failed(result, "bad", "trained wrongly", "layer0.weight")
-
-
-def test_a_peer_that_is_not_installed_is_out_and_the_rest_goes_on(world: World) -> None:
-    result, _ = contest(world, plug_in("not_installed_anywhere:make"), read_method("dear"))
-    check_only_one_failed(result, "not_installed_anywhere:make", "ModuleNotFoundError")
-
-
-@pytest.mark.ranks(2)
-def test_the_rank_that_failed_first_is_named_and_not_one_that_lost_the_others(world: World) -> None:
-    def enter(setup: Setup) -> Entrant:
-        if setup.world.rank == 0:
-            raise RuntimeError("Horovod has been shut down. This was caused by an exception")
-        raise OSError("no such accelerator")
-
-    result, _ = contest(world, Method("bad", enter, uses_group=False), read_method("dear"))
-    check_only_one_failed(result, "bad", "rank 1: OSError: no such accelerator")
-
-
 def test_a_plug_in_takes_part(world: World) -> None:
     result, _ = contest(world, plug_in("tests.mpi.entrants:plug_in"))
     assert not result.rows[0].error and len(result.rows[0].blocks) == 1
-
-
-def test_a_peer_that_fails_to_close_has_been_measured_all_the_same(world: World) -> None:
-    def close() -> None:
-        raise RuntimeError("cannot close")
-
-    result, _ = contest(world, Method("bad", fails_to_close(close)), read_method("ddp"))
-    assert all(len(row.blocks) == 1 for row in result.rows)
 
 
 def test_what_uses_the_group_is_gone_before_it(
@@ -257,12 +134,6 @@ def test_a_search_for_the_cap_is_over_before_it_is_measured(world: World) -> Non
     text = "\n".join(describe_result(result))
     told = re.search(r"\nbayes, round 0: ([0-9.]+) MiB, the best of 10 caps, [0-9.]+ s in", text)
     assert told is not None and 1 <= float(told[1]) <= 3.82  # MiB: the model has 4 MB
-
-
-@pytest.mark.ranks(1)
-def test_a_rank_alone_has_no_cap_to_search_for(world: World) -> None:
-    result, _ = contest(world, read_method("bayes"), read_method("dear"))
-    check_only_one_failed(result, "bayes", "one rank sends nothing")
 
 
 def test_a_real_task_is_measured(world: World, tmp_path: Any) -> None:
