@@ -16,7 +16,9 @@ _OUR_NAMES = ("serial", "wfbp", "dear", "planned", "bayes")
 
 
 def draw(result: Result) -> str:
-    """An SVG document. Bars are medians, whiskers quartiles; methods that failed have no bar."""
+    """An SVG document. Bars are medians, whiskers quartiles; methods that failed have no bar.
+    The numbers stand at the right, where no bound crosses them.
+    """
     rows = [result.alone, *result.rows]
     most_s = max((max(row.totals()) for row in rows if row.blocks), default=1.0)
     bounds = result.bounds
@@ -52,7 +54,7 @@ def _draw_row(row: Row, top: float, axis: Axis, *, is_alone: bool) -> list[Shape
         *shapes,
         Box(axis.start, top, end - axis.start, _BAR, _PLAIN if is_alone else colour),
         Line(((low, middle), (high, middle)), "ink"),
-        Label(max(high, end) + 6, middle + 4, f"{row.median_s:.3f}"),
+        Label(axis.stop + _GAP, middle + 4, f"{row.median_s:.3f}"),
     ]
 
 
