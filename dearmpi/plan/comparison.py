@@ -68,8 +68,7 @@ def compare(
     """
     costs = network.at(world_size)
     num_bytes = sum(spec.nbytes for spec in profile.workload.params() if spec.trained)
-    halves = (costs.reduce_scatter, costs.all_gather)
-    wire_s = sum(half.wire_s(num_bytes) for half in halves)
+    wire_s = network.wire_s(world_size, num_bytes)
     if profile.feed_forward_s + profile.backprop_s + wire_s == 0:
         raise ConfigError(
             f"neither computation nor {world_size} rank(s) over {network.name} take any time: "

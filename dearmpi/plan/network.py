@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
-from dearmpi.plan.cost import Costs, one_after_another, ring_cost, share_sent
+from dearmpi.plan.cost import Costs, LinkModel, one_after_another, ring_cost, share_sent
 from dearmpi.plan.layout import ParamSpec
 
 
@@ -45,18 +45,32 @@ class Network:
         share the node's link, which carries ``(N - 1) / N * n`` bytes for N nodes, however many
         ranks are behind it. The last node may have fewer.
         """
-        if self.node is None:
-            return self.costs.at(world_size)
-        within = ring_cost(
-            self.node.alpha_s, self.node.beta_s_per_byte, min(world_size, self.node.num_ranks)
-        )
-        between = self.costs.at(math.ceil(world_size / self.node.num_ranks))
+        within, between = self._links(world_size)
+        if within is None:
+            return between
         return replace(
             between,
             world_size=world_size,
             reduce_scatter=one_after_another(within, between.reduce_scatter),
             all_gather=one_after_another(within, between.all_gather),
         )
+
+    def wire_s(self, world_size: int, num_bytes: float) -> float:
+        """Least seconds for ``num_bytes`` reduced and gathered: of the busier link, where a bucket
+        may be in the nodes while another is between them.
+        """
+        within, between = self._links(world_size)
+        outside_s = between.reduce_scatter.wire_s(num_bytes) + between.all_gather.wire_s(num_bytes)
+        return outside_s if within is None else max(outside_s, 2 * within.wire_s(num_bytes))
+
+    def _links(self, world_size: int) -> tuple[LinkModel | None, Costs]:
+        """A ring within a node, if ranks share one, and the costs between nodes."""
+        if self.node is None:
+            return None, self.costs.at(world_size)
+        within = ring_cost(
+            self.node.alpha_s, self.node.beta_s_per_byte, min(world_size, self.node.num_ranks)
+        )
+        return within, self.costs.at(math.ceil(world_size / self.node.num_ranks))
 
     def with_node(self, node: Node) -> Network:
         """The same between nodes like ``node``."""

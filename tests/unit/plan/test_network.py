@@ -59,3 +59,17 @@ def test_numbers_that_are_none_are_refused(text: str) -> None:
         parse_network(text)
     with pytest.raises(ConfigError):
         parse_network("0,-1")
+
+
+def test_the_busier_of_two_links_bounds_all_methods() -> None:
+    """Not both, one after the other: a bucket may be in the nodes while another is between them."""
+    network = parse_network("10GbE")
+    assert network is not None
+    outside_s = network.with_node(parse_node("0,0", 8)).wire_s(64, 1e8)
+    assert outside_s == pytest.approx(network.wire_s(8, 1e8))
+    slow_inside = network.with_node(parse_node("0,1e-8", 8))
+    assert slow_inside.wire_s(64, 1e8) == pytest.approx(2 * 7 / 8 * 1e8 * 1e-8)
+    assert outside_s < slow_inside.wire_s(64, 1e8)
+    halves = slow_inside.at(64)
+    both_s = halves.reduce_scatter.wire_s(1e8) + halves.all_gather.wire_s(1e8)
+    assert both_s == pytest.approx(outside_s + slow_inside.wire_s(64, 1e8))
