@@ -226,7 +226,8 @@ def _compare_paper(console: Console) -> list[Comparison]:
         f"{WORLD_SIZE} ranks. {DEVICE}.",
         "gain: of DeAR over the best of the others, each with fusion or each without.",
         "overlap: WFBP's bound over DeAR's, for DeAR's buckets; limit: 1 + t_ff / (2 t_bp).",
-        "rest: what is left of the gain, from start-up, fusion and the ends of both passes.",
+        "start-up: what the other loses to that of its operations, over what DeAR loses to it.",
+        "rest: what is left of the gain, from fusion and what nothing hides at a pass's ends.",
     )
     comparisons = []
     for network in PRESETS:

@@ -104,9 +104,34 @@ class Gain:
         return 1 + timeline.feed_forward_s / (2 * timeline.backprop_s)
 
     @property
+    def start_up(self) -> float:
+        """What the best of the others loses to the start-up of its operations, over what DeAR loses
+        to that of its own.
+        """
+        return self._lost_to_start_up(self.best_other) / self._lost_to_start_up(self.dear)
+
+    def _lost_to_start_up(self, row: Row) -> float:
+        """The time of ``row`` over what it would be if operations started at once."""
+        network, costs = self.comparison.network, self.comparison.network.costs
+        at_once = replace(
+            costs,
+            reduce_scatter=costs.reduce_scatter.scaled(alpha=0.0, beta=1.0),
+            all_gather=costs.all_gather.scaled(alpha=0.0, beta=1.0),
+        )
+        free = compare(
+            self.comparison.profile,
+            replace(network, costs=at_once),
+            self.comparison.world_size,
+            [row.method],
+        )
+        return row.iteration_s / free.rows[0].iteration_s
+
+    @property
     def rest(self) -> float:
-        """The factor that is not overlap: start-up and fusion of the others, and the ends."""
-        return self.factor / self.overlap
+        """The factor that is neither: what fusion has the best of the others wait for, over what
+        DeAR leaves exposed at the ends of both passes.
+        """
+        return self.factor / self.overlap / self.start_up
 
 
 def paper_gains(network: Network) -> list[Gain]:

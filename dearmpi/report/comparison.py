@@ -66,6 +66,7 @@ def gain_rows(gains: Sequence[Gain]) -> list[tuple[str, ...]]:
         "DeAR s",
         "gain",
         "overlap",
+        "start-up",
         "rest",
         "limit",
     )
@@ -79,7 +80,7 @@ def _gain_cells(gain: Gain) -> tuple[str, ...]:
         gain.best_other.method.name,
         f"{gain.best_other.iteration_s:.4f}",
         f"{gain.dear.iteration_s:.4f}",
-        *(_percent(factor) for factor in (gain.factor, gain.overlap, gain.rest)),
+        *(_percent(factor) for factor in (gain.factor, gain.overlap, gain.start_up, gain.rest)),
         _percent(gain.most_overlap),
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.comparison import compare
+from dearmpi.plan.cost import LinkModel
 from dearmpi.plan.network import PRESETS, Network
 from dearmpi.plan.paper import (
     CLAIMS,
@@ -19,6 +21,8 @@ from dearmpi.plan.paper import (
     unfused_methods,
 )
 from dearmpi.plan.workload import read_workload
+
+RATE = LinkModel(0.0, 1e-9)
 
 
 def test_times_are_those_of_the_public_figures() -> None:
@@ -56,9 +60,13 @@ def test_overlap_is_within_its_limit_and_the_parts_make_the_whole(
     for fused, methods in ((False, unfused_methods()), (True, fused_methods())):
         gain = Gain(compare(profile, network, WORLD_SIZE, methods), fused)
         assert 1 <= gain.overlap <= gain.most_overlap == pytest.approx(1.25)
-        assert gain.factor == pytest.approx(gain.overlap * gain.rest)
+        assert gain.factor == pytest.approx(gain.overlap * gain.start_up * gain.rest)
         # One in flight, as in the paper: DeAR is no faster than its own bound.
         assert gain.dear.iteration_s >= gain.dear.timeline.dear_bound_s * (1 - 1e-9)
+        # Without latency there is no start-up to lose anything to.
+        at_once = replace(network.costs, reduce_scatter=RATE, all_gather=RATE)
+        free = compare(profile, replace(network, costs=at_once), WORLD_SIZE, methods)
+        assert Gain(free, fused).start_up == 1
         # Without fusion all start up equally often, so that nothing but overlap can be gained.
         if not fused:
             assert gain.factor <= gain.most_overlap
