@@ -34,6 +34,11 @@ def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
             "the plan is made for eager=True (buckets are updated during backprop), but eager is "
             "False; set it, or make a plan without"
         )
+    if isinstance(plan, Plan) and plan.gather not in (None, config.gather):
+        raise ConfigError(
+            f"the plan is made for gather={plan.gather!r}, but gather is {config.gather!r}; set "
+            "it, or make a plan with that"
+        )
 
 
 def check_growth(plan: Plan | str | None) -> None:

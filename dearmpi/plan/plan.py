@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
+from dearmpi.config import Gather, check_choice
 from dearmpi.errors import ConfigError
 from dearmpi.plan.fields import Fields, read_fields, read_text
 from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
@@ -38,7 +39,7 @@ class Plan:
     eager: made for buckets that are updated during backprop, which gathers in it need.
     fingerprint: of the model, see ``fingerprint``.
     prediction: what it was chosen for. origin: how it was made, in words.
-    version: of the package that made it.
+    version: of the package that made it. gather: what it gathers, if that is known.
 
     Raises ConfigError unless every parameter stands in exactly one bucket.
     """
@@ -54,6 +55,7 @@ class Plan:
     origin: str
     version: str = __version__
     idle: tuple[int, ...] = ()
+    gather: Gather | None = None
 
     def __post_init__(self) -> None:
         placed = Counter(name for bucket in self.buckets for name in bucket)
@@ -157,6 +159,7 @@ class Plan:
             "fingerprint": self.fingerprint,
             "window": self.window,
             "eager": self.eager,
+            **({"gather": self.gather} if self.gather else {}),
             "prediction": asdict(self.prediction),
             "schedule": {
                 "name": schedule.name,
@@ -198,6 +201,7 @@ class Plan:
                 origin=data.text("origin"),
                 version=version,
                 idle=_indices(data, "idle", data.items("idle", [])),
+                gather=_parse_gather(data),
             )
         except ConfigError as error:
             text = str(error)
@@ -260,6 +264,15 @@ def _parse_schedule(data: Fields) -> Schedule:
         launch=_parse_choice(data, "launch", Launch),
         wait=_parse_choice(data, "wait", Wait),
     )
+
+
+def _parse_gather(data: Fields) -> Gather | None:
+    if "gather" not in data:
+        return None
+    gather: Any = data.text("gather")
+    check_choice("gather", gather, get_args(Gather))
+    known: Gather = gather
+    return known
 
 
 def _indices(

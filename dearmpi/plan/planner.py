@@ -97,6 +97,7 @@ def plan_of(
         ),
         origin=f"{origin} for {profile.workload.name} on {profile.device}",
         idle=tuple(index for index, bucket in enumerate(layout) if not is_active(bucket)),
+        gather=gather,
     )
     plan.layout(specs, layout.world_size)
     return plan

@@ -214,7 +214,9 @@ def _read_kept(path: Path, world: World, settings: RunSettings, model: nn.Module
     except ConfigError:
         return ""
     is_whole = all(name in planned for name, param in params.items() if param.requires_grad)
-    return plan.to_json() if is_whole and plan.eager == settings.engine().eager else ""
+    config = settings.engine()
+    fits = plan.eager == config.eager and plan.gather in (None, config.gather)
+    return plan.to_json() if is_whole and fits else ""
 
 
 def _distribute(

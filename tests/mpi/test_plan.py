@@ -142,6 +142,8 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
         wrap(plan="auto", bucket_cap_mb=2)
     with pytest.raises(ConfigError, match="made for eager=True"):
         wrap(plan=plan_for(world.size))
+    with pytest.raises(ConfigError, match="for gather='gradients', but gather is 'parameters'"):
+        wrap(plan=plan_for(world.size, gather="gradients"), eager=True)
     with pytest.raises(ConfigError, match="cannot read the plan"):
         wrap(plan="no-such-plan.json")
     other = plan_for(world.size, window=2) if world.rank == 1 else plan_for(world.size)

@@ -78,6 +78,7 @@ def test_a_description_has_what_matters() -> None:
         (changed(buckets=[[1], ["b", "h", "c"]]), "buckets holds 1; it must hold texts"),
         (changed(world_size=0), "world_size is 0"),
         (changed(window=True), "window is True"),
+        (changed(gather="weights"), "gather is 'weights'; choose one of parameters, gradients"),
         (changed(eager="yes"), "eager is 'yes'; it must be true or false"),
         (changed(schedule={}), "schedule: name is missing"),
         (changed(prediction={"iteration_s": -1}), "prediction: iteration_s is -1"),
