@@ -127,6 +127,14 @@ def test_the_ratio_sets_the_compute_time(world: World, monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks(2)
+def test_a_plan_is_made_before_it_is_measured(world: World) -> None:
+    result, _ = contest(world, read_method("planned"))
+    row = result.rows[0]
+    assert not row.error and len(row.iterations()) == SHORT.num_batches
+    assert " s predicted, " in "\n".join(describe_result(result))
+
+
+@pytest.mark.ranks(2)
 def test_a_search_for_the_cap_is_over_before_it_is_measured(world: World) -> None:
     result, _ = contest(world, read_method("bayes"), workload=read_workload("equal:4:4"))
     (row,) = result.rows
