@@ -267,12 +267,12 @@ def _parse_schedule(data: Fields) -> Schedule:
 
 
 def _parse_gather(data: Fields) -> Gather | None:
-    if "gather" not in data:
-        return None
-    gather: Any = data.text("gather")
-    check_choice("gather", gather, get_args(Gather))
-    known: Gather = gather
-    return known
+    gather: Gather | None = None
+    if "gather" in data:
+        given: Any = data.text("gather")
+        check_choice("gather", given, get_args(Gather))
+        gather = given
+    return gather
 
 
 def _indices(
