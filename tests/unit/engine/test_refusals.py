@@ -29,48 +29,6 @@ def test_no_sync_after_a_synchronizing_backprop_is_refused(schedule: str) -> Non
     run_ranks(2, rank)
 
 
-def test_an_eager_second_backprop_is_refused() -> None:
-    def rank(world: World) -> None:
-        training = Training(Case(eager=True, cap_mb=1.0), world)
-        training.step(0)
-        training.backward(1)
-        with pytest.raises(UsageError, match="eager"):
-            training.backward(2)
-
-    run_ranks(2, rank)
-
-
-def test_an_eager_update_of_what_backprop_still_needs_is_no_silent_one() -> None:
-    """A head that an early exit uses without training it: its gradient is there before that."""
-
-    def rank(world: World) -> None:
-        trunk, head = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
-        model = nn.Sequential(trunk, head)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, model, world=world, eager=True, bucket_cap_mb=1e-6)
-        halfway = trunk(torch.ones(1, 3))
-        early = nn.functional.linear(halfway, head.weight.detach())
-        late = head(halfway)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            (early.square().sum() + late.square().sum()).backward()
-        optimizer.step()
-        optimizer.close()
-
-    run_ranks(2, rank)
-
-
-@pytest.mark.parametrize("act", ["zero_grad", "clip"])
-def test_eager_gradients_can_be_neither_dropped_nor_clipped(act: str) -> None:
-    def rank(world: World) -> None:
-        training = Training(Case(eager=True), world)
-        training.step(0)
-        training.backward(1)
-        with pytest.raises(UsageError, match="eager=False"):
-            training.optimizer.zero_grad() if act == "zero_grad" else training.clip(2.0)
-
-    run_ranks(2, rank)
-
-
 def test_gradients_under_way_cannot_be_read_unnoticed() -> None:
     """torch's own clipping would find nothing to clip, and say nothing."""
 
