@@ -1,7 +1,7 @@
 """Getting along with ``torch.compile``.
 
 A compiled graph runs without hooks and reads parameters without looking them up, so nothing can
-make it wait. And while torch compiles it says so of the whole process: an optimizer that steps
+make it wait. And while torch traces it says so of the whole process: an optimizer that steps
 meanwhile on another thread would compute like a traced one, with its scalars in fp32.
 """
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule, convert_frame
-from torch._dynamo.callback import callback_handler
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.errors import ConfigError
+
+# torch counts them, those that activation checkpoints run inside another included; else -1.
+number_of_backprop: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class CompilationWatch:
@@ -41,8 +43,13 @@ class CompilationWatch:
         if self._callback in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(self._callback)
 
-    def _compiling(self) -> None:
+    def _compiling(self, event: CallbackArgs) -> None:
         self._mark()
+        # The code of a backprop is compiled when it is first needed, without being traced. It
+        # reads no parameter that is updated before its gradient is there; and a wait might be for
+        # buckets whose gradients only this code brings.
+        if number_of_backprop() >= 0 and event.callback_trigger is not CallbackTrigger.DYNAMO:
+            return
         compiling = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = False  # tracing itself begins after this call
         try:
@@ -76,13 +83,13 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def _call_weakly(method: Callable[[], None]) -> Callable[[Any], None]:
+def _call_weakly(method: Callable[[CallbackArgs], None]) -> Callable[[CallbackArgs], None]:
     """A callback that keeps nobody alive."""
     reference = weakref.WeakMethod(method)
 
-    def callback(_: Any) -> None:
+    def callback(event: CallbackArgs) -> None:
         alive = reference()
         if alive is not None:
-            alive()
+            alive(event)
 
     return callback

@@ -19,14 +19,11 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.compilation import CompilationWatch
+from dearmpi.engine.compilation import CompilationWatch, number_of_backprop
 from dearmpi.tune.own_hook import OwnHook
 
 if TYPE_CHECKING:
     from _collections_abc import dict_items, dict_values
-
-# torch counts them, those that activation checkpoints run inside another included.
-_number_of_backprop: Callable[[], int] = torch._C._current_graph_task_id
 
 Place = tuple[BucketRuntime, int]
 PreForward = Callable[[Iterable[BucketRuntime]], None]
@@ -190,7 +187,7 @@ def _translate_gradient(
     def before(grads: Any) -> None:
         nonlocal comes
         comes = grads[0] is not None and param.requires_grad
-        number = _number_of_backprop()
+        number = number_of_backprop()
         if number > backprops.latest:
             backprops.follow(number)
         if comes:
