@@ -32,7 +32,9 @@ class Buffer(Protocol):
 
 
 class Request(Protocol):
-    """An operation under way; one that knows how much of it has come in has ``num_arrived``."""
+    """An operation under way; one that knows how much of it has come in has ``num_arrived``, and
+    one of several steps has ``moved``: whether the last test took any.
+    """
 
     def test(self) -> bool:
         """Make progress; True once the operation is complete. Safe to call again after that."""

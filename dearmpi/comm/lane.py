@@ -53,5 +53,7 @@ class Lane:
                 self.in_flight.remove(work)
                 work.finish()
                 moved = True
+            elif getattr(work.request, "moved", False):
+                moved = True  # its next step is not as far away as the last one was
         self.current = None
         return moved

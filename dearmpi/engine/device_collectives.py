@@ -21,14 +21,14 @@ _ALL = slice(None)
 class CrossingRequest:
     """An operation in one crossing or several; complete once the last of them is over."""
 
-    def __init__(self, drive: Callable[[], None], num_left: int) -> None:
+    def __init__(self, drive: Callable[[], bool], num_left: int) -> None:
         self._drive = drive
         self._num_left = num_left
+        self.moved = False
 
     def test(self) -> bool:
         """Drive all operations of the same collectives."""
-        if self._num_left:
-            self._drive()
+        self.moved = bool(self._num_left) and self._drive()
         return not self._num_left
 
     def landed(self) -> bool:
@@ -128,8 +128,8 @@ class DeviceCollectives(ABC):
     def _shards(self, buffer: Tensor) -> Tensor:
         return buffer.view(self.size, buffer.numel() // self.size)
 
-    def _drive(self) -> None:
-        """Raises CommError, with the device's name, if the device fails."""
+    def _drive(self) -> bool:
+        """Whether anything moved. Raises CommError, with the device's name, if the device fails."""
         self._device.adopt_thread()
         with failures_of(self._device):
-            self._passage.advance()
+            return self._passage.advance()

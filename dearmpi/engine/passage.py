@@ -42,14 +42,19 @@ class Passage:
         """Queue ``crossing`` behind what there is."""
         self._waiting.append(crossing)
 
-    def advance(self) -> None:
-        """Do whatever can be done now."""
+    def advance(self) -> bool:
+        """Do whatever can be done now; True if anything left, started or landed."""
+        moved = False
         for crossing, request in list(self._afloat):
             if request.test():
                 self._afloat.remove((crossing, request))
                 crossing.land()
+                moved = True
         while self._waiting and (event := self._waiting[0].leave()) is not None:
             self._leaving.append((self._waiting.popleft(), event))
+            moved = True
         while self._leaving and len(self._afloat) < self._window and self._leaving[0][1].query():
             crossing, _ = self._leaving.popleft()
             self._afloat.append((crossing, crossing.start()))
+            moved = True
+        return moved

@@ -97,6 +97,11 @@ class _WatchedRequest:
         self._awaits_progress = hasattr(request, "num_arrived")
         self._done = False
 
+    @property
+    def moved(self) -> bool:
+        """As the request's own, if it has it."""
+        return bool(getattr(self._request, "moved", False))
+
     def test(self) -> bool:
         """As the request's own."""
         if self._done:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,23 +17,7 @@ from dearmpi.engine.layer_spans import LayerSpans
 from dearmpi.engine.span import Lane, Span
 from dearmpi.engine.spans import Spans
 from tests.unit.engine.chain import Chain
-
-
-@dataclass
-class Heard:
-    """A recorder that remembers."""
-
-    spans: list[Span] = field(default_factory=list)
-
-    def add(self, span: Span) -> None:
-        self.spans.append(span)
-
-    def named(self, name: str, iteration: int) -> Span:
-        (span,) = (s for s in self.spans if s.name == name and s.iteration == iteration)
-        return span
-
-    def names(self) -> list[str]:
-        return [span.name for span in self.spans]
+from tests.unit.engine.heard import Heard
 
 
 def train(world: World, *, num_steps: int = 3, **settings: Any) -> Heard:

@@ -11,46 +11,19 @@ from torch import Tensor
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.alone import AloneCollectives
-from dearmpi.comm.fake import FakeCollectives, FakeHub
+from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, ReduceScatter
 from dearmpi.engine.alone_collectives import AloneDeviceCollectives
 from dearmpi.engine.device import device_of, zeros
-from dearmpi.engine.device_collectives import DeviceCollectives
 from dearmpi.engine.device_way import choose_way
-from dearmpi.engine.direct import DirectCollectives
 from dearmpi.engine.side_stream import DeviceSideStream
-from dearmpi.engine.staging import StagedCollectives
 from dearmpi.errors import ConfigError, DeviceError, MismatchError
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.lazy_device import HostStream, LazyDevice, NotYetError, put_on
 from tests.unit.engine.chain import Chain, name_of_bucket
-
-SIZE = 2
-WINDOW = 2
-
-
-class Rank:
-    """One rank's collectives for a device, on a channel of ``hub`` and polled by the test."""
-
-    def __init__(self, hub: FakeHub, rank: int, *, direct: bool = False) -> None:
-        collectives, request = FakeCollectives(hub, rank).start_duplicate()
-        request.test()
-        self.device = LazyDevice()
-        self.side = DeviceSideStream(self.device, carry=None)
-        self.collectives: DeviceCollectives
-        if direct:
-            self.collectives = DirectCollectives(collectives, self.side, window=WINDOW)
-        else:
-            self.collectives = StagedCollectives(
-                collectives, self.side, window=WINDOW, most_bytes=1 << 20
-            )
-
-    def values(self, buffer: Tensor) -> list[float]:
-        """What the device's work sees after all that it was told to wait for."""
-        with self.side.running():
-            return [float(value) for value in buffer]
+from tests.unit.engine.device_rank import SIZE, WINDOW, Rank
 
 
 def finish(requests: list[Any], *, most_polls: int = 1000) -> None:

@@ -1,0 +1,37 @@
+"""One rank's collectives for a device, for tests that poll them by hand."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dearmpi.comm.fake import FakeCollectives, FakeHub
+from dearmpi.engine.device_collectives import DeviceCollectives
+from dearmpi.engine.direct import DirectCollectives
+from dearmpi.engine.side_stream import DeviceSideStream
+from dearmpi.engine.staging import StagedCollectives
+from tests.lazy_device import LazyDevice
+
+SIZE = 2
+WINDOW = 2
+
+
+class Rank:
+    """One rank's collectives for a device, on a channel of ``hub`` and polled by the test."""
+
+    def __init__(self, hub: FakeHub, rank: int, *, direct: bool = False) -> None:
+        collectives, request = FakeCollectives(hub, rank).start_duplicate()
+        request.test()
+        self.device = LazyDevice()
+        self.side = DeviceSideStream(self.device, carry=None)
+        self.collectives: DeviceCollectives
+        if direct:
+            self.collectives = DirectCollectives(collectives, self.side, window=WINDOW)
+        else:
+            self.collectives = StagedCollectives(
+                collectives, self.side, window=WINDOW, most_bytes=1 << 20
+            )
+
+    def values(self, buffer: Tensor) -> list[float]:
+        """What the device's work sees after all that it was told to wait for."""
+        with self.side.running():
+            return [float(value) for value in buffer]
