@@ -16,7 +16,7 @@ from dearmpi.engine.alone_collectives import AloneDeviceCollectives
 from dearmpi.engine.device import device_of
 from dearmpi.engine.direct import DirectCollectives
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
-from dearmpi.engine.staging import StagedCollectives
+from dearmpi.engine.staging import NUM_AHEAD, StagedCollectives
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.tune.device_probe import ALL_GATHER, OPERATIONS, Verdict, known_verdicts
@@ -92,10 +92,11 @@ def open_side_stream(
     if world.size == 1:
         carry = partial(AloneDeviceCollectives, window=config.window)
         return DeviceSideStream(device, carry, name="not at all: one rank sends nothing")
-    if not way.direct:
-        most_bytes = max(bucket.nbytes for bucket in layout)
-        carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
-    return DeviceSideStream(device, carry, name=str(way))
+    if way.direct:
+        return DeviceSideStream(device, carry, name=str(way))
+    most_bytes = max(bucket.nbytes for bucket in layout)
+    carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
+    return DeviceSideStream(device, carry, name=str(way), num_ahead=NUM_AHEAD)
 
 
 def check_devices(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:

@@ -62,16 +62,18 @@ class Pipeline:
         self._wire_dtype = config.wire_dtype if world.size > 1 else None
         self._gathers_gradients = config.gather == "gradients"
         self.side = side
+        # What carries a device's tensors keeps to the window on the network, and to this order.
+        window = config.window + side.num_ahead
         self._reduce_channel, self._gather_channel = (
-            world.open_channel(name, window=config.window, carry=side.carry)
+            world.open_channel(name, window=window, carry=side.carry)
             for name in ("reduce-scatter", "all-gather")
         )
         self._control_channel = world.open_channel("roll call", window=1)
         self.joining = Joining(self._control_channel)
         self.loads = Loads()
         self.num_reduced = 0  # times that gradients were, or are being, reduced
-        window = NUM_FETCHED if config.update_on == "host" else 1
-        self._update_lane = self._progress.open_lane("update", window=window)
+        num_updated = NUM_FETCHED if config.update_on == "host" else 1
+        self._update_lane = self._progress.open_lane("update", window=num_updated)
         self.spans = spans
         self.clock = CommunicationClock(self.spans)
         self._checked = steps_between_checks(config.check_every) > 0

@@ -27,10 +27,14 @@ class SideStream(Protocol):
     """What the engine asks; *current* is the stream of the calling thread.
 
     name: how tensors get to MPI, and why, for people.
+    num_ahead: operations of a channel that may be between here and the network, beside those on it.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def num_ahead(self) -> int: ...
 
     def running(self) -> AbstractContextManager[Any]:
         """Inside, the calling thread's operations run here."""
@@ -84,6 +88,7 @@ class HostSideStream:
     """For tensors on the host."""
 
     name = "on the host"
+    num_ahead = 0
 
     def running(self) -> AbstractContextManager[Any]:
         """Nothing to change."""
@@ -126,9 +131,9 @@ class HostSideStream:
 class DeviceSideStream:
     """For tensors on a device."""
 
-    def __init__(self, device: Device, carry: Any, *, name: str = "") -> None:
+    def __init__(self, device: Device, carry: Any, *, name: str = "", num_ahead: int = 0) -> None:
         """``carry(collectives, side)`` makes collectives for this device's tensors."""
-        self.device, self.name = device, name
+        self.device, self.name, self.num_ahead = device, name, num_ahead
         self._stream = device.new_stream()
         self._carry = carry
         self._written: dict[int, tuple[Event, ...]] = {}

@@ -17,11 +17,12 @@ from dearmpi.engine.pinned import PinnedPieces, as_rows
 from dearmpi.engine.side_stream import DeviceSideStream
 
 CHUNK_BYTES = 8 * MIB
+NUM_AHEAD = 2  # pieces beyond the window: one on its way out, one on its way in
 _WIDEST = 16  # bytes of an element
 
 
 class StagedCollectives(DeviceCollectives):
-    """Pinned memory is two pieces more than the window: one on its way out, one on its way in."""
+    """Pinned memory is of ``window`` and ``NUM_AHEAD`` pieces, whatever the buffers are."""
 
     def __init__(
         self, collectives: Collectives, side: DeviceSideStream, *, window: int, most_bytes: int
@@ -30,7 +31,7 @@ class StagedCollectives(DeviceCollectives):
         super().__init__(collectives, side, window=window)
         self._out, self._back = self._device.new_stream(), self._device.new_stream()
         nbytes = max(min(CHUNK_BYTES, most_bytes), self.size * _WIDEST)
-        self._pieces = PinnedPieces(self._device, num=window + 2, nbytes=nbytes)
+        self._pieces = PinnedPieces(self._device, num=window + NUM_AHEAD, nbytes=nbytes)
 
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
         """Some columns at a time."""

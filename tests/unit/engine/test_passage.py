@@ -1,19 +1,25 @@
-"""Passage: what is polled how eagerly while a device and the network take their turns."""
+"""Passage: how a device and the network take their turns, and how eagerly both are polled."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
+from dearmpi import DistributedOptimizer
 from dearmpi.comm.api import Request
-from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.fake import FakeClock, FakeHub
 from dearmpi.comm.lane import Lane, Work
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
 from dearmpi.engine.span import Lane as Track
 from dearmpi.engine.spans import Spans
 from dearmpi.plan.layout import ParamSpec, build_layout
-from tests.lazy_device import HostStream
+from tests.lazy_device import HostStream, LazyDevice, put_on
+from tests.unit.engine.chain import Chain, name_of_bucket
 from tests.unit.engine.device_rank import SIZE, Rank
 from tests.unit.engine.heard import Heard
 
@@ -43,3 +49,53 @@ def test_polling_is_eager_again_once_the_device_has_come_so_far(
     late.is_open = True
     assert any(lane.advance() for _ in range(3))  # posted, but the other rank has not come yet
     assert not any(lane.advance() for _ in range(20)) and lane.in_flight
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_next_buckets_are_copied_while_the_network_is_busy(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All gradients are there, and no reduce-scatter ends: two buckets more than are on the network
+    leave the device, in order, and no more, since pinned memory is for as many.
+    """
+    device, clock = LazyDevice(), FakeClock()
+    put_on(monkeypatch, device, chunk_bytes=1 << 20)
+    hub = FakeHub(
+        SIZE,
+        name=name_of_bucket(SIZE, 6),
+        clock=clock.now,
+        seconds=lambda label, nbytes: 0.0 if label == "AR" else 1.0,
+    )
+    num_out = SIZE * (window + 2)
+
+    def rank(world: World) -> None:
+        model = Chain(6)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(
+            inner, model, world=world, bucket_cap_mb=1e-6, window=window
+        )
+        model.backward()
+        await_true(lambda: device.num_copies >= num_out)
+        time.sleep(0.05)  # in which there could be more of them
+        world.barrier()
+        if world.rank == 0:
+            assert device.num_copies == num_out
+            assert hub.picture(0).split()[:window] == ["RS5", "RS4"][:window]
+        world.barrier()
+        optimizer.step()
+        while not optimizer._assembly.engine._pipeline.is_finished():  # type: ignore[union-attr]
+            clock.advance(1.0)
+            time.sleep(0.001)
+        optimizer.close()
+
+    run_ranks(SIZE, rank, hub=hub)
+    reduces = [label for label in hub.picture(0).split() if label.startswith("RS")]
+    assert reduces == [f"RS{number}" for number in reversed(range(6))]
+    assert max(hub.most_in_flight.values()) <= window
+
+
+def await_true(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
