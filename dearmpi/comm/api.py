@@ -33,7 +33,8 @@ class Buffer(Protocol):
 
 class Request(Protocol):
     """An operation under way; one that knows how much of it has come in has ``num_arrived``, and
-    one of several steps has ``moved``: whether the last test took any.
+    one of several steps has ``moved``: whether the last test took any. One that may have to wait
+    before it is posted has ``when_posted``, which calls back.
     """
 
     def test(self) -> bool:

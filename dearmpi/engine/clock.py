@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from dearmpi.comm.api import Request
 from dearmpi.engine.span import Lane
 from dearmpi.engine.spans import Spans
 
@@ -16,7 +17,8 @@ class IterationTimes:
     """One iteration, from step to step, in seconds.
 
     exposed_s: the main thread waited for communication.
-    communication_s: at least one collective was in flight.
+    communication_s: at least one collective was on the network; on its way there it may have
+        waited for a device, which does not count.
     """
 
     exposed_s: float = 0.0
@@ -41,8 +43,17 @@ class CommunicationClock:
         self._busy_since = 0.0
         self._last = (0.0, 0.0)
 
-    def posted(self) -> None:
-        """A collective was posted."""
+    def post(self, start: Callable[[], Request]) -> Request:
+        """``start`` a collective, which counts from where it is posted."""
+        request = start()
+        when_posted = getattr(request, "when_posted", None)
+        if when_posted is None:
+            self._posted()
+        else:
+            when_posted(self._posted)
+        return request
+
+    def _posted(self) -> None:
         if self._num_in_flight == 0:
             self._busy_since = time.perf_counter()
         self._num_in_flight += 1

@@ -25,11 +25,27 @@ class CrossingRequest:
         self._drive = drive
         self._num_left = num_left
         self.moved = False
+        self._is_posted = False
+        self._calls: list[Callable[[], None]] = []
 
     def test(self) -> bool:
         """Drive all operations of the same collectives."""
         self.moved = bool(self._num_left) and self._drive()
         return not self._num_left
+
+    def when_posted(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once a part of it is posted; at once if one has been."""
+        if self._is_posted:
+            call()
+        else:
+            self._calls.append(call)
+
+    def post(self, start: Callable[[], Request]) -> Request:
+        """``start`` a part, on the network."""
+        self._is_posted = True
+        while self._calls:
+            self._calls.pop(0)()
+        return start()
 
     def landed(self) -> bool:
         """Count a crossing that is over; True if it was the last."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -116,6 +117,7 @@ class DirectCollectives(DeviceCollectives):
         request = CrossingRequest(self._drive, 1)
         written = AllOf(self._side.take_written(rows))
         buffer = SettledBuffer(rows.view(-1), self._device, self._stream)
-        self._passage.submit(Crossing(lambda: written, lambda: start(buffer), request.landed))
+        post = partial(request.post, partial(start, buffer))
+        self._passage.submit(Crossing(lambda: written, post, request.landed))
         self._drive()
         return request

@@ -6,7 +6,7 @@ its state: reduced, updated and gathered (or gathered and updated), and then cur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from dearmpi.comm.api import Collectives, Completed, Request
@@ -159,14 +159,16 @@ class Pipeline:
     def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         if self._checked:
             self._posted[0].append(bucket.index)
-        self.clock.posted()
-        return self.spans.operation(
+        return self._start(
             Lane.REDUCE_SCATTER,
-            bucket.plan,
+            bucket,
             lambda: collectives.start_reduce_scatter(
                 bucket.gradients.data, self._reduce_scatter, wire_dtype=self._wire_dtype
             ),
         )
+
+    def _start(self, lane: Lane, bucket: BucketRuntime, start: Callable[[], Request]) -> Request:
+        return self.spans.operation(lane, bucket.plan, partial(self.clock.post, start))
 
     def _reduced(self, bucket: BucketRuntime) -> None:
         self.clock.completed()
@@ -254,12 +256,11 @@ class Pipeline:
     def _start_gather(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         if self._checked:
             self._posted[1].append(bucket.index)
-        self.clock.posted()
         gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
         assert gathered is not None
-        return self.spans.operation(
+        return self._start(
             Lane.ALL_GATHER,
-            bucket.plan,
+            bucket,
             lambda: collectives.start_all_gather(
                 gathered.data, all_gather_for(self._reduce_scatter), wire_dtype=self._wire_dtype
             ),

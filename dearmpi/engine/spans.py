@@ -96,6 +96,8 @@ class _WatchedRequest:
         self._progress_s: float | None = None
         self._awaits_progress = hasattr(request, "num_arrived")
         self._done = False
+        if when_posted := getattr(request, "when_posted", None):
+            when_posted(self._note_posted)
 
     @property
     def moved(self) -> bool:
@@ -113,6 +115,9 @@ class _WatchedRequest:
         if self._done:
             self._finish(time.perf_counter())
         return self._done
+
+    def _note_posted(self) -> None:
+        self._span = self._span._replace(start_s=time.perf_counter())
 
     def _finish(self, now_s: float) -> None:
         with profiled(f"{self._span.name} done"):

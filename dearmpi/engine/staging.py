@@ -78,4 +78,4 @@ class StagedCollectives(DeviceCollectives):
             if request.landed():
                 self._side.await_landing(event)
 
-        return Crossing(leave, lambda: start(host.view(-1)), land)
+        return Crossing(leave, lambda: request.post(lambda: start(host.view(-1))), land)

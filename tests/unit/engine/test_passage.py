@@ -18,6 +18,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine.span import Lane as Track
 from dearmpi.engine.spans import Spans
 from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.lazy_device import HostStream, LazyDevice, put_on
 from tests.unit.engine.chain import Chain, name_of_bucket
 from tests.unit.engine.device_rank import SIZE, Rank
@@ -92,6 +93,47 @@ def test_the_next_buckets_are_copied_while_the_network_is_busy(
     reduces = [label for label in hub.picture(0).split() if label.startswith("RS")]
     assert reduces == [f"RS{number}" for number in reversed(range(6))]
     assert max(hub.most_in_flight.values()) <= window
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_waits_for_the_device_is_not_on_the_network_yet(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LazyDevice()
+    put_on(monkeypatch, device)
+    verdicts = tuple(Verdict(operation, works=True) for operation in OPERATIONS) if direct else ()
+    monkeypatch.setattr("dearmpi.engine.device_way.known_verdicts", lambda: verdicts)
+    opened_s: list[float] = []
+
+    def rank(world: World) -> None:
+        model, heard = Chain(3), Heard()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1e-6)
+        optimizer.spans.recorder, optimizer.spans.iteration = heard, 1
+        world.barrier()
+        device.host.is_open = False
+        world.barrier()
+        model.backward()
+        optimizer.step()
+        time.sleep(0.3)
+        world.barrier()
+        if world.rank == 0:
+            opened_s.append(time.perf_counter())
+            device.host.is_open = True
+        world.barrier()
+        optimizer.synchronize()
+        optimizer.spans.recorder = None
+        model.backward()
+        optimizer.step()
+        assert optimizer.times.communication_s < time.perf_counter() - opened_s[0]
+        reduced = [span for span in heard.spans if span.lane is Track.REDUCE_SCATTER]
+        for span in reduced:
+            assert span.queued_s is not None
+            assert span.queued_s < opened_s[0] <= span.start_s <= span.stop_s
+        assert len(reduced) == 3
+        optimizer.close()
+
+    run_ranks(SIZE, rank)
 
 
 def await_true(ready: Callable[[], bool]) -> None:
