@@ -253,14 +253,14 @@ def _set_random_state(
     world: World, settings: RunSettings, start_step: int, snapshot: Snapshot | None
 ) -> None:
     """Continue each rank's random numbers where they stopped; where the number of ranks has
-    changed, or at the start, draw from seed, step and rank (collective).
+    changed, at the start, or for a device that was not used before, draw from seed, step and rank
+    (collective).
     """
     states = [] if snapshot is None else snapshot.random
     with together(world):
+        seed_all(settings.seed, start_step, world.rank)
         if len(states) == world.size:
             restore_random_state(states[world.rank])
-        else:
-            seed_all(settings.seed, start_step, world.rank)
 
 
 def _evaluator(settings: RunSettings, task: Task, plan: BatchPlan) -> Evaluator | None:
