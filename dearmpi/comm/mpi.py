@@ -215,6 +215,12 @@ def supports_threads() -> bool:
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
+def serves_any_thread() -> bool:
+    """Whether threads other than the main one may call MPI, if only one does at a time."""
+    initialize()
+    return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
+
+
 def claims_cuda() -> bool:
     """Whether the library says that it takes CUDA memory; False for one that cannot be asked."""
     initialize()

@@ -70,6 +70,7 @@ class World:
     rank, size: this process's index and the number of processes.
     host, hosts: the name of this rank's host, and of every rank's.
     local_rank: this rank's index among those of its host.
+    serves_any_thread: whether threads other than the main one may drive progress.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class World:
         *,
         progress: ProgressMode = "thread",
         stall_limits: StallLimits | None = None,
+        serves_any_thread: bool = True,
     ) -> None:
+        self.serves_any_thread = serves_any_thread
         self.rank = collectives.rank
         self.size = collectives.size
         self.host = collectives.host
@@ -274,7 +277,12 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
     if not mpi.supports_threads():
         progress = "poll"
     try:
-        return World(collectives, progress=progress, stall_limits=stall_limits)
+        return World(
+            collectives,
+            progress=progress,
+            stall_limits=stall_limits,
+            serves_any_thread=mpi.serves_any_thread(),
+        )
     except Exception as error:
         if collectives.size > 1:  # nothing else would end the others, who wait for this rank
             last_words.say(f"[rank {collectives.rank} on {collectives.host}] {error}")

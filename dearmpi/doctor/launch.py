@@ -61,10 +61,12 @@ def check_thread_level(library: Library) -> Finding:
     """Whether a thread of its own may drive communication."""
     if library.thread_level == "MPI_THREAD_MULTIPLE":
         return ok("thread", f"{library.thread_level}: a thread of its own drives communication")
+    is_serialized = library.thread_level == "MPI_THREAD_SERIALIZED"
+    refused = "" if is_serialized else "; several ranks cannot train on CUDA tensors"
     return warn(
         "thread",
-        f"{library.thread_level}: the main thread must drive communication between layers, so "
-        "less of it hides",
+        f"{library.thread_level}: the threads that compute must drive communication between "
+        f"layers, so less of it hides{refused}",
         cure="use an MPI built with MPI_THREAD_MULTIPLE, and leave MPI4PY_RC_THREADS and "
         "MPI4PY_RC_THREAD_LEVEL unset",
     )

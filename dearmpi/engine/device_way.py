@@ -13,7 +13,7 @@ from torch import nn
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter, all_gather_for
 from dearmpi.engine.alone_collectives import AloneDeviceCollectives
-from dearmpi.engine.device import device_of
+from dearmpi.engine.device import Device, device_of
 from dearmpi.engine.direct import DirectCollectives
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.staging import NUM_AHEAD, StagedCollectives
@@ -101,8 +101,8 @@ def open_side_stream(
 
 def check_devices(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:
     """Raise MismatchError unless all ranks have their parameters on one kind of device
-    (collective), and ConfigError unless this rank has them on one, and what ``config`` says of
-    devices has an effect.
+    (collective), and ConfigError unless this rank has them on one that can be served, and what
+    ``config`` says of devices has an effect.
     """
     device = device_of(params)
     seen = world.all_gather_text(_HOST if device is None else device.name)
@@ -113,6 +113,7 @@ def check_devices(world: World, params: Iterable[nn.Parameter], *, config: Engin
                 f"{world.hosts[0]} on {seen[0]}; train on devices everywhere, or nowhere"
             )
     if device is not None:
+        _check_threads(world, device)
         return
     for name, value, default in (
         ("cuda_buffers", config.cuda_buffers, "auto"),
@@ -123,6 +124,17 @@ def check_devices(world: World, params: Iterable[nn.Parameter], *, config: Engin
                 f"{name} is {value!r}, but the parameters are on the host, where it has no effect; "
                 "leave it out, or move the model to a device first"
             )
+
+
+def _check_threads(world: World, device: Device) -> None:
+    """Raise ConfigError where autograd's thread for the device would drive MPI and may not."""
+    if world.size > 1 and not world.serves_any_thread:
+        raise ConfigError(
+            f"the parameters are on {device.name}, whose gradients come on a thread of autograd's "
+            "own, but MPI gives less than MPI_THREAD_SERIALIZED: only the main thread may call it; "
+            "use an MPI with MPI_THREAD_MULTIPLE, and leave MPI4PY_RC_THREADS and "
+            "MPI4PY_RC_THREAD_LEVEL unset"
+        )
 
 
 def _share(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:

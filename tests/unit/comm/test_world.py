@@ -239,6 +239,29 @@ def test_progress_is_chosen_once(first: ProgressMode, other: ProgressMode) -> No
         connect(other)
 
 
+def replace_mpi(
+    monkeypatch: pytest.MonkeyPatch, collectives: Collectives, *, serves_any_thread: bool = True
+) -> None:
+    mpi = SimpleNamespace(
+        connect=lambda: collectives,
+        supports_threads=lambda: serves_any_thread,
+        serves_any_thread=lambda: serves_any_thread,
+    )
+    monkeypatch.setitem(sys.modules, "dearmpi.comm.mpi", mpi)
+    monkeypatch.setattr("dearmpi.comm.mpi", mpi, raising=False)
+
+
+@pytest.mark.parametrize("serves_any_thread", [False, True])
+def test_a_world_knows_which_threads_may_call_mpi(
+    serves_any_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_mpi(monkeypatch, AloneCollectives(), serves_any_thread=serves_any_thread)
+    world = module._connect("thread", None)
+    assert world.serves_any_thread == serves_any_thread
+    assert world.progress.mode == ("thread" if serves_any_thread else "poll")
+    world.close()
+
+
 def test_a_rank_that_cannot_connect_ends_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,9 +273,7 @@ def test_a_rank_that_cannot_connect_ends_the_others(
 
     codes: list[int] = []
     hub = FakeHub(2)  # whose rank 1 never comes
-    mpi = SimpleNamespace(connect=lambda: Left(hub, 0), supports_threads=lambda: True)
-    monkeypatch.setitem(sys.modules, "dearmpi.comm.mpi", mpi)
-    monkeypatch.setattr("dearmpi.comm.mpi", mpi, raising=False)
+    replace_mpi(monkeypatch, Left(hub, 0))
     with pytest.raises(CommError, match="gave up after waiting"):
         module._connect("thread", StallLimits(warning_s=0.1, abort_s=0.3))
     assert codes == [CommError.exit_code]

@@ -77,7 +77,10 @@ def test_a_missing_library_is_a_failure_with_its_reason() -> None:
 def test_less_than_full_thread_support_is_a_warning() -> None:
     check(launch.check_thread_level(MPICH), "ok", "MPI_THREAD_MULTIPLE")
     funneled = library(thread_level="MPI_THREAD_FUNNELED")
-    check(launch.check_thread_level(funneled), "warn", "MPI_THREAD_FUNNELED", "MPI4PY_RC_THREAD")
+    finding = launch.check_thread_level(funneled)
+    check(finding, "warn", "MPI_THREAD_FUNNELED", "cannot train on CUDA", "MPI4PY_RC_THREAD")
+    serialized = launch.check_thread_level(library(thread_level="MPI_THREAD_SERIALIZED"))
+    assert "CUDA" not in serialized.said
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,20 @@ def test_ranks_on_different_kinds_of_devices_are_refused(monkeypatch: pytest.Mon
         run_ranks(SIZE, lambda world: distribute(world)[1].close())
 
 
+def test_an_mpi_for_the_main_thread_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device, autograd hands gradients over, and polls, on a thread of its own."""
+
+    def rank(world: World) -> None:
+        world.serves_any_thread = False
+        distribute(world)[1].close()
+
+    run_ranks(SIZE, rank, progress="poll")
+    put_on(monkeypatch, LazyDevice())
+    run_ranks(1, rank, progress="poll")
+    with pytest.raises(ConfigError, match=r"lazy:0 .* MPI gives less than MPI_THREAD_SERIALIZED"):
+        run_ranks(SIZE, rank, progress="poll")
+
+
 def test_parameters_on_several_devices_are_refused() -> None:
     params = [torch.nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta")]
     with pytest.raises(ConfigError, match="on cpu and on meta"):
