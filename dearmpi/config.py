@@ -48,7 +48,8 @@ class EngineConfig:
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
         keeps its shard unrounded for the optimizer; the model's parameters are rounded.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
-        ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works.
+        ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works,
+        and all ranks are on one host.
     update_on: where a CUDA device's parameters are updated: on the ``device``, or on the ``host``,
         by the CPU. The optimizer's state is in host memory then, and so are its own copies of the
         parameters, in fp32 where the device has bf16 or fp16.

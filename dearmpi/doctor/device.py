@@ -25,7 +25,8 @@ def check_devices(ranks: Sequence[RankFacts], verdicts: Sequence[Verdict]) -> Fi
         )
     kinds = Counter(name for rank in ranks for name in set(rank.devices))
     said = f"{len(ranks[0].devices)} on {ranks[0].host}: {', '.join(kinds)}"
-    way = choose_way("auto", EngineConfig().reduce_scatter, verdicts)
+    num_hosts = len({rank.host for rank in ranks})
+    way = choose_way("auto", EngineConfig().reduce_scatter, verdicts, num_hosts=num_hosts)
     return ok("cuda", f"{said}\n{_describe_verdicts(verdicts)}\ncuda_buffers auto: {way}")
 
 

@@ -39,8 +39,13 @@ def choose_way(
     asked: CudaBuffers,
     reduce_scatter: ReduceScatter | Literal["auto"],
     verdicts: Sequence[Verdict],
+    *,
+    num_hosts: int = 1,
 ) -> DeviceWay:
     """The way for tensors of a device. verdicts: of MPI on device memory; none if not tried.
+
+    They are of one host. Between hosts ``auto`` stages, since an MPI that fails there may end the
+    job late; who knows his MPI asks for direct.
 
     Raises ConfigError, with what the trial printed, if direct is asked for and does not work.
     """
@@ -55,6 +60,8 @@ def choose_way(
         return DeviceWay(False, "MPI was not tried on device memory")
     needed = _needed(reduce_scatter)
     broken = [v for v in verdicts if v.operation in needed and not v.works]
+    if not broken and asked == "auto" and num_hosts > 1:
+        return DeviceWay(False, f"MPI was tried on device memory within one of {num_hosts} hosts")
     if not broken:
         return DeviceWay(True, f"MPI did {' and '.join(needed)} on device memory in a trial")
     names = ", ".join(verdict.operation for verdict in broken)
@@ -87,7 +94,9 @@ def open_side_stream(
     device = device_of(params)
     if device is None:
         return HostSideStream()
-    way = choose_way(config.cuda_buffers, config.reduce_scatter, _share(world, known_verdicts()))
+    verdicts = _share(world, known_verdicts())
+    num_hosts = len(set(world.hosts))
+    way = choose_way(config.cuda_buffers, config.reduce_scatter, verdicts, num_hosts=num_hosts)
     carry: Any = partial(DirectCollectives, window=config.window)
     if world.size == 1:
         carry = partial(AloneDeviceCollectives, window=config.window)

@@ -171,7 +171,7 @@ class RunChoices:
         "Communication",
         "choice",
         "staged: by pinned host memory; direct: by an MPI that was tried on device memory; auto: "
-        "direct where that works",
+        "direct where that works, and all ranks are on one host",
         choices=get_args(CudaBuffers),
     )
     update_on: UpdateOn = setting(

@@ -2,7 +2,8 @@
 
 That a library calls itself CUDA-aware does not say that a given operation is: some of them end the
 process. So two ranks of this machine try them, outside of the job that asks, and before that job
-initialises MPI. An operation that kills them is found by being the one that never reported.
+initialises MPI. An operation that kills them is found by being the one that never reported. What
+MPI does between hosts is not tried.
 """
 
 from __future__ import annotations
@@ -147,8 +148,9 @@ def main(arguments: Sequence[str]) -> int:
 
     from dearmpi.comm.mpi import connect
 
-    device, *operations = arguments
+    kind, *operations = arguments
     collectives = connect()
+    device = _device_of(collectives.rank, kind)
     torch.zeros(1, device=device)  # a device takes seconds to get ready, also no operation's time
     _say(collectives, _READY)
     for operation in operations:
@@ -160,6 +162,17 @@ def main(arguments: Sequence[str]) -> int:
             collectives.abort(1)
         _say(collectives, f"{_WORKS}{operation}")
     return 0
+
+
+def _device_of(rank: int, kind: str) -> str:
+    """A device of its own for each rank, if there are two: MPI copies another way between them."""
+    import torch
+
+    if kind != "cuda":
+        return kind
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)  # MPI looks for the context of the thread that calls it
+    return f"cuda:{index}"
 
 
 def _say(collectives: Collectives, text: str) -> None:

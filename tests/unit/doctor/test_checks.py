@@ -268,6 +268,8 @@ def test_devices_are_named_with_what_mpi_does_on_their_memory() -> None:
     )
     check(finding, "ok", "memory: all-gather, exchange; not: native, ring (Segmentation fault)")
     check(check_devices(ranks, verdicts(output="no mpiexec")), "ok", "nothing", "(no mpiexec)")
+    apart = [rank(i, host=f"n{i}", devices=("H200",)) for i in range(2)]
+    check(check_devices(apart, verdicts(*OPERATIONS)), "ok", "auto: staged", "one of 2 hosts")
 
 
 def test_a_rank_without_device_among_others_is_a_warning() -> None:

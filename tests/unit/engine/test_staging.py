@@ -240,6 +240,29 @@ def test_the_way_and_its_reason(
 
 
 @pytest.mark.parametrize(
+    ("hosts", "asked", "chosen"),
+    [
+        (["n0", "n0"], "auto", "direct (MPI did ring on device memory in a trial)"),
+        (["n0", "n1"], "auto", "staged (MPI was tried on device memory within one of 2 hosts)"),
+        (["n0", "n1"], "direct", "direct (MPI did ring on device memory in a trial)"),
+    ],
+)
+def test_an_mpi_that_works_within_a_host_is_relied_on_between_hosts_only_if_asked_to(
+    hosts: list[str], asked: CudaBuffers, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on(monkeypatch, LazyDevice())
+    monkeypatch.setattr("dearmpi.engine.device_way.known_verdicts", lambda: tuple(WORKS))
+
+    def rank(world: World) -> str:
+        _, optimizer = distribute(world, cuda_buffers=asked)
+        name = optimizer._assembly.side.name
+        optimizer.close()
+        return name
+
+    assert run_ranks(SIZE, rank, hub=FakeHub(SIZE, hosts=hosts)) == [chosen] * SIZE
+
+
+@pytest.mark.parametrize(
     ("verdicts", "said"), [([], "probe_devices"), (NO_RING, "Segmentation fault")]
 )
 def test_direct_is_refused_without_proof(verdicts: list[Verdict], said: str) -> None:

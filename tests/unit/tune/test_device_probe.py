@@ -1,0 +1,21 @@
+"""The trial of device memory: what it is made on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dearmpi.tune import device_probe
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, "cuda:0"), (2, "cuda:1"), (4, "cuda:1")])
+def test_each_rank_tries_a_device_of_its_own_if_there_are_two(
+    count: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert device_probe._device_of(0, "cuda") == "cuda:0"
+    assert device_probe._device_of(1, "cuda") == expected
+    assert [f"cuda:{index}" for index in current] == ["cuda:0", expected]
+    assert device_probe._device_of(1, "cpu") == "cpu"
