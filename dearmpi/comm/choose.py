@@ -7,7 +7,7 @@ from typing import get_args
 
 from dearmpi.comm.api import Buffer
 from dearmpi.comm.trial import run_all, start_reduce
-from dearmpi.comm.world import World
+from dearmpi.comm.world import Carry, World, unchanged
 from dearmpi.config import ReduceScatter, WireDtype
 
 _NUM_TRIALS = 3
@@ -19,14 +19,16 @@ def fastest_reduce_scatter(
     *,
     wire_dtype: WireDtype | None = None,
     can_be_native: bool = True,
+    carry: Carry = unchanged,
 ) -> ReduceScatter:
     """The algorithm with the least time for ``buffer``, whose contents are lost (collective).
 
     wire_dtype: in what a wider buffer is to be sent, for which ``native`` is no choice.
     can_be_native: whether MPI can add all that is to be reduced so.
+    carry: as in ``World.open_channel``.
     The slowest rank's best of a few trials counts, so that every rank chooses alike.
     """
-    channel = world.open_channel("trial", window=1)
+    channel = world.open_channel("trial", window=1, carry=carry)
     best: dict[ReduceScatter, float] = {}
     for algorithm in get_args(ReduceScatter):
         if algorithm == "native" and (wire_dtype is not None or not can_be_native):

@@ -21,6 +21,7 @@ from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import ConfigError, DearError, LaunchError
 
+Carry = Callable[[Collectives], Collectives]
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 
 
@@ -57,6 +58,11 @@ class Channel:
         self._progress.wait_until(lambda: not lane.busy, what=f"the {lane.name} lane to empty")
         self.run(f"release of {lane.name}", _free)
         self._progress.close_lane(lane)
+
+
+def unchanged(collectives: Collectives) -> Collectives:
+    """What carries nothing."""
+    return collectives
 
 
 def _free(collectives: Collectives) -> Request:
@@ -112,7 +118,7 @@ class World:
         name: str,
         *,
         window: int,
-        carry: Callable[[Collectives], Collectives] = lambda collectives: collectives,
+        carry: Carry = unchanged,
     ) -> Channel:
         """A channel with an order of its own (collective).
 

@@ -127,7 +127,7 @@ def _build(
         updates = _build_updates(
             optimizer, buckets, rank=world.rank, side=side, shards=shards, masters=masters
         )
-    reduce_scatter = _choose_reduce_scatter(world, buckets, config)
+    reduce_scatter = _choose_reduce_scatter(world, buckets, config, side)
     pipeline = Pipeline(
         world,
         buckets,
@@ -259,15 +259,22 @@ def _place_shards(
 
 
 def _choose_reduce_scatter(
-    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig
+    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, side: SideStream
 ) -> ReduceScatter:
+    """What was asked for, or what is fastest on the way that gradients take."""
     if config.reduce_scatter != "auto":
         return config.reduce_scatter
-    largest = max(buckets, key=lambda bucket: bucket.plan.nbytes)
-    buffer = largest.gradients.data.cpu()  # what MPI gets of a device's tensor
+    # A frozen bucket may never need the memory that its gradients would take.
+    trained = [bucket for bucket in buckets if bucket.plan.trained] or buckets
+    buffer = max(trained, key=lambda bucket: bucket.plan.nbytes).gradients.data
+    side.follow()  # it may be new
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {slot.spec.dtype for bucket in buckets for slot in bucket.plan.slots}
     can_be_native = dtypes <= {"float32", "float64"}
     return fastest_reduce_scatter(
-        world, buffer, wire_dtype=config.wire_dtype, can_be_native=can_be_native
+        world,
+        buffer,
+        wire_dtype=config.wire_dtype,
+        can_be_native=can_be_native,
+        carry=side.carry,
     )
