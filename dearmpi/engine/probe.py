@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dearmpi.engine.own_state import find_changed, picture_own_state
 from dearmpi.engine.update import clone, is_elementwise_tensor, on_host, read_options
 from dearmpi.errors import ConfigError
 
@@ -38,15 +39,17 @@ def host_twin(optimizer: Optimizer) -> Optimizer:
 
 
 def require_steady(optimizer: Optimizer) -> None:
-    """Raise ConfigError unless steps change values, and leave the param groups as they are.
+    """Raise ConfigError unless steps change values, and leave the optimizer as it is but for the
+    state of each parameter.
 
     Each bucket's step is given the groups of the wrapped optimizer: what it counts there would
-    begin anew in every step. What fails altogether is left to others to tell.
+    begin anew in every step. What it counts on itself would count the steps of each bucket, and be
+    lost where buckets change. What fails altogether is left to others to tell.
     """
     name = type(optimizer).__name__
     for options in _kinds_of_options(optimizer):
         try:
-            values, seen = _follow_steps(optimizer, options)
+            values, seen, own = _follow_steps(optimizer, options)
         except Exception:
             continue
         if torch.equal(*values):
@@ -62,22 +65,36 @@ def require_steady(optimizer: Optimizer) -> None:
                     "updated each by itself, with the options of the moment: it would not count "
                     "on; use a version that keeps it in the state of each parameter"
                 )
+        for later in own[1:]:  # the first step may find out something, once for all
+            if changed := find_changed(own[0], later):
+                raise ConfigError(
+                    f"{name} keeps {changed!r} on itself and changes it with its steps, of which "
+                    "it takes one for each bucket: it would not count on; use a version that keeps "
+                    "it in the state of each parameter"
+                )
 
 
 def _follow_steps(
     optimizer: Optimizer, options: Mapping[str, Any]
-) -> tuple[tuple[Tensor, Tensor], list[dict[str, Any]]]:
-    """Made-up values before and after three steps of a clone; its options before and after each."""
+) -> tuple[tuple[Tensor, Tensor], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Made-up values before and after three steps of a clone; its options before and after each;
+    what it keeps on itself after each, and after one on other values.
+    """
     device = _device_of(optimizer)
     param = nn.Parameter(torch.linspace(-1.0, 1.0, 16, device=device).view(4, 4))
     before = param.detach().clone()
     twin = clone(optimizer, [{**_lively(options), "params": [param]}], defaultdict(dict))
-    seen = [read_options(twin)[0]]
+    seen, own = [read_options(twin)[0]], []
     for number in range(3):
         param.grad = torch.full_like(param, 1.0 + number)
         twin.step()
         seen.append(read_options(twin)[0])
-    return (before, param.detach()), seen
+        own.append(picture_own_state(twin))
+    other = nn.Parameter(before.flip(0))
+    other.grad = torch.ones_like(other)
+    twin.param_groups = [{**_lively(options), "params": [other]}]
+    twin.step()
+    return (before, param.detach()), seen, [*own, picture_own_state(twin)]
 
 
 def _is_same(one: Any, other: Any) -> bool:

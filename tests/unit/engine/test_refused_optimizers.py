@@ -1,0 +1,114 @@
+"""Optimizers that would not train alike where each bucket is updated by itself are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent, with something to do before each parameter is changed."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.num_steps = 0
+        self.momenta: dict[Tensor, Tensor] = {}
+        self.recent: list[float] = []
+        self.checked = False
+
+    def begin(self) -> None:
+        """Before a step."""
+
+    def direction(self, param: Tensor) -> Tensor:
+        """Where to go."""
+        assert param.grad is not None
+        return param.grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.begin()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(self.direction(param), alpha=group["lr"])
+
+
+class Counting(Plain):
+    def begin(self) -> None:
+        self.num_steps += 1
+
+
+class CountingInItsState(Plain):
+    def begin(self) -> None:
+        common: Any = self.state
+        common["all"]["step"] = common["all"].get("step", 0) + 1
+
+
+class Remembering(Plain):
+    def direction(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        return self.momenta.setdefault(param, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+
+
+class Anchored(Plain):
+    """Goes back to where it has begun, which it notes in its first step."""
+
+    def direction(self, param: Tensor) -> Tensor:
+        return param - self.momenta.setdefault(param, param.clone() + 1)
+
+
+class Listing(Plain):
+    def begin(self) -> None:
+        self.recent.append(0.0)
+
+
+class FindingOut(Plain):
+    """Its first step looks at what there is, once for all."""
+
+    def begin(self) -> None:
+        if not self.checked:
+            self.checked = True
+            self.recent.append(1.0)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "attribute"),
+    [
+        (Counting, "num_steps"),
+        (CountingInItsState, r"state\['all'\]"),
+        (Remembering, "momenta"),
+        (Anchored, "momenta"),
+        (Listing, "recent"),
+    ],
+)
+def test_an_optimizer_that_keeps_state_on_itself_is_refused_by_the_attribute(
+    make: Make, attribute: str, size: int, gather: Any
+) -> None:
+    """It would be lost with buckets that change, and differ where a gradient is missing."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        with pytest.raises(ConfigError, match=f"{make.__name__} keeps .{attribute}.* on itself"):
+            DistributedOptimizer(make(model.parameters()), model, world=world, gather=gather)
+
+    run_ranks(size, rank)
+
+
+def test_an_optimizer_that_finds_something_out_in_its_first_step_is_served() -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        DistributedOptimizer(FindingOut(model.parameters()), model, world=world).close()
+
+    run_ranks(2, rank)
