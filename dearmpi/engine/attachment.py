@@ -181,9 +181,17 @@ class Attachment:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in plain torch form, whole and the same on every rank, which the ranks
-        compare in the next step.
+        compare in the next step; all stays as it is where the state does not fit.
         """
         self.synchronize()
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        try:
+            self._take_over(state_dict)
+        except Exception:
+            self._optimizer.param_groups, self._optimizer.state = groups, state
+            raise
+
+    def _take_over(self, state_dict: dict[str, Any]) -> None:
         if self.assembly.masters.weights:
             # torch would round the state to the parameters' dtype, and put all of it beside them.
             self._optimizer.load_state_dict({**state_dict, "state": {}})
@@ -194,8 +202,8 @@ class Attachment:
             self._optimizer.load_state_dict(state_dict)
         names = self.assembly.blueprint.names
         lines = [*describe_options(self._optimizer), *describe_state(self._optimizer, names)]
-        self.assembly.engine.loads.note(lines)
         self._adopt_state()
+        self.assembly.engine.loads.note(lines)
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; its tensors are those that the next step changes."""

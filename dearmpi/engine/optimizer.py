@@ -21,6 +21,7 @@ from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.clipping import clip, follow_clips, scale
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.course import Course
+from dearmpi.engine.facade import Facade
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.layer_ranges import LayerRanges
 from dearmpi.engine.local_state import LocalState
@@ -35,7 +36,7 @@ from dearmpi.plan.schedule import Schedule
 from dearmpi.tune.driving_thread import drive_on_all_cores, drive_on_one_core
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(Facade):
     """An optimizer whose gradients are averaged over all ranks while the model computes.
 
     Use it as the ``optimizer`` it wraps: ``zero_grad``, backward, ``step``, schedulers. Rank 0's
@@ -79,7 +80,7 @@ class DistributedOptimizer(Optimizer):
         self._attachment = Attachment(
             optimizer, model, world=self.world, config=chosen, plan=given, spans=self.spans
         )
-        self._share()
+        self._share(self._attachment.state())
         self._course = Course(
             self._attachment, model, world=self.world, spans=self.spans, config=chosen, plan=start
         )
@@ -142,11 +143,12 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_shared()
         self._ranges.follow()
         self._assembly.engine.step()
         self._after_step()
         if self._course.stepped():
-            self._share()
+            self._share(self._attachment.state())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,7 +222,7 @@ class DistributedOptimizer(Optimizer):
         in a ReplicaMismatchError on all of them.
         """
         self._attachment.load_state_dict(state_dict)
-        self._share()
+        self._share(self._attachment.state())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the buckets are laid out anew (collective).
@@ -235,7 +237,7 @@ class DistributedOptimizer(Optimizer):
         self._course.check_growth()
         self._attachment.grow(param_group)
         self._course.lay_out_grown()
-        self._share()
+        self._share(self._attachment.state())
         broadcast_parameters(self._model, self.world)
 
     def follow(self, plan: Plan) -> None:
@@ -247,7 +249,7 @@ class DistributedOptimizer(Optimizer):
         """
         self._attachment.check_changeable("follow()")
         self._course.follow(plan)
-        self._share()
+        self._share(self._attachment.state())
 
     def fuse(self, bucket_cap_mb: float) -> None:
         """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective).
@@ -256,7 +258,7 @@ class DistributedOptimizer(Optimizer):
         """
         self._attachment.check_changeable("fuse()")
         self._course.fuse(bucket_cap_mb)
-        self._share()
+        self._share(self._attachment.state())
 
     def close(self) -> None:
         """Finish the last step and detach from the model, which is then an ordinary one.
@@ -285,8 +287,3 @@ class DistributedOptimizer(Optimizer):
         if isinstance(self.state, GatheredState):
             self.state.forget()
         self._attachment.check()
-
-    def _share(self) -> None:
-        """Have the param groups of the wrapped optimizer, and its state wherever that lies."""
-        self.param_groups = self._optimizer.param_groups
-        self.state = self._attachment.state()

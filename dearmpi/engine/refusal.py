@@ -94,3 +94,42 @@ def moved(name: str) -> UsageError:
         f"parameter {name} has moved since DistributedOptimizer was made (model.to(), .data = ... "
         "or a new Parameter does that); move or convert the model first, then make the optimizer"
     )
+
+
+def assigned(name: str) -> UsageError:
+    """The engine would go on with the one that it has."""
+    cure = (
+        "set options in the groups that are there, and add parameters with add_param_group()"
+        if name == "param_groups"
+        else "load a state with load_state_dict()"
+    )
+    return UsageError(
+        f"another optimizer.{name} would have no effect, as that of the wrapped optimizer is in "
+        f"use; {cure}"
+    )
+
+
+def divorced() -> UsageError:
+    """What is set in the groups on show has no effect any more."""
+    return UsageError(
+        "the wrapped optimizer has other param groups than its DistributedOptimizer, as after a "
+        "load_state_dict() of its own; call load_state_dict() of the DistributedOptimizer"
+    )
+
+
+def regrouped() -> UsageError:
+    """Buckets and updates are made for the groups as they were."""
+    return UsageError(
+        "parameters were added to, removed from or moved between param groups; add them with "
+        "add_param_group() of the DistributedOptimizer, freeze what is not to be trained, or "
+        "close() it and make another"
+    )
+
+
+def state_changed() -> UsageError:
+    """It was a copy."""
+    return UsageError(
+        "a tensor of optimizer.state was changed in place, but it is a copy, gathered from all "
+        "ranks, and the change is lost; change what state_dict() returns and give it to "
+        "load_state_dict()"
+    )

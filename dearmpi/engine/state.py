@@ -68,12 +68,14 @@ def load_state(
     ``elementwise``: names of entries with one value per element, which a scalar parameter's shape
     does not tell. Raises CheckpointError if a tensor's size fits neither parameter nor scalar.
     """
+    for update in updates:  # all before the first is changed
+        if isinstance(update, ShardUpdate):
+            _check_shapes(update, states, elementwise)
     for update in updates:
         if isinstance(update, WholeUpdate):
             update.set_states(_copied(states))
             continue
         names = update.bucket.plan.names
-        _check_shapes(update, states, elementwise)
         update.split()
         for run in update.runs:
             ((slot, start, stop),) = run.pieces

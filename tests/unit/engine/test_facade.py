@@ -1,0 +1,165 @@
+"""What a script does to param groups and state reaches the updates, or is refused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import CheckpointError, UsageError
+from tests.mpi.models import fill
+
+Act = Callable[[Any, torch.optim.Optimizer, nn.Sequential], object]
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+GATHERS = pytest.mark.parametrize("gather", ["parameters", "gradients"])
+
+
+def make(world: World, **settings: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """An Adam over two of three layers, in two groups, after a step."""
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    fill(model)
+    groups = [{"params": list(layer.parameters())} for layer in model[:2]]
+    inner = torch.optim.Adam(groups, lr=0.1)
+    optimizer = DistributedOptimizer(inner, model, world=world, **settings)
+    step(optimizer, model)
+    return optimizer, inner, model
+
+
+def step(optimizer: Any, model: nn.Module) -> None:
+    """One iteration."""
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def move(groups: list[dict[str, Any]]) -> None:
+    """The last of the first group goes to the second."""
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def append(groups: list[dict[str, Any]], model: nn.Sequential) -> None:
+    """A group, past add_param_group()."""
+    groups.append({**groups[0], "params": list(model[2].parameters())})
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda o, i, m: i.add_param_group({"params": m[2].parameters()}), "add_param_group()"),
+        (lambda o, i, m: append(o.param_groups, m), "add_param_group()"),
+        (lambda o, i, m: o.param_groups[0]["params"].append(m[2].weight), "add_param_group()"),
+        (lambda o, i, m: move(o.param_groups), "moved between param groups"),
+        (lambda o, i, m: o.param_groups[0]["params"].pop(), "removed from"),
+        (lambda o, i, m: o.param_groups.pop(), "removed from"),
+        (lambda o, i, m: i.load_state_dict(i.state_dict()), "load_state_dict.. of the Distr"),
+    ],
+    ids=["inner add", "append group", "append param", "move", "remove", "remove group", "load"],
+)
+def test_parameters_that_change_groups_past_the_optimizer_are_refused(
+    act: Act, told: str, size: int
+) -> None:
+    """They would train, or not, as before."""
+
+    def rank(world: World) -> None:
+        optimizer, inner, model = make(world)
+        act(optimizer, inner, model)
+        with pytest.raises(UsageError, match=told):
+            step(optimizer, model)
+
+    run_ranks(size, rank)
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (
+            lambda o: setattr(o, "param_groups", deepcopy(o.param_groups)),
+            "set options in the groups that are there",
+        ),
+        (lambda o: setattr(o, "state", defaultdict(dict)), "load a state with load_state_dict"),
+    ],
+    ids=["param_groups", "state"],
+)
+def test_groups_and_state_cannot_be_replaced_in_vain(
+    act: Callable[[Any], None], told: str, size: int
+) -> None:
+    def rank(world: World) -> None:
+        optimizer, _, model = make(world)
+        with pytest.raises(UsageError, match=told):
+            act(optimizer)
+        step(optimizer, model)
+        optimizer.close()
+
+    run_ranks(size, rank)
+
+
+@GATHERS
+def test_a_tensor_of_the_gathered_state_is_not_changed_in_vain(gather: Any) -> None:
+    def rank(world: World) -> None:
+        optimizer, _, model = make(world, gather=gather)
+        weight = model[0].weight
+        assert optimizer.state[weight]["exp_avg"].abs().sum() > 0
+        step(optimizer, model)  # who only reads may go on
+        optimizer.state[weight]["exp_avg"].zero_()
+        with pytest.raises(UsageError, match=r"give it to load_state_dict\(\)"):
+            step(optimizer, model)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda state, param: state.clear(),
+        lambda state, param: state.pop(param),
+        lambda state, param: state.update({param: {}}),
+        lambda state, param: state.__setitem__(param, {}),
+    ],
+    ids=["clear", "pop", "update", "set"],
+)
+def test_whoever_changes_the_gathered_state_is_told_how_to(act: Callable[..., object]) -> None:
+    def rank(world: World) -> None:
+        optimizer, _, model = make(world)
+        with pytest.raises(TypeError, match=r"use optimizer.load_state_dict\(\)"):
+            act(optimizer.state, model[0].weight)
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    """Neither the state of any bucket nor what the learning rate is set in."""
+
+    def rank(world: World) -> tuple[Any, Any]:
+        optimizer, _, model = make(world, bucket_cap_mb=1e-6)
+        before = optimizer.state_dict()
+        bad = deepcopy(before)
+        for entries in bad["state"].values():
+            entries["exp_avg"] += 1
+        bad["state"][0]["exp_avg"] = torch.zeros(2, 2)
+        with pytest.raises(CheckpointError, match=r"exp_avg of parameter 0\.weight"):
+            optimizer.load_state_dict(bad)
+        kept = [entries["exp_avg"].tolist() for entries in before["state"].values()]
+        found = [e["exp_avg"].tolist() for e in optimizer.state_dict()["state"].values()]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        weight = model[0].weight.detach().clone()
+        step(optimizer, model)
+        optimizer.synchronize()
+        assert torch.equal(model[0].weight, weight)
+        optimizer.close()
+        return kept, found
+
+    for kept, found in run_ranks(2, rank):
+        assert kept == found
