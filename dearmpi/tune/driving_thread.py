@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dearmpi.comm.world import World
@@ -56,13 +57,15 @@ def _as_ever() -> AbstractContextManager[object]:
     is_casting = any(map(torch.is_autocast_enabled, _CASTING))
     # As in a selective checkpoint, and with a default device.
     is_watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
-    unusual = torch.is_inference_mode_enabled() or is_casting or is_watched
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func
+    unusual = torch.is_inference_mode_enabled() or is_casting or is_watched or is_transformed
     return _without_modes() if unusual else _NOTHING
 
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
     with ExitStack() as left:
+        left.enter_context(temporarily_clear_interpreter_stack())
         left.enter_context(_disable_current_modes())
         left.enter_context(torch._C.DisableTorchFunction())
         for device in _CASTING:

@@ -65,6 +65,31 @@ def test_updates_know_nothing_of_autocast_and_listeners(progress: ProgressMode) 
     assert run_ranks(2, rank, hub=hub, progress=progress) == [[], []]
 
 
+@pytest.mark.parametrize("progress", ["thread", "poll"])
+def test_updates_know_nothing_of_functions_that_are_transformed(progress: ProgressMode) -> None:
+    """Which wait for parameters, and so drive, while torch.func wraps all tensors."""
+
+    def train(world: World | None) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        fill(model)
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
+        if world is not None:
+            optimizer = DistributedOptimizer(optimizer, model, world=world, bucket_cap_mb=1e-6)
+        found: list[Tensor] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            found.append(torch.func.jacrev(model)(torch.ones(4)).detach())
+        if world is not None:
+            optimizer.close()
+        return [*found, *(param.detach().clone() for param in model.parameters())]
+
+    hub = FakeHub(2, seconds=lambda label, nbytes: 0.002)
+    for found in run_ranks(2, train, hub=hub, progress=progress):
+        torch.testing.assert_close(found, train(None))
+
+
 class Halving(torch.optim.SGD):
     """Its step is wrapped by somebody, with all of torch's marks."""
 
