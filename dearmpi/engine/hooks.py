@@ -106,7 +106,8 @@ class ModelHooks:
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
         self._compilation = CompilationWatch(buckets, partial(pre_forward, buckets))
         for param, place in places.items():
-            self._watch_gradient(param, *_translate_gradient(place, backprops, grad_ready))
+            if param.is_floating_point() or param.is_complex():  # integers have no gradients
+                self._watch_gradient(param, *_translate_gradient(place, backprops, grad_ready))
         for module in model.modules():
             self._watch(module, places, pre_forward)
 

@@ -6,7 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
 from tests.mpi.oracle import Case, Training
 from tests.unit.engine.same_as_alone import EVERY_WAY, assert_same_as_alone
 
@@ -37,3 +42,29 @@ def test_layers_frozen_from_the_start_and_unfrozen_one_by_one(case: Case) -> Non
             training.step(step + 2)
 
     assert_same_as_alone(script, case)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("values", [torch.arange(5), torch.ones(5, dtype=torch.bool)])
+def test_parameters_of_integers_stay_as_they_are(values: Tensor, gather: Any) -> None:
+    """As quantised ones do, which have no gradients."""
+
+    def rank(world: World) -> list[Any]:
+        model = nn.Linear(3, 2)
+        model.codes = nn.Parameter(values.clone(), requires_grad=False)
+        if not world.is_root:
+            model.codes.data.zero_()
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, gather=gather)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        optimizer.fuse(1e-6)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        return model.codes.tolist()
+
+    assert run_ranks(2, rank) == [values.tolist()] * 2
