@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import ConfigError
@@ -31,9 +32,11 @@ def _spans(
     params: Container[nn.Parameter], model: nn.Module
 ) -> Iterator[tuple[int, int, str, bool]]:
     """First and one-past-last address of each tensor, its name, and whether it is of ``params``;
-    not of those with gaps, in which others may lie.
+    not of those with gaps, in which others may lie, nor of sparse ones.
     """
     for name, tensor in _tensors(model):
+        if tensor.layout is not torch.strided:
+            continue
         dims = zip(tensor.shape, tensor.stride(), strict=True) if tensor.numel() else ()
         extent = 1 + sum((size - 1) * stride for size, stride in dims)
         if tensor.data_ptr() and extent == tensor.numel():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import Buffers
+from dearmpi.engine.broadcast import stored_parts
 
 
 class BufferExchange:
@@ -31,7 +32,7 @@ class BufferExchange:
         """Wait for the other ranks' buffers, if they are wanted (collective)."""
         if self._channel is None:
             return
-        for tensors in _by_kind(self._model.buffers()):
+        for tensors in _by_kind(_parts(self._model)):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
             if self._averages and flat.is_floating_point():
                 precise = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -47,6 +48,11 @@ class BufferExchange:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _parts(model: nn.Module) -> Iterator[Tensor]:
+    for name, buffer in model.named_buffers():
+        yield from stored_parts(buffer, name)
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
