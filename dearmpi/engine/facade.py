@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch.optim import Optimizer
 
 from dearmpi.engine import refusal
 from dearmpi.engine.gathered_state import GatheredState
+
+State = dict[str, Any]
 
 _SHARED = ("param_groups", "state")
 
@@ -33,6 +36,26 @@ class Facade(Optimizer):
         groups = self._optimizer.param_groups
         vars(self).update(param_groups=groups, state=state)
         self._members = [list(group["params"]) for group in groups]
+
+    def _save(self, save: Callable[[], State]) -> State:
+        """A state dict by ``save``, with the hooks that torch calls around it."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = save()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def _load(self, state_dict: State, load: Callable[[State], None]) -> None:
+        """``load`` a state dict, with the hooks that torch calls around it."""
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _check_shared(self) -> None:
         """Raise UsageError if param groups have other parameters, or the state shown was changed.

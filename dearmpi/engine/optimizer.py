@@ -206,7 +206,7 @@ class DistributedOptimizer(Facade):
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
-        return self._attachment.state_dict()
+        return self._save(self._attachment.state_dict)
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; waits for the last step, but for nobody else.
@@ -221,8 +221,7 @@ class DistributedOptimizer(Facade):
         Where ranks have loaded different states, or some none, the next step or the one after ends
         in a ReplicaMismatchError on all of them.
         """
-        self._attachment.load_state_dict(state_dict)
-        self._share(self._attachment.state())
+        self._load(state_dict, self._take_over)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the buckets are laid out anew (collective).
@@ -276,6 +275,10 @@ class DistributedOptimizer(Facade):
             "a DistributedOptimizer cannot be copied or pickled, since it is attached to its model "
             "and to the other ranks; save its state_dict()"
         )
+
+    def _take_over(self, state_dict: dict[str, Any]) -> None:
+        self._attachment.load_state_dict(state_dict)
+        self._share(self._attachment.state())
 
     def _shadow_step(self) -> None:
         follow_clips(self._assembly.engine, self.world)

@@ -163,3 +163,40 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
     for kept, found in run_ranks(2, rank):
         assert kept == found
+
+
+@SIZES
+def test_hooks_around_state_dicts_are_called_as_torch_does(size: int) -> None:
+    def script(optimizer: Any) -> tuple[list[str], float]:
+        called: list[str] = []
+
+        def count(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            called.append("saved")
+            return {**state_dict, "epoch": 7}
+
+        def halve(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            called.append(f"load epoch {state_dict.pop('epoch')}")
+            (group,) = state_dict["param_groups"]
+            return {**state_dict, "param_groups": [{**group, "lr": group["lr"] / 2}]}
+
+        optimizer.register_state_dict_pre_hook(lambda _: called.append("save"))
+        optimizer.register_state_dict_post_hook(count)
+        optimizer.register_load_state_dict_pre_hook(halve)
+        optimizer.register_load_state_dict_post_hook(
+            lambda one: called.append(f"loaded {one.param_groups[0]['lr']}")
+        )
+        state_dict = optimizer.state_dict()
+        optimizer.load_state_dict(state_dict)
+        assert state_dict["epoch"] == 7
+        return called, optimizer.param_groups[0]["lr"]
+
+    def rank(world: World) -> Any:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        found = script(optimizer)
+        optimizer.close()
+        return found
+
+    expected = script(torch.optim.Adam(nn.Linear(3, 2).parameters(), lr=0.1))
+    assert run_ranks(size, rank) == [expected] * size
