@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, get_args
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.progress import Progress
 from dearmpi.comm.watchdog import StallLimits, Watchdog
-from dearmpi.config import ProgressMode
+from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import ConfigError, DearError, LaunchError
 
 Carry = Callable[[Collectives], Collectives]
@@ -135,8 +135,9 @@ class World:
         return Channel(carry(twins[0]), self.progress.open_lane(name, window), self.progress)
 
     def all_reduce(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
-        """Reduce each value over the ranks."""
-        buffer = HostBuffer(np.array(values, dtype=np.float64))
+        """Reduce each value over the ranks; a number by itself counts as a list of one."""
+        check_choice("op", op, get_args(ReduceOp))
+        buffer = HostBuffer(np.atleast_1d(np.array(values, dtype=np.float64)))
         if buffer.numel():
             self._exchange("all-reduce of values", lambda c: c.start_all_reduce(buffer, op))
         return [float(value) for value in buffer.array]

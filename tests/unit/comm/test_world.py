@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,22 @@ def test_values_are_reduced_one_by_one(progress: ProgressMode) -> None:
         run_ranks(4, reduce, progress=progress)
         == [[[6.0, -12.0, 2.0], [3.0, 0.0, 0.5], [0.0, -6.0, 0.5], []]] * 4
     )
+
+
+def test_a_number_by_itself_is_a_list_of_one() -> None:
+    two: Any = np.array(2.0)
+    assert run_ranks(2, lambda world: world.all_reduce(two)) == [[4.0]] * 2
+
+
+def test_an_unknown_reduction_is_refused_before_it_is_begun() -> None:
+    """One that fails on the thread that drives progress would end everything."""
+
+    def reduce(world: World) -> list[float]:
+        with pytest.raises(ConfigError, match="op is 'mean'; choose one of sum, max, min"):
+            world.all_reduce([1.0], "mean")  # type: ignore[arg-type]
+        return world.all_reduce([1.0])
+
+    assert run_ranks(2, reduce) == [[2.0]] * 2
 
 
 def test_values_that_are_not_finite_stay_so() -> None:
