@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from dearmpi.errors import ConfigError
@@ -25,6 +26,12 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+
+
+def _check_type(name: str, value: object, kind: type, what: str) -> None:
+    """Raise ConfigError unless ``value`` is of ``kind``; True and False are no numbers."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name} is {value!r}, of type {type(value).__name__}; give {what}")
 
 
 def all_gather_for(reduce_scatter: ReduceScatter) -> AllGather:
@@ -79,6 +86,7 @@ class EngineConfig:
     check_every: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         check_choice("schedule", self.schedule, get_args(ScheduleName))
         check_choice("buffers", self.buffers, get_args(Buffers))
         check_choice("gather", self.gather, get_args(Gather))
@@ -105,6 +113,15 @@ class EngineConfig:
             raise ConfigError(f"check_every is {self.check_every}; it must be 0 or more")
         if self.window < 1:
             raise ConfigError(f"window is {self.window}; at least 1 operation must be in flight")
+
+    def _check_types(self) -> None:
+        for name in ("eager", "master_weights"):
+            _check_type(name, getattr(self, name), bool, "True or False")
+        _check_type("window", self.window, Integral, "a whole number")
+        if self.bucket_cap_mb is not None:
+            _check_type("bucket_cap_mb", self.bucket_cap_mb, Real, "a number of MiB, or None")
+        if self.check_every is not None:
+            _check_type("check_every", self.check_every, Integral, "a whole number, or None")
 
     @property
     def wire_dtype(self) -> WireDtype | None:

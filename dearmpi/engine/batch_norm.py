@@ -103,10 +103,28 @@ def convert_sync_batchnorm(model: nn.Module, world: World | None = None) -> nn.M
     is another one only where ``model`` itself is such a layer.
     """
     world = world if world is not None else connect()
-    return _convert(model, world, _open_channel(world))
+    return _convert(model, world, _open_channel(world), {})
 
 
-def _convert(module: nn.Module, world: World, channel: Channel | None) -> nn.Module:
+def _convert(
+    module: nn.Module,
+    world: World,
+    channel: Channel | None,
+    converted: dict[nn.Module, nn.Module],
+) -> nn.Module:
+    """``converted``: what has become of modules, which may stand in several places."""
+    if module not in converted:
+        converted[module] = _twin_of(module, world, channel)
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                twin = _convert(child, world, channel, converted)
+                if twin is not child:
+                    setattr(module, name, twin)
+    return converted[module]
+
+
+def _twin_of(module: nn.Module, world: World, channel: Channel | None) -> nn.Module:
+    """What stands in place of ``module`` alone."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         twin = SyncBatchNorm(
             module.num_features,
@@ -120,10 +138,6 @@ def _convert(module: nn.Module, world: World, channel: Channel | None) -> nn.Mod
         )
         twin._parameters, twin._buffers = module._parameters, module._buffers
         return twin.train(module.training)
-    for name, child in module.named_children():
-        converted = _convert(child, world, channel)
-        if converted is not child:
-            setattr(module, name, converted)
     return module
 
 

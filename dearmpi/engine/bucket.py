@@ -263,7 +263,8 @@ class BucketRuntime:
 
     def _dense_gradient(self, slot: int) -> Tensor:
         grad = self.params[slot].grad
-        assert grad is not None
+        if grad is None:
+            raise refusal.taken(self.plan.names[slot])
         if grad.layout is not torch.strided:
             raise refusal.sparse(self.plan.names[slot])
         return grad

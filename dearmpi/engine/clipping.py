@@ -16,13 +16,27 @@ from dearmpi.errors import ConfigError
 def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
     """Scale all gradients so that their norm is at most ``max_norm``; the norm before (collective).
 
-    Raises ConfigError for a ``max_norm`` that is not above 0.
+    Raises ConfigError for a ``max_norm`` or ``norm_type`` that is not above 0, or no number.
     """
-    if not max_norm > 0:
-        raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
+    max_norm, norm_type = _positive("max_norm", max_norm), _positive("norm_type", norm_type)
     engine.wait_reduced()  # which may tell the others something first
     engine.joining.announce_clip(max_norm, norm_type)
     return _clip(engine, world, max_norm, norm_type)
+
+
+def _positive(name: str, given: object) -> float:
+    """As a number what torch takes for one: text and tensors too."""
+    try:
+        number = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"{name} is of type {type(given).__name__} and no number; call "
+            "optimizer.clip_grad_norm_(max_norm, norm_type=2.0), which clips the gradients of all "
+            "parameters of the optimizer"
+        ) from None
+    if not number > 0:
+        raise ConfigError(f"{name} is {given}; it must be above 0")
+    return number
 
 
 def follow_clips(engine: Engine | AloneEngine, world: World) -> None:

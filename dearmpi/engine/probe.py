@@ -136,9 +136,14 @@ def require_separable(optimizer: Optimizer) -> None:
             together = _try_steps(optimizer, options, [16, 16], shape=(4, 4))
             apart = _try_steps(optimizer, options, [16, 16], shape=(4, 4), apart=True)
         except Exception as error:
+            needed = (
+                "an optimizer whose step() takes no closure"
+                if "closure" in str(error)
+                else "an optimizer, and options, that update tensors by dense gradients"
+            )
             raise ConfigError(
-                f"{name} cannot run bucket by bucket (a trial step failed: {error}); it needs an "
-                "optimizer whose step() takes no closure"
+                f"{name} cannot run bucket by bucket (a trial step failed: {error}); it needs "
+                f"{needed}"
             ) from error
         if not torch.allclose(together, apart):
             raise ConfigError(

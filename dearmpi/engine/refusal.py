@@ -88,6 +88,15 @@ def sparse(name: str) -> UsageError:
     )
 
 
+def taken(name: str) -> UsageError:
+    """By a hook that ran before the engine's."""
+    return UsageError(
+        f"backprop has accumulated a gradient of {name}, but param.grad is None: a hook of the "
+        "script (register_post_accumulate_grad_hook) has taken it away before it was reduced; "
+        "remove the hook, and let optimizer.step() update the parameter"
+    )
+
+
 def moved(name: str) -> UsageError:
     """What is gathered would not reach it."""
     return UsageError(

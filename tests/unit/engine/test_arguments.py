@@ -1,0 +1,108 @@
+"""Arguments of a wrong kind are refused with what to give instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dearmpi import DistributedOptimizer, EngineConfig, convert_sync_batchnorm
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("eager", "no", "True or False"),
+        ("eager", 1, "True or False"),
+        ("master_weights", "yes", "True or False"),
+        ("bucket_cap_mb", "4", "a number of MiB, or None"),
+        ("bucket_cap_mb", True, "a number of MiB, or None"),
+        ("window", 2.5, "a whole number"),
+        ("check_every", "10", "a whole number, or None"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(name: str, value: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is .* of type .*; give {told}"):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("clip", "told"),
+    [
+        (lambda o, m: o.clip_grad_norm_(m.parameters(), 1.0), r"clip_grad_norm_\(max_norm, norm"),
+        (lambda o, m: o.clip_grad_norm_([m.weight, m.bias]), r"clip_grad_norm_\(max_norm, norm"),
+        (lambda o, m: o.clip_grad_norm_(1.0, 0), "norm_type is 0; it must be above 0"),
+        (lambda o, m: o.clip_grad_norm_(-1.0), r"max_norm is -1.0; it must be above 0"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_no_norm_to_clip_by_is_refused(
+    size: int, clip: Callable[[Any, Any], object], told: str
+) -> None:
+    """As where a script calls it as it called torch.nn.utils.clip_grad_norm_."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: Any = DistributedOptimizer(inner, model, world=world)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(ConfigError, match=told):
+            clip(optimizer, model)
+        found = [optimizer.clip_grad_norm_(torch.tensor(9.0), kind).item() for kind in ("inf", 2)]
+        assert found == [1.0, pytest.approx(math.sqrt(8))]
+        optimizer.close()
+
+    run_ranks(size, rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (torch.optim.LBFGS, "it needs an optimizer whose step.. takes no closure"),
+        (torch.optim.SparseAdam, "update tensors by dense gradients"),
+        (lambda params: torch.optim.SGD(params, differentiable=True), "by dense gradients"),
+    ],
+    ids=["closure", "sparse", "differentiable"],
+)
+def test_an_optimizer_whose_trial_step_fails_is_refused_with_the_reason(
+    make: Callable[[Any], torch.optim.Optimizer], told: str
+) -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        with pytest.raises(ConfigError, match=f"a trial step failed: .*{told}"):
+            DistributedOptimizer(make(model.parameters()), model, world=world)
+
+    run_ranks(1, rank)
+
+
+def test_a_hook_that_takes_a_gradient_away_is_refused_by_the_parameter() -> None:
+    """As those do that update a parameter inside backprop."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        model.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        DistributedOptimizer(inner, model, world=world)
+        with pytest.raises(
+            UsageError, match="a gradient of weight, but param.grad is None: a hook"
+        ):
+            model(torch.ones(1, 3)).sum().backward()
+
+    run_ranks(2, rank)
+
+
+def test_a_batch_normalisation_in_two_places_stays_one() -> None:
+    def rank(world: World) -> None:
+        norm = nn.BatchNorm1d(3)
+        model = nn.Sequential(norm, nn.Linear(3, 3), norm, nn.Sequential(norm))
+        layers: Any = convert_sync_batchnorm(model, world)
+        assert layers[0] is layers[2] is layers[3][0] is not norm
+
+    run_ranks(2, rank)
