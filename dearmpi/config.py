@@ -61,9 +61,9 @@ class EngineConfig:
         by the CPU. The optimizer's state is in host memory then, and so are its own copies of the
         parameters, in fp32 where the device has bf16 or fp16.
     window: most operations of one kind in flight at once.
-    eager: the caller promises that a step follows each synchronizing backward and that options
-        (such as the learning rate) are set before it, so that a bucket may be updated while
-        backprop still runs.
+    eager: the caller promises that a step follows each synchronizing backward, that options (such
+        as the learning rate) are set before it, and that between the two nothing reads or changes
+        parameters, so that a bucket may be updated while backprop still runs.
     master_weights: the optimizer works on fp32 copies of bf16 and fp16 parameters.
     buffers: what each step does to the model's buffers, such as batch normalisation's statistics:
         ``keep`` (every rank its own, at no cost), ``broadcast`` (rank 0's, as DDP does) or

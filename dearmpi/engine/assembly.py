@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.choose import fastest_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.engine import refusal
 from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.blueprint import Blueprint, draw_blueprint
 from dearmpi.engine.bucket import BucketRuntime
@@ -24,6 +25,7 @@ from dearmpi.engine.hooks import ModelHooks
 from dearmpi.engine.host_shard import HostMemory, HostShard
 from dearmpi.engine.master import HALVES, MasterRule
 from dearmpi.engine.memory import give_back_freed
+from dearmpi.engine.options import find_changed
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.probe import (
     host_twin,
@@ -116,7 +118,7 @@ def _build(
     *,
     world: World,
     spans: Spans,
-    read_options: Callable[[], Options],
+    read_options: Callable[[Options | None], Options],
 ) -> Assembly:
     names, layout, config = blueprint.names, blueprint.layout, blueprint.config
     shards = config.gather == "parameters"
@@ -156,7 +158,14 @@ def _is_distributed(world: World, config: EngineConfig) -> bool:
     return world.size > 1 or config.master_weights or config.update_on == "host"
 
 
-def _read_prepared(optimizer: Optimizer, prepare: Callable[[], None]) -> Options:
+def _read_prepared(
+    optimizer: Optimizer, prepare: Callable[[], None], earlier: Options | None
+) -> Options:
+    """The options of this moment, or those read ``earlier``, which must still hold."""
+    if earlier is not None:
+        if changed := find_changed(earlier, optimizer):
+            raise refusal.set_late(changed)
+        return earlier
     prepare()
     return read_options(optimizer)
 

@@ -25,8 +25,8 @@ from dearmpi.plan.schedule import Launch, Wait
 class Engine:
     """Reduces gradients, updates and gathers, bucket by bucket, in the pipeline's schedule.
 
-    eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment; asked for
-        before an iteration's first update.
+    eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment, before an
+        iteration's first update; later, given those, to see in the step that they still hold.
     joining: what ranks tell each other inside ``join``. loads: which states were loaded.
     """
 
@@ -36,7 +36,7 @@ class Engine:
         pipeline: Pipeline,
         *,
         eager: bool,
-        read_options: Callable[[], Options],
+        read_options: Callable[[Options | None], Options],
     ) -> None:
         self._world = world
         self._progress = world.progress
@@ -129,15 +129,15 @@ class Engine:
         if name := self._find_cleared():
             raise refusal.cleared(name)
         self.finish_backprop()
+        cycle = self._cycle
+        options = self._read_options(cycle.options)
         for bucket in self._buckets:
             bucket.release_gradients()
-        cycle = self._cycle
         cycle.stepped = True
         for index in cycle.active:
             if not self._eager:  # else pending since its launch, and perhaps finished by now
                 self._buckets[index].pending = True
             self._buckets[index].supersede()
-        options = cycle.options or self._read_options()
         self._pipeline.submit_step(self.joining.announce_step(options, joined=joined))
         self._pipeline.call_roll()
         if self._schedule.wait is Wait.STEP:
@@ -284,7 +284,7 @@ class Engine:
             bucket.streams = {self._side.current()}
             if bucket.expect_gradients():
                 active.add(bucket.index)
-        options = self._read_options() if self._eager and not joined else None
+        options = self._read_options(None) if self._eager and not joined else None
         self._pipeline.num_reduced += 1
         self._pipeline.begin(Cycle(active=frozenset(active), options=options))
 

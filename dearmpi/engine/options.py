@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.engine.update import read_options
+from dearmpi.engine.update import Options, read_options
 
 
 def describe_options(optimizer: Optimizer) -> list[str]:
@@ -40,6 +41,24 @@ def describe_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> l
         )
         if (text := _describe_entry(value)) is not None
     ]
+
+
+def find_changed(earlier: Options, optimizer: Optimizer) -> str:
+    """The first option that is another than ``earlier``, such as ``lr in param group 0``; empty if
+    none is. Tensors on a device are not compared, since that would wait for it.
+    """
+    for number, (before, group) in enumerate(zip(earlier, optimizer.param_groups, strict=True)):
+        for name, value in before.items():
+            now = group.get(name)
+            if now is not value and _differ(value, now):
+                return f"{name} in param group {number}"
+    return ""
+
+
+def _differ(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return before.device.type == now.device.type == "cpu" and not torch.equal(before, now)
+    return bool(before != now)
 
 
 def _describe_entry(value: Any) -> str | None:

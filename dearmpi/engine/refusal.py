@@ -39,6 +39,15 @@ def dropped() -> UsageError:
     )
 
 
+def set_late(name: str) -> UsageError:
+    """Some parameters may have been updated by what held before."""
+    return UsageError(
+        f"{name} was changed between backward and step(), but buckets are updated during backprop "
+        "with the options of its beginning (eager=True); set options before backward, or make the "
+        "optimizer with eager=False"
+    )
+
+
 def second_backprop() -> UsageError:
     """It comes too late for the updates."""
     return UsageError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -53,3 +55,28 @@ def test_eager_gradients_can_be_neither_dropped_nor_clipped(act: str) -> None:
             training.optimizer.zero_grad() if act == "zero_grad" else training.clip(2.0)
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)])
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_eager_options_are_not_set_too_late(gather: Any, rate: float | torch.Tensor) -> None:
+    """Such as a learning rate by the loss, which some buckets would have and others not."""
+
+    def rank(world: World) -> float:
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=rate)
+        optimizer = DistributedOptimizer(inner, model, world=world, gather=gather, eager=True)
+        for factor in (0.5, 0.1):
+            (group,) = optimizer.param_groups
+            model(torch.ones(1, 3)).sum().backward()
+            before, group["lr"] = group["lr"], group["lr"] * factor
+            with pytest.raises(UsageError, match="lr in param group 0 .*; set options before back"):
+                optimizer.step()
+            group["lr"] = before
+            optimizer.step()
+            group["lr"] = group["lr"] * factor
+        optimizer.close()
+        return model.weight.sum().item()
+
+    assert run_ranks(2, rank) == [pytest.approx(-3 * (0.5 + 0.25))] * 2
