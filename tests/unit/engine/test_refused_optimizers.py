@@ -112,3 +112,32 @@ def test_an_optimizer_that_finds_something_out_in_its_first_step_is_served() -> 
         DistributedOptimizer(FindingOut(model.parameters()), model, world=world).close()
 
     run_ranks(2, rank)
+
+
+class Clipping(Plain):
+    """Shortens gradients of a tensor whose norm is beyond a limit, or lengthens those below one."""
+
+    def __init__(self, params: Any, least: float, most: float) -> None:
+        super().__init__(params)
+        self.least, self.most = least, most
+
+    def direction(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        norm = float(param.grad.norm())
+        return param.grad * (min(max(norm, self.least), self.most) / norm)
+
+
+@pytest.mark.parametrize("limits", [(0.0, 100.0), (0.1, 1e9)], ids=["large", "small"])
+def test_an_optimizer_that_clips_large_or_small_tensors_is_refused(
+    limits: tuple[float, float],
+) -> None:
+    """Of a shard it would know the shard's norm only."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        with pytest.raises(ConfigError, match="does not treat every element by itself"):
+            DistributedOptimizer(Clipping(model.parameters(), *limits), model, world=world)
+        inner = Clipping(model.parameters(), *limits)
+        DistributedOptimizer(inner, model, world=world, gather="gradients").close()
+
+    run_ranks(2, rank)
