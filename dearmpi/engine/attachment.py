@@ -217,12 +217,26 @@ class Attachment:
         return LocalState(packed["param_groups"], whole, read_pieces(updates))
 
     def close(self) -> None:
-        """Finish what is under way and detach from the model; the state can still be read."""
+        """Finish what is under way and detach from the model; the state can still be read.
+
+        Where every rank has all of it, the wrapped optimizer gets it back.
+        """
         self._settle()
         self._detach()
+        self._hand_back()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+    def _hand_back(self) -> None:
+        updates = self.assembly.updates
+        if self.assembly.masters.weights or any(isinstance(u, ShardUpdate) for u in updates):
+            return  # which the optimizer alone could not go on with
+        states = read_whole(updates)
+        for param, name in self.assembly.blueprint.names.items():
+            if name in states:
+                self._optimizer.state[param] = states[name]
+        self.assembly = replace(self.assembly, updates=())
 
     def _detach(self) -> None:
         self.assembly.close()

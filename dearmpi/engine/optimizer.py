@@ -262,13 +262,16 @@ class DistributedOptimizer(Facade):
     def close(self) -> None:
         """Finish the last step and detach from the model, which is then an ordinary one.
 
-        Safe to call twice; the state can still be saved. Raises UsageError inside ``join``.
+        Safe to call twice; the state can still be saved. The wrapped optimizer has it again with
+        ``gather="gradients"``; with ``"parameters"`` it lies in shards: to go on with the wrapped
+        one, have it load a ``state_dict()``. Raises UsageError inside ``join``.
         """
         self._assembly.engine.joining.refuse("close()")
         self._course.abandon_planning()
         self._ranges.remove()
         self._buffers.close()
         self._attachment.close()
+        self._share(self._attachment.state())
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

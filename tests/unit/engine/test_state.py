@@ -13,6 +13,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError
+from tests.mpi.models import fill
 from tests.mpi.oracle import OPTIMIZERS, Case, Outcome, Training, assert_same
 
 STEPS = 3
@@ -161,3 +162,36 @@ def test_loading_without_state_starts_anew() -> None:
 
     for outcome in run_ranks(2, rank):
         assert_same(outcome, resume(case, None, None))
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_the_wrapped_optimizer_goes_on_after_close(gather: Any) -> None:
+    """By itself where every rank has all of the state, and else from a state dict."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+
+    def rank(world: World | None) -> list[Any]:
+        model = nn.Linear(3, 2)
+        fill(model)
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+        if world is None:
+            train(model, inner)
+        else:
+            optimizer = DistributedOptimizer(inner, model, world=world, gather=gather)
+            train(model, optimizer)
+            saved = optimizer.state_dict()
+            optimizer.close()
+            assert str(optimizer.state_dict()) == str(saved)
+            if gather == "parameters":
+                inner.load_state_dict(saved)
+        train(model, inner)
+        return [param.tolist() for param in model.parameters()]
+
+    alone = rank(None)
+    for found in run_ranks(2, rank):
+        for values, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(torch.tensor(values), torch.tensor(expected))
