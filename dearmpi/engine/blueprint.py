@@ -21,6 +21,7 @@ from dearmpi.engine.device_way import check_devices
 from dearmpi.engine.master import is_half
 from dearmpi.engine.options import describe_options, describe_state
 from dearmpi.engine.probe import require_half, require_host
+from dearmpi.engine.update import is_patched
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
@@ -45,7 +46,8 @@ class Blueprint:
 
 def check_arguments(optimizer: object, model: object, plan: object) -> None:
     """Raise ConfigError unless they are an optimizer and a model, in this order, and ``plan`` is
-    not one that is to be made for a compiled model; scripts cannot be trained.
+    not one that is to be made for a compiled model; scripts cannot be trained, nor steps be taken
+    that a script has put on the instance.
     """
     kinds = (("optimizer", optimizer, Optimizer), ("model", model, nn.Module))
     for name, given, wanted in kinds:
@@ -56,9 +58,19 @@ def check_arguments(optimizer: object, model: object, plan: object) -> None:
                 "whose parameters it has"
             )
     assert isinstance(optimizer, Optimizer) and isinstance(model, nn.Module)
+    _refuse_patched(optimizer)
     _refuse_scripts(optimizer, model)
     if plan == "auto":
         refuse_compiled(model)
+
+
+def _refuse_patched(optimizer: Optimizer) -> None:
+    if is_patched(optimizer):
+        raise ConfigError(
+            f"the step of this {type(optimizer).__name__} was replaced on the instance, but updates"
+            " call that of its class; override step() in a class of your own, or replace that of "
+            "the DistributedOptimizer"
+        )
 
 
 def _refuse_scripts(optimizer: Optimizer, model: nn.Module) -> None:

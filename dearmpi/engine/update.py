@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from dearmpi.comm.api import Request
 from dearmpi.engine.master import is_half
@@ -46,6 +46,17 @@ def read_options(optimizer: Optimizer) -> list[dict[str, Any]]:
         }
         for group in optimizer.param_groups
     ]
+
+
+def is_patched(optimizer: Optimizer) -> bool:
+    """Whether a script has put another ``step`` on the instance, which clones have not; schedulers
+    do so too, but only to see that it is called.
+    """
+    step: Any = vars(optimizer).get("step")
+    step = getattr(step, "__func__", step)
+    while getattr(step, "__globals__", None) is vars(lr_scheduler):
+        step = step.__wrapped__
+    return step is not None and step is not type(optimizer).step
 
 
 def clone(optimizer: Optimizer, param_groups: list[dict[str, Any]], state: Any) -> Optimizer:

@@ -42,6 +42,8 @@ class WholeUpdate:
             if (master := masters.copy_of(param.detach())) is not None:
                 self._masters[slot] = master
                 self._aliases[slot] = master.values
+        for param, alias in zip(bucket.params, self._aliases, strict=True):
+            alias.__dict__.update(param.__dict__)  # such as a rate that an optimizer looks up there
         self._groups = [group_of[param] for param in bucket.params]
         self._optimizer = clone(optimizer, [], defaultdict(dict))
 

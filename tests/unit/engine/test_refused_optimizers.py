@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -141,3 +143,52 @@ def test_an_optimizer_that_clips_large_or_small_tensors_is_refused(
         DistributedOptimizer(inner, model, world=world, gather="gradients").close()
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_a_step_that_was_replaced_on_the_instance_is_refused(gather: Any, scheduled: bool) -> None:
+    """Unless a scheduler did, which counts the calls."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        take = inner.step
+
+        @functools.wraps(take)
+        def step(self: Any, closure: Any = None) -> Any:
+            model.weight.data.mul_(0.9)
+            return take(closure)
+
+        torch.optim.lr_scheduler.StepLR(inner, 1)
+        DistributedOptimizer(inner, model, world=world, gather=gather).close()
+        inner.step = MethodType(step, inner)
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(inner, 1)
+        with pytest.raises(ConfigError, match="step of this SGD was replaced on the instance"):
+            DistributedOptimizer(inner, model, world=world, gather=gather)
+
+    run_ranks(2, rank)
+
+
+class Scaling(Plain):
+    """Looks up on each parameter how far it goes."""
+
+    def direction(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        return param.grad * getattr(param, "scale", 1.0)
+
+
+def test_gathered_gradients_let_an_optimizer_see_attributes_of_parameters() -> None:
+    def rank(world: World) -> list[float]:
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+        vars(model.weight)["scale"] = 0.5
+        inner = Scaling(model.parameters())
+        optimizer = DistributedOptimizer(inner, model, world=world, gather="gradients")
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        return [param.item() for param in model.parameters()]
+
+    assert run_ranks(2, rank) == [pytest.approx([-0.05, -0.1])] * 2
