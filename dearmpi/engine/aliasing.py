@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,17 @@ def check_apart(params: Container[nn.Parameter], model: nn.Module) -> None:
             )
         if stop > end:
             end, before, is_own_before = stop, name, is_own
+
+
+def check_private(params: Mapping[nn.Parameter, str]) -> None:
+    """Raise ConfigError for memory that other processes see: parameters would move out of it."""
+    for param, name in params.items():
+        if param.device.type == "cpu" and param.is_shared():
+            raise ConfigError(
+                f"parameter {name} is in memory that is shared with other processes "
+                "(share_memory()), which would no longer see it, as it moves into a bucket; use "
+                "gather='gradients', which leaves parameters where they are"
+            )
 
 
 def _spans(

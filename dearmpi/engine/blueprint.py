@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.aliasing import check_apart
+from dearmpi.engine.aliasing import check_apart, check_private
 from dearmpi.engine.compilation import refuse_compiled
 from dearmpi.engine.device import device_of
 from dearmpi.engine.device_way import check_devices
@@ -120,10 +120,12 @@ def lay_out(
     plan: Plan | None = None,
 ) -> BucketLayout:
     """The buckets of a blueprint. Raises ConfigError for a plan that does not fit, and for
-    parameters that share memory.
+    parameters that share memory, with each other or where they would move away from it.
     """
     if world_size > 1:
         check_apart(names, model)
+        if config.gather == "parameters":
+            check_private(names)
     specs = [spec_of(param, name) for param, name in names.items()]
     if plan is not None:
         return plan.layout(specs, world_size)

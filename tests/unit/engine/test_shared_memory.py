@@ -98,3 +98,23 @@ def test_neighbours_in_memory_and_one_parameter_in_two_places_are_no_matter() ->
     expected = trained(build(), None)
     for found in run_ranks(2, lambda world: trained(build(), world)):
         torch.testing.assert_close(found, expected)
+
+
+def test_memory_that_other_processes_see_is_not_left_unnoticed() -> None:
+    """As an actor's, which would go on with what the learner began with."""
+
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fill(model)
+        return model.share_memory()
+
+    def rank(world: World) -> None:
+        with pytest.raises(ConfigError, match="0.weight is in memory .*use gather='gradients'"):
+            trained(build(), world)
+        model = build()
+        seen = [param.detach() for param in model.parameters()]
+        trained(model, world, gather="gradients")
+        for param, view in zip(model.parameters(), seen, strict=True):
+            assert torch.equal(param, view)
+
+    run_ranks(2, rank)
