@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -41,9 +41,13 @@ class Evaluator:
     batch_size: int
     names: tuple[str, ...] = ()
 
-    def run(self, world: World) -> Evaluation:
+    def run(
+        self, world: World, *, stop_asked: Callable[[], bool] = lambda: False
+    ) -> Evaluation | None:
         """Evaluate (collective). The model's parameters and buffers must be the same on all.
 
+        stop_asked: whether this rank was asked to stop, looked at between batches. If any was,
+        there is no result: None on all ranks.
         Random states stay as they are: training goes on as if nobody had looked.
         """
         sums = [0.0] * (2 + len(self.names))
@@ -53,10 +57,15 @@ class Evaluator:
         state = capture_random_state()
         with evaluating(self.task.model):
             for indices in shares:
+                if stop_asked():
+                    break
                 for place, value in enumerate(self._measure(indices)):
                     sums[place] += value
+            stopped = stop_asked()  # also after the last batch, which may have been a long one
         restore_random_state(state)
-        count, loss, *rest = world.all_reduce(sums, "sum")
+        num_stops, count, loss, *rest = world.all_reduce([stopped, *sums], "sum")
+        if num_stops:
+            return None
         means = {name: value / count for name, value in zip(self.names, rest, strict=True)}
         return Evaluation(loss / count, int(count), means)
 

@@ -8,7 +8,8 @@ One turn of the loop is one optimizer step, and these phases:
 4. when due: evaluate, and write a row of metrics.
 
 At the end of the run 3 and 4 are due. The checkpoint is on the disk before the evaluation begins,
-which may fail, or outlast the job's time. After a request to stop 3 is due, and a row.
+which may fail, or outlast the job's time. After a request to stop 3 is due, and a row; an
+evaluation under way is broken off, unless it is the last.
 """
 
 from __future__ import annotations
@@ -193,19 +194,25 @@ class Trainer:
 
     def _measure(self, *, evaluate: bool) -> None:
         """Phase 4, once the totals of all steps are read."""
-        if evaluate:
-            self._evaluate()
-        row = self._make_row(self._evaluation if evaluate else None)
+        evaluation = self._evaluate() if evaluate else None
+        if evaluate and evaluation is None:  # broken off: the row comes once the state is saved
+            return
+        row = self._make_row(evaluation)
         if row.loss is not None:
             self._first_loss = row.loss if self._first_loss is None else self._first_loss
             self._last_loss = row.loss
         self._row_step = self._step
         self._listener.measured(row)
 
-    def _evaluate(self) -> None:
-        if self._job.evaluator is not None:
-            self._catch_up()
-            self._evaluation = self._job.evaluator.run(self._job.world)
+    def _evaluate(self) -> Evaluation | None:
+        """None where a rank was asked to stop meanwhile; the last evaluation goes to its end."""
+        assert self._job.evaluator is not None
+        self._catch_up()
+        stop_asked = (lambda: False) if self._at_end() else self._stop_asked
+        found = self._job.evaluator.run(self._job.world, stop_asked=stop_asked)
+        self._evaluation = found or self._evaluation
+        self._stopping = self._stopping or found is None
+        return found
 
     def _catch_up(self) -> None:
         begin_s = time.perf_counter()
@@ -248,13 +255,12 @@ class Trainer:
         self._saver.finish()
         if self._step > self._row_step:
             self._measure(evaluate=self._at_end() and self._evaluation_due())
-        elif self._evaluation is None and not self._stopping:
+        elif self._evaluation is None and self._evaluation_due() and not self._stopping:
             self._evaluate_again()
 
     def _evaluate_again(self) -> None:
         """The run had reached its end before, perhaps without the time for an evaluation."""
-        self._evaluate()
-        found = self._evaluation
+        found = self._evaluate()
         if found is not None:
             epoch, _ = self._job.position(self._step - 1)
             row = MetricsRow(self._step, epoch, eval_loss=found.loss, extra=found.metrics)

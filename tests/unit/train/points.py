@@ -84,19 +84,19 @@ class Notes:
         self.rows.append(row)
 
     def saved(self, checkpoint: Path | None) -> None:
-        assert checkpoint is not None
-        self.checkpoints.append(checkpoint.name)
+        if checkpoint is not None:  # as on rank 0 alone
+            self.checkpoints.append(checkpoint.name)
 
 
 def train(job: Job, folder: Path, *, stop_after: int | None = None) -> tuple[Outcome, Notes]:
+    """stop_after: in which step it is asked to stop, not in the evaluation before it."""
     notes = Notes()
-    trainer = Trainer(
-        job,
-        folder,
-        listener=notes,
-        stop_asked=lambda: stop_after is not None and len(notes.steps) + 1 >= stop_after,
-    )
-    return trainer.run(), notes
+
+    def stop_asked() -> bool:
+        is_stepping = job.task.model.training
+        return stop_after is not None and is_stepping and len(notes.steps) + 1 >= stop_after
+
+    return Trainer(job, folder, listener=notes, stop_asked=stop_asked).run(), notes
 
 
 def parameters(model: nn.Module) -> list[Tensor]:

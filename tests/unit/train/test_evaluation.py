@@ -25,6 +25,7 @@ def test_evaluation_counts_each_sample_once_at_any_number_of_ranks() -> None:
     def work(world: World) -> tuple[float, int, Mapping[str, float]]:
         assert task.eval_data is not None
         found = Evaluator(task, task.eval_data, "fp32", batch_size=3, names=("ones",)).run(world)
+        assert found is not None
         return found.loss, found.num_samples, found.metrics
 
     for size in (1, 3, 8):
@@ -51,6 +52,8 @@ def test_metrics_that_come_in_another_order_on_another_rank_are_not_mixed_up() -
         task = replace(make_task(eval_count=4), metrics=lambda *_: {n: values[n] for n in order})
         assert task.eval_data is not None
         names = probe_metrics(task, "fp32")
-        return Evaluator(task, task.eval_data, "fp32", batch_size=1, names=names).run(world).metrics
+        found = Evaluator(task, task.eval_data, "fp32", batch_size=1, names=names).run(world)
+        assert found is not None
+        return found.metrics
 
     assert run_ranks(2, work) == [{"top1": 1.0, "top5": 5.0}] * 2

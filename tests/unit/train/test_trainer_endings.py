@@ -10,14 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint
 from dearmpi.train.agreement import AgreedError
+from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
+from dearmpi.train.trainer import Trainer
 from tests.unit.train.points import (
     SGD,
+    Notes,
     equal,
     make_job,
     make_task,
@@ -72,6 +76,53 @@ def test_who_is_asked_to_stop_in_the_last_step_has_a_whole_run(
     outcome, notes = train(make_job(alone, settings), tmp_path, stop_after=4)
     assert not outcome.stopped
     assert [row.step for row in notes.rows if row.eval_loss is not None] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_stop_breaks_off_the_evaluation_under_way_on_all_ranks(tmp_path: Path, size: int) -> None:
+    """It may outlast what a scheduler grants. The last rank is asked in its third batch."""
+
+    def work(world: World) -> tuple[int, bool, list[int], list[MetricsRow], int]:
+        batches: list[int] = []
+
+        def counted(model: nn.Module, batch: Any) -> Tensor:
+            if not model.training and len(batch[0]) > 1:  # one sample is looked at before the start
+                batches.append(len(batch[0]))
+            return squared_error(model, batch)
+
+        settings = RunSettings(max_steps=9, eval_interval=4, **SGD)
+        job = make_job(world, settings, make_task(counted, eval_count=20 * 8))
+        notes = Notes()
+        asked = world.rank == size - 1
+        trainer = Trainer(
+            job, tmp_path, listener=notes, stop_asked=lambda: asked and len(batches) >= 3
+        )
+        outcome = trainer.run()
+        assert outcome.evaluation is None
+        return outcome.step, outcome.stopped, notes.steps, notes.rows, len(batches)
+
+    for rank, (step, stopped, steps, rows, num_batches) in enumerate(run_ranks(size, work)):
+        assert (step, stopped, steps) == (4, True, [1, 2, 3, 4])
+        assert [(row.step, row.eval_loss) for row in rows] == [(4, None)]
+        assert num_batches == (3 if rank == size - 1 else 20)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_the_last_evaluation_goes_to_its_end(alone: World, tmp_path: Path) -> None:
+    """Nothing is left to do after it, and the run would only be queued again for it."""
+    batches: list[int] = []
+
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        if not model.training:
+            batches.append(len(batch[0]))
+        return squared_error(model, batch)
+
+    job = make_job(alone, RunSettings(max_steps=2, **SGD), make_task(counted, eval_count=40))
+    notes = Notes()
+    trainer = Trainer(job, tmp_path, listener=notes, stop_asked=lambda: len(batches) >= 3)
+    outcome = trainer.run()
+    assert not outcome.stopped and outcome.evaluation is not None
+    assert notes.rows[-1].eval_loss == outcome.evaluation.loss
 
 
 def test_evaluations_leave_random_numbers_to_training(alone: World, tmp_path: Path) -> None:
