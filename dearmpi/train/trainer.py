@@ -3,7 +3,7 @@
 One turn of the loop is one optimizer step, and these phases:
 
 1. ``take_step``: feed-forward, backprop, update.
-2. read what the step before gave on all ranks: its loss, whether it was finite, whether to stop.
+2. read what the step before, or a long one itself, gave on all ranks: its loss, whether to stop.
 3. when due: begin to save a checkpoint, which is written while the next steps are taken.
 4. when due: evaluate, and write a row of metrics.
 
@@ -118,8 +118,9 @@ class Trainer:
             loss=self._last.loss,
             stop=self._stop_asked(),
             num_saved=self._saver.num_done,
+            step_s=time.perf_counter() - begin_s,
         )
-        self._read_totals(pending=1)
+        self._read_totals(pending=self._tally.delay)
         seconds = time.perf_counter() - begin_s
         times = self._job.optimizer.times
         sums = Sums(1, self._samples_of_step(), seconds, times.exposed_s, times.communication_s)

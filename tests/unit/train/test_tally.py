@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.train import tally as module
 from dearmpi.train.tally import StepTotal, Tally
 
 
@@ -50,3 +53,22 @@ def test_all_ranks_learn_of_a_bad_loss_and_of_a_stop_on_one() -> None:
         assert math.isnan(total.loss)
         assert total.describe_bad(["n0", "n1", "n2"]) == "1 of 3 ranks (rank 1 on n1)"
     assert StepTotal(7, math.nan, 2, 3, 0, 0).describe_bad(["n"] * 3) == "2 of 3 ranks"
+
+
+def test_after_a_long_step_all_ranks_read_the_newest_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long is what they say together, be it only one that says so."""
+    monkeypatch.setattr(module, "LONG_STEP_S", 1000.0)
+
+    def work(world: World) -> list[int]:
+        tally = Tally(world)
+        delays = [tally.delay]
+        for step, step_s in enumerate((0.0, 3000.0, 0.0), 1):
+            tally.post(step, loss=0.0, stop=False, step_s=step_s if world.rank else 0.0)
+            tally.read()
+            delays.append(tally.delay)
+        tally.close()
+        return delays
+
+    assert run_ranks(2, work) == [[1, 1, 0, 1]] * 2

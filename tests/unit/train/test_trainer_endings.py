@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError
-from dearmpi.train import checkpoint
+from dearmpi.train import checkpoint, tally
 from dearmpi.train.agreement import AgreedError
 from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.seeding import seed_all
@@ -76,6 +76,21 @@ def test_who_is_asked_to_stop_in_the_last_step_has_a_whole_run(
     outcome, notes = train(make_job(alone, settings), tmp_path, stop_after=4)
     assert not outcome.stopped
     assert [row.step for row in notes.rows if row.eval_loss is not None] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_stop_comes_after_the_step_at_hand_where_steps_are_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(tally, "LONG_STEP_S", 0.0)
+
+    def work(world: World) -> tuple[int, bool]:
+        job, is_last = make_job(world, RunSettings(max_steps=9, **SGD)), world.rank == size - 1
+        outcome, _ = train(job, tmp_path, stop_after=5 if is_last else None)
+        return outcome.step, outcome.stopped
+
+    assert run_ranks(size, work) == [(5, True)] * size
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
