@@ -30,6 +30,7 @@ from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.checkpoint.part import CopyBuffer, Part
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.snapshot_part import Head, make_head, make_part
+from dearmpi.train.checkpoint.survey import left_over
 from dearmpi.train.job import Job
 from dearmpi.train.random_state import capture_random_state
 
@@ -150,7 +151,7 @@ class Saver:
         try:
             checkpoint.prune(self._folder, self._job.settings.keep)
         except OSError as error:  # such as a file that somebody reads over NFS
-            warnings.warn(f"an old checkpoint is left over: {error}; remove it", stacklevel=1)
+            warnings.warn(left_over(error), stacklevel=1)
 
 
 def synchronize(job: Job) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from dearmpi.train.checkpoint.survey import (
     REPLACED,
     WRITING,
     advise,
+    left_over,
     name_latest,
     next_serial,
     remove,
@@ -90,6 +92,7 @@ class Draft:
             durable.write_text(self.folder / manifest.FILE_NAME, manifest.to_text(record))
             _put_in_place(self.folder, self.target)
             name_latest(self.run_folder, self.target)
+        _remove_replaced(self.target)
         return self.target
 
     def discard(self) -> None:
@@ -175,15 +178,21 @@ def _join_states(
 
 def _put_in_place(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``; there is a complete checkpoint at every moment."""
-    replaced = target.with_name(target.name + REPLACED)
     if target.exists():
-        if replaced.exists():
-            remove(replaced)
-        target.rename(replaced)
+        _remove_replaced(target)
+        target.rename(target.with_name(target.name + REPLACED))
     temporary.rename(target)
     durable.sync_folder(target.parent)
-    if replaced.exists():
-        remove(replaced)
+
+
+def _remove_replaced(target: Path) -> None:
+    """Remove what ``target`` has replaced, as far as that is possible; no save fails for it."""
+    replaced = target.with_name(target.name + REPLACED)
+    try:
+        if replaced.exists():
+            remove(replaced)
+    except OSError as error:  # such as a file that somebody reads over NFS
+        warnings.warn(left_over(error), stacklevel=1)
 
 
 def _save_error(error: OSError, target: Path, num_bytes: int) -> CheckpointError:

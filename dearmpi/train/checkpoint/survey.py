@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import shutil
 from dataclasses import dataclass
@@ -155,16 +157,24 @@ def remove_leftovers(checkpoints: Path) -> None:
         elif folder.name.startswith(REMOVING):
             shutil.rmtree(folder, ignore_errors=True)  # where a file is in use, next time
         elif folder.name.endswith(REPLACED) and folder.with_suffix("").exists():
-            remove(folder)
+            with contextlib.suppress(OSError):
+                remove(folder)
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: it ceases to be one at once, however long the removal takes."""
-    hidden = folder.with_name(REMOVING + folder.name)
-    if hidden.exists():
-        shutil.rmtree(hidden)
+    """Remove a checkpoint: it ceases to be one at once, however long the removal takes.
+
+    Raises OSError where something of it, such as a file in use, is left over.
+    """
+    names = (folder.with_name(f"{REMOVING}{folder.name}.{number}") for number in itertools.count())
+    hidden = next(path for path in names if not path.exists())
     folder.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def left_over(error: OSError) -> str:
+    """What to tell people of a checkpoint that could not be removed."""
+    return f"an old checkpoint is left over: {error}; remove it"
 
 
 def _order(record: Manifest) -> tuple[int, int]:

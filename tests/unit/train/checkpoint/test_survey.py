@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -64,6 +65,30 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, make_snapshot(10, fill=2.0))
     assert checkpoint.load(path).model["weight"][0, 0] == 2.0
     assert [p.name for p in path.parent.iterdir()] == ["step-00000010"]
+
+
+def test_what_was_replaced_and_is_still_in_use_costs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS a folder with a file that somebody reads cannot be removed."""
+    path = checkpoint.save(tmp_path, make_snapshot(10, fill=1.0))
+
+    def in_use(folder: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", folder.name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", in_use)
+        for fill in (2.0, 3.0):
+            with pytest.warns(UserWarning, match="left over: .*step-00000010.*; remove it"):
+                assert checkpoint.save(tmp_path, make_snapshot(10, fill=fill)) == path
+            assert checkpoint.find_latest(tmp_path) == path
+            assert checkpoint.load(path).model["weight"][0, 0] == fill
+        shutil.copytree(path, path.with_name(path.name + ".replaced"))
+        last = checkpoint.save(tmp_path, make_snapshot(20))
+        assert checkpoint.prune(tmp_path, keep=2) == ()
+    checkpoint.save(tmp_path, make_snapshot(20))
+    assert sorted(path.parent.iterdir()) == [path, last]
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
