@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.engine.broadcast import broadcast_buffers
-from dearmpi.errors import NonFiniteLossError
+from dearmpi.errors import CheckpointError, NonFiniteLossError
 from dearmpi.train import checkpoint
 from dearmpi.train.agreement import share_failure, together
 from dearmpi.train.checkpoint.manifest import FileRecord
@@ -152,6 +152,11 @@ class Saver:
             checkpoint.prune(self._folder, self._job.settings.keep)
         except OSError as error:  # such as a file that somebody reads over NFS
             warnings.warn(left_over(error), stacklevel=1)
+        except CheckpointError as error:
+            warnings.warn(
+                f"old checkpoints are kept for now: {error}; the next save looks for them again",
+                stacklevel=1,
+            )
 
 
 def synchronize(job: Job) -> None:
