@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +43,9 @@ def survey(run_folder: Path) -> Survey:
     """
     complete, damaged = list_checkpoints(run_folder / "checkpoints")
     named = _read_latest(run_folder)
-    if named in complete:
-        latest: Path | None = named
-    else:
-        latest = max(complete, key=lambda path: _order(complete[path]), default=None)
-        if named is not None and named not in damaged:
-            damaged[named] = f"{run_folder / 'latest'} names {named.name}, which does not exist"
+    latest = _choose(complete, named)
+    if named is not None and named not in complete and named not in damaged:
+        damaged[named] = f"{run_folder / 'latest'} names {named.name}, which does not exist"
     floor = -1 if latest is None else _step_of(latest)
     reasons = (damaged[path] for path in sorted(damaged) if _step_of(path) >= floor)
     return Survey(latest=latest, passed_over=tuple(reasons))
@@ -100,8 +98,11 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
     Damaged checkpoints stay, for the user to judge. Returns the folders that were removed; raises
     OSError when one cannot be.
     """
-    complete, _ = list_checkpoints(run_folder / "checkpoints")
-    latest = find_latest(run_folder)
+    checkpoints = run_folder / "checkpoints"
+    if len(_folders(checkpoints)) <= keep:  # as mostly before a save, for which all ranks wait
+        return ()
+    complete, _ = list_checkpoints(checkpoints)
+    latest = _choose(complete, _read_latest(run_folder))
     by_age = sorted(complete, key=lambda path: _order(complete[path]))
     removed = tuple(path for path in by_age[: max(0, len(by_age) - keep)] if path != latest)
     for path in removed:
@@ -113,13 +114,7 @@ def list_checkpoints(checkpoints: Path) -> tuple[dict[Path, Manifest], dict[Path
     """Return (manifests of the complete checkpoints, what is wrong with the others)."""
     complete: dict[Path, Manifest] = {}
     damaged: dict[Path, str] = {}
-    try:
-        folders = sorted(p for p in checkpoints.iterdir() if FOLDER_NAME.fullmatch(p.name))
-    except FileNotFoundError:
-        return complete, damaged
-    except OSError as error:
-        raise CheckpointError(f"cannot list {checkpoints}: {error.strerror}") from error
-    for folder in folders:
+    for folder in _folders(checkpoints):
         try:
             record = manifest.read_manifest(folder)
             manifest.check_sizes(folder, record)
@@ -128,6 +123,23 @@ def list_checkpoints(checkpoints: Path) -> tuple[dict[Path, Manifest], dict[Path
         else:
             complete[folder] = record
     return complete, damaged
+
+
+def _folders(checkpoints: Path) -> list[Path]:
+    """The checkpoints by their names, whatever is in them."""
+    try:
+        return sorted(p for p in checkpoints.iterdir() if FOLDER_NAME.fullmatch(p.name))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot list {checkpoints}: {error.strerror}") from error
+
+
+def _choose(complete: Mapping[Path, Manifest], named: Path | None) -> Path | None:
+    """The one to resume from: what ``latest`` names, else what was written last."""
+    if named in complete:
+        return named
+    return max(complete, key=lambda path: _order(complete[path]), default=None)
 
 
 def next_serial(checkpoints: Path) -> int:

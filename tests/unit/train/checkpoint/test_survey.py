@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dearmpi.train import checkpoint
+from dearmpi.train.checkpoint import manifest
 from tests.unit.train.checkpoint.example_snapshot import make_snapshot
 
 
@@ -58,6 +59,22 @@ def test_pruning_keeps_the_last_and_the_one_to_resume_from(tmp_path: Path) -> No
     assert checkpoint.prune(tmp_path, keep=1) == (paths[0], paths[3])
     assert [p.exists() for p in paths] == [False, True, True, False, True]
     assert checkpoint.prune(tmp_path, keep=5) == ()
+
+
+def test_pruning_reads_nothing_while_there_are_not_too_many_and_then_each_manifest_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks wait for it at each save, and it may be on a slow network file system."""
+    paths = [checkpoint.save(tmp_path, make_snapshot(step)) for step in (1, 2, 3)]
+    read, asked = manifest.read_manifest, []
+
+    def note(path: Path) -> manifest.Manifest:
+        asked.append(path)
+        return read(path)
+
+    monkeypatch.setattr(manifest, "read_manifest", note)
+    assert checkpoint.prune(tmp_path, keep=3) == () and asked == []
+    assert checkpoint.prune(tmp_path, keep=2) == (paths[0],) and asked == paths
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
