@@ -6,6 +6,7 @@ this order, setting by setting. Options given as NAME=VALUE are merged, name by 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,9 +26,10 @@ OF_THE_OPTIMIZER = ("optimizer_options", "lr", "momentum", "weight_decay")
 OF_THE_STEP_SCHEDULE = ("lr_milestones", "lr_gamma")
 # Of the process that trains, not of the run: MPI is asked for it before a checkpoint is looked for.
 OF_THE_PROCESS = ("progress", "stall_warning_s", "stall_abort_s")
+OF_THE_PLACE = ("run_folder", "name", "resume")
 # What is needed before a task can be built, which therefore has nothing to say about it.
 BEFORE_THE_TASK = (
-    *("task", "task_options", "data", "run_folder", "name", "resume"),
+    *("task", "task_options", "data", *OF_THE_PLACE),
     *("device", "deterministic", "seed", "threads"),
     *OF_THE_PROCESS,
 )
@@ -218,6 +220,23 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
             else:
                 merged.setdefault(name, value)
     return merged
+
+
+def describe_overruled(layers: Sequence[Layer]) -> list[str]:
+    """A warning for each setting of the run's place that environment or file give in vain, since a
+    flag, which may be a batch script's, has another value.
+    """
+    return [
+        f"warning: {flags.label(name)} {flags.values[name]} overrules {layer.label(name)}, which "
+        f"is {layer.values[name]}; to have that, end the command with {flags.label(name)} "
+        f"{shlex.quote(layer.values[name])}"
+        for flags in layers
+        for layer in layers
+        for name in OF_THE_PLACE
+        if flags.source == "flag" and layer.source in ("environment", "file")
+        if name in flags.values and name in layer.values
+        if flags.values[name] != layer.values[name]
+    ]
 
 
 def _decided_by(plan: str | None) -> tuple[str, ...]:

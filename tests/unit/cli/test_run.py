@@ -58,3 +58,15 @@ def test_a_signal_while_mpi_begins_is_not_lost(
     given = {"task": f"{task_file}:make", "run_folder": str(folder), "name": "a", "epochs": 9}
     assert run_together(None, [make_layer("flag", given | {"batch_size": 4})]) == EXIT_PREEMPTED
     assert (folder / "a" / "latest").read_text() == "checkpoints/step-00000002\n"
+
+
+def test_a_name_in_a_file_that_a_batch_scripts_flag_overrules_is_told(
+    task_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        module, "connect", lambda *_, **__: World(AloneCollectives(), progress="poll")
+    )
+    given = {"task": f"{task_file}:make", "run_folder": str(task_file.parent), "name": "job-17"}
+    file = make_layer("file", {"name": "a", "batch_size": 4}, origin="my.yaml")
+    assert run_together(None, [make_layer("flag", given), file]) == 0
+    assert "--name job-17 overrules name in my.yaml, which is a;" in capsys.readouterr().out

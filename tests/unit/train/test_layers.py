@@ -9,6 +9,7 @@ import pytest
 from dearmpi.errors import ConfigError
 from dearmpi.train.layers import (
     Layer,
+    describe_overruled,
     from_checkpoint,
     from_task,
     make_layer,
@@ -177,3 +178,20 @@ def test_settings_that_a_newer_version_lacks_do_not_hinder_a_resume() -> None:
 def test_a_task_cannot_recommend_what_is_no_setting() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'learning_rate' in the defaults of"):
         from_task({"learning_rate": 1}, task="t")
+
+
+def test_a_place_that_a_flag_overrules_is_told_with_both_and_the_cure(tmp_path: Path) -> None:
+    """Batch scripts give these flags, and who has another value in a file may not know."""
+    file = read_file(write(tmp_path, "resume: my runs/a\nrun_folder: runs\nname: c\nseed: 3\n"))
+    environment = read_environment({"DEAR_TRAIN_NAME": "b", "DEAR_TRAIN_SEED": "2"})
+    script = flags(name="job-17", resume="auto", run_folder="runs", seed="1")
+    by_variable, by_name, by_resume = describe_overruled([script, environment, file])
+    assert by_variable == (
+        "warning: --name job-17 overrules DEAR_TRAIN_NAME, which is b; to have that, end the "
+        "command with --name b"
+    )
+    path = tmp_path / "config.yaml"
+    assert f"--name job-17 overrules name in {path}, which is c; to" in by_name
+    assert f"--resume auto overrules resume in {path}, which is my runs/a; to" in by_resume
+    assert by_resume.endswith("with --resume 'my runs/a'")
+    assert not describe_overruled([flags(seed="1"), environment, file])
