@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
 from dearmpi.cli.batch_script import BatchScript, Launcher
 from dearmpi.cli.run import read_layers, run
+from dearmpi.engine.settings import check_plan
 from dearmpi.errors import ConfigError, LaunchError
+from dearmpi.train.layers import merge
+from dearmpi.train.settings import RunSettings
 
 _COUNT = click.IntRange(min=1)
 
@@ -86,7 +90,18 @@ def slurm(
 def _check_arguments(arguments: tuple[str, ...]) -> None:
     """Refuse now what ``dear-train run`` would refuse once the job had left the queue."""
     given = run.make_context("dear-train run", list(arguments)).params
-    read_layers({name: value for name, value in given.items() if name != "config"}, {}, None)
+    config = given.pop("config")
+    chosen = merge(read_layers(given, os.environ, None))
+    if config is None:  # it may give more, and need not be here yet
+        _check_combination(chosen)
+
+
+def _check_combination(chosen: dict[str, Any]) -> None:
+    """Raise ConfigError where settings contradict each other, whatever the task recommends: that
+    may be steps of the learning rate, of which the user gives details.
+    """
+    settings = RunSettings(**{"lr_schedule": "step", **chosen})
+    check_plan(settings.plan if settings.plan not in ("none", "bayes") else None, settings.engine())
 
 
 def _parse_others(words: tuple[str, ...], *, taken: dict[str, str]) -> dict[str, str | None]:

@@ -129,6 +129,34 @@ def test_what_would_fail_later_is_refused_now(
     assert message in told.err and told.out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--deterministic --plan auto", "deterministic needs a fixed plan"),
+        ("--stall-warning-s 700", "700"),
+        ("--reduce-scatter native --comm-dtype bf16", "no sums in half precision"),
+        ("--plan bayes --bucket-cap-mb 3", "plan bayes searches for it"),
+        ("--window 4 --plan auto", "window is 4, but the plan decides on it"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused_before_a_job_waits_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    words = arguments.split()
+    assert main(["slurm", "--", *words]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and told.out == ""
+    assert render(capsys, "--", *words, "--config", str(tmp_path / "elsewhere.yaml"))
+
+
+def test_what_a_task_may_justify_or_a_variable_does_is_not_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert render(capsys, "--", "--lr-milestones", "0.3,0.6")
+    monkeypatch.setenv("DEAR_TRAIN_STALL_ABORT_S", "900")
+    assert render(capsys, "--", "--stall-warning-s", "700")
+
+
 def test_a_script_is_refused_where_it_is_made() -> None:
     with pytest.raises(ConfigError, match="comment is 'a\\\\nb'"):
         BatchScript(launcher="srun", options={"comment": "a\nb"}, arguments=[], environment="")
