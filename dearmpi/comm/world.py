@@ -113,6 +113,11 @@ class World:
         """Whether this is rank 0, the one that speaks."""
         return self.rank == 0
 
+    @property
+    def has_progress_thread(self) -> bool:
+        """Whether a thread of its own drives communication, and there is some."""
+        return self.size > 1 and self.progress.mode == "thread"
+
     def open_channel(
         self,
         name: str,

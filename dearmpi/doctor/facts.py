@@ -55,8 +55,7 @@ class RankFacts:
 
 def gather_facts(world: World) -> list[RankFacts]:
     """Every rank's facts, by rank (collective)."""
-    has_helper = world.size > 1 and world.progress.mode == "thread"
-    threads = choose_threads(world, asked=None, progress_thread=has_helper)
+    threads = choose_threads(world, asked=None, progress_thread=world.has_progress_thread)
     own = RankFacts(
         rank=world.rank,
         host=world.host,

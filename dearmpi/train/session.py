@@ -90,9 +90,7 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
             stored = snapshot.meta.get("config", {})
             layers = [*layers, from_checkpoint(stored, origin=str(place.checkpoint))]
         basis = before_task(layers)
-    threads = choose_threads(
-        world, asked=basis.threads, progress_thread=world.size > 1 and basis.progress == "thread"
-    )
+    threads = choose_threads(world, asked=basis.threads, progress_thread=world.has_progress_thread)
     device = choose_device(world, basis.device)
     with together(world):
         allow_deterministic_only(basis.deterministic)

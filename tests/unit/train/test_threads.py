@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 
+from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
+from dearmpi.train.layers import make_layer
+from dearmpi.train.session import open_session
 from dearmpi.train.threads import RankCores, choose_threads, find_crowded, share_of_cores
 
 
@@ -58,3 +66,36 @@ def test_ranks_bound_to_one_core_crowd_it_whatever_the_host_has() -> None:
 def test_the_choice_carries_the_warning(alone: World) -> None:
     asked = choose_threads(alone, asked=4096, progress_thread=False)
     assert len(asked.warnings) == 1 and "their threads: 4096" in asked.warnings[0]
+
+
+TASK = """
+import torch
+from torch import nn
+from dearmpi.train.task import Task
+
+
+def make(options):
+    model = nn.Linear(1, 1)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)  # ranks in one process draw from one generator
+    return Task("line", model, [torch.ones(1)] * 64, lambda model, batch: model(batch).mean())
+"""
+
+
+@pytest.mark.usefixtures("alone")  # after which torch has as many threads as before
+@pytest.mark.parametrize(("mode", "count"), [("thread", 7), ("poll", 8)])
+def test_no_core_is_left_to_a_thread_that_mpi_does_not_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: ProgressMode, count: int
+) -> None:
+    """What is asked for is a thread in both, but below MPI_THREAD_MULTIPLE there is none."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "line.py").write_text(TASK)
+    layer = make_layer("flag", {"task": f"{tmp_path}/line.py:make", "run_folder": str(tmp_path)})
+
+    def work(world: World) -> int:
+        session = open_session(world, [layer])
+        session.job.optimizer.close()
+        return session.threads.count
+
+    assert run_ranks(2, work, progress=mode) == [count] * 2
