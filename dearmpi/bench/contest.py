@@ -96,6 +96,7 @@ def hold_contest(
         num_buckets=len(layout),
         payload_bytes=sum(bucket.nbytes for bucket in layout),
         comm_dtype=comm_dtype,
+        torch_threads=torch.get_num_threads(),
     )
     entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
     for number in range(length.num_rounds):

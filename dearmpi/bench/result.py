@@ -149,6 +149,7 @@ class Result:
     """A whole benchmark. batch_size: per rank. alone: plain torch without communication.
 
     comm_dtype: in what fp32 was sent, in ``link`` and by methods that do not say so themselves.
+    torch_threads: with how many rank 0 computed; None where that is not known.
     """
 
     subject: str
@@ -163,6 +164,7 @@ class Result:
     num_buckets: int
     payload_bytes: int
     comm_dtype: CommDtype = "fp32"
+    torch_threads: int | None = None
 
     @property
     def bounds(self) -> Bounds | None:

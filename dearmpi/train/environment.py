@@ -26,12 +26,14 @@ def describe_environment(
     mpi_library: str,
     command: Sequence[str],
     folder: Path,
+    threads_reason: str,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     """Return plain data about this run.
 
     hosts: the host of each rank. mpi_library: as MPI itself names it. command: the command line.
-    folder: the user's working folder, whose git commit is noted if it has one.
+    folder: the user's working folder, whose git commit is noted if it has one. threads_reason: why
+    torch has as many threads as it has.
     """
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -50,6 +52,7 @@ def describe_environment(
         "python": sys.executable,
         "platform": platform.platform(),
         "torch_threads": torch.get_num_threads(),
+        "torch_threads_reason": threads_reason,
         "cores": sorted(os.sched_getaffinity(0)),
         "job": {name: environ[name] for name in JOB_VARIABLES if name in environ},
     }

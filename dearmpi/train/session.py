@@ -179,6 +179,7 @@ def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> No
             mpi_library=mpi_library(),
             command=command,
             folder=Path.cwd(),
+            threads_reason=session.threads.reason,
         )
     )
 

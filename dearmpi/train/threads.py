@@ -79,6 +79,8 @@ def choose_threads(
     else:
         count = share_of_cores(cores, neighbours, helper=progress_thread)
         reason = f"cores: {len(cores)}, ranks on this host: {len(neighbours) + 1}"
+        if count < share_of_cores(cores, neighbours, helper=False):
+            reason += ", one core of each left to communication"
         choice = ThreadChoice(count, reason)
     torch.set_num_threads(choice.count)
     told = world.all_gather_text(json.dumps([world.host, cores, choice.count]))

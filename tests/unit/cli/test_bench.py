@@ -27,7 +27,9 @@ def test_a_bench_writes_its_table_and_its_files(
     assert main(["bench", *SMALL, *arguments]) == 0
     text = capsys.readouterr().out
     assert "dear         Iter #0: " in text and "bound of DeAR" in text
-    assert [row["label"] for row in json.loads(report.read_text())["rows"]] == ["dear", "wfbp"]
+    found = json.loads(report.read_text())
+    assert [row["label"] for row in found["rows"]] == ["dear", "wfbp"]
+    assert f"torch threads per rank: {found['torch_threads']} (" in text
     assert picture.read_text().startswith("<svg")
 
 

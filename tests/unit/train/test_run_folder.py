@@ -112,6 +112,7 @@ def test_the_environment_is_plain_data_without_secrets(tmp_path: Path) -> None:
         mpi_library="MPICH 5\n",
         command=["dear-train", "run"],
         folder=tmp_path,
+        threads_reason="as asked for",
         environ={"SLURM_JOB_ID": "17", "API_TOKEN": "hush"},
     )
     text = json.dumps(environment)
@@ -119,6 +120,7 @@ def test_the_environment_is_plain_data_without_secrets(tmp_path: Path) -> None:
     assert environment["hosts"] == ["a", "b"]
     assert environment["versions"]["torch"] == torch.__version__
     assert environment["torch_threads"] == torch.get_num_threads()
+    assert environment["torch_threads_reason"] == "as asked for"
     assert "hush" not in text
 
 

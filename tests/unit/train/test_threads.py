@@ -13,7 +13,13 @@ from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.train.layers import make_layer
 from dearmpi.train.session import open_session
-from dearmpi.train.threads import RankCores, choose_threads, find_crowded, share_of_cores
+from dearmpi.train.threads import (
+    RankCores,
+    ThreadChoice,
+    choose_threads,
+    find_crowded,
+    share_of_cores,
+)
 
 
 def test_ranks_that_share_cores_divide_them() -> None:
@@ -93,9 +99,11 @@ def test_no_core_is_left_to_a_thread_that_mpi_does_not_allow(
     (tmp_path / "line.py").write_text(TASK)
     layer = make_layer("flag", {"task": f"{tmp_path}/line.py:make", "run_folder": str(tmp_path)})
 
-    def work(world: World) -> int:
+    def work(world: World) -> ThreadChoice:
         session = open_session(world, [layer])
         session.job.optimizer.close()
-        return session.threads.count
+        return session.threads
 
-    assert run_ranks(2, work, progress=mode) == [count] * 2
+    for found in run_ranks(2, work, progress=mode):
+        assert found.count == count
+        assert ("one core of each left to communication" in found.reason) == (mode == "thread")
