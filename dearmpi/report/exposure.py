@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from dearmpi.engine.span import Lane, Span
 from dearmpi.report.interval import Interval, intersect, total, union
-from dearmpi.report.recording import Recording, Window
+from dearmpi.report.recording import Recording, Window, spans_by_window
 
 _NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
 
@@ -56,12 +56,12 @@ def measure_exposure(spans: Sequence[Span], windows: Sequence[Window]) -> Exposu
     network: dict[int, float] = {}
     exposed: dict[int, float] = {}
     communication_s = first_s = idle_s = 0.0
-    for window in windows:
-        operations = [s for s in spans if s.lane in _NETWORK and window.clip(s)]
+    for window, within in zip(windows, spans_by_window(spans, windows), strict=True):
+        operations = [span for span in within if span.lane in _NETWORK]
         for length_s, active in _pieces((window.start_s, window.stop_s), operations):
             _share_out(length_s, active, network)
             communication_s += length_s if active else 0.0
-        for wait in _waits(spans, window):
+        for wait in _waits(within, window):
             for length_s, active in _pieces(wait, operations):
                 _share_out(length_s, active, exposed)
                 idle_s += 0.0 if active else length_s

@@ -9,7 +9,7 @@ from statistics import median
 from dearmpi.engine.span import Lane
 from dearmpi.report.exposure import Exposure, measure_exposure, shared_wait
 from dearmpi.report.history import History
-from dearmpi.report.recording import Recording
+from dearmpi.report.recording import Recording, spans_by_window
 from dearmpi.report.straggler import Straggler, find_straggler
 
 _STEADY_SHARE = 0.75  # of a run; in less of it a rank may be late because others need its cores
@@ -169,9 +169,9 @@ def _traced_ranks(recording: Recording) -> dict[int, RankTimes]:
         if not windows:
             continue
         sums = {lane: [0.0] * len(windows) for lane in (Lane.WAIT, Lane.DATA)}
-        for place, window in enumerate(windows):
-            for span in spans:
-                clipped = window.clip(span)
+        for place, within in enumerate(spans_by_window(spans, windows)):
+            for span in within:
+                clipped = windows[place].clip(span)
                 if span.lane in sums and clipped is not None:
                     sums[span.lane][place] += clipped[1] - clipped[0]
         found[rank] = RankTimes(

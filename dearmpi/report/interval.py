@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
@@ -21,10 +22,12 @@ def union(intervals: Iterable[Interval], *, gap_s: float = 0.0) -> list[Interval
 def subtract(intervals: Iterable[Interval], holes: Sequence[Interval]) -> list[Interval]:
     """What is left of ``intervals`` outside of ``holes``, which are in order and apart."""
     left = []
+    highs = [high for _, high in holes]
     for start, stop in intervals:
-        for low, high in holes:
-            if high <= start or low >= stop:
-                continue
+        for place in range(bisect_right(highs, start), len(holes)):
+            low, high = holes[place]
+            if low >= stop:
+                break
             if low > start:
                 left.append((start, low))
             start = high

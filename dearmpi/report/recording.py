@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from dearmpi.engine.span import Lane, Span
@@ -103,6 +104,22 @@ class Window:
             if kind in ("F", "B"):
                 found.append((kind, (parts[0][0], max(stop for _, stop in parts))))
         return found
+
+
+def spans_by_window(spans: Iterable[Span], windows: Sequence[Window]) -> list[list[Span]]:
+    """What reaches into each of ``windows``, in the order of ``spans``."""
+    found: list[list[Span]] = [[] for _ in windows]
+    places = sorted(range(len(windows)), key=lambda place: windows[place].start_s)
+    starts_s = [windows[place].start_s for place in places]
+    # Windows follow each other unless a trace is damaged: up to here, none ends later.
+    ends_s = list(accumulate((windows[place].stop_s for place in places), max))
+    for span in spans:
+        nearest = bisect_left(starts_s, span.stop_s) - 1
+        while nearest >= 0 and ends_s[nearest] > span.start_s:
+            if windows[places[nearest]].clip(span):
+                found[places[nearest]].append(span)
+            nearest -= 1
+    return found
 
 
 def record(traces: Traces) -> Recording:

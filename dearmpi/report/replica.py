@@ -21,8 +21,8 @@ from dearmpi.plan.profile import LayerTimes, ModelProfile
 from dearmpi.plan.schedule import Schedule, build_schedule
 from dearmpi.plan.timeline import Timeline, simulate
 from dearmpi.plan.workload import LayerSpec, Workload
-from dearmpi.report.interval import subtract, total, union
-from dearmpi.report.recording import Recording, Window
+from dearmpi.report.interval import Interval, subtract, total, union
+from dearmpi.report.recording import Recording, Window, spans_by_window
 
 _LANES = {
     "compute": Lane.COMPUTE,
@@ -51,19 +51,18 @@ def replicate(
     """
     if rank not in recording.spans:
         return None
-    spans, windows = recording.spans[rank], recording.windows(rank)
-    sizes = recording.bucket_bytes
+    spans, sizes = recording.spans[rank], recording.bucket_bytes
+    iterations = _iterations(spans, recording.windows(rank))
     conduct = _conduct(recording, window, plan, eager=eager)
-    if any([kind for kind, _ in one.passes(spans)] != ["F", "B"] for one in windows):
+    if conduct is None or iterations is None:
         return None
-    ready = [_ready_s(spans, windows, bucket) for bucket in range(len(sizes))]
-    link = _link(spans, windows, sizes)
-    if link is None or None in ready or conduct is None:
+    ready_s, link = _ready_s(spans, iterations, len(sizes)), _link(iterations, sizes)
+    if link is None or ready_s is None:
         return None
     times = _times(
-        [seconds or 0.0 for seconds in ready],
-        forward_s=_typical(spans, windows, "F"),
-        backward_s=_typical(spans, windows, "B"),
+        ready_s,
+        forward_s=median(one.computed_s("F") for one in iterations),
+        backward_s=median(one.computed_s("B") for one in iterations),
     )
     world_size = recording.world_size
     update_s = median([s.stop_s - s.start_s for s in spans if s.lane is Lane.UPDATE] or [0.0])
@@ -136,16 +135,47 @@ def _bucket(name: str) -> int | None:
     return int(digits) if digits.isdigit() else None
 
 
-def _ready_s(spans: Sequence[Span], windows: Sequence[Window], bucket: int) -> float | None:
-    """When ``bucket`` was handed over, counted from the start of backprop."""
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """A recorded iteration. spans: what reaches into it. passes: feed-forward and backprop."""
+
+    window: Window
+    spans: list[Span]
+    passes: dict[str, Interval]
+
+    def parts(self, *lanes: Lane) -> list[tuple[Span, Interval]]:
+        """The spans of ``lanes``, with what of them lies within."""
+        own = (span for span in self.spans if span.lane in lanes)
+        return [(span, part) for span in own if (part := self.window.clip(span))]
+
+    def computed_s(self, kind: str) -> float:
+        """The length of a pass, without waits and data."""
+        holes = union(part for _, part in self.parts(Lane.WAIT, Lane.DATA))
+        return total(subtract([self.passes[kind]], holes))
+
+
+def _iterations(spans: Sequence[Span], windows: Sequence[Window]) -> list[_Iteration] | None:
+    """None where one of them is not of a single micro-batch."""
     found = []
-    for window in windows:
-        begin_s = next(part[0] for kind, part in window.passes(spans) if kind == "B")
-        for span in spans:
-            is_own = span.lane is Lane.REDUCE_SCATTER and span.bucket == bucket
-            if is_own and span.iteration == window.iteration and span.queued_s is not None:
-                found.append(span.queued_s - begin_s)
-    return median(found) if found else None
+    for window, within in zip(windows, spans_by_window(spans, windows), strict=True):
+        passes = window.passes(within)
+        if [kind for kind, _ in passes] != ["F", "B"]:
+            return None
+        found.append(_Iteration(window, within, dict(passes)))
+    return found
+
+
+def _ready_s(
+    spans: Sequence[Span], iterations: Sequence[_Iteration], num_buckets: int
+) -> list[float] | None:
+    """When each bucket was handed over, from the start of backprop on; None unless all were."""
+    begin_s = {one.window.iteration: one.passes["B"][0] for one in iterations}
+    found: dict[int | None, list[float]] = {bucket: [] for bucket in range(num_buckets)}
+    for span in spans:
+        is_known = span.bucket in found and span.iteration in begin_s
+        if span.lane is Lane.REDUCE_SCATTER and is_known and span.queued_s is not None:
+            found[span.bucket].append(span.queued_s - begin_s[span.iteration])
+    return [median(times_s) for times_s in found.values()] if all(found.values()) else None
 
 
 def _times(
@@ -161,13 +191,11 @@ def _times(
     return tuple(reversed(times))
 
 
-def _link(
-    spans: Sequence[Span], windows: Sequence[Window], sizes: Sequence[int]
-) -> LinkModel | None:
+def _link(iterations: Sequence[_Iteration], sizes: Sequence[int]) -> LinkModel | None:
     """One figure for both collectives: mean time in flight per byte."""
     busy_s = num_bytes = 0.0
-    for window in windows:
-        found = [(s, part) for s in spans if s.lane in _NETWORK and (part := window.clip(s))]
+    for one in iterations:
+        found = one.parts(*_NETWORK)
         busy_s += total(union(part for _, part in found))
         num_bytes += sum(
             sizes[span.bucket or 0] * (stop - start) / (span.stop_s - span.start_s)
@@ -175,14 +203,3 @@ def _link(
             if span.bucket in range(len(sizes))
         )
     return LinkModel(0.0, busy_s / num_bytes) if num_bytes else None
-
-
-def _typical(spans: Sequence[Span], windows: Sequence[Window], kind: str) -> float:
-    """The median length of a pass over iterations, without waits and data."""
-    found = []
-    for window in windows:
-        other = (s for s in spans if s.lane in (Lane.WAIT, Lane.DATA))
-        holes = union(part for s in other if (part := window.clip(s)))
-        passes = [part for name, part in window.passes(spans) if name == kind]
-        found.append(total(subtract(passes, holes)))
-    return median(found)

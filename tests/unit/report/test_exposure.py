@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from dearmpi.engine.span import Lane, Span
 from dearmpi.report.exposure import measure_exposure, shared_wait
 from dearmpi.report.interval import subtract, total, union
-from dearmpi.report.recording import Recording, Window
+from dearmpi.report.recording import Recording, Window, spans_by_window
 
 RS, AG, WAIT = Lane.REDUCE_SCATTER, Lane.ALL_GATHER, Lane.WAIT
 WINDOW = Window(1, 0.0, 10.0)
@@ -83,6 +85,22 @@ def test_a_wait_is_shared_while_all_ranks_wait() -> None:
 def test_subtract(holes: list[tuple[float, float]], left: list[tuple[float, float]]) -> None:
     assert subtract([(0, 4), (6, 9)], holes) == left
     assert total(left) == sum(b - a for a, b in left)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_iteration_has_the_spans_that_reach_into_it(seed: int) -> None:
+    """Also where a damaged trace has iterations that overlap, or out of order."""
+    numbers = random.Random(seed)
+    starts = [numbers.randint(-3, 30) for _ in range(40)]
+    spans = [_wait(start, start + numbers.randint(0, 4)) for start in starts] + [_wait(-9, 40)]
+    windows = [Window(number, 5.0 * number, 5.0 * number + 5) for number in range(5)]
+    if seed % 2:
+        windows = [
+            Window(number, start, start + 1 + 2 * number)
+            for number, start in enumerate(numbers.sample(range(20), 5))
+        ]
+    expected = [[span for span in spans if window.clip(span)] for window in windows]
+    assert spans_by_window(spans, windows) == expected
 
 
 def test_union_closes_gaps_that_are_small_enough() -> None:

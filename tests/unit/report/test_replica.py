@@ -11,8 +11,10 @@ from dearmpi.engine.span import Lane, Span
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.schedule import Wait, build_schedule
+from dearmpi.report.figures import exposure_of, measure
+from dearmpi.report.history import History
 from dearmpi.report.interval import total, union
-from dearmpi.report.recording import Recording, record
+from dearmpi.report.recording import Recording, Window, record
 from dearmpi.report.replica import replica_spans, replicate
 from dearmpi.report.trace import read_traces
 from tests.unit.report.example_run import ExampleRun
@@ -99,3 +101,30 @@ def test_updates_during_backprop_let_wfbp_gather_there(tmp_path: Path) -> None:
     gradients = replicate(recording, 0, window=2, gather="gradients")
     assert late is not None and eager is not None and gradients is not None
     assert eager.exposed_s < late.exposed_s and gradients.exposed_s < late.exposed_s
+
+
+def looks(run: ExampleRun, path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a span is held against an iteration while a report's figures are made."""
+    recording, count, clip = recorded(run, path), 0, Window.clip
+
+    def counting(window: Window, span: Span) -> object:
+        nonlocal count
+        count += 1
+        return clip(window, span)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Window, "clip", counting)
+        measure(History(), recording, hosts=(), schedule="dear")
+        assert exposure_of(recording, 0) is not None
+        assert replicate(recording, 0, window=2) is not None
+    return count
+
+
+def test_twice_the_iterations_are_twice_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, more = (
+        looks(ExampleRun(num_iterations=number), tmp_path / str(number), monkeypatch)
+        for number in (20, 40)
+    )
+    assert more < 2.2 * some
