@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dearmpi.bench.result import Result, Row, quartiles
+from collections.abc import Sequence
+
+from dearmpi.bench.result import Bounds, Result, Row, quartiles
 from dearmpi.report import svg
 from dearmpi.report.axis import Axis
 from dearmpi.report.shape import Box, Label, Line, Picture, Shape, text_width
-from dearmpi.report.unit import count_text
+from dearmpi.report.unit import TimeUnit, count_text, time_unit
 
 _WIDTH, _RIGHT, _GAP = 728, 74, 8
 _TOP, _STEP, _BAR, _BOTTOM = 60, 30, 18, 24
 _LEAST = 300  # pixels of the longest bar, however long the labels
 _OURS, _PEER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
+_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 _OUR_NAMES = ("serial", "wfbp", "dear", "planned", "bayes")
 
 
@@ -20,29 +23,40 @@ def draw(result: Result) -> str:
     The numbers stand at the right, where no bound crosses them.
     """
     rows = [result.alone, *result.rows]
-    most_s = max((max(row.totals()) for row in rows if row.blocks), default=1.0)
     bounds = result.bounds
-    if bounds is not None:
-        most_s = max(most_s, bounds.dear_s)
+    most_s = _longest_s(rows, bounds)
+    unit = time_unit(most_s)
     left = max(text_width(row.name) for row in rows) + _GAP
     axis = Axis(0.0, most_s, left, max(_WIDTH - _RIGHT, left + _LEAST))
     bottom = _TOP + _STEP * len(rows)
     title = (
-        f"{result.subject}: seconds per iteration, {count_text(result.world_size, 'rank')} on "
-        f"{count_text(result.hosts, 'host')}"
+        f"{result.subject}: {_NAMES[unit.name]} per iteration, "
+        f"{count_text(result.world_size, 'rank')} on {count_text(result.hosts, 'host')}"
     )
     shapes: list[Shape] = [Label(0, 10, title, size=15)]
     for number, row in enumerate(rows):
-        shapes += _draw_row(row, _TOP + _STEP * number, axis, is_alone=row is result.alone)
+        is_alone = row is result.alone
+        shapes += _draw_row(row, _TOP + _STEP * number, axis, unit, is_alone=is_alone)
+    width = axis.stop + _RIGHT
     if bounds is not None:
         lines = (("bound of any method", bounds.absolute_s), ("bound of DeAR", bounds.dear_s))
         for place, (name, seconds) in enumerate(lines):
-            shapes += _draw_bound(f"{name} {seconds:.3f}", axis.place(seconds), place, bottom)
-    width = axis.stop + _RIGHT
+            label = f"{name} {unit.of(seconds):.3f}"
+            x = axis.place(seconds)
+            shapes += _draw_bound(label, x, place, bottom=bottom, width=width)
     return svg.document(Picture("bench", title, width, bottom + _BOTTOM, tuple(shapes)))
 
 
-def _draw_row(row: Row, top: float, axis: Axis, *, is_alone: bool) -> list[Shape]:
+def _longest_s(rows: Sequence[Row], bounds: Bounds | None) -> float:
+    """Of all that is drawn: a slow iteration or two would flatten the bars, and are not."""
+    drawn = [] if bounds is None else [bounds.dear_s]
+    for row in rows:
+        if row.blocks:
+            drawn += [row.median_s, *quartiles(row.totals())]
+    return max(drawn, default=1.0)
+
+
+def _draw_row(row: Row, top: float, axis: Axis, unit: TimeUnit, *, is_alone: bool) -> list[Shape]:
     middle = top + _BAR / 2
     shapes: list[Shape] = [Label(axis.start - _GAP, middle + 4, row.name, "end")]
     if not row.blocks:
@@ -54,14 +68,16 @@ def _draw_row(row: Row, top: float, axis: Axis, *, is_alone: bool) -> list[Shape
         *shapes,
         Box(axis.start, top, end - axis.start, _BAR, _PLAIN if is_alone else colour),
         Line(((low, middle), (high, middle)), "ink"),
-        Label(axis.stop + _GAP, middle + 4, f"{row.median_s:.3f}"),
+        Label(axis.stop + _GAP, middle + 4, f"{unit.of(row.median_s):.3f}"),
     ]
 
 
-def _draw_bound(label: str, x: float, place: int, bottom: float) -> list[Shape]:
+def _draw_bound(label: str, x: float, place: int, *, bottom: float, width: float) -> list[Shape]:
     """A line from top to bottom; the two labels stand above and below the bars."""
+    half = text_width(label) / 2
+    middle = min(max(x, half), width - half)
     y = _TOP - 12 if place == 0 else bottom + 16
     return [
         Line(((x, _TOP - 8), (x, bottom)), _BOUND, dashed=place == 0),
-        Label(x, y, label, "middle", _BOUND),
+        Label(middle, y, label, "middle", _BOUND),
     ]

@@ -20,6 +20,7 @@ from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.errors import ConfigError, TaskError
 from dearmpi.plan.profile import ModelProfile, profile_workload, read_profile
 from dearmpi.plan.workload import Workload, is_workload, read_workload, workload_names
+from dearmpi.report.unit import time_text
 from dearmpi.train.agreement import together
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.tasks import build_task
@@ -174,8 +175,8 @@ def _make_replay(
     world: World, question: Question, profile: ModelProfile, tell: Tell
 ) -> ReplaySubject:
     tell(
-        f"compute time: feed-forward {profile.feed_forward_s:.3f} s, "
-        f"backprop {profile.backprop_s:.3f} s"
+        f"compute time: feed-forward {time_text(profile.feed_forward_s)}, "
+        f"backprop {time_text(profile.backprop_s)}"
     )
     return ReplaySubject(
         profile,

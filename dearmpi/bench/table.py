@@ -6,29 +6,40 @@ import statistics
 from collections.abc import Sequence
 
 from dearmpi.bench.result import Bounds, Result, Row, quartiles
-from dearmpi.report.unit import count_text
-
-_HEADER = (
-    "method", "median s", "quartiles", "per CPU", "x DeAR", "x bound", "exposed s", "CPU s",
-    "peak MB",
-)  # fmt: skip
+from dearmpi.report.unit import TimeUnit, count_text, time_unit
 
 
 def describe_result(result: Result) -> list[str]:
-    """Lines: the rates in the usual form, the bounds, and a table."""
+    """Lines: the rates in the usual form, the bounds, and a table; times in one unit."""
+    unit = time_unit(max((row.median_s for row in _rows(result) if row.blocks), default=1.0))
     lines = [line for row in result.rows if row.blocks for line in _describe_rates(result, row)]
     bounds = result.bounds
     lines += ["", _describe_subject(result)]
     if bounds is not None:
-        lines += _describe_bounds(bounds)
-    lines += ["", *align([_HEADER, *(_cells(result, row, bounds) for row in _rows(result))])]
-    remarks = [remark for row in _rows(result) for remark in _describe_choices(row)]
+        lines += _describe_bounds(bounds, unit)
+    cells = [_cells(result, row, bounds, unit) for row in _rows(result)]
+    lines += ["", *align([_header(unit), *cells])]
+    remarks = [remark for row in _rows(result) for remark in _describe_choices(row, unit)]
     remarks += [f"{row.label}: {row.error}" for row in _rows(result) if row.error]
     return [*lines, *([""] if remarks else []), *remarks]
 
 
 def _rows(result: Result) -> list[Row]:
     return [result.alone, *result.rows]
+
+
+def _header(unit: TimeUnit) -> tuple[str, ...]:
+    return (
+        "method",
+        f"median {unit.name}",
+        "quartiles",
+        "per CPU",
+        "x DeAR",
+        "x bound",
+        f"exposed {unit.name}",
+        f"CPU {unit.name}",
+        "peak MB",
+    )
 
 
 def _describe_rates(result: Result, row: Row) -> list[str]:
@@ -44,10 +55,11 @@ def _describe_rates(result: Result, row: Row) -> list[str]:
     ]
 
 
-def _describe_choices(row: Row) -> list[str]:
+def _describe_choices(row: Row, unit: TimeUnit) -> list[str]:
     """What a method chose for itself, round by round."""
     return [
-        f"{row.label}, round {number}: {block.note}, {block.mean_s:.4f} s in the mean"
+        f"{row.label}, round {number}: {block.note}, {unit.of(block.mean_s):.4f} "
+        f"{unit.name} in the mean"
         for number, block in enumerate(row.blocks)
         if block.note
     ]
@@ -62,40 +74,45 @@ def _describe_subject(result: Result) -> str:
     )
 
 
-def _describe_bounds(bounds: Bounds) -> list[str]:
+def _describe_bounds(bounds: Bounds, unit: TimeUnit) -> list[str]:
     ratio = bounds.communication_s / bounds.compute_s
+
+    def said(seconds: float) -> str:
+        return f"{unit.of(seconds):.3f}"
+
     return [
-        f"compute alone {bounds.compute_s:.3f} s: feed-forward {bounds.feed_forward_s:.3f}, "
-        f"backprop {bounds.backprop_s:.3f} (and the optimizer {bounds.update_s:.3f})",
-        f"communication alone {bounds.communication_s:.3f} s: "
-        f"reduce-scatters {bounds.reduce_scatter_s:.3f}, all-gathers {bounds.all_gather_s:.3f}; "
-        f"{ratio:.2f} of compute",
-        f"bound of DeAR {bounds.dear_s:.3f} s = max(backprop, reduce-scatters) + "
+        f"compute alone {said(bounds.compute_s)} {unit.name}: feed-forward "
+        f"{said(bounds.feed_forward_s)}, backprop {said(bounds.backprop_s)} (and the optimizer "
+        f"{said(bounds.update_s)})",
+        f"communication alone {said(bounds.communication_s)} {unit.name}: reduce-scatters "
+        f"{said(bounds.reduce_scatter_s)}, all-gathers {said(bounds.all_gather_s)}; {ratio:.2f} "
+        "of compute",
+        f"bound of DeAR {said(bounds.dear_s)} {unit.name} = max(backprop, reduce-scatters) + "
         "max(feed-forward, all-gathers)",
-        f"bound of any method {bounds.absolute_s:.3f} s = max(compute, communication)",
+        f"bound of any method {said(bounds.absolute_s)} {unit.name} = max(compute, communication)",
     ]
 
 
-def _cells(result: Result, row: Row, bounds: Bounds | None) -> tuple[str, ...]:
+def _cells(result: Result, row: Row, bounds: Bounds | None, unit: TimeUnit) -> tuple[str, ...]:
     if not row.blocks:
-        return (row.label, "failed", *["-"] * (len(_HEADER) - 2))
+        return (row.label, "failed", *["-"] * (len(_header(unit)) - 2))
     median_s = row.median_s
-    low, high = quartiles(row.totals())
+    low, high = map(unit.of, quartiles(row.totals()))
     relative = ["-", "-", "-"]
     if bounds is not None and row is not result.alone:
         relative = [
             f"{median_s / bounds.dear_s:.3f}",
             f"{median_s / bounds.absolute_s:.3f}",
-            f"{median_s - bounds.compute_s:.3f}",
+            f"{unit.of(median_s - bounds.compute_s):.3f}",
         ]
     peak = row.peak_bytes
     return (
         row.name,
-        f"{median_s:.4f}",
+        f"{unit.of(median_s):.4f}",
         f"{low:.4f}-{high:.4f}",
         f"{result.rate(median_s):.1f}",
         *relative,
-        f"{row.cpu_s:.3f}",
+        f"{unit.of(row.cpu_s):.3f}",
         "-" if peak is None else f"{peak / 1e6:.0f}",
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from xml.etree import ElementTree
 
 import pytest
@@ -141,6 +141,68 @@ def test_the_picture_is_well_formed_and_bars_are_in_proportion() -> None:
     points = [line.attrib["points"].split() for line in root.iter(f"{SPACE}polyline")]
     assert points
     assert all(0 <= float(point.partition(",")[0]) <= width for line in points for point in line)
+
+
+def short(scale: float) -> Result:
+    """``result()`` with all times multiplied."""
+    told = result()
+    for row in (told.alone, *told.rows):
+        row.blocks = [
+            replace(
+                one,
+                iterations=tuple(
+                    Iteration(*(scale * s for s in astuple(i))) for i in one.iterations
+                ),
+                cpu_s=scale * one.cpu_s,
+            )
+            for one in row.blocks
+        ]
+    link = [LinkTimes(scale * t.reduce_scatter_s, scale * t.all_gather_s) for t in told.link]
+    return replace(told, link=link)
+
+
+@pytest.mark.parametrize(("scale", "unit"), [(1e-3, "ms"), (1e-6, "us")])
+def test_short_times_stand_in_a_smaller_unit(scale: float, unit: str) -> None:
+    whole, small = describe_result(result()), describe_result(short(scale))
+    (header,) = [line for line in small if line.startswith("method ")]
+    assert f"median {unit}" in header and f"exposed {unit}" in header and f"CPU {unit}" in header
+    # All figures are those of a thousand or a million times as long, in their seconds.
+    for start in ("compute alone", "communication alone", "bound of DeAR", "bound of any"):
+        (line,) = [line for line in whole if line.startswith(start)]
+        assert line.replace(" s", f" {unit}", 1) in small
+    cells = [
+        next(line.split() for line in lines if line.startswith("dear ") and "/sec" not in line)
+        for lines in (whole, small)
+    ]
+    assert cells[0][:3] + cells[0][4:] == cells[1][:3] + cells[1][4:]
+    root = ElementTree.fromstring(draw(short(scale)))
+    texts = [text.text for text in root.iter(f"{SPACE}text")]
+    assert "bound of DeAR 3.500" in texts and "4.375" in texts
+    name = {"ms": "milliseconds", "us": "microseconds"}[unit]
+    assert any(f": {name} per iteration" in str(text) for text in texts)
+
+
+def test_one_slow_iteration_flattens_no_bar() -> None:
+    slow = result()
+    slow.rows[0].blocks.append(block(4.4, 400.0))
+    root = ElementTree.fromstring(draw(slow))
+    bars = [bar for bar in root.iter(f"{SPACE}rect") if bar.get("class") == "ffirst"]
+    assert float(bars[0].attrib["width"]) > 300
+
+
+@pytest.mark.parametrize("compute_s", [1e-3, 100.0])
+def test_what_is_said_of_a_bound_stays_within_the_picture(compute_s: float) -> None:
+    told = result()
+    told.alone.blocks = [Block((Iteration(compute_s, compute_s, 0.1),), 0.1, None)]
+    told.link = [LinkTimes(1e-3, 1e-3)]
+    told.rows = told.rows[:1]
+    root = ElementTree.fromstring(draw(told))
+    width = float(root.attrib["width"]) - 2 * MARGIN
+    labels = [text for text in root.iter(f"{SPACE}text") if str(text.text).startswith("bound")]
+    assert len(labels) == 2
+    for text in labels:
+        half = text_width(str(text.text)) / 2
+        assert half - 0.1 <= float(text.attrib["x"]) <= width - half + 0.1
 
 
 def test_a_long_method_stands_whole_beside_its_bar() -> None:
