@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dearmpi.bench.result import Bounds, Result, Row, quartiles
 from dearmpi.report import svg
 from dearmpi.report.axis import Axis
-from dearmpi.report.shape import Box, Label, Line, Picture, Shape, text_width
+from dearmpi.report.shape import DASHES, Box, Label, Line, Picture, Shape, text_width
 from dearmpi.report.unit import TimeUnit, count_text, time_unit
 
 _WIDTH, _RIGHT, _GAP = 728, 74, 8
@@ -78,6 +78,6 @@ def _draw_bound(label: str, x: float, place: int, *, bottom: float, width: float
     middle = min(max(x, half), width - half)
     y = _TOP - 12 if place == 0 else bottom + 16
     return [
-        Line(((x, _TOP - 8), (x, bottom)), _BOUND, dashed=place == 0),
+        Line(((x, _TOP - 8), (x, bottom)), _BOUND, dashes=DASHES if place == 0 else ()),
         Label(middle, y, label, "middle", _BOUND),
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dearmpi.report.axis import Axis, tick_step, tick_text
 from dearmpi.report.legend import Key, draw_legend
-from dearmpi.report.shape import Anchor, Box, Label, Line, Picture, Shape, text_width
+from dearmpi.report.shape import Anchor, Box, Label, Line, Picture, Shape, label_within, text_width
 
 _STEP, _BAR, _GAP = 26.0, 15.0, 8.0
 
@@ -66,6 +66,7 @@ def _draw_bar(
         shapes.append(Label(axis.start - _GAP, y + 12, bar.label, "end"))
         shapes.append(Label(axis.place(start) + _GAP, y + 12, bar.note))
     else:
-        shapes.append(Label(0, y - 5, bar.label))
+        room = width - text_width(bar.note) - _GAP
+        shapes.append(label_within(room, 0, y - 5, bar.label))
         shapes.append(Label(width, y - 5, bar.note, "end", "faint"))
     return shapes

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dearmpi.plan.comparison import Comparison, Row
 from dearmpi.plan.paper import CLAIMS, Gain
 from dearmpi.report.curves import Curve, Panel, draw_panels
-from dearmpi.report.shape import Picture
+from dearmpi.report.shape import DASHES, Picture
 from dearmpi.report.unit import count_text
 
 _COLOURS = (
-    "faint", "backprop", "bucket4", "bucket1", "bucket2", "bucket3", "data", "first", "second",
+    "faint", "sixth", "third", "fourth", "bucket2", "bucket3", "fifth", "first", "second",
 )  # fmt: skip
+# Of the first, second ... as many methods as there are colours; those of DeAR are whole, or nearly.
+_DASHES = (DASHES, (1.5, 3.0), (10.0, 3.0, 1.5, 3.0))
+_DEAR_DASHES = ((), (18.0, 2.0), (18.0, 2.0, 2.0, 2.0))
 _BOUND = "bound of any method"
 
 
@@ -129,9 +132,11 @@ def _curves(comparisons: Sequence[Comparison], xs: Sequence[float]) -> tuple[Cur
     curves = []
     for place, row in enumerate(comparisons[0].rows):
         seconds = [comparison.rows[place].iteration_s for comparison in comparisons]
-        colour, is_dear = _COLOURS[place % len(_COLOURS)], row.method.is_dear
+        again, colour = divmod(place, len(_COLOURS))
+        is_dear = row.method.is_dear
+        dashes = (_DEAR_DASHES if is_dear else _DASHES)[again % len(_DASHES)]
         points = tuple(zip(xs, seconds, strict=True))
         width = 2.5 if is_dear else 1.5
-        curves.append(Curve(row.method.name, points, colour, dashed=not is_dear, width=width))
+        curves.append(Curve(row.method.name, points, _COLOURS[colour], dashes, width))
     bounds = tuple((x, comparison.bound_s) for x, comparison in zip(xs, comparisons, strict=True))
     return (*curves, Curve("bound", bounds, "ink", width=1))

@@ -16,12 +16,15 @@ _MOST_TICKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points (x, y), both above 0, with a label for the legend. colour: a name in the palette."""
+    """Points (x, y), both above 0, with a label for the legend. colour: a name in the palette.
+
+    dashes: as a line's.
+    """
 
     label: str
     points: tuple[tuple[float, float], ...]
     colour: str
-    dashed: bool = False
+    dashes: tuple[float, ...] = ()
     width: float = 1.5
 
 
@@ -80,7 +83,7 @@ def _draw_panel(panel: Panel, top: float) -> list[Shape]:
     shapes.append(Label((_LEFT + right) / 2, bottom + 38, panel.axis, "middle", "faint"))
     for curve in panel.curves:
         points = tuple((across(x), upwards(y)) for x, y in curve.points)
-        shapes.append(Line(points, curve.colour, curve.width, curve.dashed))
+        shapes.append(Line(points, curve.colour, curve.width, curve.dashes))
     return shapes
 
 
@@ -90,7 +93,7 @@ def _draw_legend(curves: Sequence[Curve]) -> list[Shape]:
     for place, curve in enumerate(curves):
         y = _TOP + 10 + place * _LEGEND_STEP
         shapes.append(
-            Line(((left, y), (left + _SAMPLE, y)), curve.colour, curve.width, curve.dashed)
+            Line(((left, y), (left + _SAMPLE, y)), curve.colour, curve.width, curve.dashes)
         )
         shapes.append(Label(left + _SAMPLE + 6, y + 4, curve.label))
     return shapes

@@ -27,6 +27,10 @@ LIGHT: Mapping[str, str] = _BOTH | {
     "plain": "#b4c0c9",
     "first": "#0072b2",
     "second": "#b35000",
+    "third": "#56b4e9",
+    "fourth": "#e69f00",
+    "fifth": "#4b3f72",
+    "sixth": "#7f909c",
     "lost-text": "#a84800",
 }
 DARK: Mapping[str, str] = _BOTH | {
@@ -40,6 +44,10 @@ DARK: Mapping[str, str] = _BOTH | {
     "plain": "#5b6972",
     "first": "#56b4e9",
     "second": "#e69f00",
+    "third": "#0072b2",
+    "fourth": "#b35000",
+    "fifth": "#f0e442",
+    "sixth": "#5b6972",
     "lost-text": "#ff9147",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from dearmpi.errors import ConfigError
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 _SCALE = 2  # pixels of the file for one of the picture
 _FINER = 2  # drawn so much finer first, since Pillow's lines have hard edges
 _HEAD, _TITLE = 30.0, 15.0  # above, and the title's size
-_DASH, _GAP = 4.0, 3.0
 
 
 def draw(picture: Picture) -> bytes:
@@ -78,31 +78,32 @@ def _draw_line(canvas: ImageDraw, line: Line) -> None:
     scale = _SCALE * _FINER
     points = [(x * scale, y * scale) for x, y in line.points]
     width = max(1, round(line.width * scale))
-    if not line.dashed:
+    if not line.dashes:
         canvas.line(points, fill=LIGHT[line.colour], width=width, joint="curve")
         return
     for start, stop in zip(points, points[1:], strict=False):
-        _draw_dashes(canvas, start, stop, LIGHT[line.colour], width)
+        _draw_dashes(canvas, (start, stop), line, width)
 
 
 def _draw_dashes(
     canvas: ImageDraw,
-    start: tuple[float, float],
-    stop: tuple[float, float],
-    colour: str,
+    ends: tuple[tuple[float, float], tuple[float, float]],
+    line: Line,
     width: int,
 ) -> None:
+    """The strokes of ``line`` between two of its points."""
+    start, stop = ends
     across, down = stop[0] - start[0], stop[1] - start[1]
     length = (across**2 + down**2) ** 0.5
-    scale, place = _SCALE * _FINER, 0.0
+    place, lengths = 0.0, cycle(part * _SCALE * _FINER for part in line.dashes)
     while place < length:
-        ends = [part / length for part in (place, min(place + _DASH * scale, length))]
+        shares = [part / length for part in (place, min(place + next(lengths), length))]
         canvas.line(
-            [(start[0] + across * part, start[1] + down * part) for part in ends],
-            fill=colour,
+            [(start[0] + across * share, start[1] + down * share) for share in shares],
+            fill=LIGHT[line.colour],
             width=width,
         )
-        place += (_DASH + _GAP) * scale
+        place = shares[1] * length + next(lengths)
 
 
 def _draw_label(canvas: ImageDraw, label: Label) -> None:

@@ -11,9 +11,11 @@ from typing import Literal
 
 Anchor = Literal["start", "middle", "end"]
 TEXT = 12.0
+DASHES = (4.0, 3.0)
 MARGIN = 16.0  # around a picture in a file of its own
 # Widths of letters in their font's size; generous, since each reader has other fonts.
 _WIDTH, _NARROW, _WIDE = 0.64, 0.38, 0.96
+_CUT = "\N{HORIZONTAL ELLIPSIS}"
 _NARROW_LETTERS, _WIDE_LETTERS = frozenset("fijlrtI.,:;'|()[]- "), frozenset("mwMW%@")
 
 
@@ -35,17 +37,20 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line through points (x, y). width 0 stands for as thin as can be seen."""
+    """A line through points (x, y). width 0 stands for as thin as can be seen.
+
+    dashes: the lengths of strokes and gaps in turn; none make it whole.
+    """
 
     points: tuple[tuple[float, float], ...]
     colour: str
     width: float = 1.5
-    dashed: bool = False
+    dashes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One line of text; y is its baseline. anchor: which end of it is at x."""
+    """One line of text; y is its baseline. anchor: which end of it is at x. hint: as a box's."""
 
     x: float
     y: float
@@ -53,6 +58,7 @@ class Label:
     anchor: Anchor = "start"
     colour: str = "ink"
     size: float = TEXT
+    hint: str = ""
 
 
 Shape = Box | Line | Label
@@ -75,3 +81,13 @@ def text_width(text: str, *, size: float = TEXT) -> float:
     num_wide = sum(letter in _WIDE_LETTERS for letter in text)
     others = len(text) - num_narrow - num_wide
     return size * (num_narrow * _NARROW + num_wide * _WIDE + others * _WIDTH)
+
+
+def label_within(width: float, x: float, y: float, text: str) -> Label:
+    """``text`` from x on, cut off before it is wider than ``width``; then its hint is all of it."""
+    if text_width(text) <= width:
+        return Label(x, y, text)
+    end = len(text)
+    while end and text_width(text[:end].rstrip() + _CUT) > width:
+        end -= 1
+    return Label(x, y, text[:end].rstrip() + _CUT, hint=text)

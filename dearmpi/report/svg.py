@@ -67,7 +67,8 @@ def _draw_shape(shape: Shape) -> str:
         return _draw_box(shape)
     if isinstance(shape, Line):
         points = " ".join(f"{_number(x)},{_number(y)}" for x, y in shape.points)
-        dashes = ' stroke-dasharray="4 3"' if shape.dashed else ""
+        lengths = " ".join(map(_number, shape.dashes))
+        dashes = f' stroke-dasharray="{lengths}"' if lengths else ""
         width = _number(shape.width)
         return (
             f'<polyline class="s{shape.colour}" stroke-width="{width}"{dashes} points="{points}"/>'
@@ -92,7 +93,9 @@ def _draw_label(label: Label) -> str:
     anchor = "" if label.anchor == "start" else f' text-anchor="{label.anchor}"'
     size = "" if label.size == 12 else f' style="font-size:{_number(label.size)}px"'
     place = f'x="{_number(label.x)}" y="{_number(label.y)}"'
-    return f'<text class="f{label.colour}" {place}{anchor}{size}>{escape(label.text)}</text>'
+    hint = f"<title>{escape(label.hint)}</title>" if label.hint else ""
+    text = f"{hint}{escape(label.text)}"
+    return f'<text class="f{label.colour}" {place}{anchor}{size}>{text}</text>'
 
 
 def _number(value: float) -> str:

@@ -11,7 +11,7 @@ from dearmpi.report.interval import Interval, subtract, union
 from dearmpi.report.legend import Key, draw_legend
 from dearmpi.report.palette import bucket_colour, on_bucket_colour
 from dearmpi.report.recording import Window
-from dearmpi.report.shape import Anchor, Box, Label, Line, Picture, Shape, text_width
+from dearmpi.report.shape import Anchor, Box, Label, Line, Picture, Shape, label_within, text_width
 from dearmpi.report.unit import time_text, time_unit
 
 _ROW, _BETWEEN, _HEAD, _TAIL = 22.0, 4.0, 20.0, 12.0
@@ -61,7 +61,8 @@ def draw_tracks(name: str, title: str, tracks: Sequence[Track], *, width: float)
     y += 20
     top = y
     for track in tracks:
-        shapes.append(Label(0, y + 13, track.label))
+        room = width - text_width(track.note) - _BETWEEN
+        shapes.append(label_within(room, 0, y + 13, track.label))
         shapes.append(Label(width, y + 13, track.note, "end", "faint"))
         y += _HEAD
         for row, row_name in enumerate(names):

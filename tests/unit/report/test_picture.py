@@ -5,17 +5,29 @@ from __future__ import annotations
 import io
 import math
 import xml.etree.ElementTree as ElementTree
+from itertools import combinations
 
 import pytest
 
+from dearmpi.engine.span import Lane, Span
+from dearmpi.plan.comparison import compare
+from dearmpi.plan.methods import parse_method
+from dearmpi.plan.network import PRESETS
+from dearmpi.plan.profile import profile_workload
+from dearmpi.plan.workload import read_workload
 from dearmpi.report import png, svg
 from dearmpi.report.axis import Axis, axis_over, tick_step, tick_text
+from dearmpi.report.bars import Bar, draw_bars
 from dearmpi.report.chart import Series, draw_chart
+from dearmpi.report.comparison import draw_comparisons
 from dearmpi.report.legend import Key, draw_legend
 from dearmpi.report.palette import DARK, LIGHT, bucket_colour
-from dearmpi.report.shape import Box, Label, Line, Picture, text_width
+from dearmpi.report.recording import Window
+from dearmpi.report.shape import DASHES, Box, Label, Line, Picture, text_width
+from dearmpi.report.tracks import Track, draw_tracks
 
 NASTY = "<script>alert('x')</script> & \"so\""
+KEYS = [Key("computes", "plain")]
 PICTURE = Picture(
     "all",
     f"Everything: {NASTY}",
@@ -23,7 +35,7 @@ PICTURE = Picture(
     100,
     (
         Box(10, 10, 50, 20, "lost", hatched=True, hint=NASTY),
-        Line(((0, 90), (200, 90)), "grid", 2, dashed=True),
+        Line(((0, 90), (200, 90)), "grid", 2, DASHES),
         Label(100, 80, NASTY, "middle", "ink", 14),
     ),
 )
@@ -62,6 +74,39 @@ def test_text_has_contrast(palette: dict[str, str], colour: str) -> None:
 def test_text_on_a_bucket_has_contrast(bucket: int) -> None:
     colour = bucket_colour(bucket)
     assert _contrast(LIGHT[f"on-{colour}"], LIGHT[colour]) >= 3
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK])
+def test_every_method_of_a_comparison_looks_different(palette: dict[str, str]) -> None:
+    profile = profile_workload(read_workload("equal:8:4"), feed_forward_s=0.1, backprop_s=0.2)
+    names = [f"{kind}:{cap}" for cap in range(1, 14) for kind in ("ddp", "dear")]
+    methods = list(map(parse_method, names))
+    sizes = [compare(profile, PRESETS[0], size, methods) for size in (2, 4, 8)]
+    drawn = draw_comparisons(sizes, sizes, (1.0, 2.0, 3.0))
+    lines = [s for s in drawn.shapes if isinstance(s, Line) and len(s.points) == len(sizes)]
+    styles = {(palette[line.colour], line.dashes) for line in lines}
+    assert len(styles) == len(methods) + 1  # and the bound
+    colours = {tuple(bytes.fromhex(palette[line.colour][1:])) for line in lines}
+    assert not any(_near(*pair) for pair in combinations(colours, 2))
+    assert all(_contrast(palette[line.colour], palette["paper"]) >= 2 for line in lines)
+
+
+@pytest.mark.parametrize("width", [340.0, 920.0])
+def test_a_long_host_leaves_room_for_what_is_said_of_it(width: float) -> None:
+    host = "rank 11 on gpu-node-0123.cluster.of-some-institute.example.org"
+    note = "waits 123 ms"
+    spans = (Span(Lane.COMPUTE, "B fc", 0.0, 1.0, 1),)
+    for drawn in (
+        draw_bars("x", "x", [Bar(host, (1.0,), note)], keys=KEYS, unit="s", width=width),
+        draw_tracks("x", "x", [Track(host, spans, Window(1, 0, 1), note)], width=width),
+    ):
+        labels = [shape for shape in drawn.shapes if isinstance(shape, Label)]
+        (label,) = [one for one in labels if one.text.startswith("rank 11 on gpu-node")]
+        (said,) = [one for one in labels if one.text == note]
+        if said.anchor == "end":
+            assert text_width(label.text) <= said.x - text_width(said.text)
+        assert host in (label.text, label.hint)
+        assert f">{host}</t" in svg.element(drawn)  # as text, or as its title
 
 
 def test_png_shows_boxes_lines_and_text_where_they_are() -> None:
