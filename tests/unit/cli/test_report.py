@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import shlex
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.report import Report
+from dearmpi.cli.report import Report, describe_stop
 from dearmpi.report.straggler import STEADY, STRETCH_STEPS
 from dearmpi.train.job import Job
 from dearmpi.train.metrics import MetricsRow
@@ -79,3 +82,9 @@ def test_a_slow_rank_is_named_once_with_its_host_and_again_after_it_recovered() 
     assert len(lines) == 2
     assert lines[0].startswith("rank 1 on n1 is slow: busy for 2 s per step, the other ranks for")
     assert "0.5 s, and they wait 1.5 s for it" in lines[0]
+
+
+def test_the_command_to_go_on_with_can_be_pasted() -> None:
+    told = describe_stop(signal.SIGTERM, None, folder=Path("my runs/it's mine"))
+    words = shlex.split(told.partition(" with ")[2])
+    assert words[:4] == ["--run-folder", "my runs", "--name", "it's mine"]
