@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from dearmpi.cli.measurement import OUT, check_writable
+
 
 @click.group()
 def trace() -> None:
@@ -16,7 +18,7 @@ def trace() -> None:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUT,
     metavar="FILE",
     help="default: trace/merged.json in the run folder",
 )
@@ -28,6 +30,7 @@ def merge(run: Path, out: Path | None) -> None:
     from dearmpi.report.trace_merge import merge as merge_traces
     from dearmpi.report.unit import count_text
 
+    check_writable(out)
     merged = merge_traces(run, out)
     click.echo(
         f"wrote {merged.path}: {merged.num_events} events of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dearmpi.errors import ConfigError, DearError
+from dearmpi.errors import ConfigError
 from dearmpi.report import png
 from dearmpi.report.course import course_sections
 from dearmpi.report.figures import measure
@@ -14,6 +14,11 @@ from dearmpi.report.overlap import overlap_sections
 from dearmpi.report.page import WIDE, draw_page
 from dearmpi.report.run import read_run
 from dearmpi.report.section import Section
+
+_PICTURES = (
+    *("iteration", "ranks", "buckets", "layout"),
+    *("step-time", "throughput", "loss", "learning-rate"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,8 @@ class Report:
 def write_report(run_folder: Path, destination: Path) -> Report:
     """Write ``destination``/report.html, and its pictures as PNG to ``destination``/report/.
 
-    Without Pillow there are no PNG pictures, which a note says. Raises DearError where nothing can
-    be written.
+    Pictures of an earlier report that this one has not are removed. Without Pillow there are none,
+    which a note says. Raises ConfigError where nothing can be written.
     """
     run = read_run(run_folder)
     figures = measure(
@@ -56,16 +61,26 @@ def write_report(run_folder: Path, destination: Path) -> Report:
             pictures = _write_pictures(sections, destination / "report")
         except ConfigError as error:
             pictures, notes = (), (*notes, f"{error}.")
+        _remove_others(destination / "report", pictures)
     except OSError as error:
         place = error.filename or destination  # a full disk names no file
-        raise DearError(f"cannot write {place}: {error.strerror}; see --out") from error
+        raise ConfigError(f"cannot write {place}: {error.strerror}; see --out") from error
     return Report(page, pictures, verdict, notes)
 
 
 def _write_pictures(sections: list[Section], folder: Path) -> tuple[Path, ...]:
     drawn = [section.draw(WIDE) for section in sections]
+    assert {picture.name for picture in drawn} <= set(_PICTURES), "one that would not be removed"
     files = [(folder / f"{picture.name}.png", png.draw(picture)) for picture in drawn]
     folder.mkdir(exist_ok=True)
     for path, content in files:
         path.write_bytes(content)
     return tuple(path for path, _ in files)
+
+
+def _remove_others(folder: Path, kept: tuple[Path, ...]) -> None:
+    """An earlier report's pictures beside a page that says something else would mislead."""
+    for name in _PICTURES:
+        path = folder / f"{name}.png"
+        if path not in kept and path.is_file():
+            path.unlink()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dearmpi.errors import DearError
-from dearmpi.report.trace import FOLDER, Traces, read_traces
+from dearmpi.errors import ConfigError
+from dearmpi.report.trace import FOLDER, Traces, find_traces, read_traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,13 @@ class Merged:
 def merge(run_folder: Path, out: Path | None = None) -> Merged:
     """Write the traces of the run at ``run_folder`` to ``out``, by default ``trace/merged.json``.
 
-    Raises ConfigError as ``read_traces`` does, DearError where the file cannot be written.
+    Raises ConfigError as ``read_traces`` does, for an ``out`` that is one of the traces, and where
+    it cannot be written.
     """
     traces = read_traces(run_folder)
     path = out or run_folder / FOLDER / "merged.json"
+    if path.resolve() in (trace.resolve() for trace in find_traces(run_folder).values()):
+        raise ConfigError(f"{path} is a trace that is to be merged; see --out")
     temporary = path.with_name(f".{path.name}.writing")
     num_events = 0
     try:
@@ -42,8 +46,9 @@ def merge(run_folder: Path, out: Path | None = None) -> Merged:
             file.write("\n]\n")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DearError(f"cannot write {path}: {error.strerror}") from error
+        with suppress(OSError):  # what cannot be written can likely not be removed
+            temporary.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror}; see --out") from error
     within_us = sorted((trace.uncertainty_us for trace in traces.traces), reverse=True)
     return Merged(path, len(traces.traces), num_events, sum(within_us[:2]), traces.notes)
 

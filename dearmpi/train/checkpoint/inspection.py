@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {destination}: {error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what cannot be written can likely not be removed
+            temporary.unlink(missing_ok=True)
 
 
 def _write_model(path: Path, model: Mapping[str, Tensor], *, suffix: str) -> None:

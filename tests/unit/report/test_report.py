@@ -105,6 +105,22 @@ def test_pictures_are_png_files_as_well(tmp_path: Path) -> None:
     assert page.count("<figure") == len(pictures)
 
 
+@pytest.mark.parametrize("pillow", [True, False])
+def test_pictures_of_an_earlier_report_do_not_stay_beside_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, pillow: bool
+) -> None:
+    if not pillow:
+        monkeypatch.setitem(sys.modules, "PIL", None)
+    folder = ExampleRun().write(tmp_path)
+    (folder / "report").mkdir()
+    for name in [*PICTURES.split(), "mine"]:
+        (folder / "report" / f"{name}.png").write_text("old")
+    shutil.rmtree(folder / "trace")  # as where a run went on without one
+    report(folder)
+    old = [path.name for path in (folder / "report").iterdir() if path.read_bytes() == b"old"]
+    assert old == ["mine.png"]
+
+
 @quick
 def test_without_pillow_there_is_a_page_and_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -255,11 +271,11 @@ def test_a_place_that_cannot_be_written_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = ExampleRun().write(tmp_path)
-    assert main(["report", str(folder), "--out", "/proc/nowhere"]) == 1
+    assert main(["report", str(folder), "--out", "/proc/nowhere"]) == 2
     assert "cannot write /proc/nowhere" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "report.html").symlink_to("/dev/full")
-    assert main(["report", str(folder), "--out", str(tmp_path / "full")]) == 1
+    assert main(["report", str(folder), "--out", str(tmp_path / "full")]) == 2
     assert f"cannot write {tmp_path}/full: No space left on device" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dearmpi.cli.main import main
 from dearmpi.engine.span import Lane, Span
 from dearmpi.errors import ConfigError
 from dearmpi.report.trace import read_trace, read_traces, trace_path
@@ -251,3 +252,26 @@ def test_a_folder_without_traces_is_refused_with_the_cure(tmp_path: Path) -> Non
     TraceWriter(trace_path(tmp_path, 0)).close()
     with pytest.raises(ConfigError, match="nothing is in them; .* --trace START:STOP"):
         merge(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["file/out.json", "nowhere/out.json"])
+def test_a_place_that_cannot_be_written_is_told_with_the_option(tmp_path: Path, name: str) -> None:
+    write(tmp_path, HEADER, compute(100, 101))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"cannot write .*{name}: .*; see --out"):
+        merge(tmp_path, tmp_path / name)
+
+
+def test_a_trace_is_not_replaced_by_the_merged_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, HEADER, compute(100, 101))
+    empty = trace_path(tmp_path, 1)
+    empty.write_text("[]")
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    before = path.read_bytes()
+    for out in (path, empty, link):
+        assert main(["trace", "merge", str(tmp_path), "--out", str(out)]) == 2
+        assert f"{out} is a trace that is to be merged" in capsys.readouterr().err
+    assert path.read_bytes() == before and empty.read_text() == "[]"

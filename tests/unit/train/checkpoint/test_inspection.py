@@ -103,3 +103,9 @@ def test_an_unknown_ending_or_place_is_refused(run: Path) -> None:
         inspection.export(run, run / "model.onnx")
     with pytest.raises(CheckpointError, match="cannot write .*nowhere/model.pt"):
         inspection.export(run, run / "nowhere/model.pt")
+
+
+def test_a_place_below_a_file_is_told_as_what_it_is(run: Path) -> None:
+    (run / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/model.pt: "):
+        inspection.export(run, run / "file" / "model.pt")
