@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from dearmpi.cli.console import Console
+
 
 @click.group()
 def checkpoint() -> None:
@@ -18,8 +20,7 @@ def show(path: Path) -> None:
     """Describe the checkpoint at PATH, or the latest of the run folder PATH, and verify it."""
     from dearmpi.train.checkpoint.inspection import describe
 
-    for line in describe(path):
-        click.echo(line)
+    Console(speaks=True, needed=True).say_all(describe(path))
 
 
 @checkpoint.command()
@@ -35,4 +36,4 @@ def export(path: Path, destination: Path, *, overwrite: bool) -> None:
     from dearmpi.train.checkpoint.inspection import export as export_model
 
     export_model(path, destination, overwrite=overwrite)
-    click.echo(f"wrote {destination}")
+    Console(speaks=True).say(f"wrote {destination}")

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TextIO
 
 from dearmpi.cli.terminal import count_columns, launcher_terminal
+from dearmpi.train.durable import DISK_FULL
 
 _REDRAW_S = 0.2
+_GONE = (errno.EPIPE, errno.EIO)  # the reader's end, or the terminal's
 
 
 @dataclass(slots=True)
@@ -25,16 +27,20 @@ class Console:
 
     speaks: False makes it silent.
     launched: ``out`` leads to a launcher, and what counts is where that writes.
+    needed: what is said is what was asked for, so that a full disk is a failure.
+    out: None, as where standard output is closed, makes it silent too.
     """
 
     speaks: bool
     launched: bool = False
-    out: TextIO = field(default_factory=lambda: sys.stdout)
+    needed: bool = False
+    out: TextIO | None = field(default_factory=lambda: sys.stdout)
     _live: str = ""
     _drawn_s: float = 0.0
     _terminal: Path | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.speaks = self.speaks and self.out is not None
         if isinstance(self.out, io.TextIOWrapper):
             self.out.reconfigure(errors="replace")  # what its encoding lacks
         if self.speaks and self.launched:
@@ -43,19 +49,20 @@ class Console:
     @property
     def is_live(self) -> bool:
         """Whether a line that moves is seen by anybody."""
-        seen = self._terminal is not None if self.launched else self.out.isatty()
-        return self.speaks and seen
+        if not self.speaks or self.out is None:
+            return False
+        return self._terminal is not None if self.launched else self.out.isatty()
 
     def say(self, *lines: str) -> None:
         """Print lines."""
         if not self.speaks:
             return
-        with self._heard():
-            self._erase()
+        with self._heard() as out:
+            self._erase(out)
             for line in lines:
-                print(line, file=self.out)
-            self._draw(self._live)
-            self.out.flush()
+                print(line, file=out)
+            self._draw(out, self._live)
+            out.flush()
 
     def say_all(self, lines: Iterable[str]) -> None:
         """Print each of ``lines``."""
@@ -66,40 +73,43 @@ class Console:
         now_s = time.monotonic()
         if self.is_live and now_s - self._drawn_s >= _REDRAW_S:
             self._drawn_s = now_s
-            with self._heard():
-                self._erase()
-                self._draw(text)
-                self.out.flush()
+            with self._heard() as out:
+                self._erase(out)
+                self._draw(out, text)
+                out.flush()
 
     def finish(self) -> None:
         """Remove the live line."""
         if self.is_live:
-            with self._heard():
-                self._erase()
-                self.out.flush()
+            with self._heard() as out:
+                self._erase(out)
+                out.flush()
         self._live = ""
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
+    def _heard(self) -> Iterator[TextIO]:
         """Where nobody listens any more, such as behind ``| head``, training need not end."""
+        assert self.out is not None, "one that speaks"
         try:
-            yield
+            yield self.out
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # the reader's end, or the terminal's
+            is_full = error.errno in DISK_FULL
+            if not is_full and error.errno not in _GONE or is_full and self.needed:
                 raise
             self.speaks = False
             # Python would try to write the rest at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.out.fileno())
-            logging.getLogger("dearmpi").info("the console is gone: %s", error)
+            level = logging.WARNING if is_full else logging.INFO
+            logging.getLogger("dearmpi").log(level, "the console is gone: %s", error)
 
-    def _erase(self) -> None:
+    def _erase(self, out: TextIO) -> None:
         if self._live and self.is_live:
-            self.out.write("\r\x1b[K")
+            out.write("\r\x1b[K")
 
-    def _draw(self, text: str) -> None:
+    def _draw(self, out: TextIO, text: str) -> None:
         self._live = text
         if text and self.is_live:
-            self.out.write(text[: max(1, count_columns(self._terminal) - 1)])
+            out.write(text[: max(1, count_columns(self._terminal) - 1)])
 
 
 def bar(done: int, total: int, *, width: int = 24) -> str:

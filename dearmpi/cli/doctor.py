@@ -53,7 +53,8 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
     """
     from dearmpi.doctor.finding import describe, exit_code, summarize
 
-    console = Console(speaks=is_first_process() and json_path != _STANDARD_OUTPUT)
+    speaks = is_first_process() and json_path != _STANDARD_OUTPUT
+    console = Console(speaks=speaks, needed=True)
     try:
         import_module("dearmpi.cli.session")  # all that a run needs
         from dearmpi.doctor.examination import Examination, examine, probe_devices

@@ -91,7 +91,7 @@ def plan(
 
     check_writable(out)
     check_picture(picture_path)
-    console = Console(speaks=True)
+    console = Console(speaks=True, needed=True)
     profile = read_profile(profile_path)
     costs = _read_costs(calibration_path, world_size)
     costs = costs.sent_as(comm_dtype, profile.workload.params())

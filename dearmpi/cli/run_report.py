@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from dearmpi.cli.console import Console
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
@@ -27,9 +29,9 @@ def report(run: Path, out: Path | None) -> None:
 
     folder = RunFolder.open(run)
     written = write_report(folder.path, out or folder.path)
-    click.echo(UNMEASURED if written.verdict is None else written.verdict.sentence)
-    for note in written.notes:
-        click.echo(f"note: {note}")
-    click.echo(f"wrote {written.page}")
+    console = Console(speaks=True)
+    console.say(UNMEASURED if written.verdict is None else written.verdict.sentence)
+    console.say_all(f"note: {note}" for note in written.notes)
+    console.say(f"wrote {written.page}")
     if written.pictures:
-        click.echo(f"wrote {len(written.pictures)} pictures in {written.pictures[0].parent}")
+        console.say(f"wrote {len(written.pictures)} pictures in {written.pictures[0].parent}")

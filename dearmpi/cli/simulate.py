@@ -96,7 +96,7 @@ def simulate(context: click.Context, /, **given: Any) -> int:
     _check_combination(context)
     check_writable(given["json_path"])
     check_picture(given["picture_path"])
-    console = Console(speaks=True)
+    console = Console(speaks=True, needed=True)
     comparisons = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
     if given["json_path"] is not None:
         write_file(given["json_path"], comparisons_json(comparisons))

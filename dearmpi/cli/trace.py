@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from dearmpi.cli.console import Console
 from dearmpi.cli.measurement import OUT, check_writable
 
 
@@ -32,10 +33,9 @@ def merge(run: Path, out: Path | None) -> None:
 
     check_writable(out)
     merged = merge_traces(run, out)
-    click.echo(
+    Console(speaks=True).say(
         f"wrote {merged.path}: {merged.num_events} events of "
         f"{count_text(merged.num_ranks, 'rank')}, clocks aligned within "
-        f"{merged.uncertainty_us / 1e3:.2f} ms"
+        f"{merged.uncertainty_us / 1e3:.2f} ms",
+        *(f"note: {note}" for note in merged.notes),
     )
-    for note in merged.notes:
-        click.echo(f"note: {note}")

@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dearmpi.cli.console import Console, bar, duration
+from dearmpi.cli.main import main
+from dearmpi.train import checkpoint
+from dearmpi.train.checkpoint import Snapshot
+from tests.unit.report.example_run import ExampleRun
 
 
 class Terminal(io.StringIO):
@@ -101,15 +107,51 @@ def test_what_an_encoding_lacks_is_no_failure() -> None:
     assert raw.getvalue() == "50 % ?·\n?\n".encode("latin-1")
 
 
-def test_a_full_disk_is_a_failure() -> None:
-    """What was asked for would not be there."""
+def test_a_full_disk_is_a_failure_of_what_was_asked_for() -> None:
     out = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
-    console = Console(speaks=True, out=out)
+    console = Console(speaks=True, needed=True, out=out)
     try:
         with pytest.raises(OSError, match="No space left"):
             console.say("a")
-        speaks = console.speaks
     finally:
         with contextlib.suppress(OSError):
             out.close()  # tries once more
-    assert speaks
+    assert console.speaks
+
+
+def test_a_full_disk_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as out:
+        console = Console(speaks=True, out=out)
+        for _ in range(2):
+            console.say("a")
+    assert not console.speaks
+    assert caplog.text.count("the console is gone: [Errno 28] No space left") == 1
+
+
+def test_without_standard_output_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``>&-``."""
+    monkeypatch.setattr("sys.stdout", None)
+    for launched in (False, True):
+        console = Console(speaks=True, launched=launched)
+        console.say("a")
+        console.show("50 %")
+        console.finish()
+        assert not console.is_live
+
+
+def test_a_name_that_an_encoding_lacks_is_told_as_far_as_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ExampleRun().write(tmp_path, name="\N{GREEK CAPITAL LETTER OMEGA}")
+    checkpoint.save(run, Snapshot(7, {"w": torch.ones(2)}, {}, [], {}))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    for command in (
+        ["report", str(run)],
+        ["trace", "merge", str(run)],
+        ["checkpoint", "show", str(run)],
+        ["checkpoint", "export", str(run), str(run / "model.pt")],
+    ):
+        out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+        monkeypatch.setattr("sys.stdout", out)
+        assert main(command) == 0
+        assert f"{tmp_path}/?" in out.buffer.getvalue().decode("latin-1")
