@@ -71,8 +71,8 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
             try:
                 examine(examination, world, joined=joined, verdicts=verdicts, folder=run_folder)
                 console.say("", summarize(examination.findings))
-            except Exception as error:
-                examination.error = str(error)  # a bug report needs it most
+            except BaseException as error:  # also where somebody has lost patience
+                examination.error = str(error) or type(error).__name__  # a bug report needs it most
                 raise
             finally:
                 _write(json_path, examination.as_plain())

@@ -115,14 +115,27 @@ def test_broken_libraries_are_told_without_a_traceback(
 
 
 @pytest.mark.usefixtures("_mpi")
+@pytest.mark.parametrize(
+    ("failure", "code", "told"),
+    [
+        (CommError("rank 1 does not answer"), 8, "rank 1 does not answer"),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
+        (AssertionError(), 1, "AssertionError"),
+    ],
+)
 def test_what_was_found_before_a_failure_is_in_the_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    code: int,
+    told: str,
 ) -> None:
     def fail(*_: object) -> None:
-        raise CommError("rank 1 does not answer")
+        raise failure
 
     monkeypatch.setattr(examination, "_examine_network", fail)
-    assert examine(tmp_path, "--json", "-") == 8
+    assert examine(tmp_path, "--json", "-") == code
     plain = json.loads(capsys.readouterr().out)
-    assert plain["error"] == "rank 1 does not answer" and plain["ranks"]
+    assert plain["error"] == told and plain["exit_code"] is None and plain["ranks"]
     assert "cores" in [finding["name"] for finding in plain["findings"]]
