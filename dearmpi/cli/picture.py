@@ -24,10 +24,16 @@ def picture_option(*, help: str) -> Callable[[FC], FC]:
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise ConfigError for a file that is no picture by its name, or that cannot be written."""
+    """Raise ConfigError for a file that is no picture by its name, or that cannot be written or
+    drawn.
+    """
     if path is not None and path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--picture is {path}; its name must end in .svg or .png")
     check_writable(path)
+    if path is not None and path.suffix == ".png":
+        from dearmpi.report import png
+
+        png.check_pillow()
 
 
 def write_picture(path: Path, picture: Picture) -> None:

@@ -18,14 +18,24 @@ _FINER = 2  # drawn so much finer first, since Pillow's lines have hard edges
 _HEAD, _TITLE = 30.0, 15.0  # above, and the title's size
 
 
-def draw(picture: Picture) -> bytes:
-    """The file's content. Raises ConfigError where Pillow is not installed."""
+def check_pillow() -> None:
+    """Raise ConfigError where Pillow is not installed, or has no font of any size."""
     try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError as error:
+        from PIL import ImageFont
+
+        ImageFont.load_default(_TITLE)
+    except (ImportError, OSError, TypeError) as error:  # TypeError: sizes came with 10.1
         raise ConfigError(
-            "PNG pictures need Pillow: pip install 'dearmpi[images]'; SVG pictures need nothing"
+            "PNG pictures need Pillow 10.1 or newer, with FreeType: pip install 'dearmpi[images]'; "
+            "SVG pictures need nothing"
         ) from error
+
+
+def draw(picture: Picture) -> bytes:
+    """The file's content. Raises ConfigError as ``check_pillow`` does."""
+    check_pillow()
+    from PIL import Image, ImageDraw, ImageFont
+
     size = round(picture.width * _SCALE), round(picture.height * _SCALE)
     image = Image.new("RGB", (size[0] * _FINER, size[1] * _FINER), LIGHT["paper"])
     canvas = ImageDraw.Draw(image)

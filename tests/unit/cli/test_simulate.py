@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,12 @@ def test_what_makes_no_sense_is_refused(
     assert main(["simulate", *arguments]) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in words), text
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert main(["simulate", *SMALL, "--picture", str(tmp_path / "x.png")]) == 2
+    told = capsys.readouterr()
+    assert "need Pillow" in told.err and not told.out

@@ -10,6 +10,7 @@ from itertools import combinations
 import pytest
 
 from dearmpi.engine.span import Lane, Span
+from dearmpi.errors import ConfigError
 from dearmpi.plan.comparison import compare
 from dearmpi.plan.methods import parse_method
 from dearmpi.plan.network import PRESETS
@@ -123,6 +124,20 @@ def test_png_shows_boxes_lines_and_text_where_they_are() -> None:
     along = {image.getpixel((x, 180)) == (255, 255, 255) for x in range(4, 396)}
     assert along == {True, False}, "a dashed line has gaps"
     assert any(sum(image.getpixel((x, 155))) < 300 for x in range(400)), "no text"
+
+
+@pytest.mark.parametrize("failure", [TypeError, ImportError, OSError])
+def test_a_pillow_without_fonts_is_told_as_none_is(
+    monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
+) -> None:
+    fonts = pytest.importorskip("PIL.ImageFont")
+
+    def fail(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(fonts, "load_default", fail)
+    with pytest.raises(ConfigError, match="need Pillow 10.1 .* pip install"):
+        png.draw(PICTURE)
 
 
 def test_ticks_are_round_and_few() -> None:
