@@ -11,7 +11,14 @@ import click
 
 from dearmpi.cli.combination import given_flags, refuse_useless
 from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_place, measure_together, write, write_file
+from dearmpi.cli.measurement import (
+    OUT,
+    check_apart,
+    check_place,
+    measure_together,
+    write,
+    write_file,
+)
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
 
@@ -148,6 +155,8 @@ def _measure(
     with together(world, root_only=True):
         if picture_path is not None and picture_path.suffix != ".svg":
             raise ConfigError(f"--picture is {picture_path}; its name must end in .svg")
+        outputs = {"--json": json_path, "--picture": picture_path}
+        check_apart(outputs, {"--workload": given["workload"]})
         check_place(world, json_path, picture_path)
     if given["collectives"]:
         lines, contents, code = _measure_collectives(world, console, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,23 @@ def check_writable(path: Path | None) -> None:
             f"cannot write {path}: {path.absolute().parent} is no folder that can be written to; "
             "make it or name another"
         )
+
+
+def check_apart(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | str | None] | None = None
+) -> None:
+    """Raise ConfigError where a file to write is another one, or one to read; both by flag."""
+    known: dict[str, str] = {}
+    for flag, path in (inputs or {}).items():
+        if path is not None and os.path.isfile(path):
+            known[os.path.realpath(path)] = f"{flag} reads"
+    for flag, out in outputs.items():
+        if out is None or (os.path.exists(out) and not os.path.isfile(out)):
+            continue  # a device takes all
+        place = os.path.realpath(out)
+        if place in known:
+            raise ConfigError(f"{flag} is {out}, which {known[place]} too; name another file")
+        known[place] = f"{flag} writes"
 
 
 def write_file(path: Path, content: str | bytes) -> None:

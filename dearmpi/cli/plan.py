@@ -9,7 +9,7 @@ import click
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_writable, write_file
+from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError
@@ -89,6 +89,10 @@ def plan(
     from dearmpi.plan.planner import make_plan
     from dearmpi.plan.profile import read_profile
 
+    check_apart(
+        {"--out": out, "--picture": picture_path},
+        {"--profile": profile_path, "--calibration": calibration_path},
+    )
     check_writable(out)
     check_picture(picture_path)
     console = Console(speaks=True, needed=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.measurement import OUT, check_place, write
+from dearmpi.cli.measurement import OUT, check_apart, check_place, write
 from dearmpi.cli.run import read_layers, run_together
 from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
@@ -59,6 +59,7 @@ def _profile(
         from dearmpi.train.agreement import together
 
         with together(world, root_only=True):
+            check_apart({"--out": out}, {"--config": config, "--plan": str(given["plan"] or "")})
             check_place(world, out)
         console = Console(speaks=world.is_root, launched=world.size > 1)
         profile = measure_layers(world, layers, num_warmup=num_warmup, num_batches=num_batches)

@@ -10,7 +10,7 @@ import click
 
 from dearmpi.cli.combination import given_flags, refuse_useless
 from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_writable, write_file
+from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
@@ -94,6 +94,10 @@ def simulate(context: click.Context, /, **given: Any) -> int:
     from dearmpi.plan.comparison import comparisons_json
 
     _check_combination(context)
+    check_apart(
+        {"--json": given["json_path"], "--picture": given["picture_path"]},
+        {"--profile": given["profile"], "--network": given["network"]},
+    )
     check_writable(given["json_path"])
     check_picture(given["picture_path"])
     console = Console(speaks=True, needed=True)
