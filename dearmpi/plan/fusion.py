@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 from dearmpi.plan.layout import ParamSpec
 
 _LEAST_SHARE = 0.25  # of the cap: with less in it a bucket is not closed
+_FIRST_SHARE = 1 / 16  # of the cap: about what the first layers have to themselves
 
 
 def fuse_by_cap(specs: Sequence[ParamSpec], cap_bytes: int) -> tuple[tuple[ParamSpec, ...], ...]:
     """Group ``specs`` (in feed-forward order) into buckets of about ``cap_bytes`` bytes.
 
-    Buckets fill from the last layer on, so that what does not fill a bucket is left to the first
-    layers: their reduce-scatter and all-gather are the ones that no computation hides. A parameter
-    that does not fit begins a bucket, alone in it if it is larger than the cap; but it joins one
-    that is less than a quarter full, since a bucket costs time whatever it holds. So a bucket has
-    at most the cap, or a larger parameter and less than a quarter. Parameters of different dtype
-    or device never share a bucket, nor do frozen and trained ones.
+    Buckets fill from the last layer on. A parameter that does not fit begins a bucket, alone in it
+    if it is larger than the cap; but it joins one that is less than a quarter full, since a bucket
+    costs time whatever it holds. So a bucket has at most the cap, or a larger parameter and less
+    than a quarter. Parameters of different dtype or device never share a bucket, nor do frozen and
+    trained ones.
+
+    The first layers' reduce-scatter and all-gather are the ones that no computation hides. So what
+    their bucket holds beyond a sixteenth of the cap (and one parameter) is a bucket of its own,
+    if that is a quarter full.
     """
     closed: list[list[ParamSpec]] = []
     filling: dict[tuple[str, str, bool], list[ParamSpec]] = {}
@@ -34,4 +40,16 @@ def fuse_by_cap(specs: Sequence[ParamSpec], cap_bytes: int) -> tuple[tuple[Param
         bucket.append(spec)
     position = {spec.name: place for place, spec in enumerate(specs)}
     in_order = [tuple(reversed(bucket)) for bucket in closed]
-    return tuple(sorted(in_order, key=lambda bucket: position[bucket[0].name]))
+    trained = (bucket for bucket in in_order if bucket[0].trained)
+    first = min(trained, key=lambda bucket: position[bucket[0].name], default=())
+    parts = (_part(bucket, cap_bytes) if bucket is first else [bucket] for bucket in in_order)
+    return tuple(sorted(chain(*parts), key=lambda bucket: position[bucket[0].name]))
+
+
+def _part(bucket: tuple[ParamSpec, ...], cap_bytes: int) -> list[tuple[ParamSpec, ...]]:
+    """The first layers' ``bucket``, in two where that is worth a bucket."""
+    ends = [*accumulate(spec.nbytes for spec in bucket)]
+    count = max(1, bisect_right(ends, cap_bytes * _FIRST_SHARE))
+    if count == len(bucket) or ends[-1] - ends[count - 1] < cap_bytes * _LEAST_SHARE:
+        return [bucket]
+    return [bucket[:count], bucket[count:]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,6 +79,8 @@ def test_a_bucket_is_closed_only_a_quarter_full_and_when_the_next_parameter_does
     for kind in {spec.storage_kind for spec in model}:
         of_kind = [bucket for bucket in buckets if bucket[0].storage_kind == kind]
         for earlier, later in zip(of_kind, of_kind[1:], strict=False):
+            if earlier is next((bucket for bucket in buckets if bucket[0].trained), None):
+                continue  # what the first layers have to themselves
             filled = sum(spec.nbytes for spec in later)
             assert earlier[-1].nbytes + filled > cap_bytes and filled >= cap_bytes / 4
 
@@ -87,6 +91,24 @@ def test_what_does_not_fill_a_bucket_is_left_to_the_first_layers() -> None:
         [10, 10],
         [10, 10],
     ]
+
+
+def test_the_first_layers_have_a_bucket_to_themselves() -> None:
+    """No computation hides their reduce-scatter and all-gather."""
+    assert numels(fuse_by_cap(floats(1, 1, 4, 4, 16), cap_bytes=64)) == [[1], [1, 4, 4], [16]]
+    assert numels(fuse_by_cap(floats(1, 1, 4, 4, 10), cap_bytes=128)) == [[1, 1], [4, 4, 10]]
+
+
+def test_the_first_bucket_is_parted_only_if_a_quarter_of_the_cap_is_left() -> None:
+    assert numels(fuse_by_cap(floats(1, 4), cap_bytes=64)) == [[1], [4]]
+    assert numels(fuse_by_cap(floats(1, 4), cap_bytes=65)) == [[1, 4]]
+    assert numels(fuse_by_cap(floats(30, 2), cap_bytes=128)) == [[30, 2]]
+
+
+def test_frozen_layers_are_not_the_first() -> None:
+    frozen = [replace(spec, name=f"frozen {spec.name}", trained=False) for spec in floats(2, 8)]
+    buckets = fuse_by_cap([*frozen, *floats(1, 4)], cap_bytes=64)
+    assert numels(buckets) == [[2, 8], [1], [4]]
 
 
 def test_a_parameter_larger_than_the_cap_is_alone() -> None:
@@ -101,12 +123,13 @@ def test_next_to_nothing_is_no_bucket_between_two_large_parameters() -> None:
 
 
 def test_the_cap_itself_still_fits() -> None:
-    assert numels(fuse_by_cap(floats(5, 5), cap_bytes=40)) == [[5, 5]]
-    assert numels(fuse_by_cap(floats(5, 5), cap_bytes=39)) == [[5], [5]]
+    assert numels(fuse_by_cap(floats(1, 5, 5), cap_bytes=40)) == [[1], [5, 5]]
+    assert numels(fuse_by_cap(floats(1, 5, 5), cap_bytes=39)) == [[1], [5], [5]]
 
 
 def test_the_smallest_and_the_largest_cap() -> None:
-    assert numels(fuse_by_cap(floats(1, 2, 3), cap_bytes=1)) == [[1], [2], [3]]
+    for cap_bytes in (0, 1):
+        assert numels(fuse_by_cap(floats(1, 2, 3), cap_bytes=cap_bytes)) == [[1], [2], [3]]
     assert numels(fuse_by_cap(floats(1, 2, 3), cap_bytes=2**40)) == [[1, 2, 3]]
 
 

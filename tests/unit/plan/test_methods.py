@@ -67,7 +67,7 @@ def test_a_wfbp_without_latency_is_the_formula() -> None:
 def test_a_cap_is_taken_where_there_is_one() -> None:
     profile = equal(4)
     cap_mb = 16 / 2**20  # two layers of 8 bytes
-    for name, buckets in (("ddp", 2), ("dear", 2)):
+    for name, buckets in (("ddp", 2), ("dear", 3)):  # the first layer by itself
         setup = parse_method(f"{name}:{cap_mb}").prepare(profile, SLOW.at(2))
         assert len(setup.layout) == buckets, name
 
@@ -145,7 +145,7 @@ def test_no_other_method_means_no_speed_up() -> None:
         ("ddp:-1", "above 0"),
         ("dear:nan", "above 0"),
         ("ddp:8:5", "only horovod has a cycle"),
-        ("horovod:64:0", "cycle, above 0"),
+        ("horovod:64:0", "cycle, of 0.001 to"),
         ("horovod:64:5:1", "cycle"),
     ],
 )
