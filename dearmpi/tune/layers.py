@@ -30,17 +30,20 @@ def build_layers(
     A tied parameter belongs to the first layer that used it. A parameter may also be used without
     its own module being called, by a parent (``nn.MultiheadAttention`` reads ``out_proj.weight``)
     or in a function. Its module then is a layer too, with its place in feed-forward taken from
-    when its gradient was ready. What never had a gradient goes with the last layer, unless its
-    module was called.
+    when its gradient was ready. What is trained but never had a gradient comes first of all: its
+    bucket waits for the end of backprop, and all behind it in the order of reduce-scatters too.
     """
     order = list(times.feed_forward_s)
     owners = {spec.name: _owner(homes[spec.name], order) for spec in specs}
     ready = _ready_layers(owners, times)
     for layer in sorted(ready.keys() - set(order), key=lambda layer: (-ready[layer], layer)):
         order.insert(_place(layer, order, ready), layer)
+    idle = [spec for spec in specs if spec.trained and spec.name not in times.ready_s]
     owned: dict[str, list[ParamSpec]] = {layer: [] for layer in order}
+    owned[order[0]] += idle
     for spec in specs:
-        owned.get(owners[spec.name], owned[order[-1]]).append(spec)
+        if spec not in idle:
+            owned.get(owners[spec.name], owned[order[-1]]).append(spec)
     layers = [
         LayerSpec(
             layer,

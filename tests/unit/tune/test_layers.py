@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.comm.fake import FakeClock
+from dearmpi.plan.cost import Costs, LinkModel
+from dearmpi.plan.planner import make_plan
 from dearmpi.tune.profile import LayerTimer
 from tests.unit.tune.timed import ClockStopwatch, chain, params_of, shown, spend, timer, train
 
@@ -76,16 +78,40 @@ def test_every_parameter_stands_once_where_it_is_used() -> None:
     profile = watch.finish()
     params = params_of(profile)
     assert params == {
-        "scales": ["scales.0"],
+        "scales": ["spare.weight", "spare.bias", "scales.0"],
         "fixed": ["fixed.weight", "fixed.bias"],
         "attention": ["attention.in_proj_weight", "attention.in_proj_bias"],
         "attention.out_proj": ["attention.out_proj.weight", "attention.out_proj.bias"],
         "body": ["body.weight", "body.bias"],
-        "head": ["head.weight", "head.bias", "spare.weight", "spare.bias"],
+        "head": ["head.weight", "head.bias"],
     }
     assert list(params) == ["scales", "fixed", "attention", "attention.out_proj", "body", "head"]
     trained = {spec.name: spec.trained for spec in profile.workload.params()}
     assert trained["scales.0"] and not trained["fixed.weight"]
+
+
+def test_what_never_has_a_gradient_holds_up_no_reduce_scatter_of_a_plan() -> None:
+    """In the engine its bucket waits for the end of backprop, wherever it stands."""
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+            self.spare = nn.Linear(4, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            out: Tensor = self.layers(inputs)
+            return out
+
+    model = Unused()
+    watch = LayerTimer(model, num_warmup=0, stopwatch=Ticks())
+    train(model, 2)
+    profile = watch.finish()
+    link = LinkModel(0.1, 1e-3)
+    plan = make_plan(profile, Costs(4, link, link), world_size=4, eager=True)
+    assert len(plan.buckets) > 1
+    last = plan.schedule.reduce_scatters[-1]
+    assert {"spare.weight", "spare.bias"} <= set(plan.buckets[last])
 
 
 def test_a_model_of_functions_alone_is_timed() -> None:
