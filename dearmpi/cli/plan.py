@@ -112,10 +112,14 @@ def plan(
 
 
 def _read_costs(path: Path, world_size: int | None) -> Costs:
+    from dearmpi.plan.cost import MOST_RANKS
     from dearmpi.tune.calibration import read_calibration
 
-    if world_size is not None and world_size < 2:
-        raise ConfigError(f"--world-size is {world_size}; it must be 2 or more: one sends nothing")
+    if world_size is not None and not 2 <= world_size <= MOST_RANKS:
+        raise ConfigError(
+            f"--world-size is {world_size}; it must be from 2, since one sends nothing, to "
+            f"{MOST_RANKS}"
+        )
     calibration = read_calibration(path)
     return calibration.costs.at(world_size or calibration.world_size).with_typical_overheads()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
 _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-_MOST_RANKS = 1 << 20
 _FOR_PAPER = frozenset({"compare_paper", "json_path"})
 
 
@@ -121,12 +122,15 @@ def _check_combination(context: click.Context) -> None:
 def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
     from dearmpi.bench.table import align
     from dearmpi.plan.comparison import compare
+    from dearmpi.plan.cost import MOST_RANKS
     from dearmpi.report.comparison import comparison_rows, describe_comparison
 
     world_size, picture_path = given["world_size"], given["picture_path"]
-    if not 1 <= world_size <= _MOST_RANKS:
-        raise ConfigError(f"--world-size is {world_size}; it must be from 1 to {_MOST_RANKS} ranks")
-    profile, network = _read_profile(given), _with_nodes(_read_network(given["network"]), given)
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ConfigError(f"--world-size is {world_size}; it must be from 1 to {MOST_RANKS} ranks")
+    profile = _read_profile(given)
+    has_nodes = given["ranks_per_node"] is not None
+    network = _with_nodes(_read_network(given["network"], between_nodes=has_nodes), given)
     others = [] if picture_path is None else [network.with_bandwidth(r / 8e-9) for r in _GIGABITS]
     specs = list(profile.workload.params())
     network, *others = (n.sent_as(given["comm_dtype"], specs) for n in (network, *others))
@@ -156,21 +160,28 @@ def _read_profile(given: dict[str, Any]) -> ModelProfile:
     return profile_workload(workload, feed_forward_s=feed_forward_s, backprop_s=backprop_s)
 
 
-def _read_network(text: str) -> Network:
+def _read_network(text: str, *, between_nodes: bool) -> Network:
     from dearmpi.plan.network import PRESETS, Network, parse_network
     from dearmpi.tune.calibration import read_calibration
 
-    has_comma = "," in text and Path(text).is_file()  # as in the name of a run of a sweep
+    has_comma = "," in text and os.path.isfile(text)  # as in the name of a run of a sweep
     network = None if has_comma else parse_network(text)
     if network is not None:
         return network
-    if not Path(text).exists():
+    if not os.path.exists(text):
         raise ConfigError(
             f"there is no network {text!r}, nor a file of that name; choose one of "
             f"{', '.join(preset.name for preset in PRESETS)}, write alpha,beta, or name a file of "
             "dear-train calibrate"
         )
     calibration = read_calibration(text)
+    host, most = Counter(calibration.hosts).most_common(1)[0]
+    if between_nodes and most > 1:
+        raise ConfigError(
+            f"{text} was measured with {most} ranks on {host}, so that what joins those is in it "
+            "already; leave out --ranks-per-node and --node-network, or calibrate with one rank on "
+            "each node"
+        )
     source = f"measured with {calibration.world_size} ranks, {calibration.library}"
     return Network(Path(text).name, calibration.costs, source)
 

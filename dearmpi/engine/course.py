@@ -105,9 +105,10 @@ class Course:
         """Go on by ``plan``, which all ranks have; whether the layout is another now."""
         config = replace(self.config, bucket_cap_mb=self._given_cap_mb)  # not what ``fuse`` has set
         check_plan(plan, config)
+        in_use = self._attachment.follows(plan)
         self._drop_gradients()
         self.config = config
-        if not self._attachment.follows(plan):
+        if not in_use:
             self._lay_out_anew(plan, self._settled())
             return True
         self.abandon_planning()  # with no need to stand still

@@ -88,12 +88,14 @@ class SelfPlanning:
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
         begin_s = time.perf_counter()
-        self._costs = calibrate(
+        costs = calibrate(
             world,
             reduce_scatter=reduce_scatter,
             wire_dtype=config.wire_dtype,
             most_bytes=sum(bucket.nbytes for bucket in in_use.layout),  # nothing larger travels
         ).costs
+        specs = [slot.spec for bucket in in_use.layout for slot in bucket.slots]
+        self._costs = costs if config.wire_dtype is None else costs.of_fp32_for(specs)
         self.pause = Pause(measuring_s=time.perf_counter() - begin_s)
         self.problem = ""
         if spans.recorder is None:

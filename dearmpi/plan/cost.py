@@ -21,10 +21,15 @@ from dearmpi.plan.layout import ParamSpec
 Sample = tuple[float, float]
 """Bytes, and the seconds that they took."""
 
-_HALF_BYTES = 2
+MOST_RANKS = 1 << 20
+
+_HALF_BYTES, _FP32_BYTES = 2, 4
 _LEAST_WIRE_SHARE = 0.5  # two operations in flight cannot be faster than one of them alone
-# What a sample may be: beyond, squares and their sums leave what floats can hold.
-_MOST_BYTES, _LEAST_S, _MOST_S = 1e18, 1e-12, 1e12
+_FULL_WIRE = 1.25  # so much longer than one alone, two operations in flight have filled the wire
+MOST_S = 1e12
+"""The longest time that is taken for one: sums and squares of such fit into floats."""
+
+_MOST_BYTES, _LEAST_S = 1e18, 1e-12  # of a sample
 _NUM_REWEIGHTINGS = 30
 # What a bucket costs whatever it holds. The main thread hands it over in 0.1 ms, but competes for
 # the interpreter and for cores with 2 ms of posting, polling and updating (docs/log.md).
@@ -115,6 +120,14 @@ class Costs:
         share = share_sent(comm_dtype, specs)
         return self.with_slopes(reduce_scatter=share, all_gather=share)
 
+    def of_fp32_for(self, specs: Iterable[ParamSpec]) -> Costs:
+        """These, measured with fp32 that was sent in half precision, for ``specs`` of any dtypes.
+
+        Raises ConfigError if all are of half precision already.
+        """
+        factor = share_sent("half precision", specs) * _FP32_BYTES / _HALF_BYTES
+        return self.with_slopes(reduce_scatter=factor, all_gather=factor)
+
     def with_slopes(self, *, reduce_scatter: float, all_gather: float) -> Costs:
         """The same where a byte takes so many times as long as it does."""
         return replace(
@@ -143,7 +156,7 @@ class Costs:
         )
 
 
-def share_sent(comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> float:
+def share_sent(comm_dtype: str, specs: Iterable[ParamSpec]) -> float:
     """The part of the trained ones' bytes that is sent in ``comm_dtype``.
 
     Raises ConfigError if all are of half precision already.
@@ -196,10 +209,10 @@ def fit_link(samples: Sequence[Sample], *, pairs: Sequence[Sample] = ()) -> Link
     can have.
     """
     for nbytes, seconds in (*samples, *pairs):
-        if not (0 < nbytes <= _MOST_BYTES and _LEAST_S <= seconds <= _MOST_S):
+        if not (0 < nbytes <= _MOST_BYTES and _LEAST_S <= seconds <= MOST_S):
             raise ConfigError(
                 f"a sample of the link is {nbytes} bytes in {seconds} s; both must be above 0, and "
-                f"a time from {_LEAST_S:g} to {_MOST_S:g} s"
+                f"a time from {_LEAST_S:g} to {MOST_S:g} s"
             )
     if len({nbytes for nbytes, _ in samples}) < 2:
         raise ConfigError(
@@ -238,16 +251,21 @@ def _fit_weighted(samples: Sequence[Sample], weights: Sequence[float]) -> LinkMo
 
 
 def _with_wire_share(link: LinkModel, pairs: Sequence[Sample]) -> LinkModel:
-    """``link`` with the rate of the largest pair, which is the wire's own.
+    """``link`` with the rate of the largest pair, which is the wire's own where the two operations
+    took longer together than one by itself.
 
-    Where the fit is faster than that, small samples have misled it: beta is raised.
+    Where the fit is faster than that, small samples have misled it: beta is raised. Two that take
+    no longer have waited for messages to arrive, and say nothing of how fast the wire is.
     """
     if not pairs:
         return link
     largest = max(nbytes for nbytes, _ in pairs)
-    wire = median(seconds for nbytes, seconds in pairs if nbytes == largest) / (2 * largest)
-    beta = max(link.beta_s_per_byte, wire)
-    return LinkModel(link.alpha_s, beta, max(_LEAST_WIRE_SHARE, wire / beta))
+    pair_s = median(seconds for nbytes, seconds in pairs if nbytes == largest)
+    wire, beta = pair_s / (2 * largest), link.beta_s_per_byte
+    if pair_s > _FULL_WIRE * link.alone_s(largest):
+        beta = max(beta, wire)
+    share = wire / beta if beta else 1.0
+    return LinkModel(link.alpha_s, beta, min(1.0, max(_LEAST_WIRE_SHARE, share)))
 
 
 def _sent_share(world_size: int) -> float:

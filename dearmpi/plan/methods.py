@@ -33,7 +33,7 @@ from dearmpi.plan.timeline import Timeline, simulate
 WINDOW = EngineConfig().window
 _NOTHING = LinkModel(0.0, 0.0)
 _FIRST_MB, _CAP_MB = 1.0, 25.0  # of DDP as it comes
-_CYCLE_MS, _MOST_CYCLE_MS = 1.0, 1000.0
+_CYCLE_MS, _LEAST_CYCLE_MS, _MOST_CYCLE_MS = 1.0, 1e-3, 1000.0
 _PARTITION_NUMEL, _CREDIT_NUMEL = 8_000_000, 16_000_000
 
 
@@ -108,10 +108,11 @@ def parse_method(text: str) -> Method:
 
 def _with_cycle(method: Method, numbers: Sequence[str]) -> Method:
     cycle_ms = _read_number(numbers[0])
-    if method.build is not _horovod or len(numbers) > 1 or not 0 < cycle_ms <= _MOST_CYCLE_MS:
+    is_cycle = _LEAST_CYCLE_MS <= cycle_ms <= _MOST_CYCLE_MS
+    if method.build is not _horovod or len(numbers) > 1 or not is_cycle:
         raise ConfigError(
-            f"method {method.name!r}: after its cap only horovod has a cycle, above 0 and at most "
-            f"{_MOST_CYCLE_MS:g} ms"
+            f"method {method.name!r}: after its cap only horovod has a cycle, of "
+            f"{_LEAST_CYCLE_MS:g} to {_MOST_CYCLE_MS:g} ms"
         )
     return replace(method, build=partial(_horovod, cycle_ms=cycle_ms))
 

@@ -10,7 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from dearmpi.errors import ConfigError
-from dearmpi.plan.fields import read_fields, read_text
+from dearmpi.plan.cost import MOST_S
+from dearmpi.plan.fields import Fields, read_fields, read_text
 from dearmpi.plan.workload import LayerSpec, Workload, layer_fields, parse_workload
 from dearmpi.version import __version__
 
@@ -34,7 +35,7 @@ class ModelProfile:
     version: of the package that measured.
 
     Raises ConfigError for a number of times other than that of the layers, and for a time that is
-    negative, infinite or not a number.
+    negative, of more than ``MOST_S``, or not a number.
     """
 
     workload: Workload
@@ -54,9 +55,9 @@ class ModelProfile:
                 ("feed_forward_s", times.feed_forward_s),
                 ("backprop_s", times.backprop_s),
             ):
-                if not (math.isfinite(seconds) and seconds >= 0):
+                if not 0 <= seconds <= MOST_S:
                     raise ConfigError(
-                        f"layer {layer.name}: {what} is {seconds}; it must be 0 or more, and finite"
+                        f"layer {layer.name}: {what} is {seconds}; it must be from 0 to {MOST_S:g}"
                     )
 
     def layers(self) -> Iterator[tuple[LayerSpec, LayerTimes]]:
@@ -126,7 +127,7 @@ def parse_profile(text: str, place: str) -> ModelProfile:
     """What ``ModelProfile.to_json`` wrote; ``place`` names it in errors.
 
     Raises ConfigError for another format, and, naming the layer, for a time that is missing,
-    negative or not a number.
+    negative, too long or not a number.
     """
     data = read_fields(text, place, mark="layers")
     form, version = data.integer("format", FORMAT), data.text("version", "unknown")
@@ -136,10 +137,13 @@ def parse_profile(text: str, place: str) -> ModelProfile:
             f"{__version__}, which reads format {FORMAT}: profile the model anew"
         )
     try:
-        workload = parse_workload(data)
+        return _build(data, place, version)
     except ConfigError as error:
         raise error if place in str(error) else ConfigError(f"{place}: {error}") from None
-    times = []
+
+
+def _build(data: Fields, place: str, version: str) -> ModelProfile:
+    workload, times = parse_workload(data), []
     for layer, fields in zip(workload.layers, data.each("layers"), strict=True):
         fields.place = f"{place}: layer {layer.name}"
         times.append(LayerTimes(fields.number("feed_forward_s"), fields.number("backprop_s")))

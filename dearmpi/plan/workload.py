@@ -245,7 +245,7 @@ def _equal(name: str) -> Workload:
         count = int(numbers[1]) if len(numbers) > 1 else _EQUAL_LAYERS
     except (IndexError, ValueError):
         raise ConfigError(f"workload {name!r} is not of the form equal:MB[:LAYERS]") from None
-    numel = int(megabytes * 1e6 / 4 / max(count, 1)) if math.isfinite(megabytes) else 0
+    numel = int(megabytes * 1e6 / 4 / max(count, 1)) if math.isfinite(megabytes * 1e6) else 0
     if len(numbers) > 2 or count < 1 or numel < 1:
         raise ConfigError(
             f"workload {name!r}: {megabytes:g} MB in {count} layers; each needs 4 bytes at least"

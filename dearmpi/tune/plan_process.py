@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -90,11 +91,13 @@ class PlanProcess:
 
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
-        self._out, self._complaint = _temporary(""), _temporary("")
+        self._files = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
         folder = str(Path(__file__).parents[2])
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
+            self._out = self._files.enter_context(_temporary(""))
+            self._complaint = self._files.enter_context(_temporary(""))
             with _temporary(request.to_json()) as given:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", __spec__.name if __spec__ else __name__],
@@ -105,7 +108,7 @@ class PlanProcess:
                     start_new_session=True,  # an interrupt at the terminal is for those who train
                 )
         except OSError:
-            pass  # where no process can be had, ``result`` plans itself
+            pass  # where no process, or no file, can be had, ``result`` plans itself
 
     def is_done(self) -> bool:
         """Whether ``result`` need not wait for another process."""
@@ -128,8 +131,7 @@ class PlanProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._out.close()
-        self._complaint.close()
+        self._files.close()
 
 
 def _temporary(text: str) -> TextIO:

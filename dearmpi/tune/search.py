@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.config import MIB
-from dearmpi.errors import ConfigError, UsageError
+from dearmpi.errors import ConfigError, DearError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,20 @@ class RandomSearch(Search):
 
 
 def write_trials(path: Path, search: Search) -> None:
-    """Write all trials as CSV, the best row marked ``*``; replaces the file in one piece."""
+    """Write all trials as CSV, the best row marked ``*``; replaces the file in one piece.
+
+    Raises DearError if it cannot be written.
+    """
     rows = [
         (number, f"{trial.cap_bytes / MIB:.4f}", f"{trial.seconds:.6f}", trial is search.best)
         for number, trial in enumerate(search.trials, start=1)
     ]
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("trial", "bucket_cap_mb", "iteration_s", "best"))
-        writer.writerows((*row[:3], "*" if row[3] else "") for row in rows)
-    os.replace(partial, path)
+    try:
+        with partial.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("trial", "bucket_cap_mb", "iteration_s", "best"))
+            writer.writerows((*row[:3], "*" if row[3] else "") for row in rows)
+        os.replace(partial, path)
+    except OSError as error:
+        raise DearError(f"cannot write the search's log {path}: {error}") from error

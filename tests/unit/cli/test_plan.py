@@ -112,7 +112,8 @@ def test_files_that_are_mixed_up_are_named(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--world-size", "1"], ["--world-size is 1", "2 or more"]),
+        (["--world-size", "1"], ["--world-size is 1", "from 2"]),
+        (["--world-size", f"{10**400}"], ["--world-size", "to 1048576"]),
         (["--profile", "/nowhere.json"], ["cannot read the profile /nowhere.json"]),
         (["--calibration", "/nowhere.json"], ["cannot read the calibration /nowhere.json"]),
         (["--out", "/nowhere/at/all.json"], ["cannot write", "/nowhere/at"]),

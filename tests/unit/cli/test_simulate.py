@@ -113,6 +113,19 @@ def test_a_calibration_is_the_network_at_any_number_of_ranks(
         assert cost["beta_s_per_byte"] == pytest.approx(15 / 16 * 8e-9)
 
 
+def test_ranks_that_shared_a_node_when_the_network_was_measured_are_not_put_on_nodes_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = tuple(SizeTimes(n, 1e-4 + 1e-9 * n, 2e-9 * n) for n in (2**14, 2**20))
+    path = tmp_path / "link.json"
+    path.write_text(Calibration(("n0", "n0", "n1"), "MPICH", "ring", times, times).to_json())
+    nodes = ["--ranks-per-node", "2", "--node-network", "1e-6,1e-10"]
+    arguments = [*SMALL, "--method", "serial", "--network", str(path)]
+    assert main(["simulate", *arguments]) == 0
+    assert main(["simulate", *arguments, *nodes]) == 2
+    assert "measured with 2 ranks on n0" in capsys.readouterr().err
+
+
 def test_methods_are_weighed_alike_however_the_network_is_given(tmp_path: Path) -> None:
     """None pays for its own code, neither over a measured network nor over one in numbers."""
     times = tuple(SizeTimes(n, 1e-4 + 1e-9 * n, 2e-9 * n) for n in (2**14, 2**20))
@@ -165,6 +178,10 @@ def test_it_needs_neither_torch_nor_mpi() -> None:
         (["--network", "5GbE"], ["5GbE", "10GbE", "100GbIB", "alpha,beta"]),
         (["--network", "nan,1e-9"], ["alpha_s is nan"]),
         (["--world-size", "0"], ["0", "from 1"]),
+        (["--workload", "equal:1e303:4"], ["1e+303 MB"]),
+        (["--method", "horovod:64:1e-320"], ["0.001 to 1000 ms"]),
+        (["--network", "x" * 5000], ["there is no network"]),
+        (["--network", "," * 5000], ["network"]),
         (["--picture", "simulated.pdf"], ["simulated.pdf", ".svg or .png"]),
         (
             ["--network", "1e-5,0", "--picture", "simulated.svg"],

@@ -13,7 +13,12 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
+from dearmpi.plan.cost import Costs, LinkModel
+from dearmpi.plan.layout import ParamSpec
 from dearmpi.plan.plan import Plan
+from dearmpi.plan.planner import make_plan
+from dearmpi.plan.profile import profile_workload
+from dearmpi.plan.workload import LayerSpec, Workload
 
 
 @pytest.mark.parametrize("act", ["fuse", "follow", "close", "add_param_group"])
@@ -34,6 +39,25 @@ def test_buckets_stay_inside_join(act: str) -> None:
         with optimizer.join(), pytest.raises(UsageError, match="inside join"):
             acts[act]()
         assert len(optimizer.param_groups) == 1
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_a_plan_that_is_refused_leaves_the_settings_as_they_are() -> None:
+    def rank(world: World) -> None:
+        model, other = nn.Linear(3, 2), nn.Linear(3, 4)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        optimizer.fuse(7.0)
+        specs = [ParamSpec(name, tuple(p.shape)) for name, p in other.named_parameters()]
+        layer = LayerSpec("0", tuple(specs), 1)
+        workload = Workload("other", "", (layer,), batch_size=1, unit="img")
+        profile = profile_workload(workload, feed_forward_s=1.0, backprop_s=2.0)
+        link = LinkModel(1e-3, 1e-9)
+        with pytest.raises(ConfigError, match="another model"):
+            optimizer.follow(make_plan(profile, Costs(2, link, link), world_size=2, eager=False))
+        assert optimizer.config.bucket_cap_mb == 7.0
         optimizer.close()
 
     run_ranks(2, rank)

@@ -119,6 +119,28 @@ def test_times_that_fall_with_size_leave_the_rate_of_the_pairs() -> None:
     assert fit.relative_error == pytest.approx(1.61, abs=0.01)
 
 
+def test_latency_that_hides_the_wire_is_not_taken_for_it() -> None:
+    """Two operations in flight that take no longer than one have not filled the wire."""
+    link = LinkModel(15e-3, 6e-10)
+    few = [(n, link.alone_s(n)) for n in (2**16, 2**19)]
+    for slower in (1.0, 1.1):
+        fit = fit_link(few, pairs=[(n, slower * seconds) for n, seconds in few])
+        assert fit.link.beta_s_per_byte == pytest.approx(link.beta_s_per_byte)
+        assert fit.link.alpha_s == pytest.approx(link.alpha_s)
+        assert fit.relative_error < 1e-6
+
+
+def test_costs_measured_in_half_precision_hold_for_tensors_that_are_sent_as_they_are() -> None:
+    costs = Costs(4, TRUE, TRUE)
+    single, half = ParamSpec("a", (10,)), ParamSpec("b", (980,), 2, "bfloat16")
+    assert costs.of_fp32_for([single]) == costs
+    slope = costs.of_fp32_for([single, half]).all_gather.beta_s_per_byte
+    assert slope == pytest.approx(2 * 1980 / 2000 * TRUE.beta_s_per_byte)
+    double = ParamSpec("c", (10,), 8, "float64")
+    slope = costs.of_fp32_for([double]).reduce_scatter.beta_s_per_byte
+    assert slope == pytest.approx(TRUE.beta_s_per_byte / 2)
+
+
 def test_half_precision_takes_half_the_time_of_fp32_bytes_and_the_same_start_up() -> None:
     costs = Costs(4, TRUE, TRUE.scaled(alpha=2, beta=3), update_s_per_byte=1e-9)
     single, double = ParamSpec("a", (10,)), ParamSpec("b", (10,), 8, "float64")

@@ -53,6 +53,16 @@ def test_without_a_process_the_plan_is_made_here(monkeypatch: pytest.MonkeyPatch
     assert PlanProcess(REQUEST).result() == REQUEST.carry_out()
 
 
+def test_without_a_temporary_file_the_plan_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    process = PlanProcess(REQUEST)
+    assert process.is_done() and process.result() == REQUEST.carry_out()
+    process.close()
+
+
 def test_what_cannot_be_planned_is_told() -> None:
     frozen = profile_workload(read_workload("equal:24:6"), feed_forward_s=0.1, backprop_s=0.2)
     layers = tuple(

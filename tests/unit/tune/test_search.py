@@ -12,7 +12,7 @@ import pytest
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import MIB
-from dearmpi.errors import ConfigError, UsageError
+from dearmpi.errors import ConfigError, DearError, UsageError
 from dearmpi.tune.bayes import BayesianSearch, expected_improvement
 from dearmpi.tune.search import GridSearch, RandomSearch, Search, SearchSpace, write_trials
 from dearmpi.tune.shared import SharedSearch
@@ -144,6 +144,13 @@ def test_the_log_marks_the_best_row(tmp_path: Path) -> None:
         ["3", "256.0000", "0.125000", ""],
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["trials.csv"]
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    search = make(GridSearch, num_trials=3)
+    search.observe(MIB, 0.3)
+    with pytest.raises(DearError, match="no/trials.csv"):
+        write_trials(tmp_path / "no" / "trials.csv", search)
 
 
 def test_all_ranks_try_what_rank_0_suggests_and_the_slowest_counts(tmp_path: Path) -> None:
