@@ -28,6 +28,7 @@ class BucketRuntime:
     compiled: a compiled graph may read the parameters, and waits for nobody.
     arrival: on a device, the event that whoever reads the parameters lets its stream wait for;
         None once it has passed.
+    stand_ins: what each parameter has for its gradient while that is under way.
     streams: on a device, those on which gradients have been written since the iteration began.
     """
 
@@ -63,10 +64,10 @@ class BucketRuntime:
         self._stood_in: set[int] = set()
         self._carried: Tensor | None = None
         self._addresses = [param.data_ptr() for param in self.params]
-        self._stand_ins = [
+        self.stand_ins = tuple(
             GradientUnderWay.of(param, name)
             for param, name in zip(self.params, plan.names, strict=True)
-        ]
+        )
 
     @property
     def gradients(self) -> FlatBuffer:
@@ -103,16 +104,11 @@ class BucketRuntime:
             view.copy_(grad.detach())
             param.grad = view
 
-    def clear_stand_in(self, slot: int) -> None:
-        """Autograd is about to accumulate: it must not add to a stand-in."""
-        if self.params[slot].grad is self._stand_ins[slot]:
-            self.params[slot].grad = None
-
     def take_gradient(self, slot: int) -> bool:
         """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
         param = self.params[slot]
         self._store_gradient(slot, self._dense_gradient(slot))
-        param.grad = self._stand_ins[slot]
+        param.grad = self.stand_ins[slot]
         arrived = self._arrived
         arrived.add(slot)
         if len(arrived) < len(self.expected) or not arrived >= self.expected:
@@ -142,7 +138,7 @@ class BucketRuntime:
         for slot, (param, view) in enumerate(zip(self.params, self.gradients.views, strict=True)):
             if slot in self._arrived:
                 continue
-            if param.grad is None or param.grad is self._stand_ins[slot]:
+            if param.grad is None or param.grad is self.stand_ins[slot]:
                 view.zero_()
             else:
                 self.take_gradient(slot)
@@ -152,7 +148,7 @@ class BucketRuntime:
         """Take the stand-ins away."""
         for slot in self._stood_in:
             param = self.params[slot]
-            if param.grad is self._stand_ins[slot]:
+            if param.grad is self.stand_ins[slot]:
                 param.grad = None
         self._ever |= self._stood_in
         self._stood_in.clear()
@@ -174,7 +170,7 @@ class BucketRuntime:
         # As long as no backprop has closed the bucket, what has arrived has not been noted yet.
         arrived = self._arrived if self.state is BucketState.IDLE else ()
         for slot in self._stood_in.union(arrived):
-            if self.params[slot].grad is not self._stand_ins[slot]:
+            if self.params[slot].grad is not self.stand_ins[slot]:
                 return self.plan.names[slot]
         return ""
 

@@ -182,7 +182,7 @@ def _translate_gradient(
     where there is none, or the parameter was frozen after the feed-forward.
     """
     bucket, slot = place
-    param = bucket.params[slot]
+    param, stand_in = bucket.params[slot], bucket.stand_ins[slot]
     comes = True
 
     def before(grads: Any) -> None:
@@ -191,8 +191,8 @@ def _translate_gradient(
         number = number_of_backprop()
         if number > backprops.latest:
             backprops.follow(number)
-        if comes:
-            bucket.clear_stand_in(slot)
+        if comes and param.grad is stand_in:  # to which autograd must not add
+            param.grad = None
 
     def after(_: Any) -> None:
         if comes:

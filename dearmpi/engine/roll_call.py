@@ -21,6 +21,7 @@ from dearmpi.errors import ReplicaMismatchError
 # A learning rate as a byte: so many per doubling, from 1e-14 to 6e4.
 _PER_DOUBLING, _OF_ONE = 4, 192
 _ACTIVE_BYTES = 4  # of a checksum of the buckets that travel
+_COMPLEMENT = bytes(range(255, -1, -1))
 
 
 class Loads:
@@ -152,4 +153,4 @@ def _from_byte(byte: int) -> float:
 
 
 def _rest(values: bytes) -> bytes:
-    return bytes(255 - value for value in values)
+    return values.translate(_COMPLEMENT)
