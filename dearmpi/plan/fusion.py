@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, chain
 
@@ -22,7 +22,7 @@ def fuse_by_cap(specs: Sequence[ParamSpec], cap_bytes: int) -> tuple[tuple[Param
     trained ones.
 
     The first layers' reduce-scatter and all-gather are the ones that no computation hides. So what
-    their bucket holds beyond a sixteenth of the cap (and one parameter) is a bucket of its own,
+    their bucket holds behind the parameter that makes it a sixteenth full is a bucket of its own,
     if that is a quarter full.
     """
     closed: list[list[ParamSpec]] = []
@@ -49,7 +49,7 @@ def fuse_by_cap(specs: Sequence[ParamSpec], cap_bytes: int) -> tuple[tuple[Param
 def _part(bucket: tuple[ParamSpec, ...], cap_bytes: int) -> list[tuple[ParamSpec, ...]]:
     """The first layers' ``bucket``, in two where that is worth a bucket."""
     ends = [*accumulate(spec.nbytes for spec in bucket)]
-    count = max(1, bisect_right(ends, cap_bytes * _FIRST_SHARE))
-    if count == len(bucket) or ends[-1] - ends[count - 1] < cap_bytes * _LEAST_SHARE:
+    count = bisect_left(ends, cap_bytes * _FIRST_SHARE) + 1  # less would not be worth a bucket
+    if count >= len(bucket) or ends[-1] - ends[count - 1] < cap_bytes * _LEAST_SHARE:
         return [bucket]
     return [bucket[:count], bucket[count:]]

@@ -97,6 +97,8 @@ def test_the_first_layers_have_a_bucket_to_themselves() -> None:
     """No computation hides their reduce-scatter and all-gather."""
     assert numels(fuse_by_cap(floats(1, 1, 4, 4, 16), cap_bytes=64)) == [[1], [1, 4, 4], [16]]
     assert numels(fuse_by_cap(floats(1, 1, 4, 4, 10), cap_bytes=128)) == [[1, 1], [4, 4, 10]]
+    # A class token of next to nothing is not worth a bucket.
+    assert numels(fuse_by_cap(floats(1, 100, 700), cap_bytes=4096)) == [[1, 100], [700]]
 
 
 def test_the_first_bucket_is_parted_only_if_a_quarter_of_the_cap_is_left() -> None:
