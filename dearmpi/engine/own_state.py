@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from dearmpi.engine.update import clone
 
 _DEEPEST = 4  # containers in containers that are looked into
 
@@ -23,6 +26,26 @@ def picture_own_state(optimizer: Optimizer) -> dict[str, Any]:
 def find_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The first attribute that two pictures show differently; empty if there is none."""
     return next((name for name in {**one, **other} if one.get(name) != other.get(name)), "")
+
+
+def is_needed(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether steps go on otherwise where what it keeps on itself is as it was made, as in new
+    buckets, and not as the steps before have left it; a log or a cache makes no difference.
+    """
+    values = []
+    for anew in (False, True):
+        param = nn.Parameter(torch.linspace(-1.0, 1.0, 16, device=device).view(4, 4))
+        twin = clone(optimizer, [{**options, "params": [param]}], defaultdict(dict))
+        for number in range(4):
+            if anew and number == 2:
+                kept = twin.state[param]
+                param = nn.Parameter(param.detach().clone())
+                group = {**twin.param_groups[0], "params": [param]}
+                twin = clone(optimizer, [group], defaultdict(dict, {param: kept}))
+            param.grad = torch.full_like(param, 1.0 + number)
+            twin.step()
+        values.append(param.detach())
+    return not torch.equal(*values)
 
 
 class _Object:

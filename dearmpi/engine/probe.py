@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.engine.own_state import find_changed, picture_own_state
+from dearmpi.engine.own_state import find_changed, is_needed, picture_own_state
 from dearmpi.engine.update import clone, is_elementwise_tensor, on_host, read_options
 from dearmpi.errors import ConfigError
 
@@ -67,7 +67,8 @@ def require_steady(optimizer: Optimizer) -> None:
                     "on; use a version that keeps it in the state of each parameter"
                 )
         for later in own[1:]:  # the first step may find out something, once for all
-            if changed := find_changed(own[0], later):
+            changed = find_changed(own[0], later)
+            if changed and is_needed(optimizer, _lively(options), _device_of(optimizer)):
                 raise ConfigError(
                     f"{name} keeps {changed!r} on itself and changes it with its steps, of which "
                     "it takes one for each bucket: it would not count on; use a version that keeps "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -49,11 +50,19 @@ class Counting(Plain):
     def begin(self) -> None:
         self.num_steps += 1
 
+    def direction(self, param: Tensor) -> Tensor:
+        return super().direction(param) / self.num_steps
+
 
 class CountingInItsState(Plain):
     def begin(self) -> None:
         common: Any = self.state
         common["all"]["step"] = common["all"].get("step", 0) + 1
+
+    def direction(self, param: Tensor) -> Tensor:
+        common: Any = self.state
+        direction: Tensor = super().direction(param) / common["all"]["step"]
+        return direction
 
 
 class Remembering(Plain):
@@ -69,9 +78,21 @@ class Anchored(Plain):
         return param - self.momenta.setdefault(param, param.clone() + 1)
 
 
-class Listing(Plain):
+class Logging(Plain):
+    """Notes what no step looks at."""
+
     def begin(self) -> None:
-        self.recent.append(0.0)
+        self.num_steps += 1
+        self.recent = [*self.recent[-9:], time.time()]
+
+
+class Caching(Plain):
+    """Works factors out once, by the step that it takes from the parameter's state."""
+
+    def direction(self, param: Tensor) -> Tensor:
+        number = self.state[param]["step"] = self.state[param].get("step", 0) + 1
+        factors: dict[int, float] = vars(self).setdefault("factors", {})
+        return super().direction(param) * factors.setdefault(number, 1 / (1 - 0.9**number))
 
 
 class FindingOut(Plain):
@@ -90,7 +111,6 @@ class FindingOut(Plain):
         (CountingInItsState, r"state\['all'\]"),
         (Remembering, "momenta"),
         (Anchored, "momenta"),
-        (Listing, "recent"),
     ],
 )
 def test_an_optimizer_that_keeps_state_on_itself_is_refused_by_the_attribute(
@@ -106,10 +126,13 @@ def test_an_optimizer_that_keeps_state_on_itself_is_refused_by_the_attribute(
     run_ranks(size, rank)
 
 
-def test_an_optimizer_that_finds_something_out_in_its_first_step_is_served() -> None:
+@pytest.mark.parametrize("make", [FindingOut, Logging, Caching])
+def test_what_an_optimizer_keeps_on_itself_may_change_where_no_step_depends_on_it(
+    make: Make,
+) -> None:
     def rank(world: World) -> None:
         model = nn.Linear(3, 2)
-        DistributedOptimizer(FindingOut(model.parameters()), model, world=world).close()
+        DistributedOptimizer(make(model.parameters()), model, world=world).close()
 
     run_ranks(2, rank)
 
