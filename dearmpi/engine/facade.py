@@ -27,7 +27,7 @@ class Facade(Optimizer):
     _members: list[list[Tensor]]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SHARED and "_members" in vars(self):
+        if name in _SHARED and "_members" in vars(self) and value is not vars(self)[name]:
             raise refusal.assigned(name)
         super().__setattr__(name, value)
 
@@ -65,7 +65,7 @@ class Facade(Optimizer):
         if self.param_groups is not self._optimizer.param_groups:
             raise refusal.divorced()
         try:
-            differ = [group["params"] for group in self.param_groups] != self._members
+            differ = [list(group["params"]) for group in self.param_groups] != self._members
         except RuntimeError:  # one tensor compared with another has no truth value
             differ = True
         if differ:

@@ -121,11 +121,9 @@ class Costs:
         return self.with_slopes(reduce_scatter=share, all_gather=share)
 
     def of_fp32_for(self, specs: Iterable[ParamSpec]) -> Costs:
-        """These, measured with fp32 that was sent in half precision, for ``specs`` of any dtypes.
-
-        Raises ConfigError if all are of half precision already.
-        """
-        factor = share_sent("half precision", specs) * _FP32_BYTES / _HALF_BYTES
+        """These, measured with fp32 sent in half precision, for ``specs`` of any dtypes."""
+        nbytes, sent = _bytes_sent(specs)
+        factor = sent / nbytes * _FP32_BYTES / _HALF_BYTES if nbytes else 1.0
         return self.with_slopes(reduce_scatter=factor, all_gather=factor)
 
     def with_slopes(self, *, reduce_scatter: float, all_gather: float) -> Costs:
@@ -156,20 +154,25 @@ class Costs:
         )
 
 
-def share_sent(comm_dtype: str, specs: Iterable[ParamSpec]) -> float:
+def share_sent(comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> float:
     """The part of the trained ones' bytes that is sent in ``comm_dtype``.
 
     Raises ConfigError if all are of half precision already.
     """
-    trained = [spec for spec in specs if spec.trained]
-    nbytes = sum(spec.nbytes for spec in trained)
-    sent = sum(spec.numel * min(spec.itemsize, _HALF_BYTES) for spec in trained)
+    nbytes, sent = _bytes_sent(specs)
     if sent == nbytes:
         raise ConfigError(
             f"comm_dtype {comm_dtype!r} has no effect: no trained parameter is wider than "
             f"{_HALF_BYTES} bytes; leave it out"
         )
     return sent / nbytes
+
+
+def _bytes_sent(specs: Iterable[ParamSpec]) -> tuple[int, int]:
+    """Of those that are trained: bytes in memory, and as they are sent in half precision."""
+    trained = [spec for spec in specs if spec.trained]
+    sent = sum(spec.numel * min(spec.itemsize, _HALF_BYTES) for spec in trained)
+    return sum(spec.nbytes for spec in trained), sent
 
 
 def ring_cost(alpha_s: float, beta_s_per_byte: float, world_size: int) -> LinkModel:

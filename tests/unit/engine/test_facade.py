@@ -200,3 +200,17 @@ def test_hooks_around_state_dicts_are_called_as_torch_does(size: int) -> None:
 
     expected = script(torch.optim.Adam(nn.Linear(3, 2).parameters(), lr=0.1))
     assert run_ranks(size, rank) == [expected] * size
+
+
+@SIZES
+def test_what_changes_nothing_is_no_change(size: int) -> None:
+    def rank(world: World) -> None:
+        optimizer, _, model = make(world)
+        optimizer.param_groups = optimizer.param_groups
+        optimizer.state = optimizer.state
+        for group in optimizer.param_groups:
+            group["params"] = tuple(group["params"])
+        step(optimizer, model)
+        optimizer.close()
+
+    run_ranks(size, rank)

@@ -13,6 +13,8 @@ import torch
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.engine.options import find_changed
+from dearmpi.engine.update import read_options
 from dearmpi.errors import MismatchError
 from tests.unit.engine.chain import Chain
 
@@ -112,3 +114,26 @@ def test_state_that_all_ranks_have_is_taken() -> None:
         return min(steps)
 
     assert run_ranks(2, rank) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "differ"),
+    [
+        (torch.tensor(math.nan), torch.tensor(math.nan), False),
+        (math.nan, float("nan"), False),
+        ((0.9, 0.99), [0.9, 0.99], False),
+        ([torch.ones(2)], [torch.ones(2)], False),
+        (torch.ones(2), torch.zeros(2), True),
+        ((0.9, 0.99), (0.9, 0.999), True),
+        (0.1, torch.ones(2), True),
+        (np.zeros(2), np.ones(2), True),
+    ],
+)
+def test_options_set_after_backward_are_told_from_those_that_are_as_before(
+    before: Any, now: Any, differ: bool
+) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    optimizer.param_groups[0]["mark"] = before
+    earlier = read_options(optimizer)
+    optimizer.param_groups[0]["mark"] = now
+    assert find_changed(earlier, optimizer) == ("mark in param group 0" if differ else "")

@@ -136,6 +136,10 @@ def test_costs_measured_in_half_precision_hold_for_tensors_that_are_sent_as_they
     assert costs.of_fp32_for([single]) == costs
     slope = costs.of_fp32_for([single, half]).all_gather.beta_s_per_byte
     assert slope == pytest.approx(2 * 1980 / 2000 * TRUE.beta_s_per_byte)
+    idle = ParamSpec("d", (99,), trained=False)
+    slope = costs.of_fp32_for([idle, half]).all_gather.beta_s_per_byte
+    assert slope == pytest.approx(2 * TRUE.beta_s_per_byte)
+    assert costs.of_fp32_for([idle]) == costs
     double = ParamSpec("c", (10,), 8, "float64")
     slope = costs.of_fp32_for([double]).reduce_scatter.beta_s_per_byte
     assert slope == pytest.approx(TRUE.beta_s_per_byte / 2)
