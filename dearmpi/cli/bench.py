@@ -152,11 +152,13 @@ def _measure(
 ) -> int:
     from dearmpi.train.agreement import together
 
+    console.needed = json_path is None  # a file has it all
     with together(world, root_only=True):
         if picture_path is not None and picture_path.suffix != ".svg":
             raise ConfigError(f"--picture is {picture_path}; its name must end in .svg")
         outputs = {"--json": json_path, "--picture": picture_path}
-        check_apart(outputs, {"--workload": given["workload"]})
+        if world.is_root:
+            check_apart(outputs, {"--workload": given["workload"]})
         check_place(world, json_path, picture_path)
     if given["collectives"]:
         lines, contents, code = _measure_collectives(world, console, given)

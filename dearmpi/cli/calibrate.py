@@ -48,6 +48,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
         from dearmpi.tune import calibrate as tuning
         from dearmpi.tune.driving_thread import drive_on_one_core
 
+        console.needed = out is None
         with together(world):
             check_place(world, out)
             if not 0 < seconds < math.inf:

@@ -59,7 +59,9 @@ def _profile(
         from dearmpi.train.agreement import together
 
         with together(world, root_only=True):
-            check_apart({"--out": out}, {"--config": config, "--plan": str(given["plan"] or "")})
+            read = {"--config": config, "--plan": str(given["plan"] or "")}
+            if world.is_root:
+                check_apart({"--out": out}, read)
             check_place(world, out)
         console = Console(speaks=world.is_root, launched=world.size > 1)
         profile = measure_layers(world, layers, num_warmup=num_warmup, num_batches=num_batches)

@@ -46,25 +46,25 @@ class Evaluator:
     ) -> Evaluation | None:
         """Evaluate (collective). The model's parameters and buffers must be the same on all.
 
-        stop_asked: whether this rank was asked to stop, looked at between batches. If any was,
-        there is no result: None on all ranks.
+        stop_asked: whether this rank was asked to stop, looked at before each batch. If any left
+        one out, there is no result: None on all ranks.
         Random states stay as they are: training goes on as if nobody had looked.
         """
-        sums = [0.0] * (2 + len(self.names))
+        sums, broken = [0.0] * (2 + len(self.names)), False
         shares = evaluation_shares(
             len(self.data), self.batch_size, world_size=world.size, rank=world.rank
         )
         state = capture_random_state()
         with evaluating(self.task.model):
             for indices in shares:
-                if stop_asked():
+                broken = stop_asked()
+                if broken:
                     break
                 for place, value in enumerate(self._measure(indices)):
                     sums[place] += value
-            stopped = stop_asked()  # also after the last batch, which may have been a long one
         restore_random_state(state)
-        num_stops, count, loss, *rest = world.all_reduce([stopped, *sums], "sum")
-        if num_stops:
+        num_broken, count, loss, *rest = world.all_reduce([broken, *sums], "sum")
+        if num_broken:
             return None
         means = {name: value / count for name, value in zip(self.names, rest, strict=True)}
         return Evaluation(loss / count, int(count), means)

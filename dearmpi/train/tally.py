@@ -63,7 +63,7 @@ class Tally:
     world: World
     _channel: Channel = field(init=False, repr=False)
     _entries: list[_Entry] = field(default_factory=list, init=False)
-    _step_s: float = field(default=0.0, init=False)
+    _step_s: float = field(default=math.inf, init=False)  # the first step may be a long one
     _waited_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:

@@ -57,7 +57,7 @@ def test_a_signal_while_mpi_begins_is_not_lost(
     folder = task_file.parent / "runs"
     given = {"task": f"{task_file}:make", "run_folder": str(folder), "name": "a", "epochs": 9}
     assert run_together(None, [make_layer("flag", given | {"batch_size": 4})]) == EXIT_PREEMPTED
-    assert (folder / "a" / "latest").read_text() == "checkpoints/step-00000002\n"
+    assert (folder / "a" / "latest").read_text() == "checkpoints/step-00000001\n"
 
 
 def test_a_name_in_a_file_that_a_batch_scripts_flag_overrules_is_told(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from dearmpi.cli.session import run_session
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
-from dearmpi.train import checkpoint, session
+from dearmpi.train import checkpoint, session, tally
 from dearmpi.train.agreement import AgreedError
 from dearmpi.train.layers import make_layer
 from dearmpi.train.session import open_session
@@ -150,8 +151,12 @@ def test_a_written_config_is_a_config_file_for_the_same_run(alone: World, task_f
 
 
 def test_a_signal_ends_the_run_with_a_checkpoint_and_resume_goes_on(
-    alone: World, task_file: Path, capsys: pytest.CaptureFixture[str]
+    alone: World,
+    task_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(tally, "LONG_STEP_S", math.inf)  # also where something holds a step up
     assert run(alone, task_file, name="whole") == 0
     assert run(alone, task_file, name="a", task_options=["stop_at=3"]) == EXIT_PREEMPTED
     runs = task_file.parent / "runs"
