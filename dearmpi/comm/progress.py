@@ -119,8 +119,11 @@ class Progress:
             self._submitted.notify()
 
     def poll(self) -> None:
-        """In ``poll`` mode, drive all lanes once; in ``thread`` mode there is nothing to do."""
-        if self.mode == "poll":
+        """In ``poll`` mode, drive all lanes once; in ``thread`` mode there is nothing to do.
+
+        Nor is there in a fork: what is under way is its parent's.
+        """
+        if self.mode == "poll" and os.getpid() == self._process:
             self._advance()
             self.raise_failure()
 
@@ -132,9 +135,9 @@ class Progress:
         """
         if ready():
             return
-        if self._thread is not None and os.getpid() != self._process:
+        if os.getpid() != self._process:
             raise CommError(
-                f"a process that was forked from {self._origin} waits for {what}, but no thread "
+                f"a process that was forked from {self._origin} waits for {what}, but nothing "
                 "drives communication in a fork; call optimizer.synchronize() before you fork, and "
                 "train in processes that are started anew"
             )
