@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -247,7 +248,9 @@ class Progress:
         return moved
 
     def _fail(self, what: str, error: Exception) -> None:
-        reason = str(error) if isinstance(error, DearError) else repr(error)
+        # Not its repr: that of MPI's is a number which no document explains.
+        said = "".join(traceback.format_exception_only(error)).rstrip()
+        reason = str(error) if isinstance(error, DearError) else said
         kind = type(error) if isinstance(error, CommError) else CommError
         failure = kind(f"{self._origin}: {what} failed: {reason}")
         failure.__cause__ = error

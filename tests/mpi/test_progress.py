@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.ring import PointToPoint
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError
@@ -163,6 +164,16 @@ def test_a_failed_operation_is_reported_with_rank_and_name(own_world: World) -> 
         channel.run("RS5", scatter(buffer))
     with pytest.raises(CommError, match="RS5"):  # and nothing can be done here any more
         own_world.barrier()
+
+
+def test_what_mpi_says_of_an_error_is_told(own_world: World) -> None:
+    def send_to_nobody(collectives: Collectives) -> Request:
+        assert isinstance(collectives, PointToPoint)
+        return collectives.start_send(torch.ones(1), own_world.size, 1)
+
+    channel = own_world.open_channel("rs", window=2)
+    with pytest.raises(CommError, match=r"RS5 \(rs lane\) failed: .*(?i:invalid rank)"):
+        channel.run("RS5", send_to_nobody)
 
 
 def test_worlds_of_their_own_do_not_disturb_each_other(world: World, own_world: World) -> None:
