@@ -9,13 +9,14 @@ from dataclasses import dataclass
 class Status:
     """What a rank says of itself.
 
-    iterations, exchanges: how many backprops with communication, and how many collective calls
-        on the world, its main thread has begun.
+    iterations, steps, exchanges: how many backprops with communication, how many steps, and how
+        many collective calls on the world, its main thread has begun.
     waiting: for what, or empty. in_exchange: it waits inside a collective call on the world.
     left: its program has come to its end.
     """
 
     iterations: int
+    steps: int
     exchanges: int
     waiting: str
     waited_s: float
@@ -32,9 +33,12 @@ class Status:
         return f"in iteration {self.iterations}, waits {self.waited_s:.0f} s for {self.waiting}"
 
     def waits_for(self, other: Status) -> bool:
-        """Whether this wait certainly cannot end before ``other`` does something more."""
+        """Whether this wait certainly cannot end before ``other`` does something more.
+
+        Of ranks that run one program the counts of one are never both above and below another's.
+        """
         if not self.waiting:
             return False
         if self.in_exchange:
             return other.exchanges < self.exchanges
-        return other.iterations < self.iterations
+        return (other.iterations, other.steps) < (self.iterations, self.steps)

@@ -70,7 +70,7 @@ class Watchdog:
         self._messenger = messenger
         self._rank, self._size, self._limits = rank, size, limits
         self._main = threading.current_thread().ident
-        self._iterations = self._exchanges = 0
+        self._iterations = self._steps = self._exchanges = 0
         self._in_exchange = self._left = False
         self._waiting = ""
         self._since = self._looked_at = 0.0
@@ -87,6 +87,10 @@ class Watchdog:
     def begin_iteration(self) -> None:
         """The main thread has begun a backprop with communication."""
         self._iterations += 1
+
+    def begin_step(self) -> None:
+        """The main thread has begun a step."""
+        self._steps += 1
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -198,13 +202,16 @@ class Watchdog:
     def status(self) -> Status:
         """This rank's own."""
         waited_s = time.monotonic() - self._since if self._waiting else 0.0
+        # The main thread may go on meanwhile: whatever it is said to wait for, or to have left, it
+        # must not seem to be further back than it was then, so the counts come last.
         return Status(
-            iterations=self._iterations,
-            exchanges=self._exchanges,
+            left=self._left,
             waiting=self._waiting,
             waited_s=waited_s,
             in_exchange=self._in_exchange,
-            left=self._left,
+            exchanges=self._exchanges,
+            steps=self._steps,
+            iterations=self._iterations,
             stack=self._stack(),
         )
 
@@ -254,8 +261,9 @@ class Watchdog:
             if own.waits_for(other) and mutual:
                 raise StallError(
                     f"rank {self._rank} {own.describe()}, but rank {rank} {other.describe()}: "
-                    "the ranks have unequal numbers of batches, or call collective operations in "
-                    "different order. Give every rank as many batches, or train inside "
+                    f"the ranks, which have taken {own.steps} and {other.steps} steps, have "
+                    "unequal numbers of batches, or call collective operations in different "
+                    "order. Give every rank as many batches, or train inside "
                     f"optimizer.join()\n{self.report()}"
                 )
 

@@ -203,6 +203,10 @@ class World:
         """A backprop with communication begins; ranks that wait in vain tell each other which."""
         self._watchdog.begin_iteration()
 
+    def begin_step(self) -> None:
+        """A step begins, which the parameters after it wait for on all ranks."""
+        self._watchdog.begin_step()
+
     def _exchange(self, label: str, start: Callable[[Collectives], Request]) -> None:
         with self._watchdog.exchange():
             self._channel.run(label, start)

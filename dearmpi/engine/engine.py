@@ -134,6 +134,7 @@ class Engine:
         for bucket in self._buckets:
             bucket.release_gradients()
         cycle.stepped = True
+        self._world.begin_step()
         for index in cycle.active:
             if not self._eager:  # else pending since its launch, and perhaps finished by now
                 self._buckets[index].pending = True

@@ -126,6 +126,7 @@ def test_a_wait_for_a_transfer_that_others_also_wait_for_is_not_hopeless() -> No
     def status(iterations: int, **changes: object) -> Status:
         values: dict[str, object] = {
             "iterations": iterations,
+            "steps": iterations - 1,
             "exchanges": 1,
             "waiting": "AG0",
             "waited_s": 9.0,
@@ -138,6 +139,9 @@ def test_a_wait_for_a_transfer_that_others_also_wait_for_is_not_hopeless() -> No
     assert status(6).waits_for(status(5))
     assert not status(5).waits_for(status(6))  # its data may still be on the wire
     assert not status(5).waits_for(status(5, left=True))
+    assert status(5, steps=5).waits_for(status(5))  # which has not come to its step yet
+    assert not status(5).waits_for(status(5, steps=5))  # in its own backprop, say
+    assert not status(6).waits_for(status(6))
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:

@@ -1,0 +1,118 @@
+"""Ranks that wait for a step which never comes know so; one that comes late is waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm import last_words, world
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.world import World
+from dearmpi.errors import StallError
+
+LIMIT_S = 30.0  # far beyond what any of this takes
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = StallLimits(warning_s=0.3, abort_s=12.0)
+    monkeypatch.setattr(world, "StallLimits", lambda: limits)
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set when a rank has told what it waits for."""
+    event = threading.Event()
+    monkeypatch.setattr(last_words, "say", lambda text: event.set())
+    yield event
+
+
+class Training:
+    """A small model; ``backward`` and ``step`` as a script has them."""
+
+    def __init__(self, world: World) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = DistributedOptimizer(inner, self.model, world=world)
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(3, 4)).square().mean().backward()
+
+    def iterate(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+
+@pytest.mark.usefixtures("reported")
+def test_a_rank_that_leaves_before_its_step_is_named() -> None:
+    def train(world: World) -> None:
+        training = Training(world)
+        training.iterate()
+        training.backward()
+        if world.rank == 1:
+            world.leave()  # as by a break where the loss is not finite
+        training.optimizer.step()
+        training.optimizer.synchronize()
+
+    with pytest.raises(StallError, match="but rank 1 has ended after 2 iterations") as caught:
+        run_ranks(2, train)
+    assert "which have taken 2 and 1 steps, have unequal numbers of batches" in str(caught.value)
+
+
+@pytest.mark.usefixtures("reported")
+def test_a_collective_call_of_one_rank_before_its_step_is_found() -> None:
+    """Rank 0 waits for its step, and it for rank 0."""
+
+    def train(world: World) -> None:
+        training = Training(world)
+        training.backward()
+        if world.rank == 1:
+            world.barrier()
+        training.optimizer.step()
+        training.optimizer.synchronize()
+
+    with pytest.raises(StallError, match="collective operations in different order"):
+        run_ranks(2, train)
+
+
+@pytest.mark.parametrize("where", ["batch", "step"])
+def test_a_rank_that_comes_late_to_its_step_is_waited_for(
+    where: str, reported: threading.Event
+) -> None:
+    def train(world: World) -> list[float]:
+        torch.manual_seed(0)
+        training = Training(world)
+        training.iterate()
+        if world.rank == 1 and where == "batch":
+            assert reported.wait(LIMIT_S)
+        training.backward()
+        world.barrier()  # such as for the mean loss
+        if world.rank == 1 and where == "step":
+            assert reported.wait(LIMIT_S)
+        training.optimizer.step()
+        training.optimizer.synchronize()
+        return [value for param in training.model.parameters() for value in param.flatten()]
+
+    one, other = run_ranks(2, train)
+    assert one == other
+
+
+def test_ranks_that_have_joined_wait_for_a_slow_one(reported: threading.Event) -> None:
+    def train(world: World) -> None:
+        training = Training(world)
+        with training.optimizer.join():
+            for batch in range(4 if world.rank == 1 else 1 + world.rank):
+                if world.rank == 1 and batch == 3:
+                    assert reported.wait(LIMIT_S)  # both others have joined
+                training.iterate()
+        training.iterate()
+        world.leave()
+
+    run_ranks(3, train)
