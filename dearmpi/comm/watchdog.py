@@ -80,7 +80,7 @@ class Watchdog:
         self._answers: dict[int, Status] = {}
         self._answered_at: dict[int, float] = {}
         self._reported = False
-        self._spared = False  # another rank has asked, and so will report
+        self._spared_at = float("-inf")
         self._sends: list[Request] = []
         self._tended_at = 0.0
 
@@ -111,7 +111,8 @@ class Watchdog:
         self._since = self._looked_at = time.monotonic()
         self._waiting = what
         self._first_question = self._num_asked + 1
-        self._asked_at, self._answers, self._reported, self._spared = None, {}, False, False
+        self._asked_at, self._answers, self._reported = None, {}, False
+        self._spared_at = float("-inf")
 
     def end_wait(self) -> None:
         """The wait is over."""
@@ -156,11 +157,17 @@ class Watchdog:
         if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
             self._ask(now)
 
+    @property
+    def _spared(self) -> bool:
+        """Whether another rank asks, as it does again and again, and so will report and judge."""
+        return self._is_recent(self._spared_at)
+
     def _skip(self, seconds: float) -> None:
         """This process did not run for so long, and so can say nothing of others."""
         now = time.monotonic()
         self._since += seconds
         # The driving thread may have gone on first, and asked and heard since.
+        self._spared_at = min(now, self._spared_at + seconds)
         if self._asked_at is not None:
             self._asked_at = min(now, self._asked_at + seconds)
         for rank in list(self._answered_at):  # in place: it may add some meanwhile
@@ -227,7 +234,7 @@ class Watchdog:
         if "ask" in message:
             # One report is enough, if it is of one that still waits for an iteration.
             if sender < self._rank and (self._left or not message.get("left")):
-                self._spared = True
+                self._spared_at = time.monotonic()
             self._send({"status": asdict(self.status()), "to": message["ask"]}, sender)
             return
         self._answered_at[sender] = time.monotonic()
@@ -251,8 +258,11 @@ class Watchdog:
 
     def _is_fresh(self, rank: int) -> bool:
         """Whether ``rank`` has."""
-        oldest_s = time.monotonic() - self._limits.warning_s - 2 * _ANSWER_S
-        return self._answered_at[rank] >= oldest_s
+        return self._is_recent(self._answered_at[rank])
+
+    def _is_recent(self, at: float) -> bool:
+        """Whether what ranks do every ``warning_s`` was last done ``at`` and has not ceased."""
+        return time.monotonic() - at <= self._limits.warning_s + 2 * _ANSWER_S
 
     def _raise_if_hopeless(self) -> None:
         own = self.status()

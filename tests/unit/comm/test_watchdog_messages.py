@@ -194,10 +194,35 @@ def test_who_is_asked_by_a_lower_rank_leaves_the_report_to_it(
             watchdog.leave()
         watchdog.begin_wait("RS0")
         question = json.dumps({"ask": 1, "left": has_left}).encode()
-        inbox.messages.append((1, question))
-        for _ in range(40):
+        for half_second in range(80):
+            if half_second % 10 == 0:  # as long as it waits it asks, every 5 s
+                inbox.messages.append((1, question))
             clock.now_s += 0.5
             watchdog.tend()
             watchdog.check_wait()
-        assert inbox.sent[0] == 1 and (len(inbox.sent) > 1) == has_left
+        assert inbox.sent[0] == 1 and (0 in inbox.sent) == has_left
         assert not capsys.readouterr().err
+
+
+def test_who_is_asked_no_more_asks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other rank's wait is over, or its host cut off; this one's may have become hopeless."""
+    clock, inbox = Clock(monkeypatch), Inbox()
+    watchdog = Watchdog(inbox, rank=1, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+    other = Watchdog(Inbox(), rank=0, size=2, limits=LIMITS)
+    other.leave()
+    answer = json.dumps({"status": asdict(other.status()), "to": 1}).encode()
+    with watchdog.exchange():
+        watchdog.begin_wait("all-reduce of values")
+        inbox.messages.append((0, b'{"ask": 1}'))
+        watchdog.tend()
+        assert inbox.sent == [0]  # its answer
+        with pytest.raises(StallError, match="but rank 0 has ended"):
+            for _ in range(40):
+                clock.now_s += 0.5
+                if len(inbox.sent) == 2:
+                    inbox.messages.append((0, answer))
+                watchdog.tend()
+                watchdog.check_wait()
+    assert clock.now_s < 1000.0 + 5.0 + 2 * 2.0 + 2.0, "found when questions had ceased"
