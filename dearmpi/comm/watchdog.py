@@ -278,7 +278,12 @@ class Watchdog:
                 )
 
     def _stack(self) -> tuple[str, ...]:
-        """The main thread's innermost frames, without those of this package and of torch."""
+        """The main thread's innermost frames, without those of this package and of torch.
+
+        None once the program has ended: what runs then is this package.
+        """
+        if self._left:
+            return ()
         frame: FrameType | None = sys._current_frames().get(self._main or 0)
         entries = traceback.extract_stack(frame) if frame else []
         package = os.path.dirname(os.path.dirname(__file__))

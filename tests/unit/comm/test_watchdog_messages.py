@@ -226,3 +226,11 @@ def test_who_is_asked_no_more_asks(
                 watchdog.tend()
                 watchdog.check_wait()
     assert clock.now_s < 1000.0 + 5.0 + 2 * 2.0 + 2.0, "found when questions had ceased"
+
+
+def test_a_rank_that_has_ended_is_a_single_line() -> None:
+    """Of hundreds that wait for one, frames of this package would hide the one that counts."""
+    watchdog = Watchdog(Inbox(), rank=0, size=1, limits=LIMITS)
+    assert __file__ in str(watchdog.status().stack)
+    watchdog.leave()
+    assert len(watchdog.report().splitlines()) == 2, watchdog.report()
