@@ -7,6 +7,7 @@ its width, since MPI has no portable half precision.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -18,9 +19,12 @@ from typing import Any
 import mpi4py
 
 # mpi4py would initialise MPI here and hold the interpreter's lock meanwhile; initialize() does not.
+# And it would finalise MPI in forks of this process too, which never returns there.
 if mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules:
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = mpi4py.rc.finalize is not False
+    _FINALIZES = _AT_EXIT = mpi4py.rc.finalize is not False
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+else:
+    _FINALIZES, _AT_EXIT = mpi4py.rc.finalize is not False, False
 
 from mpi4py import MPI
 
@@ -193,6 +197,8 @@ def initialize() -> None:
         raise RuntimeError(f"MPI_Init_thread failed with code {code}")
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
         comm.Set_errhandler(MPI.ERRORS_RETURN)
+    if _AT_EXIT:
+        atexit.register(_finalize_only_in, os.getpid())
 
 
 def finalize() -> None:
@@ -201,12 +207,17 @@ def finalize() -> None:
     Does nothing where mpi4py was told not to (``mpi4py.rc.finalize = False``), or MPI has ended.
     Raises CommError if MPI fails.
     """
-    if mpi4py.rc.finalize is False or MPI.Is_finalized():
+    if not _FINALIZES or MPI.Is_finalized():
         return
     # mpi4py's own call would hold the lock, and comes too late for any thread of Python's.
     code = ctypes.CDLL(MPI.__file__).MPI_Finalize()
     if code:
         raise CommError(f"MPI_Finalize failed with code {code}")
+
+
+def _finalize_only_in(process: int) -> None:
+    if os.getpid() == process:
+        finalize()
 
 
 def supports_threads() -> bool:

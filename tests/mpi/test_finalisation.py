@@ -1,0 +1,90 @@
+"""Who finalises MPI, and when: once, in the process that has started it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import dearmpi
+from tests.job import Ended, run_job
+
+ROOT = Path(dearmpi.__file__).parents[1]
+pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
+
+FORK = """
+import os, sys
+import dearmpi
+
+world = dearmpi.connect()
+child = os.fork() if world.rank == 0 else None
+if child == 0:
+    sys.exit(5)
+if child:
+    print("the fork ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+world.barrier()
+"""
+
+WHO = """
+import atexit, os, sys
+how = sys.argv[1]
+
+if how == "told not to":
+    import mpi4py
+    mpi4py.rc.finalize = False
+if how == "mpi4py first":
+    from mpi4py import MPI
+
+
+def tell():
+    from mpi4py import MPI
+    os.write(1, b"finalised\\n" if MPI.Is_finalized() else b"not yet\\n")  # in one piece
+    if how == "told not to":
+        MPI.Finalize()
+
+
+atexit.register(tell)  # before connect(), and so to be called after all of its own
+
+import dearmpi
+
+world = dearmpi.connect()
+world.barrier()
+if how == "closed":
+    world.close()
+"""
+
+
+def run(script: str, *arguments: str, folder: Path, ranks: int = 2) -> Ended:
+    path = folder / "script.py"
+    path.write_text(script)
+    return run_job(
+        [sys.executable, path, *arguments],
+        ranks=ranks,
+        limit_s=60.0,
+        environment={"PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_a_fork_of_a_rank_ends_in_the_ordinary_way(tmp_path: Path) -> None:
+    ended = run(FORK, folder=tmp_path)
+    assert ended.returncode == 0, ended.output
+    assert "the fork ended with 5" in ended.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("as usual", "finalised"),
+        ("closed", "finalised"),
+        ("told not to", "not yet"),
+        ("mpi4py first", "not yet"),  # mpi4py does it, after everything of Python's
+    ],
+)
+def test_mpi_is_finalised_by_whoever_has_started_it(
+    how: str, said: str, ranks: int, tmp_path: Path
+) -> None:
+    ended = run(WHO, how, folder=tmp_path, ranks=ranks)
+    assert ended.returncode == 0, ended.output
+    assert ended.output.splitlines().count(said) == ranks, ended.output
