@@ -13,10 +13,9 @@ from typing import Any
 from dearmpi.comm.api import Buffer, Completed, Request
 from dearmpi.comm.ring import CHUNK_BYTES, RingAllGather, RingReduceScatter, Way, num_receives
 from dearmpi.comm.scratch import Scratch, ScratchRequest, add_in_order, carrier_of
-from dearmpi.comm.shard import shard_of
+from dearmpi.comm.shard import check_shards, shard_of
 from dearmpi.comm.traffic import Traffic
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
-from dearmpi.errors import CommError
 
 _NUM_TAGS = 32767  # of rings: those below the largest that every MPI has
 
@@ -38,11 +37,7 @@ class Algorithms(ABC):
         self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
     ) -> Request:
         """Sum ``buffer`` over the ranks into this rank's shard of it."""
-        if buffer.numel() % self.size:
-            raise CommError(
-                f"reduce-scatter of {buffer.numel()} elements over {self.size} ranks: "
-                "the length must be a multiple of the world size"
-            )
+        check_shards("reduce-scatter", buffer, self.size)
         if self.size == 1:
             return Completed()
         carrier = carrier_of(buffer, wire_dtype)
@@ -60,6 +55,7 @@ class Algorithms(ABC):
         wire_dtype: WireDtype | None = None,
     ) -> Request:
         """Fill ``buffer`` with every rank's shard of it, in place."""
+        check_shards("all-gather", buffer, self.size)
         carrier = carrier_of(buffer, wire_dtype) if self.size > 1 else buffer
         if carrier is buffer:
             return self._gather(buffer, algorithm)

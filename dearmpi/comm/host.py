@@ -30,6 +30,10 @@ class HostBuffer:
         """Number of elements."""
         return int(self.array.size)
 
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie side by side, in order."""
+        return self.array.flags.c_contiguous
+
     def element_size(self) -> int:
         """Bytes per element."""
         return int(self.array.itemsize)

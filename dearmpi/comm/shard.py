@@ -5,6 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from dearmpi.comm.api import Buffer
+from dearmpi.errors import ConfigError
+
+
+def check_shards(operation: str, buffer: Buffer, size: int) -> None:
+    """Raise ConfigError unless ``buffer`` has as many elements for each of ``size`` ranks."""
+    if buffer.numel() % size:
+        raise ConfigError(
+            f"{operation} of {buffer.numel()} elements over {size} ranks: the length must be a "
+            "multiple of the world size"
+        )
 
 
 def shard_of(buffer: Buffer, rank: int, size: int) -> Any:

@@ -17,6 +17,7 @@ from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.progress import Progress
+from dearmpi.comm.shard import check_shards
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import ConfigError, DearError, LaunchError
@@ -68,6 +69,14 @@ def unchanged(collectives: Collectives) -> Collectives:
 def _free(collectives: Collectives) -> Request:
     collectives.free()
     return Completed()
+
+
+def _check_contiguous(operation: str, buffer: Buffer) -> None:
+    if not buffer.is_contiguous():
+        raise ConfigError(
+            f"{operation} of {buffer.numel()} elements that do not lie side by side in memory; "
+            "pass a contiguous copy, and copy back what it then holds"
+        )
 
 
 class World:
@@ -140,9 +149,15 @@ class World:
         return Channel(carry(twins[0]), self.progress.open_lane(name, window), self.progress)
 
     def all_reduce(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
-        """Reduce each value over the ranks; a number by itself counts as a list of one."""
+        """Reduce each value over the ranks, which must all have as many.
+
+        A number by itself counts as a list of one.
+        """
         check_choice("op", op, get_args(ReduceOp))
-        buffer = HostBuffer(np.atleast_1d(np.array(values, dtype=np.float64)))
+        array = np.atleast_1d(np.array(values, dtype=np.float64))
+        if array.ndim > 1:
+            raise ConfigError(f"values have the shape {array.shape}; give them as one flat list")
+        buffer = HostBuffer(array)
         if buffer.numel():
             self._exchange("all-reduce of values", lambda c: c.start_all_reduce(buffer, op))
         return [float(value) for value in buffer.array]
@@ -172,10 +187,13 @@ class World:
         """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
         if not 0 <= root < self.size:
             raise ConfigError(f"root is rank {root}, but the world size is {self.size}")
+        _check_contiguous("broadcast", buffer)
         self._exchange("broadcast", lambda c: c.start_broadcast(buffer, root))
 
     def all_gather(self, buffer: Buffer) -> None:
         """Fill ``buffer`` (1-D, contiguous, a multiple of the size) with every rank's shard."""
+        _check_contiguous("all-gather", buffer)
+        check_shards("all-gather", buffer, self.size)
         self._exchange("all-gather", lambda c: c.start_all_gather(buffer))
 
     def barrier(self) -> None:

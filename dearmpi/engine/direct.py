@@ -52,6 +52,10 @@ class SettledBuffer:
         """Number of elements."""
         return self.tensor.numel()
 
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie side by side, in order."""
+        return self.tensor.is_contiguous()
+
     def element_size(self) -> int:
         """Bytes per element."""
         return self.tensor.element_size()

@@ -8,8 +8,8 @@ from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
 from dearmpi.comm.fake.hub import FakeHub
 from dearmpi.comm.fake.request import FakeReceive, FakeRequest
 from dearmpi.comm.scratch import carrier_of
+from dearmpi.comm.shard import check_shards
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
-from dearmpi.errors import CommError
 
 
 class FakeCollectives:
@@ -80,11 +80,7 @@ class FakeCollectives:
     def _post_shards(
         self, kind: str, buffer: Buffer, algorithm: str, wire_dtype: WireDtype | None
     ) -> Request:
-        if buffer.numel() % self.size:
-            raise CommError(
-                f"{kind} of {buffer.numel()} elements over {self.size} ranks: the length must be "
-                "a multiple of the world size"
-            )
+        check_shards(kind, buffer, self.size)
         carrier = buffer if self.size == 1 else carrier_of(buffer, wire_dtype)
         return self._post(kind, buffer, algorithm, carrier)
 

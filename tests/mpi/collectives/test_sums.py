@@ -14,7 +14,7 @@ from dearmpi.comm.api import Collectives, ReduceOp
 from dearmpi.comm.choose import fastest_reduce_scatter
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
-from dearmpi.errors import CommError
+from dearmpi.errors import ConfigError
 from tests.mpi.collectives.contributions import (
     ALGORITHMS,
     HALF,
@@ -152,8 +152,11 @@ def test_several_in_flight_on_two_channels(
 def test_lengths_that_do_not_divide_are_refused(
     world: World, collectives: Collectives, algorithm: ReduceScatter
 ) -> None:
-    with pytest.raises(CommError, match=f"{world.size + 1} elements over {world.size} ranks"):
-        collectives.start_reduce_scatter(torch.ones(world.size + 1), algorithm)
+    buffer, said = torch.ones(world.size + 1), f"{world.size + 1} elements over {world.size} ranks"
+    with pytest.raises(ConfigError, match=f"reduce-scatter of {said}"):
+        collectives.start_reduce_scatter(buffer, algorithm)
+    with pytest.raises(ConfigError, match=f"all-gather of {said}"):
+        collectives.start_all_gather(buffer)
 
 
 @pytest.mark.parametrize("wire_dtype", [None, "bf16"])

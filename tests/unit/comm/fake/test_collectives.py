@@ -13,7 +13,7 @@ from torch import Tensor
 from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.host import HostBuffer
-from dearmpi.errors import CommError
+from dearmpi.errors import CommError, ConfigError
 from tests.unit.comm.fake.twins import channels, gather_all
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
@@ -157,7 +157,7 @@ def test_a_wrong_order_fails_where_buckets_have_names() -> None:
 @pytest.mark.parametrize("kind", ["RS", "AG"])
 def test_lengths_that_do_not_divide_are_refused(kind: str) -> None:
     twin = channels(FakeHub(2))[0]
-    with pytest.raises(CommError, match=f"{kind} of 3 elements over 2 ranks"):
+    with pytest.raises(ConfigError, match=f"{kind} of 3 elements over 2 ranks"):
         if kind == "RS":
             twin.start_reduce_scatter(torch.ones(3), "ring")
         else:
