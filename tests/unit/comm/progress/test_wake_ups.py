@@ -133,5 +133,5 @@ def test_who_waits_for_the_last_of_many_is_woken_once(threaded: Progress) -> Non
     for number in range(100):
         threaded.submit(lane, Work("one of many", Slow, partial(done.append, number)))
     threaded.wait_until(all_done, what="the last of many")
-    assert looks.count(main) <= 5  # one of them by the clock
+    assert looks.count(main) <= 4
     assert len(looks) > 50
