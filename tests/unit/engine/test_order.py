@@ -14,6 +14,10 @@ from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
+from dearmpi.plan.parameter import spec_of
+from dearmpi.plan.plan import Plan, fingerprint
+from dearmpi.plan.prediction import Prediction
+from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
 from tests.unit.engine.chain import Chain, name_of_bucket
 
 REDUCE_SCATTERS, ALL_GATHERS = 2, 3  # communicators in the order of their duplication
@@ -181,3 +185,45 @@ def test_a_bucket_is_updated_and_gathered_during_backprop_if_the_caller_promises
     finally:
         gathered.set()
         watcher.join()
+
+
+def test_a_gather_waits_for_the_reduce_scatter_that_the_plan_ties_it_to() -> None:
+    """Though its own bucket is updated long before: it would share the wire with the others'."""
+    hub = FakeHub(2, name=name_of_bucket(2, 3))
+    tied = Schedule(
+        "tied",
+        (2, 1, 0),
+        (AllGather(2, 0), AllGather(0, 0), AllGather(1, 0)),
+        Launch.GRADIENTS_READY,
+        Wait.FEED_FORWARD,
+    )
+
+    def rank(world: World) -> None:
+        model = Chain(3)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = plan_of_layers(model, tied)
+        optimizer = DistributedOptimizer(inner, model, world=world, eager=True, plan=plan)
+        model.backward()
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub, progress="poll")
+    for rank_ in range(2):
+        posted = hub.picture(rank_, REDUCE_SCATTERS, ALL_GATHERS)
+        assert posted == "RS2 RS1 RS0 AG2 AG0 AG1"
+
+
+def plan_of_layers(model: Chain, schedule: Schedule) -> Plan:
+    """For two ranks, one bucket per layer."""
+    named = list(model.named_parameters())
+    return Plan(
+        parameters=tuple(name for name, _ in named),
+        buckets=tuple((name,) for name, _ in named),
+        schedule=schedule,
+        window=2,
+        eager=True,
+        world_size=2,
+        fingerprint=fingerprint([spec_of(param, name) for name, param in named]),
+        prediction=Prediction(1.0, 0.5, 0.5, 0.75),
+        origin="by hand",
+    )
