@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,8 +91,11 @@ def test_torchs_clipping_of_gradients_that_are_still_local(gather: str, world: W
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-def train_scaled(side: Side, *, overflows: bool, clips: bool) -> dict[str, Tensor]:
-    """Loss scaling by powers of two is exact; in step 2 the last rank's loss is infinite."""
+Change = Callable[[nn.Sequential, Tensor], Tensor]
+
+
+def train_scaled(side: Side, *, clips: bool, change: Change | None = None) -> dict[str, Tensor]:
+    """Loss scaling by powers of two is exact; ``change`` is for the last rank's loss in step 2."""
     model = layers()
     optimizer = side.wrap(adam(model), model)
     scaler = (dearmpi.GradScaler if side.is_distributed else torch.amp.GradScaler)(
@@ -100,8 +105,8 @@ def train_scaled(side: Side, *, overflows: bool, clips: bool) -> dict[str, Tenso
     for step in range(6):
         optimizer.zero_grad()
         loss = side.loss(model, step)
-        if overflows and step == 2 and side.rank == side.size - 1:
-            loss = loss * float("inf")
+        if change is not None and step == 2 and side.rank == side.size - 1:
+            loss = change(model, loss)
         scaler.scale(loss).backward()
         if clips:
             scaler.unscale_(optimizer)
@@ -114,17 +119,23 @@ def train_scaled(side: Side, *, overflows: bool, clips: bool) -> dict[str, Tenso
 
 @pytest.mark.parametrize("clips", [False, True], ids=["", "and clipping"])
 def test_grad_scaler(clips: bool, gather: str, world: World) -> None:
-    assert_same_on_both_sides(
-        lambda side: train_scaled(side, overflows=False, clips=clips), world, gather=gather
-    )
+    assert_same_on_both_sides(lambda side: train_scaled(side, clips=clips), world, gather=gather)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _, loss: loss * float("inf"),
+        lambda model, loss: loss + float("inf") * model[0].weight[0, 0],  # in one rank's shard
+    ],
+    ids=["everywhere", "in one element"],
+)
 @pytest.mark.parametrize("clips", [False, True], ids=["", "and clipping"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    clips: bool, gather: str, world: World
+    clips: bool, change: Change, gather: str, world: World
 ) -> None:
     assert_same_on_both_sides(
-        lambda side: train_scaled(side, overflows=True, clips=clips), world, gather=gather
+        lambda side: train_scaled(side, clips=clips, change=change), world, gather=gather
     )
 
 
