@@ -73,11 +73,13 @@ def test_a_small_reduce_scatter_does_not_queue_behind_a_large_all_gather(
         for tag in (1, 2)
     ]
     gathers = [RingAllGather(one, torch.zeros(3 * 40)) for one in ways[0]]
-    scratch = [torch.empty(2) for _ in range(2)]
-    reduces = [RingReduceScatter(one, torch.ones(3 * 2), scratch=scratch) for one in ways[1]]
+    # Of four chunks per shard: a ring with nothing under way may send whatever else goes on.
+    scratch = [torch.empty(2) for _ in range(num_receives(8, 4, size))]
+    reduces = [RingReduceScatter(one, torch.ones(3 * 8), scratch=scratch) for one in ways[1]]
     chance = random.Random(0)
     while not all([one.test() for one in [*gathers, *reduces]][size:]):
         while wires.deliver_one(chance):
             pass
-    assert "".join(sent).startswith("gggs") and "".join(sent).rindex("s") <= 3 + 1 + 3
+    before_last = "".join(sent)[: "".join(sent).rindex("s")]
+    assert before_last.startswith("gggs") and before_last.count("g") <= 3 + 1 + 3
     assert not any(one.test() for one in gathers)
