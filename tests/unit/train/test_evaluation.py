@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.train.evaluation import Evaluator, probe_metrics
+from dearmpi.train.random_state import capture_random_state
 from tests.unit.train.points import Points, make_task, squared_error
 
 
@@ -41,6 +45,22 @@ def test_evaluation_leaves_modes_and_gradients_as_they_were(alone: World) -> Non
     Evaluator(task, task.eval_data, "fp32", batch_size=3, names=("ones",)).run(alone)
     assert [module.training for module in task.model.modules()] == [True, False, True, True, True]
     assert torch.is_grad_enabled()
+
+
+class Cropped(Points):
+    """Loading a sample draws numbers, as a random crop does."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        torch.rand(1), np.random.random(), random.random()
+        return super().__getitem__(index)
+
+
+def test_evaluation_leaves_random_states_as_they_were(alone: World) -> None:
+    """A run that goes on from a checkpoint saved before it would else draw other numbers."""
+    task = make_task()
+    before = capture_random_state()
+    Evaluator(task, Cropped(7), "fp32", batch_size=3, names=("ones",)).run(alone)
+    assert capture_random_state() == before
 
 
 def test_metrics_that_come_in_another_order_on_another_rank_are_not_mixed_up() -> None:
