@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,34 @@ def test_parameters_loaded_after_wrapping_are_taken_over(world: World, gather: s
     train(model, optimizer, range(2, 3), world)
     for master in masters(optimizer):
         assert (master - 3.0).abs().max() < 0.01
+    optimizer.close()
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [(torch.bfloat16, {"master_weights": True}), (torch.float32, {"comm_dtype": "bf16"})],
+    ids=["bf16 weights", "bf16 on the wire"],
+)
+def test_changing_one_element_leaves_the_others_their_digits(
+    world: World, gather: str, dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    """As a script does that clamps, or masks, after each step."""
+    model = nn.Linear(8, 1, bias=False).to(dtype)
+    nn.init.ones_(model.weight)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)  # a quarter of what bf16 tells from 1
+    optimizer = dearmpi.DistributedOptimizer(inner, model, world=world, gather=gather, **settings)
+    for step in range(20):
+        optimizer.zero_grad()
+        model(torch.ones(1, 8, dtype=dtype)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        with torch.no_grad():
+            model.weight[0, 0] = float(step)
+    assert model.weight[0, 0] == 19.0
+    torch.testing.assert_close(
+        model.weight[0, 1:].float(), torch.full((7,), 0.98), rtol=0, atol=4e-3
+    )
     optimizer.close()
 
 
