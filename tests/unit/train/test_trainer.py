@@ -108,6 +108,13 @@ def test_the_loss_of_a_row_is_the_mean_over_its_steps(alone: World, tmp_path: Pa
     assert [row.loss for row in notes.rows] == pytest.approx(means)
 
 
+def test_the_last_batch_of_an_epoch_counts_as_what_it_is(alone: World, tmp_path: Path) -> None:
+    settings = RunSettings(epochs=2, log_interval=1, eval_interval=0, **SGD)
+    _, notes = train(make_job(alone, settings), tmp_path)
+    samples = [(row.samples_per_s or 0.0) * (row.step_s or 0.0) for row in notes.rows]
+    assert samples == pytest.approx([8, 8, 4, 8, 8, 4])  # 20 in batches of 8
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_a_stopped_run_resumes_bit_by_bit(
     alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
