@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.tune.ladder import LADDER, Run, climb
 
@@ -32,3 +33,18 @@ def test_the_last_size_is_as_large_as_the_time_allows(
         assert one.alone_s == pytest.approx(1e-3 + one.nbytes / 2**20)
         assert one.pair_s == pytest.approx(one.alone_s)
     world.close()
+
+
+def test_the_slowest_rank_counts() -> None:
+    """All ranks plan for its link, whichever of them it is."""
+
+    def rank(world: World) -> list[float]:
+        def prepare_here(numel: int, count: int) -> Run:
+            run = prepare(numel, count)
+            return lambda num, window: run(num, window) * (1 + world.rank)
+
+        (times,) = climb(world, [prepare_here], budget_s=27.0)
+        return [one.alone_s / (1e-3 + one.nbytes / 2**20) for one in times]
+
+    for factors in run_ranks(2, rank):
+        assert factors == pytest.approx([2.0] * len(factors)) and len(factors) >= 2
