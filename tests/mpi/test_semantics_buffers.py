@@ -144,10 +144,14 @@ def test_a_model_with_sync_batch_norm_can_be_copied(gather: str, world: World) -
 
 
 def statistics(world: World, gather: str, buffers: str) -> list[Tensor]:
-    """Every rank's own statistics of its own samples, and those that it has after a step."""
+    """Every rank's own statistics of its own samples, and those that it has after a step; behind
+    them its number, in a buffer of half precision.
+    """
     model = nn.Sequential(nn.Linear(NUM_FEATURES, 4), nn.BatchNorm1d(4)).double()
+    model.register_buffer("number", torch.zeros(1, dtype=torch.bfloat16))
     side = Side(world, gather=gather, buffers=buffers)
     optimizer = side.wrap(adam(model), model)
+    number = model.get_buffer("number").fill_(world.rank)
     own = side.inputs(0) + world.rank
     expected = copy.deepcopy(model)
     expected(own)
@@ -158,7 +162,11 @@ def statistics(world: World, gather: str, buffers: str) -> list[Tensor]:
     assert norm.running_mean is not None and before.running_mean is not None
     assert norm.num_batches_tracked == 1
     side.close()
-    return [before.running_mean, norm.running_mean]
+    own_number = torch.tensor([world.rank], dtype=torch.float64)
+    return [
+        torch.cat([before.running_mean, own_number]),
+        torch.cat([norm.running_mean, number.double()]),
+    ]
 
 
 def every_rank(world: World, values: Tensor) -> Tensor:

@@ -137,6 +137,26 @@ def test_gradients_that_arrive_in_another_order_on_one_rank_are_posted_in_the_pl
         assert operations(hub, rank_, REDUCE_SCATTERS) == ["RS2", "RS1", "RS0"]
 
 
+def test_a_nested_no_sync_that_ends_leaves_gradients_local() -> None:
+    hub = FakeHub(2, name=name_of_bucket(2, 3))
+
+    def rank(world: World) -> None:
+        model = Chain(3)
+        optimizer = distribute(model, world)
+        with optimizer.no_sync():
+            with optimizer.no_sync():
+                model.backward()
+            model.backward()
+        hub.mark(world.rank, "last")
+        model.backward()
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub, progress="poll")
+    for rank_ in range(2):
+        assert hub.picture(rank_, REDUCE_SCATTERS) == "last RS2 RS1 RS0"
+
+
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("progress", ["thread", "poll"])
 def test_no_more_than_the_window_is_in_flight(window: int, progress: ProgressMode) -> None:

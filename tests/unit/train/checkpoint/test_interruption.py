@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint, durable
 from dearmpi.train.checkpoint import Snapshot, part_file, store
+from dearmpi.train.checkpoint.survey import name_latest
 from tests.unit.train.checkpoint.example_snapshot import content_of, make_snapshot
 
 
@@ -78,6 +79,32 @@ def kill_at(patch: pytest.MonkeyPatch, point: str, nth: int) -> None:
         return original(*args, **options)
 
     patch.setattr(owner, point, kill)
+
+
+def test_a_checkpoint_is_on_the_disk_before_latest_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure may keep the name alone."""
+    done: list[str] = []
+
+    def noting(name: str, original: Callable[..., None]) -> Callable[..., None]:
+        def note(*args: Path) -> None:
+            done.append(f"{name} {args[0].name}")
+            original(*args)
+
+        return note
+
+    monkeypatch.setattr(Path, "rename", noting("rename", Path.rename))
+    monkeypatch.setattr(durable, "sync_folder", noting("sync", durable.sync_folder))
+    monkeypatch.setattr(store, "name_latest", noting("name the latest in", name_latest))
+    checkpoint.save(tmp_path, make_snapshot(10))
+    folder = ".writing-step-00000010"
+    assert done[done.index(f"rename {folder}") - 1 :][:4] == [
+        f"sync {folder}",
+        f"rename {folder}",
+        "sync checkpoints",
+        f"name the latest in {tmp_path.name}",
+    ]
 
 
 @pytest.mark.parametrize("point", ["write_part", "fsync", "write_text", "mkdir"])
