@@ -166,6 +166,43 @@ def test_an_optimizer_that_clips_large_or_small_tensors_is_refused(
     run_ranks(2, rank)
 
 
+class SparingRows(Plain):
+    """Lets weights decay, but for those with gradients at right angles to each row, as AdamP."""
+
+    def direction(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        if param.dim() > 1:
+            rows, values = param.grad.flatten(1), param.flatten(1)
+            if torch.cosine_similarity(rows, values).abs().max() < 0.1 / len(rows[0]) ** 0.5:
+                return param.grad
+        return param.grad + param
+
+
+class CentringFilters(Plain):
+    """Takes the mean off the gradients of convolutions alone, as Ranger can."""
+
+    def direction(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        if param.dim() < 4:
+            return param.grad
+        centred: Tensor = param.grad - param.grad.mean((1, 2, 3), keepdim=True)
+        return centred
+
+
+@pytest.mark.parametrize("make", [SparingRows, CentringFilters])
+def test_an_optimizer_that_looks_at_angles_or_at_filters_is_refused(make: Make) -> None:
+    """No gradient at random is at right angles to a matrix, and no matrix is a filter."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        with pytest.raises(ConfigError, match="does not treat every element by itself"):
+            DistributedOptimizer(make(model.parameters()), model, world=world)
+        inner = make(model.parameters())
+        DistributedOptimizer(inner, model, world=world, gather="gradients").close()
+
+    run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_a_step_that_was_replaced_on_the_instance_is_refused(gather: Any, scheduled: bool) -> None:
