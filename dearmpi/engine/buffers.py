@@ -54,11 +54,21 @@ class FlatBuffer:
     def __init__(self, bucket: Bucket, like: Sequence[Tensor], *, rank: int, arena: Arena) -> None:
         self.data = arena.take(bucket, like[0])
         self.views = [
-            shaped_like(tensor, self.data, slot.start)
+            shaped_like(tensor, _apart(self.data, slot.start, slot.stop), 0)
             for slot, tensor in zip(bucket.slots, like, strict=True)
         ]
         start, stop = bucket.shard_range(rank)
         self.shard = self.data[: bucket.numel][start:stop]
+
+
+def _apart(flat: Tensor, start: int, stop: int) -> Tensor:
+    """Elements of ``flat`` from ``start`` to ``stop``; on the host a storage of their own to torch,
+    which copies and saves whole storages: of one parameter, say, and not all of its bucket.
+    """
+    part = flat[start:stop]
+    if part.device.type != "cpu":
+        return part
+    return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype)
 
 
 def shaped_like(tensor: Tensor, flat: Tensor, start: int) -> Tensor:

@@ -93,6 +93,15 @@ def test_buckets_lie_side_by_side_but_are_copied_and_saved_one_by_one() -> None:
     assert first.untyped_storage().nbytes() == layout.buckets[0].nbytes
 
 
+def test_a_view_is_a_storage_of_its_own_on_the_memory_of_its_bucket() -> None:
+    tensors = [torch.zeros(3), torch.zeros(2, 5)]
+    bucket = bucket_of(tensors, 2)
+    buffer = FlatBuffer(bucket, tensors, rank=0, arena=Arena([bucket]))
+    for slot, view in zip(bucket.slots, buffer.views, strict=True):
+        assert view.untyped_storage().nbytes() == view.nbytes
+        assert view.data_ptr() == buffer.data[slot.start :].data_ptr()
+
+
 GATHER_PARAMETERS = "READY REDUCING REDUCED UPDATING UPDATED GATHERING GATHERED IDLE"
 GATHER_GRADIENTS = "READY REDUCING REDUCED GATHERING GATHERED UPDATING UPDATED IDLE"
 FURTHER_BACKPROP = "READY REDUCING REDUCED IDLE READY REDUCING REDUCED UPDATING UPDATED"

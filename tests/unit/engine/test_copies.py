@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_model
 from torch import nn
 
 from dearmpi import DistributedOptimizer, SyncBatchNorm
@@ -55,6 +57,50 @@ def test_a_copy_of_a_model_that_is_measured_is_an_ordinary_one(make_copy: Any) -
         return num_seen
 
     assert run_ranks(2, rank) == [0, 0]
+
+
+def num_bytes(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_a_model_is_saved_and_copied_without_the_rest(dtype: torch.dtype) -> None:
+    """As an adapter is, next to which other layers would be published."""
+
+    def rank(world: World) -> None:
+        model: Any = nn.Sequential(nn.Linear(4, 999), nn.Linear(999, 4)).to(dtype)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1.0)
+        with optimizer.no_sync():
+            model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+        bias = model[1].bias
+        for part in ({"bias": bias}, nn.ParameterList([bias]).state_dict(), bias.grad):
+            assert num_bytes(part) < 2000
+        assert copy.deepcopy(bias).untyped_storage().nbytes() == bias.nbytes
+        optimizer.step()
+        optimizer.close()
+        assert num_bytes(bias) < 2000
+
+    run_ranks(2, rank)
+
+
+def test_safetensors_saves_a_model_by_itself(tmp_path: Path) -> None:
+    """It refuses tensors that share a storage of which none covers all."""
+
+    def rank(world: World) -> None:
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        file = str(tmp_path / f"{world.rank}.safetensors")
+        save_model(model, file)
+        found = load_file(file)
+        for name, value in model.state_dict().items():
+            assert torch.equal(found[name], value)
+        optimizer.close()
+
+    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, pickle.dumps])
