@@ -146,6 +146,8 @@ class DistributedOptimizer(Facade):
         self._check_shared()
         self._ranges.follow()
         self._assembly.engine.step()
+        # A scheduler made for the wrapped optimizer looks whether that one's step was called.
+        vars(self._optimizer)["_opt_called"] = True
         self._after_step()
         if self._course.stepped():
             self._share(self._attachment.state())

@@ -19,6 +19,24 @@ from dearmpi.errors import MismatchError
 from tests.unit.engine.chain import Chain
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_scheduler_of_the_wrapped_optimizer_sees_that_steps_are_taken(size: int) -> None:
+    """It would warn that it is called before them."""
+
+    def rank(world: World) -> None:
+        model = Chain(2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.close()
+
+    run_ranks(size, rank)
+
+
 @pytest.mark.parametrize(
     ("name", "values", "told"),
     [
