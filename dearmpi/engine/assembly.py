@@ -68,6 +68,10 @@ class Assembly:
     def close(self) -> None:
         """Finish what is under way and detach from the model."""
         self.engine.close()
+        self.detach()
+
+    def detach(self) -> None:
+        """Leave the model alone, with no word to other ranks, which may be elsewhere."""
         if self.hooks is not None:
             self.hooks.remove()
         if self.checks is not None:
@@ -121,6 +125,7 @@ def _build(
     read_options: Callable[[Options | None], Options],
 ) -> Assembly:
     names, layout, config = blueprint.names, blueprint.layout, blueprint.config
+    every = steps_between_checks(config.check_every)  # refused before anything is attached
     shards = config.gather == "parameters"
     buckets = _build_buckets(names, layout, rank=world.rank, shards=shards)
     side = open_side_stream(names, world=world, layout=layout, config=config)
@@ -148,7 +153,7 @@ def _build(
         masters,
         updates,
         hooks=_attach_hooks(model, buckets, engine),
-        checks=_make_checks(world, model, buckets, config),
+        checks=Checks(world, model, buckets, every=every) if every else None,
         side=side,
     )
 
@@ -180,13 +185,6 @@ def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig)
     require_steady(tried)
     require = require_elementwise if config.gather == "parameters" else require_separable
     require(tried)
-
-
-def _make_checks(
-    world: World, model: nn.Module, buckets: Sequence[BucketRuntime], config: EngineConfig
-) -> Checks | None:
-    every = steps_between_checks(config.check_every)
-    return Checks(world, model, buckets, every=every) if every else None
 
 
 def _build_buckets(

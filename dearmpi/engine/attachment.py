@@ -14,6 +14,7 @@ from dearmpi.comm.world import Channel, World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.assembly import Assembly, assemble, check_optimizer, do_nothing
 from dearmpi.engine.blueprint import check_parameters, lay_out, optimized_parameters
+from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.claim import check_unclaimed
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine, refuse_closed
@@ -46,9 +47,10 @@ class Attachment:
         plan: Plan | None,
         spans: Spans,
     ) -> None:
-        """Assemble, and take over the state that ``optimizer`` has (collective).
+        """Assemble, and take over rank 0's parameters and buffers, and the state that ``optimizer``
+        has (collective).
 
-        Raises what ``assemble`` raises.
+        Raises what ``assemble`` and ``broadcast_buffers`` raise, with nothing left on the model.
         """
         self._optimizer, self._model = optimizer, model
         self._world, self._spans = world, spans
@@ -56,7 +58,13 @@ class Attachment:
         self._relocation: Relocation | None = None
         self._channel: Channel | None = None
         self.assembly = self._assemble(config, plan)
-        self._adopt_state()
+        try:
+            broadcast_buffers(model, world)  # first, since ``optimizer`` then still has its state
+            self._adopt_state()
+            broadcast_parameters(model, world)
+        except BaseException:
+            self.assembly.detach()  # nobody has this one, to close it
+            raise
 
     @property
     def times(self) -> IterationTimes:

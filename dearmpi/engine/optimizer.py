@@ -17,7 +17,7 @@ from dearmpi.engine.assembly import Assembly
 from dearmpi.engine.attachment import Attachment
 from dearmpi.engine.batch_norm import SyncBatchNorm
 from dearmpi.engine.blueprint import check_arguments
-from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
+from dearmpi.engine.broadcast import broadcast_parameters
 from dearmpi.engine.clipping import clip, follow_clips, scale
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.course import Course
@@ -84,8 +84,6 @@ class DistributedOptimizer(Facade):
         self._course = Course(
             self._attachment, model, world=self.world, spans=self.spans, config=chosen, plan=start
         )
-        broadcast_parameters(model, self.world)
-        broadcast_buffers(model, self.world)
         self._buffers = BufferExchange(model, self.world, self.config.buffers)
 
     @property

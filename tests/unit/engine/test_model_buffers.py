@@ -23,11 +23,21 @@ MAKERS: dict[str, Callable[[float], Tensor]] = {
 }
 
 
-def build(buffer: Tensor) -> nn.Module:
+def build(buffer: Tensor) -> Any:
     """A layer that is trained, with ``buffer`` beside."""
     model = nn.Linear(3, 2)
     model.register_buffer("mask", buffer)
     return model
+
+
+def assert_free(inner: torch.optim.Optimizer, model: nn.Module, world: World) -> None:
+    """Nothing of an optimizer that was refused is left, and the cure works."""
+    assert not model._forward_pre_hooks
+    del model.mask
+    optimizer = DistributedOptimizer(inner, model, world=world)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.close()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
@@ -57,6 +67,7 @@ def test_sparse_buffers_that_differ_in_size_are_named() -> None:
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(MismatchError, match="rank 1 has another sparse buffer mask"):
             DistributedOptimizer(inner, model, world=world)
+        assert_free(inner, model, world)
 
     run_ranks(2, rank)
 
@@ -65,8 +76,11 @@ def test_sparse_buffers_that_differ_in_size_are_named() -> None:
 def test_a_buffer_that_cannot_be_sent_is_named() -> None:
     def rank(world: World) -> None:
         model = build(torch.eye(4).to_sparse_csc())
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        inner.state[model.weight]["momentum_buffer"] = torch.ones(2, 3)
         with pytest.raises(ConfigError, match=r"buffer mask has the layout torch.sparse_csc"):
             DistributedOptimizer(inner, model, world=world)
+        assert "momentum_buffer" in inner.state[model.weight]
+        assert_free(inner, model, world)
 
     run_ranks(2, rank)
