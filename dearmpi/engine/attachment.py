@@ -128,7 +128,7 @@ class Attachment:
         relocation = Relocation(self._world, self.assembly.updates, layout)
         self.assembly.engine.synchronize()
         times, old = self.times, [update.bucket for update in self.assembly.updates]
-        names = {name for bucket in old for name in bucket.names_with_gradients()}
+        names = dict(had for bucket in old for had in bucket.names_with_gradients().items())
         del old  # else their buffers would stay
         self._detach()
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,13 +125,14 @@ class BucketRuntime:
             self._ever.clear()
         self._zeroed = frozenset(self._ever)
 
-    def names_with_gradients(self) -> set[str]:
-        """Parameters that have had a gradient in any step."""
-        return {self.plan.names[slot] for slot in self._ever}
+    def names_with_gradients(self) -> dict[str, bool]:
+        """Parameters that have had a gradient in any step, and whether it is zero now."""
+        return {self.plan.names[slot]: slot in self._zeroed for slot in self._ever}
 
-    def recall_gradients(self, names: Container[str]) -> None:
-        """Those in ``names`` have had one, in buckets of before."""
+    def recall_gradients(self, names: Mapping[str, bool]) -> None:
+        """Those in ``names`` have had one, in buckets of before, and it is zero now or not."""
         self._ever |= {slot for slot, name in enumerate(self.plan.names) if name in names}
+        self._zeroed |= {slot for slot in self._ever if names.get(self.plan.names[slot])}
 
     def close_gradients(self) -> None:
         """No more gradients will come: those accumulated earlier count, the rest are zero."""

@@ -49,6 +49,28 @@ def test_a_parameter_out_of_use_is_left_alone_or_updated_with_zero_as_torch_does
 
 
 @pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_a_gradient_of_zero_stays_one_where_buckets_change(world: World, gather: str) -> None:
+    """As where a script zeroes gradients after a step, and lays out anew between epochs."""
+    plain, model = Branches(), Branches()
+    one = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    other = dearmpi.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.1), model, world=world, gather=gather
+    )
+    data = torch.ones(2, 4, dtype=torch.float64)
+    for step in range(4):
+        for trained, optimizer in ((plain, one), (model, other)):
+            trained(data * step, odd=step == 1).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        other.fuse(1.0 if step % 2 else 1e-5)
+    expected = plain.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+    other.close()
+
+
+@pytest.mark.ranks(at_least=2)
 def test_reading_halfway_through_an_eager_step_is_refused_not_waited_for(world: World) -> None:
     model = Branches()
     optimizer = dearmpi.DistributedOptimizer(
