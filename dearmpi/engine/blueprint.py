@@ -210,15 +210,12 @@ def check_parameters(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], *, config: EngineConfig
 ) -> None:
     """Raise ConfigError for parameters on several devices, for settings of precision without
-    effect, on one rank as well, and for parameters in a precision that the optimizer cannot update.
+    effect, on one rank as well, and for parameters in a precision that the optimizer cannot update,
+    or whose gradients cannot be sent.
     """
     device_of(names)
     for param, name in names.items():
-        if config.wire_dtype is not None and param.is_complex():
-            raise ConfigError(
-                f"comm_dtype {config.comm_dtype!r} cannot carry parameter {name} of {param.dtype}, "
-                "which would lose its imaginary part; leave comm_dtype out"
-            )
+        _check_gradient(param, name, config)
     halves = {param.dtype for param in names if is_half(param)}
     if config.master_weights and not halves:
         raise ConfigError(
@@ -235,3 +232,25 @@ def check_parameters(
         require_host(optimizer)
     elif not config.master_weights:
         require_half(optimizer, halves, whole=config.gather == "gradients")
+
+
+def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> None:
+    """Raise ConfigError if the gradient of ``param`` cannot be sent as it is."""
+    if config.wire_dtype is not None and param.is_complex():
+        raise ConfigError(
+            f"comm_dtype {config.comm_dtype!r} cannot carry parameter {name} of {param.dtype}, "
+            "which would lose its imaginary part; leave comm_dtype out"
+        )
+    if not param.requires_grad:
+        return
+    if config.reduce_scatter == "native" and param.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            f"reduce_scatter is 'native', but MPI cannot add gradients of {param.dtype}, such as "
+            f"that of parameter {name}; use 'ring' or 'exchange'"
+        )
+    if param.grad_dtype != param.dtype:
+        raise ConfigError(
+            f"parameter {name} of {param.dtype} has the grad_dtype {param.grad_dtype}, but "
+            "gradients are added and sent in the parameter's dtype; leave grad_dtype out, or keep "
+            "the parameter in fp32 and compute under torch.autocast"
+        )

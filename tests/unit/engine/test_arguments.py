@@ -33,6 +33,38 @@ def test_a_setting_of_another_type_is_named(name: str, value: Any, told: str) ->
         EngineConfig(**{name: value})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("size", [1, 2])
+def test_mpis_own_sum_of_what_it_cannot_add_is_refused_before_the_first_backward(
+    size: int, dtype: torch.dtype
+) -> None:
+    """There it would end the job."""
+
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2, dtype=dtype))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=f"cannot add gradients of {dtype}.* 1.weight; use"):
+            DistributedOptimizer(inner, model, world=world, reduce_scatter="native")
+        model[1].requires_grad_(False)
+        DistributedOptimizer(inner, model, world=world, reduce_scatter="native").close()
+
+    run_ranks(size, rank)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_of_another_type_than_its_parameter_is_refused(size: int) -> None:
+    """Backward would fail in torch, with nothing about what to do."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        model.weight.grad_dtype = torch.float32
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="weight of torch.bfloat16 has the grad_dtype .*32"):
+            DistributedOptimizer(inner, model, world=world, master_weights=True)
+
+    run_ranks(size, rank)
+
+
 @pytest.mark.parametrize(
     ("clip", "told"),
     [
