@@ -66,8 +66,8 @@ class EngineConfig:
         parameters, so that a bucket may be updated while backprop still runs.
     master_weights: the optimizer works on fp32 copies of bf16 and fp16 parameters.
     buffers: what each step does to the model's buffers, such as batch normalisation's statistics:
-        ``keep`` (every rank its own, at no cost), ``broadcast`` (rank 0's, as DDP does) or
-        ``average``.
+        ``keep`` (every rank its own, at no cost), ``broadcast`` (rank 0's, inside ``join`` those
+        of the last rank that still trains, as DDP does) or ``average`` (over those that train).
     check_every: steps between comparisons of all replicas; 0: none; None: what the environment
         variable DEAR_CHECK says. Checks also catch parameters that are read too early.
     """

@@ -204,7 +204,7 @@ class Engine:
             yield
             params = [param for bucket in self._buckets for param in bucket.params]
             with without_gradients(params):
-                while self._count_active() > 0:
+                while self._do_others_train():
                     shadow_step()
 
     def next_clip(self) -> tuple[float, float] | None:
@@ -241,14 +241,14 @@ class Engine:
         self._pipeline.close()
         self._side.finish()
 
-    def _count_active(self) -> float:
-        """How many ranks still train, asked by one that does not."""
+    def _do_others_train(self) -> bool:
+        """Whether some ranks still train, asked by one that does not."""
         self._wait(self._pipeline.is_finished, "the last step's gathers")
-        count = self.joining.attend(False)
-        self.joining.wait()
-        if count.item() > 0:
-            self._begin_cycle(joined=True)
-        return count.item()
+        self.joining.attend(False)
+        if not self.joining.who_trains():
+            return False
+        self._begin_cycle(joined=True)
+        return True
 
     def _refuse_endless_wait(self) -> None:
         """Buckets that wait for ``step()`` hold up the gathers of those that do not."""

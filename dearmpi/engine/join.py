@@ -29,8 +29,10 @@ class Joining:
     other meanwhile over ``channel``, in the same order on all; a rank alone has none.
     """
 
-    def __init__(self, channel: Channel | None) -> None:
+    def __init__(self, channel: Channel | None, *, rank: int = 0, size: int = 1) -> None:
         self._channel = channel
+        self._rank = rank
+        self._attendance = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.is_open = False
 
     @contextmanager
@@ -50,9 +52,17 @@ class Joining:
                 "reduction for each step"
             )
 
-    def attend(self, active: bool) -> Tensor:
-        """Say whether this rank still trains; the tensor later holds how many do (collective)."""
-        return self._reduce("attendance", _numbers_of(float(active)), "sum")
+    def attend(self, active: bool) -> None:
+        """Say whether this rank still trains, before each step (collective)."""
+        told = torch.zeros_like(self._attendance)
+        told[self._rank] = active
+        self._attendance = self._reduce("attendance", told, "sum")
+
+    def who_trains(self) -> list[int]:
+        """The ranks that still did at the last ``attend``, of which the next or last step is."""
+        self.wait()
+        ranks: list[int] = self._attendance.nonzero().flatten().tolist()
+        return ranks
 
     def announce_clip(self, max_norm: float, norm_type: float) -> None:
         """This rank, which still trains, is about to clip (collective)."""
@@ -85,7 +95,7 @@ class Joining:
     def wait(self) -> None:
         """Wait until what was said to other ranks has arrived."""
         assert self._channel is not None, "a rank alone waits for nobody"
-        self._channel.run("joined rank's wait for the others", lambda _: Completed())
+        self._channel.run("wait for what ranks tell in join()", lambda _: Completed())
 
     def _reduce(self, label: str, told: Tensor, operation: ReduceOp) -> Tensor:
         assert self._channel is not None, "a rank alone tells nobody"

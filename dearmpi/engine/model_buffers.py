@@ -10,36 +10,44 @@ from torch import Tensor, nn
 from dearmpi.comm.world import Channel, World
 from dearmpi.config import Buffers
 from dearmpi.engine.broadcast import stored_parts
+from dearmpi.engine.join import Joining
 
 
 class BufferExchange:
     """Makes all buffers of ``model`` those of rank 0, or the average over the ranks, or keeps them.
 
-    Integers, such as counters, are always rank 0's. One message per data type and exchange.
+    Integers, such as counters, are always rank 0's. Inside ``join`` only ranks that still train
+    count, of which the last is in rank 0's place, as with DDP. One message per data type and
+    exchange.
     """
 
     def __init__(self, model: nn.Module, world: World, how: Buffers) -> None:
         """``how``: as in ``EngineConfig`` (collective)."""
         self._model = model
-        self._size = world.size
+        self._rank, self._size = world.rank, world.size
         self._averages = how == "average"
         self._channel: Channel | None = None
         if how != "keep" and world.size > 1:
             self._channel = world.open_channel("buffers", window=1)
 
     @torch.no_grad()
-    def exchange(self) -> None:
+    def exchange(self, joining: Joining) -> None:
         """Wait for the other ranks' buffers, if they are wanted (collective)."""
         if self._channel is None:
             return
+        # None, too, where all have begun the step before they opened ``join``.
+        train = joining.who_trains() if joining.is_open else []
+        ranks, root = train or range(self._size), train[-1] if train else 0
         for tensors in _by_kind(_parts(self._model)):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
             if self._averages and flat.is_floating_point():
                 precise = flat.to(torch.promote_types(flat.dtype, torch.float32))
+                if self._rank not in ranks:
+                    precise.zero_()
                 _sum(self._channel, precise)
-                flat = precise / self._size
+                flat = precise / len(ranks)
             else:
-                _broadcast(self._channel, flat)
+                _broadcast(self._channel, flat, root)
             for tensor, part in zip(tensors, _split(flat, tensors), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -73,5 +81,5 @@ def _sum(channel: Channel, flat: Tensor) -> None:
     channel.run("sum of buffers", lambda c: c.start_all_reduce(flat, "sum"))
 
 
-def _broadcast(channel: Channel, flat: Tensor) -> None:
-    channel.run("broadcast of buffers", lambda c: c.start_broadcast(flat, 0))
+def _broadcast(channel: Channel, flat: Tensor, root: int) -> None:
+    channel.run("broadcast of buffers", lambda c: c.start_broadcast(flat, root))

@@ -289,7 +289,7 @@ class DistributedOptimizer(Facade):
         self._after_step()
 
     def _after_step(self) -> None:
-        self._buffers.exchange()
+        self._buffers.exchange(self._assembly.engine.joining)
         if isinstance(self.state, GatheredState):
             self.state.forget()
         self._attachment.check()

@@ -69,7 +69,7 @@ class Pipeline:
             for name in ("reduce-scatter", "all-gather")
         )
         self._control_channel = world.open_channel("roll call", window=1)
-        self.joining = Joining(self._control_channel)
+        self.joining = Joining(self._control_channel, rank=world.rank, size=world.size)
         self.loads = Loads()
         self.num_reduced = 0  # times that gradients were, or are being, reduced
         num_updated = NUM_FETCHED if config.update_on == "host" else 1

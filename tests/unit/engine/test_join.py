@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +80,30 @@ def test_what_a_rank_has_accumulated_when_its_batches_end_takes_no_part() -> Non
         return weights(world, script), kept[0] if kept else None
 
     assert run_ranks(2, rank) == [([-0.5], [100.0]), ([-0.5], None)]
+
+
+@pytest.mark.parametrize("num_batches", [(1, 2, 2), (3, 1, 2), (0, 0, 2), (2, 2, 0)])
+@pytest.mark.parametrize("how", ["broadcast", "average"])
+def test_buffers_of_ranks_without_batches_take_no_part(
+    how: Any, num_batches: tuple[int, ...]
+) -> None:
+    """They would put old statistics in the place of new ones."""
+
+    def rank(world: World) -> tuple[float, int]:
+        norm = nn.BatchNorm1d(1, momentum=1.0)  # whose mean is that of the last batch
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(norm.parameters(), lr=0.0), norm, world=world, buffers=how
+        )
+        with optimizer.join():
+            for step in range(num_batches[world.rank]):
+                optimizer.zero_grad()
+                norm(torch.full((2, 1), 10.0 * step + world.rank)).sum().backward()
+                optimizer.step()
+        optimizer.close()
+        assert norm.running_mean is not None and norm.num_batches_tracked is not None
+        return norm.running_mean.item(), int(norm.num_batches_tracked)
+
+    num_steps = max(num_batches)
+    last = [rank for rank, number in enumerate(num_batches) if number == num_steps]
+    mean = 10.0 * (num_steps - 1) + (last[-1] if how == "broadcast" else sum(last) / len(last))
+    assert run_ranks(3, rank) == [(mean, num_steps)] * 3
