@@ -11,7 +11,7 @@ from dearmpi.errors import LaunchError
 
 # Under hydra SLURM counts nodes, so what it says comes last.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 def is_from_torchrun(environment: Mapping[str, str]) -> bool:
@@ -55,16 +55,22 @@ def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
 def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
     """What to say before MPI starts, on the first rank; empty where nothing is doubtful.
 
-    library: its version in its own words. MPICH under Open MPI's launcher ends the process while
-    it starts, unless it was built for that; the other way round ``check_launch`` finds out.
+    library: its version in its own words. MPICH under Open MPI's launcher, or another that speaks
+    PMIx, ends the process while it starts, unless it was built for that; the other way round
+    ``check_launch`` finds out.
     """
-    announced = "OMPI_COMM_WORLD_SIZE" in environment and announced_rank(environment) == "0"
-    if not announced or "MPICH" not in library:
+    if "MPICH" not in library or "pmix" in library or announced_rank(environment) != "0":
+        return ""
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        launcher, cure = "Open MPI's launcher", ""
+    elif "PMIX_NAMESPACE" in environment and "PMI_RANK" not in environment:
+        launcher, cure = "A launcher that speaks PMIx", "srun --mpi=pmi2, or "
+    else:
         return ""
     return (
-        f"[rank 0 on {os.uname().nodename}] Open MPI's launcher has started this process, but its "
-        "MPI library is MPICH. If it ends in MPI_Init, use the mpirun that belongs to the library; "
-        "that of pip's mpich lies beside python"
+        f"[rank 0 on {os.uname().nodename}] {launcher} has started this process, but its MPI "
+        f"library is MPICH. If it ends in MPI_Init, use {cure}the mpirun that belongs to the "
+        "library; that of pip's mpich lies beside python"
     )
 
 

@@ -54,12 +54,22 @@ def test_a_library_that_may_not_start_under_its_launcher_is_told_of_once() -> No
     assert not doubt_launch("MPICH Version: 4.3.2", {"PMI_SIZE": "2", "PMI_RANK": "0"})
 
 
+def test_mpich_under_pmix_is_told_of_once_unless_it_was_built_for_that() -> None:
+    pmix = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0", "SLURM_PROCID": "0"}
+    assert "srun --mpi=pmi2" in doubt_launch("MPICH Version: 4.3.2", pmix)
+    assert not doubt_launch("MPICH Version: 4.3.2", {**pmix, "PMIX_RANK": "1"})
+    assert not doubt_launch("MPICH Version: 4.3.2, configure: --with-pmix=/usr", pmix)
+    assert not doubt_launch("MPICH Version: 4.3.2", {**pmix, "PMI_RANK": "0"})  # mpirun in a job
+    assert not doubt_launch("Open MPI v5.0.8", pmix)
+
+
 @pytest.mark.parametrize(
     ("environment", "rank"),
     [
         ({}, "0"),
         ({"PMI_RANK": "3"}, "3"),
         ({"PMI_RANK": "3", "SLURM_PROCID": "1"}, "3"),  # under hydra SLURM counts nodes
+        ({"PMIX_RANK": "3"}, "3"),
         ({"SLURM_PROCID": "1"}, "1"),
         ({"RANK": "1"}, "0"),
         ({"RANK": "1", "TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "0"}, "1"),
