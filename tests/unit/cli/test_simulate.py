@@ -14,6 +14,7 @@ from dearmpi.plan.workload import read_workload
 from dearmpi.tune.calibration import Calibration, SizeTimes
 from tests.unit.cli.bare import run_bare
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "planning.md"
 SMALL = [
     *("--workload", "equal:8:4", "--feed-forward-s", "0.1", "--backprop-s", "0.2"),
     *("--world-size", "16"),
@@ -35,6 +36,19 @@ def test_a_table_and_json_of_all_methods(
     for row in result["methods"]:
         assert row["speed_up"] == pytest.approx(best_s / row["iteration_s"])
         assert row["exposed_s"] == pytest.approx(row["iteration_s"] - 0.3)
+
+
+def test_the_table_of_the_document_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    block = DOCUMENT.read_text().partition("$ dear-train simulate ")[2].partition("```")[0]
+    arguments, *lines = block.splitlines()
+    assert main(["simulate", *arguments.split()]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line and not line.startswith("computation")]
+    assert len(rows) > 10
+    assert [row for row in rows if row not in printed] == []
+    assert any(line.startswith(lines[0]) for line in printed)  # without where its times come from
 
 
 def test_on_one_rank_nothing_is_exposed_and_no_zero_has_a_sign(
