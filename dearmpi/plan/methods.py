@@ -65,7 +65,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to train. cap_mb: most MiB of a bucket, where the method has a cap.
+    """A way to train. cap_mb: MiB that a bucket is filled to, where the method has a cap.
 
     source: where it is described. is_dear: whether it gathers behind the feed-forward, as DeAR.
     """

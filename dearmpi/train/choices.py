@@ -149,7 +149,8 @@ class RunChoices:
         None,
         "Communication",
         "number",
-        "most MiB of a bucket; default: an eighth of the model, from 1 to 4, at most half of it",
+        "MiB that a bucket is filled to; a larger parameter is not cut; default: an eighth of the "
+        "model, from 1 to 4, at most half of it",
         above=0,
     )
     reduce_scatter: ReduceScatter | Literal["auto"] = setting(
