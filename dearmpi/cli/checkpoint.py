@@ -31,7 +31,7 @@ def export(path: Path, destination: Path, *, overwrite: bool) -> None:
     """Write the model of the checkpoint or run folder at PATH to DESTINATION.
 
     DESTINATION is a plain state dict for inference: safetensors if its name ends in
-    .safetensors, and a file for torch.load if it ends in .pt.
+    .safetensors, and a file for torch.load if it ends in .pt or .pth.
     """
     from dearmpi.train.checkpoint.inspection import export as export_model
 

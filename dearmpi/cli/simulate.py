@@ -150,6 +150,11 @@ def _read_profile(given: dict[str, Any]) -> ModelProfile:
 
     if given["profile"] is not None:
         return read_profile(given["profile"])
+    if given["workload"].endswith(".json"):
+        raise ConfigError(
+            f"there is no workload {given['workload']!r}; give a file of dear-train profile by "
+            "--profile"
+        )
     workload = read_workload(given["workload"])
     feed_forward_s, backprop_s = given["feed_forward_s"], given["backprop_s"]
     if feed_forward_s is None and backprop_s is None:

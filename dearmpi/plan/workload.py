@@ -158,10 +158,9 @@ def read_workload(name: str) -> Workload:
     known = workload_names()
     if name not in known:
         close = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"did you mean {close[0]}? Choose" if close else "choose"
         raise ConfigError(
-            f"there is no workload {name!r}{hint} Choose one of {', '.join(known)}, or "
-            "equal:MB[:LAYERS]"
+            f"there is no workload {name!r}; {hint} one of {', '.join(known)}, or equal:MB[:LAYERS]"
         )
     path = resources.files("dearmpi").joinpath("workloads", f"{name}.json")
     return parse_workload(read_fields(path.read_text(encoding="utf-8"), str(path)))

@@ -56,10 +56,10 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
     if destination.suffix not in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):
         raise ConfigError(
             f"cannot tell the format of {destination}; "
-            f"end its name in {SAFETENSORS_SUFFIX} or {TORCH_SUFFIXES[0]}"
+            f"end its name in {SAFETENSORS_SUFFIX}, {' or '.join(TORCH_SUFFIXES)}"
         )
     if destination.exists() and not overwrite:
-        raise ConfigError(f"{destination} exists; name another file, or allow overwriting it")
+        raise ConfigError(f"{destination} exists; name another file, or give --overwrite")
     model = load(resolve(path)).model
     temporary = destination.with_name(f".{destination.name}.writing")
     try:

@@ -171,6 +171,8 @@ def test_it_needs_neither_torch_nor_mpi() -> None:
     ("arguments", "words"),
     [
         (["--workload", "resnet51"], ["resnet51", "did you mean resnet50", "bert_large"]),
+        (["--workload", "foo"], ["there is no workload 'foo'; choose one of bert_base"]),
+        (["--workload", "profile.json"], ["profile.json", "by --profile"]),
         (["--workload", "equal:8"], ["equal:8", "--feed-forward-s"]),
         (["--workload", "equal:inf"], ["equal:inf", "4 bytes at least"]),
         (["--workload", "equal:nan"], ["equal:nan", "4 bytes at least"]),
