@@ -29,7 +29,7 @@ the file over what the task recommends.
 \b
 Exit codes: 0 done, 1 failure, 2 usage, 3 launch, 4 ranks differ, 5 data, 6 checkpoint,
 7 loss not finite, 8 communication, 75 stopped by SIGUSR1, SIGTERM or --max-time after a
-checkpoint."""
+checkpoint, 130 interrupted by Ctrl-C without one."""
 
 
 def _run(config: str | None, **given: object) -> int:
