@@ -46,18 +46,12 @@ def horovod(setup: Setup) -> Entrant:
     Options: ``cap``, its fusion threshold in MiB, and ``comm_dtype``, fp32 or fp16. Raises
     ImportError on all ranks if it is missing on any, RuntimeError if it is of another MPI.
     """
-    refuse_unknown(setup.options, {"cap", "comm_dtype"})
-    comm_dtype = setup.options.get("comm_dtype", "fp32")
-    if comm_dtype not in HOROVOD_SENDS:
-        raise ConfigError(
-            f"comm_dtype is {comm_dtype!r}; Horovod compresses to fp16, and to nothing else"
-        )
-    variables = _horovod_variables(setup.options)
+    variables = horovod_variables(setup.options)
     hvd = find_on_all(setup.world, "horovod", _find_horovod, _HOROVOD_ADVICE)
     with environment(variables):
         hvd.init()
     try:
-        return _enter_horovod(setup, hvd, comm_dtype)
+        return _enter_horovod(setup, hvd)
     except Exception:
         hvd.shutdown()
         raise
@@ -72,8 +66,17 @@ def _find_horovod() -> Any:
     return hvd
 
 
-def _horovod_variables(options: Mapping[str, str]) -> dict[str, str]:
-    """What Horovod is told by its environment when it starts."""
+def horovod_variables(options: Mapping[str, str]) -> dict[str, str]:
+    """What Horovod is told by its environment when it starts.
+
+    Raises ConfigError for an option that does not exist or fit.
+    """
+    refuse_unknown(options, ("cap", "comm_dtype"))
+    comm_dtype = options.get("comm_dtype", "fp32")
+    if comm_dtype not in HOROVOD_SENDS:
+        raise ConfigError(
+            f"comm_dtype is {comm_dtype!r}; Horovod compresses to fp16, and to nothing else"
+        )
     # A threshold that was once given holds for all later starts in the process unless it is given
     # again: so one is always given, and no method leaves its own to another.
     threshold = os.environ.get(_THRESHOLD, str(_DEFAULT_THRESHOLD))
@@ -84,8 +87,8 @@ def _horovod_variables(options: Mapping[str, str]) -> dict[str, str]:
     return {_THRESHOLD: threshold, **limits}
 
 
-def _enter_horovod(setup: Setup, hvd: Any, comm_dtype: str) -> Entrant:
-    size = setup.world.size
+def _enter_horovod(setup: Setup, hvd: Any) -> Entrant:
+    size, compression = setup.world.size, hvd.Compression
     if hvd.size() != size:
         raise RuntimeError(
             f"Horovod found {hvd.size()} rank(s) where this job has {size}: it was built over "
@@ -100,7 +103,9 @@ def _enter_horovod(setup: Setup, hvd: Any, comm_dtype: str) -> Entrant:
     optimizer = hvd.DistributedOptimizer(
         setup.make_optimizer(setup.model.parameters()),
         named_parameters=setup.model.named_parameters(),
-        compression=hvd.Compression.fp16 if comm_dtype == "fp16" else hvd.Compression.none,
+        compression=compression.fp16
+        if setup.options.get("comm_dtype") == "fp16"
+        else compression.none,
     )
     return Entrant(setup.model, optimizer, close=hvd.shutdown)
 
@@ -155,7 +160,7 @@ def _tame(package: Any) -> None:
 
 def deepspeed_config(options: Mapping[str, str]) -> dict[str, Any]:
     """DeepSpeed's configuration. Raises ConfigError for an option that does not exist or fit."""
-    refuse_unknown(options, {"cap", "comm_dtype", "stage"})
+    refuse_unknown(options, ("cap", "comm_dtype", "stage"))
     stage, comm_dtype = options.get("stage", "1"), options.get("comm_dtype", "fp32")
     check_choice("stage", stage, _STAGES)
     check_choice("comm_dtype", comm_dtype, get_args(CommDtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig
+from dearmpi.config import EngineConfig, check_choice
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ConfigError
 
@@ -183,11 +183,18 @@ def read_options(parts: Iterable[str], *, label: str) -> dict[str, str]:
     return options
 
 
-def refuse_unknown(options: Mapping[str, str], known: set[str]) -> None:
-    """Raise ConfigError for options that a method does not have."""
-    unknown = sorted(set(options) - known)
+def refuse_unknown(options: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raise ConfigError for options that a method does not have; ``known`` are those it has."""
+    unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ConfigError(f"the method has no option {', '.join(unknown)}")
+        raise ConfigError(f"it has no option {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def read_flag(options: Mapping[str, str], name: str, *, default: bool) -> bool:
+    """Whether the option ``name`` is true. Raises ConfigError where it is not true or false."""
+    text = options.get(name, str(default).lower())
+    check_choice(name, text, ("true", "false"))
+    return text == "true"
 
 
 def read_cap(text: str) -> float:

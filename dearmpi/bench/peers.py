@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -13,12 +13,19 @@ from typing import Any, get_args
 import torch.distributed as dist
 from torch import nn
 
-from dearmpi.bench.guests import HOROVOD_SENDS, deepspeed, horovod
+from dearmpi.bench.guests import (
+    HOROVOD_SENDS,
+    deepspeed,
+    deepspeed_config,
+    horovod,
+    horovod_variables,
+)
 from dearmpi.bench.memory import give_back_large, reuse_pages
 from dearmpi.bench.method import (
     ALONE,
     BAYES,
     OURS,
+    PLANNED,
     Entrant,
     Factory,
     Method,
@@ -27,38 +34,59 @@ from dearmpi.bench.method import (
     ours,
     read_cap,
     read_config,
+    read_flag,
     read_options,
     refuse_unknown,
 )
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.searched import bayes, refuse_cap
 from dearmpi.config import CommDtype, check_choice
+from dearmpi.engine.settings import check_plan
 from dearmpi.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _DdpSettings:
+    """arguments: of the wrapper. comm_dtype: in what a hook sends gradients."""
+
+    arguments: dict[str, Any]
+    comm_dtype: str
 
 
 def ddp(setup: Setup) -> Entrant:
     """torch's DistributedDataParallel; options: ``cap``, in MiB, and ``comm_dtype``, by a hook."""
-    refuse_unknown(setup.options, {"cap", "comm_dtype"})
-    settings: dict[str, Any] = {}
-    if "cap" in setup.options:
-        settings["bucket_cap_mb"] = read_cap(setup.options["cap"])
-    model = nn.parallel.DistributedDataParallel(setup.model, **settings)
-    _compress(model, setup.options.get("comm_dtype", "fp32"))
-    return Entrant(model, setup.make_optimizer(model.parameters()))
+    return _enter_ddp(setup, _read_ddp(setup.options))
 
 
 def ddp_bf16(setup: Setup) -> Entrant:
     """The same with gradients compressed to bfloat16 on the wire."""
-    if setup.options.get("comm_dtype", "bf16") != "bf16":
+    return _enter_ddp(setup, _read_ddp_bf16(setup.options))
+
+
+def _read_ddp(options: Mapping[str, str]) -> _DdpSettings:
+    refuse_unknown(options, ("cap", "comm_dtype"))
+    comm_dtype = options.get("comm_dtype", "fp32")
+    check_choice("comm_dtype", comm_dtype, get_args(CommDtype))
+    arguments = {"bucket_cap_mb": read_cap(options["cap"])} if "cap" in options else {}
+    return _DdpSettings(arguments, comm_dtype)
+
+
+def _read_ddp_bf16(options: Mapping[str, str]) -> _DdpSettings:
+    if options.get("comm_dtype", "bf16") != "bf16":
         raise ConfigError("ddp-bf16 sends bf16; take ddp with another comm_dtype")
-    return ddp(replace(setup, options={**setup.options, "comm_dtype": "bf16"}))
+    return _read_ddp({**options, "comm_dtype": "bf16"})
+
+
+def _enter_ddp(setup: Setup, settings: _DdpSettings) -> Entrant:
+    model = nn.parallel.DistributedDataParallel(setup.model, **settings.arguments)
+    _compress(model, settings.comm_dtype)
+    return Entrant(model, setup.make_optimizer(model.parameters()))
 
 
 def _compress(model: nn.parallel.DistributedDataParallel, comm_dtype: str) -> None:
     """Have gradients sent as ``comm_dtype``; fp32: as they are."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    check_choice("comm_dtype", comm_dtype, get_args(CommDtype))
     if comm_dtype == "fp32":
         return
     hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -66,6 +94,13 @@ def _compress(model: nn.parallel.DistributedDataParallel, comm_dtype: str) -> No
     group, hook = dist.group.WORLD, hooks[comm_dtype]
     assert group is not None
     model.register_comm_hook(None, lambda _, bucket: hook(group, bucket))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fsdp2Settings:
+    """reuses_pages: whether the heap keeps large tensors that were freed."""
+
+    reuses_pages: bool
 
 
 def fsdp2(setup: Setup) -> Entrant:
@@ -77,27 +112,23 @@ def fsdp2(setup: Setup) -> Entrant:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    refuse_unknown(setup.options, {"reuse_pages"})
-    gives_back = _gives_back(setup)
+    settings = _read_fsdp2(setup.options)
+    if "reuse_pages" in setup.options and not isinstance(setup.model, ReplayModel):
+        raise ConfigError("reuse_pages has an effect on replayed models only; leave it out")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks_of(setup.model):
         fully_shard(block, mesh=mesh)
     fully_shard(setup.model, mesh=mesh)
     optimizer = setup.make_optimizer(setup.model.parameters())
-    if gives_back:
-        give_back_large()
-        return Entrant(setup.model, optimizer, close=reuse_pages)
-    return Entrant(setup.model, optimizer)
+    if settings.reuses_pages:
+        return Entrant(setup.model, optimizer)
+    give_back_large()
+    return Entrant(setup.model, optimizer, close=reuse_pages)
 
 
-def _gives_back(setup: Setup) -> bool:
-    asked = setup.options.get("reuse_pages")
-    if asked is None:
-        return False
-    check_choice("reuse_pages", asked, ("true", "false"))
-    if not isinstance(setup.model, ReplayModel):
-        raise ConfigError("reuse_pages has an effect on replayed models only; leave it out")
-    return asked == "false"
+def _read_fsdp2(options: Mapping[str, str]) -> _Fsdp2Settings:
+    refuse_unknown(options, ("reuse_pages",))
+    return _Fsdp2Settings(read_flag(options, "reuse_pages", default=True))
 
 
 def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
@@ -125,54 +156,76 @@ def block_name(leaf: str) -> str:
     return numbered[1] if numbered else leaf.rpartition(".")[0] or leaf
 
 
-_OVER_GLOO: Mapping[str, Factory] = {
-    "ddp": ddp,
-    "ddp-bf16": ddp_bf16,
-    "fsdp2": fsdp2,
-    "deepspeed": deepspeed,
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """read: raises ConfigError for options that do not exist or fit; the factory reads by it, too.
+
+    sends: in what it can be asked to send.
+    """
+
+    factory: Factory
+    read: Callable[[Mapping[str, str]], object]
+    sends: tuple[str, ...] = get_args(CommDtype)
+    uses_group: bool = True
+
+
+_PEERS: Mapping[str, _Peer] = {
+    "ddp": _Peer(ddp, _read_ddp),
+    "ddp-bf16": _Peer(ddp_bf16, _read_ddp_bf16, sends=("fp32", "bf16")),
+    "fsdp2": _Peer(fsdp2, _read_fsdp2, sends=("fp32",)),
+    "deepspeed": _Peer(deepspeed, deepspeed_config),
+    "horovod": _Peer(horovod, horovod_variables, sends=HOROVOD_SENDS, uses_group=False),
 }
-_PEERS: Mapping[str, Factory] = {**_OVER_GLOO, "horovod": horovod}
 METHOD_NAMES = (ALONE, *OURS, *_PEERS)
-# In what a method can be asked to send; those that are not named: in anything.
-_SENDS: Mapping[str, tuple[str, ...]] = {
-    "ddp-bf16": ("fp32", "bf16"),
-    "fsdp2": ("fp32",),
-    "horovod": HOROVOD_SENDS,
-}
 
 
 def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
     """The method ``NAME[:CAP_MB][:OPTION=VALUE...]``, NAME one of METHOD_NAMES.
 
     comm_dtype: in what it is to send, unless its own options say. Raises ConfigError for any other
-    name, and for a method that cannot.
+    name, for options that it does not have, and for a method that cannot send so.
     """
     name, *parts = text.split(":")
-    if name == ALONE:
-        factory: Factory = alone
-    elif name in OURS:
-        factory = bayes if name == BAYES else ours(name)
-    elif name in _PEERS:
-        factory = _PEERS[name]
-    else:
+    if name not in METHOD_NAMES:
         raise ConfigError(
             f"there is no method {name!r}; choose from {', '.join(METHOD_NAMES)}, or give your own "
             "with --method module:factory"
         )
+    if name == ALONE and parts:
+        raise ConfigError(f"method {text!r}: alone has no options, since it sends nothing")
     options = {**_asked(comm_dtype), **read_options(parts, label=text)}
-    sent = options.get("comm_dtype", "fp32")
-    if name != ALONE and sent == comm_dtype and sent not in _SENDS.get(name, get_args(CommDtype)):
+    _refuse_dtype(name, options, comm_dtype)
+    try:
+        return _make_method(name, text, options)
+    except ConfigError as error:
+        raise ConfigError(f"method {text!r}: {error}") from error
+
+
+def _refuse_dtype(name: str, options: Mapping[str, str], comm_dtype: CommDtype) -> None:
+    """Raise ConfigError for a peer that cannot send as all methods are to."""
+    is_asked = options.get("comm_dtype", "fp32") == comm_dtype
+    if name in _PEERS and is_asked and comm_dtype not in _PEERS[name].sends:
         raise ConfigError(
             f"method {name} cannot send as {comm_dtype}; leave it out, or give comm_dtype to the "
             f"others one by one, as in dear:comm_dtype={comm_dtype}"
         )
-    if name in OURS:
-        read_config(options)
-    if name == ALONE and parts:
-        raise ConfigError(f"method {text!r}: alone has no options, since it sends nothing")
+
+
+def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
+    """Raises ConfigError for wrong options here, before hours are spent on other methods."""
+    if name == ALONE:
+        return Method(label, alone, options, uses_group=False)
+    if name in _PEERS:
+        peer = _PEERS[name]
+        peer.read(options)
+        return Method(label, peer.factory, options, uses_group=peer.uses_group)
+    config = read_config(options)
+    if name == PLANNED:
+        check_plan("auto", config)
     if name == BAYES:
         refuse_cap(options)
-    return Method(text, factory, options, uses_group=name in _OVER_GLOO, waits_in_mpi=name in OURS)
+    factory = bayes if name == BAYES else ours(name)
+    return Method(label, factory, options, uses_group=False, waits_in_mpi=True)
 
 
 def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:

@@ -81,13 +81,12 @@ def test_a_group_that_rank_0_cannot_open_is_out_and_the_rest_goes_on(
 def test_a_peer_may_give_its_memory_back_in_between(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    methods = [read_method(f"fsdp2{more}") for more in (":reuse_pages=false", ":reuse_pages=maybe")]
     calls: list[str] = []
     for name in ("give_back_large", "reuse_pages"):
         monkeypatch.setattr(peers, name, partial(calls.append, name))
-    result, _ = contest(world, *methods, read_method("dear"))
+    result, _ = contest(world, read_method("fsdp2:reuse_pages=false"), read_method("fsdp2"))
     assert calls == ["give_back_large", "reuse_pages"]
-    check_only_one_failed(result, "fsdp2:reuse_pages=maybe", "reuse_pages", "maybe", "true, false")
+    assert all(row.blocks for row in result.rows)
 
 
 @pytest.mark.ranks(2)

@@ -64,6 +64,26 @@ def test_a_method_that_cannot_be_is_refused(text: str) -> None:
         read_method(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ddp:capp=8", "'ddp:capp=8': it has no option capp; it has cap, comm_dtype"),
+        ("ddp:nan", "'nan'; it must be a number of MiB"),
+        ("ddp:comm_dtype=bf61", "bf61"),
+        ("ddp-bf16:comm_dtype=fp32", "ddp-bf16 sends bf16"),
+        ("fsdp2:8", "no option cap; it has reuse_pages"),
+        ("fsdp2:reuse_pages=maybe", "reuse_pages.*maybe.*true, false"),
+        ("planned:8", "bucket_cap_mb is 8.0, but the plan decides on it"),
+        ("planned:window=3", "window is 3, but the plan"),
+        ("planned:schedule=wfbp", "schedule is 'wfbp', but the plan"),
+    ],
+)
+def test_wrong_options_are_found_before_anything_is_measured(text: str, words: str) -> None:
+    """Not when the method's turn comes, which may be an hour later."""
+    with pytest.raises(ConfigError, match=words):
+        read_method(text)
+
+
 @pytest.mark.parametrize("text", ["module", ":factory", "module:"])
 def test_a_plug_in_needs_a_module_and_a_factory(text: str) -> None:
     with pytest.raises(ConfigError, match="module:factory"):
