@@ -1,4 +1,4 @@
-"""Peers: others' ways to train, as their documentation says to use them; torch's are here."""
+"""Peers: others' ways to train, as they come and with options of theirs; torch's are here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ class _DdpSettings:
 
 
 def ddp(setup: Setup) -> Entrant:
-    """torch's DistributedDataParallel; options: ``cap``, in MiB, and ``comm_dtype``, by a hook."""
+    """torch's DistributedDataParallel.
+
+    Options: ``cap``, in MiB; ``comm_dtype``, by a hook; ``view=true``, gradients as views into the
+    buckets, which else are copied back out of them.
+    """
     return _enter_ddp(setup, _read_ddp(setup.options))
 
 
@@ -64,10 +68,13 @@ def ddp_bf16(setup: Setup) -> Entrant:
 
 
 def _read_ddp(options: Mapping[str, str]) -> _DdpSettings:
-    refuse_unknown(options, ("cap", "comm_dtype"))
+    refuse_unknown(options, ("cap", "comm_dtype", "view"))
     comm_dtype = options.get("comm_dtype", "fp32")
     check_choice("comm_dtype", comm_dtype, get_args(CommDtype))
-    arguments = {"bucket_cap_mb": read_cap(options["cap"])} if "cap" in options else {}
+    view = read_flag(options, "view", default=False)
+    arguments: dict[str, Any] = {"gradient_as_bucket_view": view}
+    if "cap" in options:
+        arguments["bucket_cap_mb"] = read_cap(options["cap"])
     return _DdpSettings(arguments, comm_dtype)
 
 

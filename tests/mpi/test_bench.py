@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ TIED = Workload(
 @pytest.mark.parametrize("workload", [None, TIED], ids=["equal", "tied"])
 def test_every_method_trains_the_same_model(world: World, workload: Workload | None) -> None:
     names = ["serial", "wfbp", "dear", "dear:0.01:window=1", "ddp", "ddp:1", "ddp-bf16", "fsdp2"]
-    names += ["dear:comm_dtype=bf16", "ddp:comm_dtype=fp16"]
+    names += ["dear:comm_dtype=bf16", "ddp:comm_dtype=fp16", "ddp:view=true", "ddp-bf16:view=true"]
     result, lines = contest(world, *map(read_method, names), workload=workload)
     assert {row.label: row.error for row in result.rows} == dict.fromkeys(names, "")
     assert all(len(row.iterations()) == 2 for row in (result.alone, *result.rows))
@@ -93,6 +94,30 @@ def test_frozen_parameters_are_no_communication(world: World) -> None:
 def test_a_plug_in_takes_part(world: World) -> None:
     result, _ = contest(world, plug_in("tests.mpi.entrants:plug_in"))
     assert not result.rows[0].error and len(result.rows[0].blocks) == 1
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_ddp_are_views_into_its_buckets_where_that_is_asked_for(world: World) -> None:
+    num_storages = {}
+
+    def watch(text: str) -> Method:
+        method = read_method(text)
+
+        def enter(setup: Setup) -> Entrant:
+            entrant = method.enter(setup)
+
+            def count() -> None:
+                grads = [param.grad for param in setup.model.parameters()]
+                places = {grad.untyped_storage().data_ptr() for grad in grads if grad is not None}
+                num_storages[text] = len(places)
+
+            return replace(entrant, finish=count)
+
+        return replace(method, factory=enter)
+
+    result, _ = contest(world, watch("ddp"), watch("ddp:view=true"))
+    assert not any(row.error for row in result.rows)
+    assert num_storages == {"ddp": 4, "ddp:view=true": 1}  # layers, and the bucket of all
 
 
 def test_what_uses_the_group_is_gone_before_it(

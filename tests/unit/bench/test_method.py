@@ -67,9 +67,10 @@ def test_a_method_that_cannot_be_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ddp:capp=8", "'ddp:capp=8': it has no option capp; it has cap, comm_dtype"),
+        ("ddp:capp=8", "'ddp:capp=8': it has no option capp; it has cap, comm_dtype, view"),
         ("ddp:nan", "'nan'; it must be a number of MiB"),
         ("ddp:comm_dtype=bf61", "bf61"),
+        ("ddp-bf16:view=maybe", "view.*maybe.*true, false"),
         ("ddp-bf16:comm_dtype=fp32", "ddp-bf16 sends bf16"),
         ("fsdp2:8", "no option cap; it has reuse_pages"),
         ("fsdp2:reuse_pages=maybe", "reuse_pages.*maybe.*true, false"),

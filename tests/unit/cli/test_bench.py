@@ -82,7 +82,7 @@ def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> No
         (["--workload", "equal:1", "--ratio", "1"], ["one rank"]),
         (["--num-iters", "0", "--feed-forward-s", "1", "--backprop-s", "1"], ["0 rounds"]),
         (["--methods", "dear,dear"], ["dear", "2 times"]),
-        ([*SMALL, "--methods", "dear,ddp:capp=8"], ["ddp:capp=8", "it has cap, comm_dtype"]),
+        ([*SMALL, "--methods", "dear,ddp:capp=8"], ["ddp:capp=8", "it has cap, comm_dtype, view"]),
         ([*SMALL, "--json", "/nowhere/at/all.json"], ["/nowhere/at"]),
         ([*SMALL, "--picture", "bench.png"], ["bench.png", ".svg"]),
     ],
