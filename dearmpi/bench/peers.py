@@ -105,15 +105,20 @@ def _compress(model: nn.parallel.DistributedDataParallel, comm_dtype: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class _Fsdp2Settings:
-    """reuses_pages: whether the heap keeps large tensors that were freed."""
+    """reshards: whether blocks free parameters after feed-forward, and gather them for backprop.
 
+    reuses_pages: whether the heap keeps large tensors that were freed.
+    """
+
+    reshards: bool
     reuses_pages: bool
 
 
 def fsdp2(setup: Setup) -> Entrant:
     """torch's fully_shard: one unit per block of layers, the rest of the model around them.
 
-    Option: ``reuse_pages=false`` gives large tensors back to the system, which costs time, for
+    Options: ``reshard=false`` keeps the gathered parameters for backprop, instead of gathering them
+    again. ``reuse_pages=false`` gives large tensors back to the system, which costs time, for
     models that do not fit otherwise: what is gathered and freed in turn leaves holes in the heap.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -124,8 +129,8 @@ def fsdp2(setup: Setup) -> Entrant:
         raise ConfigError("reuse_pages has an effect on replayed models only; leave it out")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks_of(setup.model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(setup.model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=settings.reshards)
+    fully_shard(setup.model, mesh=mesh)  # what is left is needed first in backprop: never freed
     optimizer = setup.make_optimizer(setup.model.parameters())
     if settings.reuses_pages:
         return Entrant(setup.model, optimizer)
@@ -134,8 +139,11 @@ def fsdp2(setup: Setup) -> Entrant:
 
 
 def _read_fsdp2(options: Mapping[str, str]) -> _Fsdp2Settings:
-    refuse_unknown(options, ("reuse_pages",))
-    return _Fsdp2Settings(read_flag(options, "reuse_pages", default=True))
+    refuse_unknown(options, ("reshard", "reuse_pages"))
+    return _Fsdp2Settings(
+        reshards=read_flag(options, "reshard", default=True),
+        reuses_pages=read_flag(options, "reuse_pages", default=True),
+    )
 
 
 def blocks_of(model: nn.Module) -> list[list[nn.Module]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dearmpi.bench import contest as bench_contest
 from dearmpi.bench import session
@@ -49,6 +50,7 @@ TIED = Workload(
 def test_every_method_trains_the_same_model(world: World, workload: Workload | None) -> None:
     names = ["serial", "wfbp", "dear", "dear:0.01:window=1", "ddp", "ddp:1", "ddp-bf16", "fsdp2"]
     names += ["dear:comm_dtype=bf16", "ddp:comm_dtype=fp16", "ddp:view=true", "ddp-bf16:view=true"]
+    names += ["fsdp2:reshard=false"]
     result, lines = contest(world, *map(read_method, names), workload=workload)
     assert {row.label: row.error for row in result.rows} == dict.fromkeys(names, "")
     assert all(len(row.iterations()) == 2 for row in (result.alone, *result.rows))
@@ -118,6 +120,27 @@ def test_gradients_of_ddp_are_views_into_its_buckets_where_that_is_asked_for(wor
     result, _ = contest(world, watch("ddp"), watch("ddp:view=true"))
     assert not any(row.error for row in result.rows)
     assert num_storages == {"ddp": 4, "ddp:view=true": 1}  # layers, and the bucket of all
+
+
+class _Gathers(TorchDispatchMode):
+    """Counts the all-gathers of torch's groups."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.c10d._allgather_base_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2)
+def test_fsdp2_gathers_parameters_once_where_it_is_to_keep_them(world: World) -> None:
+    num_gathers = {}
+    for text in ("fsdp2", "fsdp2:reshard=false"):
+        with _Gathers() as gathers:  # type: ignore[no-untyped-call]
+            result, _ = contest(world, read_method(text))
+        assert not result.rows[0].error
+        num_gathers[text] = gathers.count
+    assert num_gathers == {"fsdp2": 2 * 3 * 4, "fsdp2:reshard=false": 3 * 4}  # iterations, layers
 
 
 def test_what_uses_the_group_is_gone_before_it(
