@@ -27,6 +27,7 @@ from dearmpi.bench.subject import Subject
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.self_planning import LEAST_STEPS
 from dearmpi.errors import CommError, ConfigError, UsageError
 from dearmpi.plan.layout import Bucket
 from dearmpi.plan.timeline import is_active
@@ -44,8 +45,8 @@ _LINK_REPEATS = 3  # of communication alone in each round
 class Length:
     """How long to measure: ``num_rounds`` blocks of ``num_batches`` iterations for each method.
 
-    num_warmup: iterations before each block that do not count. patience_s: how long a rank waits
-        for others inside a peer before it gives the peer up.
+    num_warmup: iterations before each block that do not count, after those of ``least_tuning``.
+    patience_s: how long a rank waits for others inside a peer before it gives the peer up.
     """
 
     num_warmup: int = 3
@@ -98,16 +99,25 @@ def hold_contest(
         comm_dtype=comm_dtype,
         torch_threads=torch.get_num_threads(),
     )
+    num_tuning = least_tuning(methods)
     entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
     for number in range(length.num_rounds):
         result.link += measure_link(world, layout, config, repeats=_LINK_REPEATS)
         turns = entries if number % 2 == 0 else entries[::-1]  # so that no drift favours one
         for method, row in turns:
             if not row.error:
-                _run_block(world, _Trial(world, subject, method, length), row)
+                _run_block(world, _Trial(world, subject, method, length, num_tuning), row)
                 tell(_describe(result, row, number))
                 keep(result)
     return result
+
+
+def least_tuning(methods: Sequence[Method]) -> int:
+    """Iterations before the warm-up that every method has at least.
+
+    Those in which one tunes itself warm it up as well, so the others get as many as a plan takes.
+    """
+    return LEAST_STEPS if any(method.tunes_itself for method in methods) else 0
 
 
 def plan_of(world: World, model: nn.Module) -> tuple[Bucket, ...]:
@@ -153,9 +163,10 @@ class _Trial:
         subject: Subject,
         method: Method,
         length: Length,
+        least_tuning: int,
     ) -> None:
         self._world, self._subject, self._method = world, subject, method
-        self._length = length
+        self._length, self._least_tuning = length, least_tuning
         self._model: nn.Module | None = None
         self._entrant: Entrant | None = None
         self._num_tuning = 0
@@ -198,10 +209,10 @@ class _Trial:
         self._entrant = self._method.enter(setup)
 
     def measure(self) -> None:
-        """Warm up, then take the time of each iteration."""
+        """Tune and warm up, then take the time of each iteration."""
         assert self._entrant is not None
         loss = self._subject.losses()
-        while self._entrant.is_tuning():
+        while self._entrant.is_tuning() or self._num_tuning < self._least_tuning:
             _iterate(self._entrant, loss)
             self._num_tuning += 1
         for _ in range(self._length.num_warmup):

@@ -92,6 +92,7 @@ class Method:
     uses_group: ``torch.distributed`` is initialised over gloo before it enters, and taken down
         after it.
     waits_in_mpi: a rank of it that fails leaves the others waiting in this package's operations.
+    tunes_itself: in iterations before those that warm up.
     """
 
     label: str
@@ -99,6 +100,7 @@ class Method:
     options: Mapping[str, str] = field(default_factory=dict)
     uses_group: bool = True
     waits_in_mpi: bool = False
+    tunes_itself: bool = False
 
     def enter(self, setup: Setup) -> Entrant:
         """Make the model ready (collective)."""

@@ -240,7 +240,14 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
     if name == BAYES:
         refuse_cap(options)
     factory = bayes if name == BAYES else ours(name)
-    return Method(label, factory, options, uses_group=False, waits_in_mpi=True)
+    return Method(
+        label,
+        factory,
+        options,
+        uses_group=False,
+        waits_in_mpi=True,
+        tunes_itself=name in (PLANNED, BAYES),
+    )
 
 
 def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:

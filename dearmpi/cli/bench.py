@@ -82,7 +82,8 @@ class Contents:
     default=3,
     show_default=True,
     metavar="N",
-    help="iterations before each block that do not count",
+    help="iterations before each block that do not count; in a contest with planned or bayes every "
+    "method has more, as many as a plan takes at least",
 )
 @click.option(
     "--num-batches-per-iter",

@@ -33,6 +33,9 @@ from dearmpi.tune.profile import LayerTimer, slowest_profile
 from dearmpi.tune.wire_pace import Crossing, wire_pace
 
 NUM_WARMUP, NUM_PROFILED = 2, 3
+LEAST_STEPS = NUM_WARMUP + NUM_PROFILED + 1
+"""Steps after which a plan is taken up at the earliest."""
+
 MOST_STEPS = 50
 """Steps after which the plan is taken up at the latest."""
 
