@@ -152,6 +152,11 @@ def read_config(options: Mapping[str, str]) -> EngineConfig:
             raise ConfigError(
                 f"the engine has no setting {given!r}; it has {', '.join(sorted(defaults))}"
             )
+        if name in values:
+            raise ConfigError(
+                f"the bucket cap is given twice, as cap={options['cap']} and as "
+                f"bucket_cap_mb={options['bucket_cap_mb']}; leave out one of the two"
+            )
         values[name] = _read_value(name, text, defaults[name])
     return EngineConfig(**values)
 
@@ -165,7 +170,8 @@ def _read_value(name: str, text: str, default: object) -> object:
         if default is None or isinstance(default, float):
             return float(text)
     except (KeyError, ValueError):
-        kind = "true or false" if isinstance(default, bool) else "a number"
+        kinds = {bool: "true or false", int: "a whole number"}
+        kind = kinds.get(type(default), "a number")
         raise ConfigError(f"{name} is {text!r}; it must be {kind}") from None
     return text
 
