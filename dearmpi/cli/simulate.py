@@ -72,7 +72,7 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     show_default="all",
     metavar="NAME",
     help="serial, wfbp, ddp, horovod, mg-wfbp, bytescheduler, dear-unfused, dear, dear-plan; "
-    "ddp:8, horovod:128 and dear:8 set the bucket cap in MiB, horovod:64:5 also its cycle in ms; "
+    "ddp:8, horovod:64 and dear:8 set the bucket cap in MiB, horovod:64:5 also its cycle in ms; "
     "may be repeated",
 )
 @click.option("--json", "json_path", type=OUT, metavar="FILE", help="write all figures there")

@@ -44,6 +44,16 @@ def test_three_equal_layers_by_hand() -> None:
     assert seconds("horovod:64:600", profile) == pytest.approx(1.2 + 2 + (1 + 2) + 3)
 
 
+def test_horovod_is_as_it_comes_and_as_bench_measures_it() -> None:
+    layers = tuple(float_layer(f"{i}", {"w": (25 * 2**18,)}, 1) for i in range(8))  # 25 MiB each
+    profile = ModelProfile(Workload("eight", "", layers, 1, "img"), (LayerTimes(1e-6, 1e-6),) * 8)
+    buckets = {
+        name: len(parse_method(name).prepare(profile, SLOW.at(2)).layout)
+        for name in ("horovod", "horovod:128", "horovod:64:5")
+    }
+    assert buckets == {"horovod": 2, "horovod:128": 2, "horovod:64:5": 4}
+
+
 def test_bytescheduler_lets_the_first_layer_overtake() -> None:
     # Layers of 8 million elements, two of which are on their way at once; 2 s for each again.
     layers = tuple(float_layer(f"{i}", {"w": (8_000_000,)}, 1) for i in range(5))
