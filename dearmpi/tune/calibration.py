@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class SizeTimes:
-    """An operation on a buffer of ``nbytes``, in seconds: the slowest rank's median.
+    """An operation on a buffer of ``nbytes``, in seconds: the least of the slowest rank's times.
 
     alone_s: of each of several, one after the other. pair_s: of every two of several with two in
         flight.
