@@ -28,7 +28,7 @@ DEVICE = (
 )
 _IMAGES_PER_S = {"resnet50": 294.0, "inception_v4": 79.0}
 _PASSES = 3  # feed-forward once, backprop as much as two of them
-_CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 32.0, 64.0, 128.0, 256.0)
+CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 32.0, 64.0, 128.0, 256.0)
 _UNFUSED = ("wfbp", "bytescheduler")
 _FUSED = ("ddp", "horovod", "mg-wfbp")
 
@@ -150,7 +150,7 @@ def unfused_methods() -> Sequence[Method]:
 
 def fused_methods() -> Sequence[Method]:
     """What the paper compares with tensor fusion; DeAR's cap is the best of ten, as if searched."""
-    caps = [_one_in_flight(f"dear:{cap_mb:g}") for cap_mb in _CAPS_MB]
+    caps = [_one_in_flight(f"dear:{cap_mb:g}") for cap_mb in CAPS_MB]
     return [*(parse_method(name) for name in _FUSED), *caps]
 
 

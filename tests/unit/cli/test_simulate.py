@@ -161,6 +161,7 @@ def test_the_paper_beside_what_is_simulated(
     text = capsys.readouterr().out
     assert "the paper says up to 83%" in text and "the paper says up to 15%" in text
     assert text.count("resnet50 ") == 4 and "2080 Ti" in text
+    assert "DeAR has the best of 10 bucket caps, and the others are as they come" in text
 
 
 def test_it_needs_neither_torch_nor_mpi() -> None:
