@@ -25,6 +25,7 @@ class BucketRuntime:
         clears it.
     missing: slots that had no gradient on this rank in any backprop before the launch.
     expected: slots that required grad when the iteration started.
+    awaited: those of them whose gradient has not come yet in the backprop that fills the bucket.
     compiled: a compiled graph may read the parameters, and waits for nobody.
     arrival: on a device, the event that whoever reads the parameters lets its stream wait for;
         None once it has passed.
@@ -57,6 +58,7 @@ class BucketRuntime:
         self.streams: set[Any] = set()
         self._slots = frozenset(range(len(self.params)))
         self.expected: frozenset[int] = frozenset()
+        self.awaited: set[int] = set()
         self._arrived: set[int] = set()
         self._touched: set[int] = set()
         self._ever: set[int] = set()
@@ -92,6 +94,7 @@ class BucketRuntime:
     def expect_gradients(self) -> bool:
         """Start an iteration: who requires grad now is expected; True if anyone is."""
         self.expected = frozenset(s for s, param in enumerate(self.params) if param.requires_grad)
+        self.awaited = set(self.expected)
         self._check_frozen()
         self._blank_frozen()
         return bool(self.expected)
@@ -99,19 +102,19 @@ class BucketRuntime:
     def keep_gradient(self, slot: int) -> None:
         """Accumulate locally: ``param.grad`` becomes a view, into which autograd then adds."""
         param, view = self.params[slot], self.gradients.views[slot]
-        grad = self._dense_gradient(slot)
+        grad = self._usable_gradient(slot)
         if not _is_same(grad, view):
-            view.copy_(grad.detach())
+            view.copy_(grad)
             param.grad = view
 
     def take_gradient(self, slot: int) -> bool:
         """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
         param = self.params[slot]
-        self._store_gradient(slot, self._dense_gradient(slot))
+        self._store_gradient(slot, self._usable_gradient(slot))
         param.grad = self.stand_ins[slot]
-        arrived = self._arrived
-        arrived.add(slot)
-        if len(arrived) < len(self.expected) or not arrived >= self.expected:
+        self._arrived.add(slot)
+        self.awaited.discard(slot)
+        if self.awaited:
             return False
         self._note_arrived()
         return True
@@ -143,6 +146,7 @@ class BucketRuntime:
                 view.zero_()
             else:
                 self.take_gradient(slot)
+        self.awaited.clear()
         self._note_arrived()
 
     def release_gradients(self) -> None:
@@ -197,12 +201,14 @@ class BucketRuntime:
         self._carried = self.gradients.shard.clone()
         self._blank_frozen()
         self._arrived.clear()
+        self.awaited = set(self.expected)
         self.move_to(BucketState.IDLE)
         return self._carried
 
     def forget(self) -> None:
         """Back to the start of an iteration."""
         self._arrived.clear()
+        self.awaited.clear()
         self._touched.clear()
         self.missing = frozenset()
         self.move_to(BucketState.IDLE)
@@ -251,20 +257,18 @@ class BucketRuntime:
 
     def _store_gradient(self, slot: int, grad: Tensor) -> None:
         view = self.gradients.views[slot]
-        if grad.requires_grad:  # from a backprop with create_graph=True
-            grad = grad.detach()
         if slot in self._arrived:
             view.add_(grad)
         elif not _is_same(grad, view):
             view.copy_(grad)
 
-    def _dense_gradient(self, slot: int) -> Tensor:
+    def _usable_gradient(self, slot: int) -> Tensor:
         grad = self.params[slot].grad
         if grad is None:
             raise refusal.taken(self.plan.names[slot])
         if grad.layout is not torch.strided:
             raise refusal.sparse(self.plan.names[slot])
-        return grad
+        return grad.detach() if grad.requires_grad else grad  # which create_graph=True makes it do
 
 
 def _is_same(grad: Tensor | None, view: Tensor) -> bool:

@@ -92,14 +92,8 @@ class Engine:
         if not self._synchronizing:
             self._keep_gradient(bucket, slot)
             return
-        cycle = self._pipeline.cycle
-        if cycle.stepped:
-            self._begin_cycle()
-            cycle = self._pipeline.cycle
-        if slot not in bucket.expected:
-            raise refusal.unfrozen_late(bucket.plan.names[slot])
-        if bucket.index in cycle.launched or (self._launches and bucket.has_gradient(slot)):
-            self._reopen()
+        if slot not in bucket.awaited:
+            self._await_gradient(bucket, slot)
         bucket.streams.add(self._side.current())
         if bucket.take_gradient(slot):
             if bucket.state is BucketState.IDLE:
@@ -288,6 +282,16 @@ class Engine:
         options = self._read_options(None) if self._eager and not joined else None
         self._pipeline.num_reduced += 1
         self._pipeline.begin(Cycle(active=frozenset(active), options=options))
+
+    def _await_gradient(self, bucket: BucketRuntime, slot: int) -> None:
+        """One that comes first of an iteration, or again, or from nowhere."""
+        if self._cycle.stepped:
+            self._begin_cycle()
+        if slot not in bucket.expected:
+            raise refusal.unfrozen_late(bucket.plan.names[slot])
+        launched = bucket.index in self._cycle.launched
+        if launched or (self._launches and bucket.has_gradient(slot)):
+            self._reopen()
 
     def _reopen(self) -> None:
         """A further backprop before the step: its gradients add to those already reduced."""
