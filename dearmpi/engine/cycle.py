@@ -5,24 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dearmpi.engine.update import Options
+from dearmpi.plan.schedule import AllGather
 
 
 @dataclass(slots=True)
 class Cycle:
     """From the first gradient of a backprop to the last all-gather of its step.
 
+    reduce_scatters, all_gathers: in the order in which they are posted.
     active: buckets with a parameter that requires grad; the others take no part.
     options: hyperparameters for the update; None until they are known.
     stepped: whether the user has called ``step()``.
-    used: once the ranks have told each other, which parameters had a gradient on any of them.
+    unfilled: buckets that this rank's backprop has not filled by itself; once the ranks have told
+        each other, that any of theirs has not.
+    used: from then on, which parameters had a gradient on any of them.
     launched, reduced: buckets whose reduce-scatter is posted, and complete.
     num_gathers: how many all-gathers are posted.
     num_finished: buckets whose parameters are current again.
     """
 
+    reduce_scatters: tuple[int, ...] = ()
+    all_gathers: tuple[AllGather, ...] = ()
     active: frozenset[int] = frozenset()
     options: Options | None = None
     stepped: bool = False
+    unfilled: frozenset[int] = frozenset()
     used: bytes | None = None
     launched: set[int] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)

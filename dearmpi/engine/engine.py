@@ -109,11 +109,13 @@ class Engine:
         """No more gradients come before the step: launch what has not been launched."""
         if self._cycle.stepped:
             self._begin_cycle()
-        for index in self._cycle.active - self._cycle.launched:
-            bucket = self._buckets[index]
-            if bucket.state is BucketState.IDLE:
-                bucket.close_gradients()
-                self._close_bucket(bucket)
+        cycle = self._cycle
+        waiting = cycle.active - cycle.launched
+        unfilled = {i for i in waiting if self._buckets[i].state is BucketState.IDLE}
+        cycle.unfilled |= unfilled
+        for index in unfilled:
+            self._buckets[index].close_gradients()
+            self._close_bucket(self._buckets[index])
         self._launch_ready()
 
     def step(self, *, joined: bool = False) -> None:
@@ -269,6 +271,7 @@ class Engine:
 
     def _begin_cycle(self, *, joined: bool = False) -> None:
         self._wait(self._pipeline.is_finished, "the last step's gathers")
+        self._wait(self._pipeline.is_order_known, "the roll call of the step before the last")
         self._side.lead()  # gradients go where updates have read
         if self.joining.is_open and not joined:
             self.joining.attend(True)
@@ -317,7 +320,7 @@ class Engine:
     def _launch_ready(self) -> None:
         """Launch buckets in the schedule's order, as far as their gradients are there."""
         cycle = self._cycle
-        for index in self._schedule.reduce_scatters:
+        for index in cycle.reduce_scatters:
             if index in cycle.launched or index not in cycle.active:
                 continue
             bucket = self._buckets[index]

@@ -6,7 +6,9 @@ its state: reduced, updated and gathered (or gathered and updated), and then cur
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from dearmpi.comm.api import Collectives, Completed, Request
@@ -30,7 +32,8 @@ from dearmpi.plan.schedule import Schedule, Wait
 
 
 class Pipeline:
-    """Carries launched buckets through the rest of ``cycle``, in the schedule's order.
+    """Carries launched buckets through the rest of ``cycle``, in the schedule's order. Those that
+    some backprop did not fill in the step before the last go last, to hold up no others.
 
     buckets: in feed-forward order. schedule: over them.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
@@ -77,15 +80,18 @@ class Pipeline:
         self.spans = spans
         self.clock = CommunicationClock(self.spans)
         self._checked = steps_between_checks(config.check_every) > 0
+        self._called: deque[Cycle] = deque(maxlen=2)  # the latest steps' roll calls
         self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
         self.cycle = Cycle(stepped=True)
 
     # Called on the main thread.
 
     def begin(self, cycle: Cycle) -> None:
-        """Start an iteration; the last one must be finished."""
+        """Start an iteration; the last one must be finished, and its order known."""
         self.side.follow()  # options may be tensors
-        self.cycle = cycle
+        late = self._called[0].unfilled if len(self._called) == 2 else frozenset()
+        order, gathers = self.schedule.with_last(late)
+        self.cycle = replace(cycle, reduce_scatters=order, all_gathers=gathers)
 
     def launch(self, bucket: BucketRuntime) -> None:
         """Submit the reduce-scatter of a READY bucket."""
@@ -110,12 +116,22 @@ class Pipeline:
         """
         cycle = self.cycle
         assert cycle.options is not None
-        roll = RollCall(self.buckets, cycle.active, self.num_reduced, self.loads, cycle.options)
+        roll = RollCall(
+            self.buckets, cycle.active, cycle.unfilled, self.num_reduced, self.loads, cycle.options
+        )
+        self._called.append(cycle)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
         called = partial(self._roll_called, cycle, roll)
         self._control_channel.submit(
             "roll call", lambda c: c.start_all_reduce(roll.told, "max"), called
         )
+
+    def is_order_known(self) -> bool:
+        """Whether the ranks have told each other by what the next cycle's order is decided.
+
+        Of the step before the last: to ask for the last one's might be to wait for other ranks.
+        """
+        return len(self._called) < 2 or self._called[0].used is not None
 
     def is_finished(self) -> bool:
         """Whether every bucket of the cycle has gone all the way."""
@@ -185,7 +201,9 @@ class Pipeline:
         self._post_gathers()
 
     def _roll_called(self, cycle: Cycle, roll: RollCall) -> None:
-        cycle.used = roll.used()
+        answer = roll.answer()
+        cycle.unfilled = answer.unfilled
+        cycle.used = answer.used
         for bucket in self.buckets:
             self._try_update(bucket)
 
@@ -234,7 +252,7 @@ class Pipeline:
         before = BucketState.REDUCED if self._gathers_gradients else BucketState.UPDATED
         if cycle.options is None and self.schedule.wait is not Wait.STEP:
             return  # a further backprop may still add to what has been reduced
-        gathers = self.schedule.all_gathers
+        gathers = cycle.all_gathers
         while cycle.num_gathers < len(gathers):
             gather = gathers[cycle.num_gathers]
             if gather.bucket in cycle.active:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,13 +43,23 @@ class Loads:
         return bytes([self.count % 256]) + self._checksum.to_bytes(self.NUM_BYTES - 1, "little")
 
 
-class RollCall:
-    """One rank's, for one step: which parameters had a gradient here, which buckets travel, how
-    often it has reduced gradients, what its optimizer has loaded, and roughly each param group's
-    learning rate.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all ranks have told. used: a byte for each parameter, 0 if it had no gradient on any.
+    unfilled: the buckets that backprop has not filled on some.
+    """
 
-    active: the buckets that travel. num_reduced: times that gradients were reduced since the
-        buckets were laid out.
+    used: bytes
+    unfilled: frozenset[int]
+
+
+class RollCall:
+    """One rank's, for one step: which parameters had a gradient here, which buckets backprop has
+    not filled, which travel, how often it has reduced gradients, what its optimizer has loaded, and
+    roughly each param group's learning rate.
+
+    active: the buckets that travel. unfilled: those of them that only the step has closed.
+    num_reduced: times that gradients were reduced since the buckets were laid out.
     told: to be reduced in place to the largest of each byte.
     """
 
@@ -56,6 +67,7 @@ class RollCall:
         self,
         buckets: Sequence[BucketRuntime],
         active: Iterable[int],
+        unfilled: Collection[int],
         num_reduced: int,
         loads: Loads,
         options: Options,
@@ -68,18 +80,17 @@ class RollCall:
             for slot in bucket.missing:
                 present[first + slot] = False
         self._num_params = len(present)
+        self._num_told = self._num_params + len(buckets)
+        present += bytes(bucket.index in unfilled for bucket in buckets)
         alike = zlib.crc32(str(sorted(active)).encode()).to_bytes(_ACTIVE_BYTES, "little")
         alike += bytes([num_reduced % 256]) + loads.told()
         alike += bytes(_as_byte(_rate(group)) for group in options)
         self.told: Tensor = torch.frombuffer(present + alike + _rest(alike), dtype=torch.uint8)
 
-    def used(self) -> bytes:
-        """After the reduction: a byte for each parameter, 0 if it had no gradient on any rank.
-
-        Raises ReplicaMismatchError if the ranks are not alike.
-        """
-        answer = bytes(self.told.tolist())
-        alike = answer[self._num_params :]
+    def answer(self) -> Answer:
+        """After the reduction. Raises ReplicaMismatchError if the ranks are not alike."""
+        told = bytes(self.told.tolist())
+        alike = told[self._num_told :]
         most, least = alike[: len(alike) // 2], _rest(alike[len(alike) // 2 :])
         if most != least:
             _compare_active(most[:_ACTIVE_BYTES], least[:_ACTIVE_BYTES])
@@ -88,7 +99,10 @@ class RollCall:
             most, least = most[1:], least[1:]
             self._compare_loads(most, least)
             self._compare_rates(most[Loads.NUM_BYTES :], least[Loads.NUM_BYTES :])
-        return answer[: self._num_params]
+        unfilled = told[self._num_params : self._num_told]
+        return Answer(
+            told[: self._num_params], frozenset(i for i, some in enumerate(unfilled) if some)
+        )
 
     def _compare_loads(self, most: bytes, least: bytes) -> None:
         if most[0] != least[0]:

@@ -64,6 +64,20 @@ class Schedule:
                     f"of bucket {gather.after}; there are {len(buckets)} buckets"
                 )
 
+    def with_last(self, late: Collection[int]) -> tuple[tuple[int, ...], tuple[AllGather, ...]]:
+        """The reduce-scatters, and the all-gathers, in an order where those of the ``late`` buckets
+        hold up no others.
+
+        A gather that a feed-forward waits for keeps its place, which its reduce-scatter has passed
+        by then.
+        """
+        order, gathers = self.reduce_scatters, self.all_gathers
+        if late:
+            order = tuple(sorted(order, key=lambda bucket: bucket in late))
+            if self.wait is Wait.STEP:
+                gathers = tuple(sorted(gathers, key=lambda gather: gather.bucket in late))
+        return order, gathers
+
     def sequence(self, *, without: Collection[int] = ()) -> str:
         """Operations in order of posting if all take equally long; ``|`` is the end of backprop.
 

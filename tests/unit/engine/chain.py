@@ -43,14 +43,14 @@ class Chain(nn.Module):
             # Registered before the engine's, which goes to the front: parameters are current here.
             layer.register_forward_pre_hook(lambda *_, label=f"F{number}": self.moment(label))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
+    def forward(self, inputs: Tensor, num_layers: int | None = None) -> Tensor:
+        for number, layer in enumerate(self.layers[:num_layers]):
             inputs = _AtBackward.apply(layer(inputs), self.moment, f"B{number}").tanh()  # type: ignore[no-untyped-call]
         return inputs
 
-    def backward(self) -> None:
-        """Feed-forward and backprop, of the same loss at every call."""
-        loss: Tensor = self(torch.ones(2, 4)).square().mean()
+    def backward(self, num_layers: int | None = None) -> None:
+        """Feed-forward and backprop of the first ``num_layers``, or all, of the same loss."""
+        loss: Tensor = self(torch.ones(2, 4), num_layers).square().mean()
         loss.backward()
 
 
