@@ -244,8 +244,8 @@ def _compare_paper(console: Console) -> list[Comparison]:
 
     console.say(
         f"{WORLD_SIZE} ranks. {DEVICE}.",
-        "gain: of DeAR over the best of the others, each with fusion or each without; where they fuse, "
-        f"DeAR has the best of {len(CAPS_MB)} bucket caps, and the others are as they come.",
+        "gain: of DeAR over the best of the others, each with fusion or each without; where they "
+        f"fuse, DeAR has the best of {len(CAPS_MB)} bucket caps, and the others are as they come.",
         "overlap: WFBP's bound over DeAR's, for DeAR's buckets; limit: 1 + t_ff / (2 t_bp).",
         "start-up: what the other loses to that of its operations, over what DeAR loses to it.",
         "rest: what is left of the gain, from fusion and what nothing hides at a pass's ends.",
