@@ -14,6 +14,7 @@ from dearmpi.engine.gathered_state import GatheredState
 State = dict[str, Any]
 
 _SHARED = ("param_groups", "state")
+_MARK = "_opt_called"  # which schedulers look at, to see that steps are taken
 
 
 class Facade(Optimizer):
@@ -25,10 +26,15 @@ class Facade(Optimizer):
 
     _optimizer: Optimizer
     _members: list[list[Tensor]]
+    _attributes: dict[str, Any]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SHARED and "_members" in vars(self) and value is not vars(self)[name]:
-            raise refusal.assigned(name)
+        if "_members" in vars(self):
+            if name in _SHARED and value is not vars(self)[name]:
+                raise refusal.assigned(name)
+            # Where the wrapped one alone has such a thing, it is meant.
+            if name in vars(self._optimizer) and name != _MARK and not hasattr(self, name):
+                raise refusal.set_on_optimizer(name)
         super().__setattr__(name, value)
 
     def _share(self, state: Any) -> None:
@@ -36,6 +42,7 @@ class Facade(Optimizer):
         groups = self._optimizer.param_groups
         vars(self).update(param_groups=groups, state=state)
         self._members = [list(group["params"]) for group in groups]
+        self._attributes = dict(vars(self._optimizer))
 
     def _save(self, save: Callable[[], State]) -> State:
         """A state dict by ``save``, with the hooks that torch calls around it."""
@@ -58,9 +65,10 @@ class Facade(Optimizer):
             after(self)
 
     def _check_shared(self) -> None:
-        """Raise UsageError if param groups have other parameters, or the state shown was changed.
+        """Raise UsageError if param groups have other parameters, the state shown was changed, or
+        the wrapped optimizer has attributes that its copies, one for each bucket, have not.
 
-        Called in each step: lists of the same tensors are compared in a microsecond.
+        Called in each step: what is the same is compared in a microsecond.
         """
         if self.param_groups is not self._optimizer.param_groups:
             raise refusal.divorced()
@@ -72,3 +80,24 @@ class Facade(Optimizer):
             raise refusal.regrouped()
         if isinstance(self.state, GatheredState):
             self.state.check()
+            self._check_attributes()
+
+    def _check_attributes(self) -> None:
+        now, before = vars(self._optimizer), self._attributes
+        if _are_same(now, before):
+            return
+        for name in {**before, **now}:
+            is_method = callable(getattr(type(self._optimizer), name, None))
+            if is_method or name == _MARK:  # such as the step, which schedulers watch
+                continue
+            if name not in now or name not in before or not _are_same(now[name], before[name]):
+                raise refusal.set_on_optimizer(name)
+        self._attributes = dict(now)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether they are equal; identical ones are, and are not looked at any further."""
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, ValueError):  # tensors and arrays have no one truth value
+        return False

@@ -127,6 +127,15 @@ def assigned(name: str) -> UsageError:
     )
 
 
+def set_on_optimizer(name: str) -> UsageError:
+    """The copies that update the buckets have what it was when they were made."""
+    return UsageError(
+        f"{name} was set on the optimizer after its DistributedOptimizer was made, and would have "
+        "no effect: each bucket is updated by a copy of the wrapped optimizer; set it before, or "
+        "make it an option of the param groups, which each step reads"
+    )
+
+
 def divorced() -> UsageError:
     """What is set in the groups on show has no effect any more."""
     return UsageError(

@@ -104,6 +104,73 @@ def test_groups_and_state_cannot_be_replaced_in_vain(
     run_ranks(size, rank)
 
 
+class Factored(torch.optim.SGD):
+    """Looks at an attribute of its own in each step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.factor = torch.ones(2)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(self.factor.prod())
+        return super().step()
+
+
+def make_factored(world: World, **settings: Any) -> tuple[Any, Factored, nn.Module]:
+    """One that has taken a step, with a scheduler of the wrapped optimizer, which marks it."""
+    model = nn.Linear(3, 2)
+    fill(model)
+    inner = Factored(model.parameters())
+    optimizer = DistributedOptimizer(inner, model, world=world, **settings)
+    torch.optim.lr_scheduler.StepLR(inner, 9)
+    step(optimizer, model)
+    return optimizer, inner, model
+
+
+@GATHERS
+def test_an_attribute_that_is_set_on_the_wrapped_optimizer_is_not_set_in_vain(gather: Any) -> None:
+    """The copies that update the buckets would go on with the old one."""
+
+    def rank(world: World) -> None:
+        optimizer, inner, model = make_factored(world, gather=gather)
+        step(optimizer, model)
+        inner.factor = torch.zeros(2)
+        with pytest.raises(UsageError, match="factor was set .* an option of the param groups"):
+            step(optimizer, model)
+
+    run_ranks(2, rank)
+
+
+@SIZES
+def test_an_attribute_that_is_set_on_the_distributed_optimizer_is_not_set_in_vain(
+    size: int,
+) -> None:
+    def rank(world: World) -> None:
+        optimizer, _, model = make_factored(world)
+        with pytest.raises(UsageError, match="factor was set .* an option of the param groups"):
+            optimizer.factor = torch.zeros(2)
+        optimizer.note = "of the script"
+        torch.optim.lr_scheduler.StepLR(optimizer, 9)
+        step(optimizer, model)
+        optimizer.close()
+
+    run_ranks(size, rank)
+
+
+def test_a_rank_alone_reads_attributes_of_the_wrapped_optimizer() -> None:
+    def rank(world: World) -> None:
+        optimizer, inner, model = make_factored(world)
+        before = [param.detach().clone() for param in model.parameters()]
+        inner.factor = torch.zeros(2)
+        step(optimizer, model)
+        assert all(map(torch.equal, before, model.parameters()))
+
+    run_ranks(1, rank)
+
+
 @GATHERS
 def test_a_tensor_of_the_gathered_state_is_not_changed_in_vain(gather: Any) -> None:
     def rank(world: World) -> None:
