@@ -56,7 +56,6 @@ def test_every_method_trains_the_same_model(world: World, workload: Workload | N
     assert all(len(row.iterations()) == 2 for row in (result.alone, *result.rows))
     assert len(lines) == 1 + len(names)
     assert result.bounds is not None
-    assert result.bounds.compute_s > 0  # less than 6 ms where layers make up for late sleeps
     assert result.link and result.bounds.communication_s > 0
     text = "\n".join(describe_result(result))
     assert all(f"\n{name} " in text for name in names)
