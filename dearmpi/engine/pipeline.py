@@ -31,9 +31,14 @@ from dearmpi.engine.wire_range import check_gradients, check_parameters
 from dearmpi.plan.schedule import Schedule, Wait
 
 
+# For so many steps a bucket that was not filled goes last: needlessly late it is late alone, but
+# where it ought to be late and is not, it holds up all that stand behind it.
+_STEPS_LATE = 8
+
+
 class Pipeline:
     """Carries launched buckets through the rest of ``cycle``, in the schedule's order. Those that
-    some backprop did not fill in the step before the last go last, to hold up no others.
+    some backprop did not fill in the last steps but one go last, to hold up no others.
 
     buckets: in feed-forward order. schedule: over them.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
@@ -80,7 +85,7 @@ class Pipeline:
         self.spans = spans
         self.clock = CommunicationClock(self.spans)
         self._checked = steps_between_checks(config.check_every) > 0
-        self._called: deque[Cycle] = deque(maxlen=2)  # the latest steps' roll calls
+        self._called: deque[Cycle] = deque(maxlen=_STEPS_LATE + 1)  # by their steps' roll calls
         self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
         self.cycle = Cycle(stepped=True)
 
@@ -89,7 +94,7 @@ class Pipeline:
     def begin(self, cycle: Cycle) -> None:
         """Start an iteration; the last one must be finished, and its order known."""
         self.side.follow()  # options may be tensors
-        late = self._called[0].unfilled if len(self._called) == 2 else frozenset()
+        late = frozenset[int]().union(*(one.unfilled for one in list(self._called)[:-1]))
         order, gathers = self.schedule.with_last(late)
         self.cycle = replace(cycle, reduce_scatters=order, all_gathers=gathers)
 
@@ -131,7 +136,7 @@ class Pipeline:
 
         Of the step before the last: to ask for the last one's might be to wait for other ranks.
         """
-        return len(self._called) < 2 or self._called[0].used is not None
+        return len(self._called) < 2 or self._called[-2].used is not None
 
     def is_finished(self) -> bool:
         """Whether every bucket of the cycle has gone all the way."""
