@@ -59,12 +59,13 @@ class Algorithms(ABC):
         carrier = carrier_of(buffer, wire_dtype) if self.size > 1 else buffer
         if carrier is buffer:
             return self._gather(buffer, algorithm)
-        sent = self._scratch.take(carrier, buffer.numel())
+        room = self._scratch.take(carrier, buffer.numel())
+        sent = room[: buffer.numel()]
         self._own_shard(sent).copy_(self._own_shard(buffer))
         # The own shard too, so that all ranks hold the same.
         finish = partial(_copy, sent, into=buffer)
         request = self._gather(sent, algorithm)
-        return ScratchRequest(self._scratch, request, held=[sent], finish=finish)
+        return ScratchRequest(self._scratch, request, held=[room], finish=finish)
 
     @abstractmethod
     def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
@@ -103,8 +104,7 @@ class Algorithms(ABC):
 
     def _reduce_by_ring(self, buffer: Buffer, carrier: Buffer) -> Request:
         shard_numel, width = buffer.numel() // self.size, carrier.element_size()
-        # A power of two, so that buckets of all sizes share what lies on the free list.
-        numel = min(1 << shard_numel.bit_length(), CHUNK_BYTES // width)
+        numel = min(shard_numel, CHUNK_BYTES // width)
         num = num_receives(shard_numel, width, self.size)
         scratch = [self._scratch.take(carrier, numel) for _ in range(num)]
         outgoing = []
@@ -115,18 +115,21 @@ class Algorithms(ABC):
 
     def _reduce_natively(self, buffer: Buffer, carrier: Buffer) -> Request:
         self._check_addable(carrier)
-        total = self._scratch.take(buffer, buffer.numel() // self.size)
+        numel = buffer.numel() // self.size
+        room = self._scratch.take(buffer, numel)
+        total = room[:numel]
         finish = partial(_copy, total, into=self._own_shard(buffer))
         request = self._start_sum(buffer, total)
-        return ScratchRequest(self._scratch, request, held=[total], finish=finish)
+        return ScratchRequest(self._scratch, request, held=[room], finish=finish)
 
     def _reduce_by_exchange(self, buffer: Buffer, carrier: Buffer) -> Request:
-        sent, arrived = buffer, self._scratch.take(carrier, buffer.numel())
-        held = [arrived]
+        numel = buffer.numel()
+        held = [self._scratch.take(carrier, numel)]
+        sent, arrived = buffer, held[0][:numel]
         if carrier is not buffer:
-            sent = self._scratch.take(carrier, buffer.numel())
+            held.append(self._scratch.take(carrier, numel))
+            sent = held[1][:numel]
             _copy(buffer, into=sent)
-            held.append(sent)
         parts = [shard_of(arrived, rank, self.size) for rank in range(self.size)]
         finish = partial(add_in_order, parts, into=self._own_shard(buffer))
         request = self._start_exchange(sent, arrived)

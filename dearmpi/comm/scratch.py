@@ -5,6 +5,7 @@ Fresh pages cost more than the copies that they serve.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,20 +41,36 @@ def add_in_order(parts: Sequence[Any], *, into: Any) -> None:
 
 
 class Scratch:
-    """Free buffers, by dtype, device and length."""
+    """Free buffers, by dtype and device, the shortest first.
+
+    Buckets differ in length and share them all the same: there come to be no more than are in use
+    at once, and none longer than the longest that was asked for.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[Any, ...], list[Any]] = {}
 
     def take(self, like: Buffer, numel: int) -> Any:
-        """A buffer of ``numel`` elements, of the dtype and on the device of ``like``."""
-        free = self._free.get((like.dtype, getattr(like, "device", None), numel))
-        return free.pop() if free else like.new_empty(numel)
+        """A buffer of ``numel`` elements or more, of the dtype and on the device of ``like``."""
+        free = self._free.get(_kind(like), [])
+        index = bisect_left(free, numel, key=_length)
+        if index < len(free):
+            return free.pop(index)
+        if free:
+            free.pop()  # rather than to keep a buffer for each length
+        return like.new_empty(numel)
 
     def give_back(self, buffer: Any) -> None:
         """Nothing reads or writes ``buffer`` any more."""
-        key = (buffer.dtype, getattr(buffer, "device", None), buffer.numel())
-        self._free.setdefault(key, []).append(buffer)
+        insort(self._free.setdefault(_kind(buffer), []), buffer, key=_length)
+
+
+def _kind(buffer: Buffer) -> tuple[Any, ...]:
+    return buffer.dtype, getattr(buffer, "device", None)
+
+
+def _length(buffer: Buffer) -> int:
+    return buffer.numel()
 
 
 class ScratchRequest:
