@@ -17,7 +17,7 @@ def check_cores(ranks: Sequence[RankFacts]) -> Finding:
         problem = _check_host(host, [rank for rank in ranks if rank.host == host.name])
         if problem is not None:
             return problem
-    return ok("cores", _describe(ranks))
+    return ok("cores", "\n".join([_describe(ranks), *_describe_scripts(ranks)]))
 
 
 def is_crowded(ranks: Sequence[RankFacts]) -> bool:
@@ -75,6 +75,17 @@ def _describe(ranks: Sequence[RankFacts]) -> str:
     cores = sorted(len(rank.cores) for rank in ranks)
     threads = sorted(rank.threads for rank in ranks)
     return f"each rank may use {_range(cores, 'core')} and computes on {_range(threads, 'thread')}"
+
+
+def _describe_scripts(ranks: Sequence[RankFacts]) -> list[str]:
+    """What scripts are to be started with, where torch alone would take other threads."""
+    if all(r.script_threads == r.threads or "OMP_NUM_THREADS" in r.environment for r in ranks):
+        return []
+    begun = sorted(rank.script_threads for rank in ranks)
+    return [
+        f"a script of your own begins with {_range(begun, 'thread')}: start it with "
+        f"OMP_NUM_THREADS={min(rank.threads for rank in ranks)}"
+    ]
 
 
 def abbreviate(cores: Sequence[int]) -> str:

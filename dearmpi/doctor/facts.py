@@ -35,7 +35,8 @@ class RankFacts:
 
     system: the kernel and the C library.
     cores: those it may run on. quota: cores' worth of time that its container may use; None for no
-    limit. threads: torch's, as ``dear-train run`` would choose them, and why.
+    limit. threads: torch's, as ``dear-train run`` would choose them, and why. script_threads: those
+    that a script begins with, which nobody chooses for.
     devices: names of its CUDA devices. infiniband: names of its host's adapters.
     """
 
@@ -46,6 +47,7 @@ class RankFacts:
     quota: float | None
     threads: int
     threads_reason: str
+    script_threads: int
     versions: Mapping[str, str]
     devices: tuple[str, ...]
     infiniband: tuple[str, ...]
@@ -55,6 +57,7 @@ class RankFacts:
 
 def gather_facts(world: World) -> list[RankFacts]:
     """Every rank's facts, by rank (collective)."""
+    script_threads = torch.get_num_threads()  # before they are chosen
     threads = choose_threads(world, asked=None, progress_thread=world.has_progress_thread)
     own = RankFacts(
         rank=world.rank,
@@ -64,6 +67,7 @@ def gather_facts(world: World) -> list[RankFacts]:
         quota=read_quota(_QUOTA),
         threads=threads.count,
         threads_reason=threads.reason,
+        script_threads=script_threads,
         versions=own_versions(),
         devices=cuda_devices(),
         infiniband=tuple(sorted(os.listdir(_INFINIBAND))) if _INFINIBAND.is_dir() else (),

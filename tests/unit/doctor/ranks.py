@@ -16,6 +16,7 @@ def rank(number: int = 0, **changes: Any) -> RankFacts:
         "quota": None,
         "threads": 1,
         "threads_reason": "cores: 2, ranks on this host: 2",
+        "script_threads": 1,
         "versions": {"python": "3.12.1", "torch": "2.13.0"},
         "devices": (),
         "infiniband": (),

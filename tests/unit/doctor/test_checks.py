@@ -159,6 +159,15 @@ def test_threads_are_held_against_cores(
     check(check_cores(ranks), status, *words)
 
 
+def test_scripts_that_begin_with_other_threads_are_told_what_to_set() -> None:
+    def said(**changes: object) -> str:
+        return check_cores([rank(i, cores=range(16), **changes) for i in range(2)]).said
+
+    assert said(threads=7).endswith("begins with 1 thread: start it with OMP_NUM_THREADS=7")
+    assert "script" not in said(threads=7, script_threads=7)
+    assert "script" not in said(threads=7, environment={"OMP_NUM_THREADS": "7"})
+
+
 def test_only_more_ranks_than_cores_are_a_crowd() -> None:
     assert not is_crowded([rank(0, threads=8), rank(1, threads=8)])
     assert is_crowded([rank(0), rank(1, host="n1", cores=(0,)), rank(2, host="n1", cores=(0,))])
