@@ -30,7 +30,6 @@ from dearmpi.engine.update import Options, Update
 from dearmpi.engine.wire_range import check_gradients, check_parameters
 from dearmpi.plan.schedule import Schedule, Wait
 
-
 # For so many steps a bucket that was not filled goes last: needlessly late it is late alone, but
 # where it ought to be late and is not, it holds up all that stand behind it.
 _STEPS_LATE = 8
