@@ -151,7 +151,8 @@ class Attachment:
 
     def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
         names = self.assembly.blueprint.names
-        if names.keys() != set(self._params()):  # looking them up waits for the gathers
+        if names.keys() != {param for param in self._params() if param.numel()}:
+            # Not always, since looking them up waits for the gathers.
             names = optimized_parameters(self._optimizer, self._model)
         return lay_out(names, self._model, world_size=self._world.size, config=config, plan=plan)
 
@@ -183,7 +184,7 @@ class Attachment:
             packed["state"] = {
                 index: whole[names[param]]
                 for index, param in enumerate(self._params())
-                if whole.get(names[param])
+                if param in names and whole.get(names[param])
             }
         return packed
 

@@ -134,7 +134,8 @@ def lay_out(
 
 
 def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
-    """The optimizer's parameters with their names, in the model's order.
+    """The optimizer's parameters with their names, in the model's order; those without elements,
+    of which nothing travels and no step changes anything, are left out.
 
     Raises ConfigError for parameters that are not in the model, or if none requires grad.
     """
@@ -146,6 +147,7 @@ def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Para
             f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
             f"{strangers[:3]}; pass the model that the optimizer was made for"
         )
+    names = {param: name for param, name in names.items() if param.numel()}
     if not any(param.requires_grad for param in names):
         raise ConfigError("the optimizer has no parameter that requires grad: nothing to train")
     return names
@@ -157,7 +159,7 @@ def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -
     State counts too: where rank 0 alone has loaded it, the others would begin without.
     """
     names = blueprint.names
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    groups = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
     options, state = describe_options(optimizer), describe_state(optimizer, names)
     facts = {
         "settings": repr(blueprint.config),

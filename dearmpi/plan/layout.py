@@ -157,7 +157,9 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
         slots, start = [], 0
         for spec in group:
             if spec.numel == 0:
-                raise ConfigError(f"parameter {spec.name} has shape {spec.shape}: no elements")
+                raise ConfigError(
+                    f"parameter {spec.name} has shape {spec.shape}: no elements; leave it out"
+                )
             if spec.storage_kind != group[0].storage_kind:
                 raise ConfigError(
                     f"bucket {index} mixes {group[0].name} {group[0].storage_kind} "

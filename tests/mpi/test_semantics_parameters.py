@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from tests.mpi.models import NUM_FEATURES, squared_error
+from tests.mpi.oracle import copies, flat_state
 from tests.mpi.semantics import (
     SEMANTICS,
     Side,
@@ -115,5 +117,40 @@ def test_parameters_added_later_by_add_param_group(gather: str, world: World) ->
         optimizer.add_param_group({"params": list(model[0].parameters())})
         train(side, model, optimizer, 2)
         return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+class WithoutWidth(nn.Module):
+    """Has a set of features that happens to be empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Linear(0, 3)
+        self.last = nn.Linear(NUM_FEATURES, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(inputs) + self.none(inputs[:, :0])
+        return outputs
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_parameters_without_elements(gather: str, world: World) -> None:
+    """In another dtype, too, than those whose buckets they might be in."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = seeded(WithoutWidth)
+        model.none.register_parameter("unused", nn.Parameter(torch.ones(0, dtype=torch.float16)))
+        optimizer = side.wrap(adam(model), model)
+        train(side, model, optimizer, 2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        if side.is_distributed:
+            optimizer.fuse(1.0)
+        optimizer.zero_grad(set_to_none=False)
+        train(side, model, optimizer, 2)
+        found = optimizer.state_dict()["state"]
+        # In plain torch those without elements have a state too, without elements.
+        shown = [i for i, param in enumerate(model.parameters()) if param.numel()]
+        return {**copies(model), **flat_state({"state": {i: found[i] for i in shown}})}
 
     assert_same_on_both_sides(script, world, gather=gather)

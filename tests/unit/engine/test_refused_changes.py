@@ -99,14 +99,20 @@ def test_a_script_module_is_refused_by_name(size: int) -> None:
     run_ranks(size, rank)
 
 
+def with_wide_gradient() -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(3))
+    param.grad_dtype = torch.float64
+    return param
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("bad", "optimizer"),
     [
-        (lambda: nn.Parameter(torch.empty(0, 3)), torch.optim.SGD),
+        (with_wide_gradient, torch.optim.SGD),
         (lambda: nn.Parameter(torch.zeros(3, device="meta")), torch.optim.SGD),
     ],
-    ids=["empty", "elsewhere"],
+    ids=["wide gradient", "elsewhere"],
 )
 def test_parameters_that_cannot_be_served_are_not_added(
     size: int, bad: Callable[[], nn.Parameter], optimizer: Any
