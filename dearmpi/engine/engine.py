@@ -130,6 +130,8 @@ class Engine:
         for bucket in self._buckets:
             bucket.release_gradients()
         cycle.stepped = True
+        if joined:  # it hands over at once what it has no gradients for
+            cycle.unfilled = frozenset()
         self._world.begin_step()
         for index in cycle.active:
             if not self._eager:  # else pending since its launch, and perhaps finished by now

@@ -68,8 +68,8 @@ class Schedule:
         """The reduce-scatters, and the all-gathers, in an order where those of the ``late`` buckets
         hold up no others.
 
-        A gather that a feed-forward waits for keeps its place, which its reduce-scatter has passed
-        by then.
+        A gather that a feed-forward waits for keeps its place: the step launches what is late, and
+        other gathers come before it where the last layers are.
         """
         order, gathers = self.reduce_scatters, self.all_gathers
         if late:

@@ -191,6 +191,24 @@ def test_a_bucket_that_backprop_does_not_fill_holds_up_no_others_from_the_third_
         assert operations(hub, rank_, REDUCE_SCATTERS) == 2 * in_order + 11 * late + in_order
 
 
+def test_a_bucket_that_is_not_filled_stays_last_beside_a_rank_that_has_joined() -> None:
+    hub = FakeHub(2, name=name_of_bucket(2, 4))
+
+    def rank(world: World) -> None:
+        model = Chain(4)
+        optimizer = distribute(model, world, schedule="dear", eager=True)
+        with optimizer.join():
+            for _ in range(2 if world.rank else 14):
+                model.backward(num_layers=3)
+                optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub)
+    for rank_ in range(2):
+        order = " ".join(operations(hub, rank_, REDUCE_SCATTERS))
+        assert order == " ".join(2 * ["RS3 RS2 RS1 RS0"] + 12 * ["RS2 RS1 RS0 RS3"])
+
+
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("progress", ["thread", "poll"])
 def test_no_more_than_the_window_is_in_flight(window: int, progress: ProgressMode) -> None:
