@@ -14,9 +14,10 @@ import torch
 
 from dearmpi.bench.table import align
 from dearmpi.bench.wire import measure_wire
+from dearmpi.comm.channel import Channel
 from dearmpi.comm.scratch import carrier_of
 from dearmpi.comm.trial import Start, run_all, slowest_median, start_gather, start_reduce
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.world import World
 from dearmpi.config import AllGather, EngineConfig, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 from dearmpi.report.unit import count_text

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dearmpi.comm.api import Collectives, Request
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.channel import Channel
+from dearmpi.comm.world import World
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
 
 Start = Callable[[Collectives], Request]

@@ -18,9 +18,10 @@ import torch
 
 from dearmpi.bench.collectives import Overlap, measure_overlap
 from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.channel import Channel
 from dearmpi.comm.ring import PointToPoint
 from dearmpi.comm.trial import run_all, start_reduce
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.world import World
 from dearmpi.config import MIB
 from dearmpi.doctor.finding import Finding, ok, warn
 

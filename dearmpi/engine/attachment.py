@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.channel import Channel
+from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.assembly import Assembly, assemble, check_optimizer, do_nothing
 from dearmpi.engine.blueprint import check_parameters, lay_out, optimized_parameters

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dearmpi.comm.world import Channel, World, connect
+from dearmpi.comm.channel import Channel
+from dearmpi.comm.world import World, connect
 from dearmpi.engine.device import through_host
 
 

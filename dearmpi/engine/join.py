@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Completed, ReduceOp
-from dearmpi.comm.world import Channel
+from dearmpi.comm.channel import Channel
 from dearmpi.engine.update import Options
 from dearmpi.errors import UsageError
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.channel import Channel
+from dearmpi.comm.world import World
 from dearmpi.config import Buffers
 from dearmpi.engine.broadcast import stored_parts
 from dearmpi.engine.join import Joining

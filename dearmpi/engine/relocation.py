@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Collectives, Completed, Request
+from dearmpi.comm.channel import Channel
 from dearmpi.comm.transfer import Transfer
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.world import World
 from dearmpi.engine.local_state import read_pieces, read_whole
 from dearmpi.engine.parcel import Parcels, Part
 from dearmpi.engine.shard_update import ShardUpdate

@@ -6,8 +6,9 @@ from dataclasses import astuple, dataclass, field, fields
 
 import numpy as np
 
+from dearmpi.comm.channel import Channel
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.world import World
 
 
 @dataclass(frozen=True, slots=True)

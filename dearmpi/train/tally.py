@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dearmpi.comm.channel import Channel
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.world import World
 
 LONG_STEP_S = 1.0
 

@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from dearmpi.comm.channel import Channel
 from dearmpi.comm.trial import Start, run_all, start_gather, start_reduce
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter, WireDtype, all_gather_for
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, parse_calibration

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.channel import Channel
 from dearmpi.comm.ring import PointToPoint
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dearmpi.comm.api import Collectives
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.channel import Channel
+from dearmpi.comm.world import World
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Collectives
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.channel import Channel
+from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 from tests.mpi.collectives.contributions import (

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from dearmpi.comm.api import Collectives, ReduceOp
+from dearmpi.comm.channel import Channel
 from dearmpi.comm.choose import fastest_reduce_scatter
-from dearmpi.comm.world import Channel, World
+from dearmpi.comm.world import World
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 from tests.mpi.collectives.contributions import (

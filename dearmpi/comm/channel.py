@@ -1,0 +1,49 @@
+"""Channel: where one kind of operation goes, in line, without meeting any other kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dearmpi.comm.api import Collectives, Completed, Request
+from dearmpi.comm.lane import Lane, Work
+from dearmpi.comm.progress import Progress
+
+
+class Channel:
+    """A communicator of its own, with the lane that posts its operations in order."""
+
+    def __init__(self, collectives: Collectives, lane: Lane, progress: Progress) -> None:
+        self._collectives = collectives
+        self._lane = lane
+        self._progress = progress
+
+    def submit(
+        self,
+        label: str,
+        start: Callable[[Collectives], Request],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Queue an operation; ``finish`` runs on the driving thread once it is complete."""
+        self._progress.submit(self._lane, Work(label, lambda: start(self._collectives), finish))
+
+    def run(self, label: str, start: Callable[[Collectives], Request]) -> None:
+        """Queue an operation and wait for it."""
+        self.begin(label, start)()
+
+    def begin(self, label: str, start: Callable[[Collectives], Request]) -> Callable[[], None]:
+        """Queue an operation; to call what comes back is to wait for it."""
+        done: list[bool] = []
+        self.submit(label, start, lambda: done.append(True))
+        return lambda: self._progress.wait_until(lambda: bool(done), what=label)
+
+    def close(self) -> None:
+        """Wait for what is queued, then stop and give the communicator back (collective)."""
+        lane = self._lane
+        self._progress.wait_until(lambda: not lane.busy, what=f"the {lane.name} lane to empty")
+        self.run(f"release of {lane.name}", _free)
+        self._progress.close_lane(lane)
+
+
+def _free(collectives: Collectives) -> Request:
+    collectives.free()
+    return Completed()
