@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, get_type_hints
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -144,35 +144,35 @@ def read_config(options: Mapping[str, str]) -> EngineConfig:
 
     Raises ConfigError for a setting that does not exist, or a value that it cannot have.
     """
-    defaults = {setting.name: setting.default for setting in fields(EngineConfig)}
+    kinds = get_type_hints(EngineConfig)
     values: dict[str, Any] = {}
     for given, text in options.items():
         name = "bucket_cap_mb" if given == "cap" else given
-        if name not in defaults:
+        if name not in kinds:
             raise ConfigError(
-                f"the engine has no setting {given!r}; it has {', '.join(sorted(defaults))}"
+                f"the engine has no setting {given!r}; it has {', '.join(sorted(kinds))}"
             )
         if name in values:
             raise ConfigError(
                 f"the bucket cap is given twice, as cap={options['cap']} and as "
                 f"bucket_cap_mb={options['bucket_cap_mb']}; leave out one of the two"
             )
-        values[name] = _read_value(name, text, defaults[name])
+        values[name] = _read_value(name, text, kinds[name])
     return EngineConfig(**values)
 
 
-def _read_value(name: str, text: str, default: object) -> object:
+def _read_value(name: str, text: str, kind: object) -> object:
     try:
-        if isinstance(default, bool):
+        if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if isinstance(default, int):
+        if kind in (int, int | None):
             return int(text)
-        if default is None or isinstance(default, float):
+        if kind in (float, float | None):
             return float(text)
     except (KeyError, ValueError):
-        kinds = {bool: "true or false", int: "a whole number"}
-        kind = kinds.get(type(default), "a number")
-        raise ConfigError(f"{name} is {text!r}; it must be {kind}") from None
+        words: dict[object, str] = {bool: "true or false", float | None: "a number"}
+        kind_text = words.get(kind, "a whole number")
+        raise ConfigError(f"{name} is {text!r}; it must be {kind_text}") from None
     return text
 
 

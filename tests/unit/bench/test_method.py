@@ -11,7 +11,7 @@ from torch.optim import SGD
 from dearmpi import DistributedOptimizer
 from dearmpi.bench.contest import Length
 from dearmpi.bench.memory import peak_bytes, start_peak
-from dearmpi.bench.method import Setup, read_config
+from dearmpi.bench.method import Setup, read_config, read_options
 from dearmpi.bench.peers import METHOD_NAMES, block_name, blocks_of, plug_in, read_method
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.session import Question
@@ -47,6 +47,21 @@ def test_a_number_is_the_bucket_cap_and_others_have_names() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("schedule=wfbp", "schedule", "wfbp"),
+        ("0.5", "bucket_cap_mb", 0.5),
+        ("window=3", "window", 3),
+        ("eager=true", "eager", True),
+        ("check_every=3", "check_every", 3),
+    ],
+)
+def test_a_setting_is_read_as_what_it_is(text: str, name: str, value: object) -> None:
+    config = read_config(read_options([text], label=text))
+    assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "deer",
@@ -77,6 +92,7 @@ def test_a_method_that_cannot_be_is_refused(text: str) -> None:
         ("fsdp2:reuse_pages=maybe", "reuse_pages.*maybe.*true, false"),
         ("dear:8:bucket_cap_mb=0.1", "twice, as cap=8 and as bucket_cap_mb=0.1"),
         ("dear:window=3.5", "window is '3.5'; it must be a whole number"),
+        ("dear:check_every=3.5", "check_every is '3.5'; it must be a whole number"),
         ("dear:bucket_cap_mb=many", "it must be a number"),
         ("dear:eager=maybe", "it must be true or false"),
         ("planned:8", "bucket_cap_mb is 8.0, but the plan decides on it"),
