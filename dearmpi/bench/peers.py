@@ -26,6 +26,7 @@ from dearmpi.bench.method import (
     BAYES,
     OURS,
     PLANNED,
+    SCHEDULES,
     Entrant,
     Factory,
     Method,
@@ -234,6 +235,11 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
         peer = _PEERS[name]
         peer.read(options)
         return Method(label, peer.factory, options, uses_group=peer.uses_group)
+    if "schedule" in options:
+        raise ConfigError(
+            f"its name says the schedule; leave schedule={options['schedule']} out, or take a "
+            f"method by that name, one of {', '.join(SCHEDULES)}"
+        )
     config = read_config(options)
     if name == PLANNED:
         check_plan("auto", config)

@@ -97,7 +97,9 @@ def test_a_method_that_cannot_be_is_refused(text: str) -> None:
         ("dear:eager=maybe", "it must be true or false"),
         ("planned:8", "bucket_cap_mb is 8.0, but the plan decides on it"),
         ("planned:window=3", "window is 3, but the plan"),
-        ("planned:schedule=wfbp", "schedule is 'wfbp', but the plan"),
+        ("wfbp:schedule=dear", "says the schedule; leave schedule=dear out, .*serial, wfbp, dear"),
+        ("planned:schedule=dear", "says the schedule"),
+        ("bayes:schedule=wfbp", "says the schedule"),
     ],
 )
 def test_wrong_options_are_found_before_anything_is_measured(text: str, words: str) -> None:
