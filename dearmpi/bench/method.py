@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, check_choice
+from dearmpi.engine.blueprint import check_parameters, optimized_parameters
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.settings import check_plan
 from dearmpi.errors import ConfigError
 
 ALONE = "alone"
@@ -20,6 +22,8 @@ SCHEDULES = ("serial", "wfbp", "dear")
 PLANNED = "planned"
 BAYES = "bayes"
 OURS = (*SCHEDULES, PLANNED, BAYES)
+_OF_DEVICES = ("cuda_buffers", "update_on")
+_MOST_CAP_MB = 65536  # as the engine's own
 
 
 class Steps(Protocol):
@@ -85,6 +89,10 @@ class Setup:
 Factory = Callable[[Setup], Entrant]
 
 
+def accept(setup: Setup) -> None:
+    """Of a method whose options have an effect on any model and any number of ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A method by name. label: as the user wrote it, options included.
@@ -93,6 +101,7 @@ class Method:
         after it.
     waits_in_mpi: a rank of it that fails leaves the others waiting in this package's operations.
     tunes_itself: in iterations before those that warm up.
+    check: raises ConfigError where it cannot enter; it communicates with nobody.
     """
 
     label: str
@@ -101,6 +110,7 @@ class Method:
     uses_group: bool = True
     waits_in_mpi: bool = False
     tunes_itself: bool = False
+    check: Callable[[Setup], None] = accept
 
     def enter(self, setup: Setup) -> Entrant:
         """Make the model ready (collective)."""
@@ -139,6 +149,13 @@ def ours(name: str) -> Factory:
     return enter
 
 
+def check_precision(setup: Setup) -> None:
+    """Raise ConfigError for the engine's settings that have no effect on the model's parameters."""
+    optimizer = setup.make_optimizer(setup.model.parameters())
+    names = optimized_parameters(optimizer, setup.model)
+    check_parameters(optimizer, names, config=read_config(setup.options))
+
+
 def read_config(options: Mapping[str, str]) -> EngineConfig:
     """The engine's settings from text. A bare number, under the name ``cap``, is the bucket cap.
 
@@ -159,6 +176,25 @@ def read_config(options: Mapping[str, str]) -> EngineConfig:
             )
         values[name] = _read_value(name, text, kinds[name])
     return EngineConfig(**values)
+
+
+def refuse_settings(name: str, options: Mapping[str, str]) -> None:
+    """Raise ConfigError for settings that do not exist or fit, or without effect on ``name``."""
+    if "schedule" in options:
+        raise ConfigError(
+            f"its name says the schedule; leave schedule={options['schedule']} out, or take a "
+            f"method by that name, one of {', '.join(SCHEDULES)}"
+        )
+    config = read_config(options)
+    for setting in _OF_DEVICES:
+        value = getattr(config, setting)
+        if value != getattr(EngineConfig(), setting):
+            raise ConfigError(
+                f"{setting} is {value!r}, but models are measured on the host, where it has no "
+                "effect; leave it out"
+            )
+    if name == PLANNED:
+        check_plan("auto", config)
 
 
 def _read_value(name: str, text: str, kind: object) -> object:
@@ -211,6 +247,9 @@ def read_cap(text: str) -> float:
         cap = float(text)
     except ValueError:
         cap = math.nan
-    if not 0 <= cap < math.inf:
-        raise ConfigError(f"the bucket cap is {text!r}; it must be a number of MiB, 0 or more")
+    if not 0 <= cap <= _MOST_CAP_MB:
+        raise ConfigError(
+            f"the bucket cap is {text!r}; it must be a number of MiB, 0 or more and at most "
+            f"{_MOST_CAP_MB}"
+        )
     return cap

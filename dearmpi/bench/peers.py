@@ -26,23 +26,23 @@ from dearmpi.bench.method import (
     BAYES,
     OURS,
     PLANNED,
-    SCHEDULES,
     Entrant,
     Factory,
     Method,
     Setup,
+    accept,
     alone,
+    check_precision,
     ours,
     read_cap,
-    read_config,
     read_flag,
     read_options,
+    refuse_settings,
     refuse_unknown,
 )
 from dearmpi.bench.replay import ReplayModel
-from dearmpi.bench.searched import bayes, refuse_cap
+from dearmpi.bench.searched import bayes, check_bayes, refuse_cap
 from dearmpi.config import CommDtype, check_choice
-from dearmpi.engine.settings import check_plan
 from dearmpi.errors import ConfigError
 
 
@@ -125,9 +125,8 @@ def fsdp2(setup: Setup) -> Entrant:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    _check_fsdp2(setup)
     settings = _read_fsdp2(setup.options)
-    if "reuse_pages" in setup.options and not isinstance(setup.model, ReplayModel):
-        raise ConfigError("reuse_pages has an effect on replayed models only; leave it out")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks_of(setup.model):
         fully_shard(block, mesh=mesh, reshard_after_forward=settings.reshards)
@@ -145,6 +144,11 @@ def _read_fsdp2(options: Mapping[str, str]) -> _Fsdp2Settings:
         reshards=read_flag(options, "reshard", default=True),
         reuses_pages=read_flag(options, "reuse_pages", default=True),
     )
+
+
+def _check_fsdp2(setup: Setup) -> None:
+    if "reuse_pages" in setup.options and not isinstance(setup.model, ReplayModel):
+        raise ConfigError("reuse_pages has an effect on replayed models only; leave it out")
 
 
 def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
@@ -176,19 +180,20 @@ def block_name(leaf: str) -> str:
 class _Peer:
     """read: raises ConfigError for options that do not exist or fit; the factory reads by it, too.
 
-    sends: in what it can be asked to send.
+    sends: in what it can be asked to send. check: as that of a method.
     """
 
     factory: Factory
     read: Callable[[Mapping[str, str]], object]
     sends: tuple[str, ...] = get_args(CommDtype)
     uses_group: bool = True
+    check: Callable[[Setup], None] = accept
 
 
 _PEERS: Mapping[str, _Peer] = {
     "ddp": _Peer(ddp, _read_ddp),
     "ddp-bf16": _Peer(ddp_bf16, _read_ddp_bf16, sends=("fp32", "bf16")),
-    "fsdp2": _Peer(fsdp2, _read_fsdp2, sends=("fp32",)),
+    "fsdp2": _Peer(fsdp2, _read_fsdp2, sends=("fp32",), check=_check_fsdp2),
     "deepspeed": _Peer(deepspeed, deepspeed_config),
     "horovod": _Peer(horovod, horovod_variables, sends=HOROVOD_SENDS, uses_group=False),
 }
@@ -234,25 +239,18 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
     if name in _PEERS:
         peer = _PEERS[name]
         peer.read(options)
-        return Method(label, peer.factory, options, uses_group=peer.uses_group)
-    if "schedule" in options:
-        raise ConfigError(
-            f"its name says the schedule; leave schedule={options['schedule']} out, or take a "
-            f"method by that name, one of {', '.join(SCHEDULES)}"
-        )
-    config = read_config(options)
-    if name == PLANNED:
-        check_plan("auto", config)
+        return Method(label, peer.factory, options, uses_group=peer.uses_group, check=peer.check)
+    refuse_settings(name, options)
     if name == BAYES:
         refuse_cap(options)
-    factory = bayes if name == BAYES else ours(name)
     return Method(
         label,
-        factory,
+        bayes if name == BAYES else ours(name),
         options,
         uses_group=False,
         waits_in_mpi=True,
         tunes_itself=name in (PLANNED, BAYES),
+        check=check_bayes if name == BAYES else check_precision,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dearmpi import DistributedOptimizer
-from dearmpi.bench.method import Entrant, Setup, ours
+from dearmpi.bench.method import Entrant, Setup, check_precision, ours
 from dearmpi.config import MIB
 from dearmpi.errors import ConfigError
 from dearmpi.train.cap_search import NUM_TRIALS, CapSearch
@@ -32,8 +32,7 @@ class SearchedSteps:
 
 def bayes(setup: Setup) -> Entrant:
     """DeAR's order with the best of ten caps, which are tried in iterations that do not count."""
-    if setup.world.size == 1:
-        raise ConfigError("one rank sends nothing, so that no bucket cap is better than another")
+    check_bayes(setup)
     entrant = ours("dear")(setup)
     optimizer = entrant.optimizer
     assert isinstance(optimizer, DistributedOptimizer)
@@ -44,6 +43,16 @@ def bayes(setup: Setup) -> Entrant:
         is_tuning=lambda: search.best is None,
         describe=lambda: _describe(search),
     )
+
+
+def check_bayes(setup: Setup) -> None:
+    """Raise ConfigError where nothing can be searched for."""
+    check_precision(setup)
+    if setup.world.size == 1:
+        raise ConfigError(
+            "one rank sends nothing, so that no bucket cap is better than another; start several "
+            "with mpirun, or leave bayes out"
+        )
 
 
 def refuse_cap(options: Mapping[str, str]) -> None:

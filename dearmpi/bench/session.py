@@ -10,7 +10,7 @@ import torch
 from dearmpi.bench.contest import Keep, Length, Tell, hold_contest, plan_of
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.memory import reuse_pages
-from dearmpi.bench.method import Method
+from dearmpi.bench.method import Method, Setup
 from dearmpi.bench.peers import plug_in, read_method
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.result import Result
@@ -94,6 +94,7 @@ def answer(
     with together(world):
         methods = question.read_methods()
     subject = make_subject(world, question, tell)
+    _check_methods(world, subject, methods)
     return hold_contest(
         world,
         subject,
@@ -103,6 +104,20 @@ def answer(
         keep=keep,
         comm_dtype=question.comm_dtype,
     )
+
+
+def _check_methods(world: World, subject: Subject, methods: Sequence[Method]) -> None:
+    """Raise AgreedError on all ranks for a method that cannot train this subject (collective).
+
+    Now, before hours are spent on the others.
+    """
+    with together(world):
+        model = subject.build()
+        for method in methods:
+            try:
+                method.check(Setup(world, model, subject.make_optimizer, method.options))
+            except ConfigError as error:
+                raise ConfigError(f"method {method.label!r}: {error}") from error
 
 
 def make_subject(world: World, question: Question, tell: Tell) -> Subject:

@@ -21,6 +21,7 @@ from dearmpi.bench.group import leave_group
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.peers import plug_in, read_method
 from dearmpi.bench.record import collectives_json, result_json
+from dearmpi.bench.result import Result
 from dearmpi.bench.session import Question, answer
 from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World
@@ -226,6 +227,27 @@ def test_a_question_without_answer_is_refused_on_all_ranks(
     with pytest.raises(DearError) as caught:
         answer(world, question, lambda line: None)
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("workload", "method", "words"),
+    [
+        ("equal:0.1", "dear:master_weights=true", "master_weights has no effect"),
+        ("equal:0.1", "bayes", "one rank sends nothing"),
+        ("digits", "fsdp2:reuse_pages=false", "on replayed models only"),
+    ],
+)
+def test_what_a_model_leaves_without_effect_is_refused_before_anything_is_measured(
+    world: World, workload: str, method: str, words: str
+) -> None:
+    time_s = None if workload == "digits" else 0.001
+    methods = ["dear", method]
+    question = Question(workload, methods, feed_forward_s=time_s, backprop_s=time_s, length=SHORT)
+    kept: list[Result] = []
+    with pytest.raises(DearError, match=f"method '{method}': .*{words}"):
+        answer(world, question, lambda line: None, keep=kept.append)
+    assert not kept
 
 
 @pytest.mark.ranks(1)

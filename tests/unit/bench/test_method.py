@@ -84,6 +84,7 @@ def test_a_method_that_cannot_be_is_refused(text: str) -> None:
     [
         ("ddp:capp=8", "'ddp:capp=8': it has no option capp; it has cap, comm_dtype, view"),
         ("ddp:nan", "'nan'; it must be a number of MiB"),
+        ("ddp:1e300", "'1e300'; .* at most 65536"),
         ("ddp:comm_dtype=bf61", "bf61"),
         ("ddp-bf16:view=maybe", "view.*maybe.*true, false"),
         ("ddp-bf16:comm_dtype=fp32", "ddp-bf16 sends bf16"),
@@ -100,6 +101,8 @@ def test_a_method_that_cannot_be_is_refused(text: str) -> None:
         ("wfbp:schedule=dear", "says the schedule; leave schedule=dear out, .*serial, wfbp, dear"),
         ("planned:schedule=dear", "says the schedule"),
         ("bayes:schedule=wfbp", "says the schedule"),
+        ("dear:update_on=host", "'dear:update_on=host': update_on is 'host', but .* on the host"),
+        ("planned:cuda_buffers=direct", "cuda_buffers is 'direct', but .* on the host"),
     ],
 )
 def test_wrong_options_are_found_before_anything_is_measured(text: str, words: str) -> None:
