@@ -21,11 +21,14 @@ def contest(
     workload: Workload | None = None,
     num_rounds: int = 1,
     patience_s: float = SHORT.patience_s,
+    compute_s: float = 0.006,
 ) -> tuple[Result, list[str]]:
     lines: list[str] = []
     subject = ReplaySubject(
         profile_workload(
-            workload or read_workload("equal:0.1:4"), feed_forward_s=0.002, backprop_s=0.004
+            workload or read_workload("equal:0.1:4"),
+            feed_forward_s=compute_s / 3,
+            backprop_s=2 * compute_s / 3,
         ),
         batch_size=8,
         rank=world.rank,

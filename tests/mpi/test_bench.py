@@ -65,6 +65,13 @@ def test_every_method_trains_the_same_model(world: World, workload: Workload | N
     assert not dist.is_initialized()
 
 
+def test_computation_alone_takes_what_the_layers_sleep(world: World) -> None:
+    """But for what they make up for of a sleep that was late, of 10 ms at most."""
+    result, _ = contest(world, read_method("dear"), compute_s=0.06)
+    assert result.bounds is not None
+    assert result.bounds.compute_s > 0.9 * 0.06
+
+
 def test_what_is_there_is_kept_after_each_block(world: World) -> None:
     """For a rank that the system kills takes the whole job with it."""
     seen = []
