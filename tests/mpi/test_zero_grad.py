@@ -25,17 +25,23 @@ class Branches(nn.Module):
         return chosen
 
 
+def both(
+    world: World, gather: str
+) -> tuple[tuple[Branches, torch.optim.Optimizer], tuple[Branches, dearmpi.DistributedOptimizer]]:
+    """A model in plain torch and one on all ranks, with their optimizers."""
+    plain, model = Branches(), Branches()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    other = dearmpi.DistributedOptimizer(inner, model, world=world, gather=gather)
+    return (plain, torch.optim.AdamW(plain.parameters(), lr=0.1)), (model, other)
+
+
 @pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_parameter_out_of_use_is_left_alone_or_updated_with_zero_as_torch_does(
     world: World, gather: str, set_to_none: bool
 ) -> None:
-    plain, model = Branches(), Branches()
-    one = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    other = dearmpi.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.1), model, world=world, gather=gather
-    )
+    (plain, one), (model, other) = both(world, gather)
     data = torch.ones(2, 4, dtype=torch.float64)
     for step in range(6):
         for trained, optimizer in ((plain, one), (model, other)):
@@ -52,11 +58,7 @@ def test_a_parameter_out_of_use_is_left_alone_or_updated_with_zero_as_torch_does
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_a_gradient_of_zero_stays_one_where_buckets_change(world: World, gather: str) -> None:
     """As where a script zeroes gradients after a step, and lays out anew between epochs."""
-    plain, model = Branches(), Branches()
-    one = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    other = dearmpi.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.1), model, world=world, gather=gather
-    )
+    (plain, one), (model, other) = both(world, gather)
     data = torch.ones(2, 4, dtype=torch.float64)
     for step in range(4):
         for trained, optimizer in ((plain, one), (model, other)):

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dearmpi import DistributedOptimizer
 from dearmpi.comm.api import Buffer
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.world import World
 from tests.mpi.models import fill
 
 Moment = Callable[[str], None]
+REDUCE_SCATTERS, ALL_GATHERS = 2, 3  # communicators in the order of their duplication
+_ONE_LAYER_MB = 1e-6
 
 
 class _AtBackward(torch.autograd.Function):
@@ -61,3 +66,13 @@ def name_of_bucket(size: int, num_layers: int) -> Callable[[Buffer], str]:
         numel = 16 * (number + 1) * (number + 2)
         names[-(-numel // size) * size] = str(number)
     return lambda buffer: names.get(buffer.numel(), "") if buffer.element_size() == 4 else ""
+
+
+def distribute(model: Chain, world: World, **settings: Any) -> DistributedOptimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"bucket_cap_mb": _ONE_LAYER_MB, **settings}
+    return DistributedOptimizer(optimizer, model, world=world, **settings)
+
+
+def operations(hub: FakeHub, rank: int, communicator: int) -> list[str]:
+    return [r.label for r in hub.records if (r.rank, r.communicator) == (rank, communicator)]

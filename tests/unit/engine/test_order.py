@@ -18,16 +18,14 @@ from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.plan import Plan, fingerprint
 from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
-from tests.unit.engine.chain import Chain, name_of_bucket
-
-REDUCE_SCATTERS, ALL_GATHERS = 2, 3  # communicators in the order of their duplication
-ONE_LAYER_MB = 1e-6
-
-
-def distribute(model: Chain, world: World, **settings: Any) -> DistributedOptimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"bucket_cap_mb": ONE_LAYER_MB, **settings}
-    return DistributedOptimizer(optimizer, model, world=world, **settings)
+from tests.unit.engine.chain import (
+    ALL_GATHERS,
+    REDUCE_SCATTERS,
+    Chain,
+    distribute,
+    name_of_bucket,
+    operations,
+)
 
 
 def draw(
@@ -80,10 +78,6 @@ def test_what_is_posted_is_what_the_schedule_says(schedule: str) -> None:
         gathers = [4, 3, 2, 1, 0] if schedule != "dear" else [0, 1, 2, 3, 4]
         assert operations(hub, rank, REDUCE_SCATTERS) == ["RS4", "RS3", "RS2", "RS1", "RS0"]
         assert operations(hub, rank, ALL_GATHERS) == [f"AG{bucket}" for bucket in gathers]
-
-
-def operations(hub: FakeHub, rank: int, communicator: int) -> list[str]:
-    return [r.label for r in hub.records if (r.rank, r.communicator) == (rank, communicator)]
 
 
 @pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
@@ -155,58 +149,6 @@ def test_a_nested_no_sync_that_ends_leaves_gradients_local() -> None:
     run_ranks(2, rank, hub=hub, progress="poll")
     for rank_ in range(2):
         assert hub.picture(rank_, REDUCE_SCATTERS) == "last RS2 RS1 RS0"
-
-
-@pytest.mark.parametrize("schedule", ["dear", "wfbp"])
-@pytest.mark.parametrize("forgetful", [0, 1])
-@pytest.mark.parametrize("without", [{0, 1, 2, 3}, {0, 3}])
-def test_a_bucket_that_backprop_does_not_fill_holds_up_no_others_from_the_third_step_on(
-    schedule: str, forgetful: int, without: set[int]
-) -> None:
-    """The last layer has no gradient on one rank in steps of which the first two know nothing yet;
-    nine steps after the last of them it is forgotten.
-    """
-    hub = FakeHub(2, name=name_of_bucket(2, 4))
-
-    def rank(world: World) -> None:
-        model = Chain(4)
-        optimizer = distribute(model, world, schedule=schedule, eager=True, window=4)
-        for step in range(14):
-            hub.mark(world.rank, "step")
-            skips = world.rank == forgetful and step in without
-            model.backward(num_layers=3 if skips else None)
-            world.progress.poll()
-            hub.mark(world.rank)
-            optimizer.step()
-            optimizer.synchronize()
-        optimizer.close()
-
-    run_ranks(2, rank, hub=hub, progress="poll")
-    steps = hub.picture(forgetful, REDUCE_SCATTERS).split("step ")[1:]
-    for step in without:
-        expected = "| RS3 RS2 RS1 RS0" if step < 2 else "RS2 RS1 RS0 | RS3"
-        assert steps[step].strip() == expected
-    in_order, late = ["RS3", "RS2", "RS1", "RS0"], ["RS2", "RS1", "RS0", "RS3"]
-    for rank_ in range(2):
-        assert operations(hub, rank_, REDUCE_SCATTERS) == 2 * in_order + 11 * late + in_order
-
-
-def test_a_bucket_that_is_not_filled_stays_last_beside_a_rank_that_has_joined() -> None:
-    hub = FakeHub(2, name=name_of_bucket(2, 4))
-
-    def rank(world: World) -> None:
-        model = Chain(4)
-        optimizer = distribute(model, world, schedule="dear", eager=True)
-        with optimizer.join():
-            for _ in range(2 if world.rank else 14):
-                model.backward(num_layers=3)
-                optimizer.step()
-        optimizer.close()
-
-    run_ranks(2, rank, hub=hub)
-    for rank_ in range(2):
-        order = " ".join(operations(hub, rank_, REDUCE_SCATTERS))
-        assert order == " ".join(2 * ["RS3 RS2 RS1 RS0"] + 12 * ["RS2 RS1 RS0 RS3"])
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
