@@ -13,7 +13,7 @@ from torch import nn
 from dearmpi import DistributedOptimizer, EngineConfig, convert_sync_batchnorm
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.errors import ConfigError, UsageError
+from dearmpi.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -112,22 +112,6 @@ def test_an_optimizer_whose_trial_step_fails_is_refused_with_the_reason(
             DistributedOptimizer(make(model.parameters()), model, world=world)
 
     run_ranks(1, rank)
-
-
-def test_a_hook_that_takes_a_gradient_away_is_refused_by_the_parameter() -> None:
-    """As those do that update a parameter inside backprop."""
-
-    def rank(world: World) -> None:
-        model = nn.Linear(3, 2)
-        model.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        DistributedOptimizer(inner, model, world=world)
-        with pytest.raises(
-            UsageError, match="a gradient of weight, but param.grad is None: a hook"
-        ):
-            model(torch.ones(1, 3)).sum().backward()
-
-    run_ranks(2, rank)
 
 
 def test_a_batch_normalisation_in_two_places_stays_one() -> None:

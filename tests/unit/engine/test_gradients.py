@@ -162,6 +162,20 @@ def test_gradients_set_by_hand_are_averaged(case: Case) -> None:
 
 
 @EVERY_WAY
+def test_backprop_adds_to_gradients_set_by_hand(case: Case) -> None:
+    def script(training: Training) -> None:
+        for step in range(3):
+            training.optimizer.zero_grad()
+            for number, param in enumerate(training.model.parameters()):
+                param.grad = torch.full_like(param, number + step)
+            training.backward(step)
+            training.backward(step + 1)
+            training.optimizer.step()
+
+    assert_same_as_alone(script, case)
+
+
+@EVERY_WAY
 def test_options_are_read_at_the_step(case: Case) -> None:
     def script(training: Training) -> None:
         for step in range(4):
