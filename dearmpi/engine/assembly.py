@@ -216,6 +216,7 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
         pre_forward=engine.pre_forward,
         begin_backprop=engine.begin_backprop,
         grad_ready=engine.grad_ready,
+        polls=engine.polls,
     )
 
 

@@ -28,6 +28,7 @@ class Engine:
     eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment, before an
         iteration's first update; later, given those, to see in the step that they still hold.
     joining: what ranks tell each other inside ``join``. loads: which states were loaded.
+    polls: whether communication goes on only where the main thread has time for it.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Engine:
     ) -> None:
         self._world = world
         self._progress = world.progress
-        self._polls = world.progress.mode == "poll"
+        self.polls = world.progress.mode == "poll"
         self._pipeline = pipeline
         self._buckets = pipeline.buckets
         self._side = pipeline.side
@@ -64,7 +65,7 @@ class Engine:
 
     def pre_forward(self, buckets: Iterable[BucketRuntime]) -> None:
         """A module is about to read parameters of ``buckets``: wait until they are current."""
-        if self._polls:
+        if self.polls:
             self._progress.poll()
         for bucket in buckets:
             if bucket.pending:
@@ -102,7 +103,7 @@ class Engine:
                     self._launch_ready()
             else:  # a further backprop before anything is launched
                 self._note_written(bucket)
-        if self._polls:
+        if self.polls:
             self._progress.poll()
 
     def finish_backprop(self) -> None:

@@ -97,7 +97,9 @@ class ModelHooks:
         pre_forward: PreForward,
         begin_backprop: Callable[[], None],
         grad_ready: GradientEvent,
+        polls: bool,
     ) -> None:
+        """``polls``: ``pre_forward`` is to be called where nobody has to wait, too."""
         backprops = _Backprops(begin_backprop)
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
@@ -109,7 +111,7 @@ class ModelHooks:
             if param.is_floating_point() or param.is_complex():  # integers have no gradients
                 self._watch_gradient(param, *_translate_gradient(place, backprops, grad_ready))
         for module in model.modules():
-            self._watch(module, places, pre_forward)
+            self._watch(module, places, pre_forward, polls)
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -139,7 +141,11 @@ class ModelHooks:
         param.requires_grad = required
 
     def _watch(
-        self, module: nn.Module, places: Mapping[nn.Parameter, Place], pre_forward: PreForward
+        self,
+        module: nn.Module,
+        places: Mapping[nn.Parameter, Place],
+        pre_forward: PreForward,
+        polls: bool,
     ) -> None:
         table = module._parameters
         buckets = {
@@ -155,9 +161,8 @@ class ModelHooks:
             table.watch(name, bucket, pre_forward)
             self._watched.append((module, name))
         owned = tuple(dict.fromkeys(buckets.values()))
-        self._handles.append(
-            module.register_forward_pre_hook(_PreForward(owned, pre_forward), prepend=True)
-        )
+        hook = _PreForward(owned, pre_forward, polls)
+        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
 
 class _Backprops:
@@ -204,11 +209,17 @@ def _translate_gradient(
 class _PreForward(OwnHook):
     """Before a module's forward: wait for the buckets that it owns."""
 
-    __slots__ = ("_owned", "_pre_forward")
+    __slots__ = ("_owned", "_polls", "_pre_forward")
 
-    def __init__(self, owned: tuple[BucketRuntime, ...], pre_forward: PreForward) -> None:
-        self._owned, self._pre_forward = owned, pre_forward
+    def __init__(
+        self, owned: tuple[BucketRuntime, ...], pre_forward: PreForward, polls: bool
+    ) -> None:
+        self._owned, self._pre_forward, self._polls = owned, pre_forward, polls
 
     def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._pre_forward(self._owned)
+        if torch.compiler.is_compiling():
+            return
+        for bucket in self._owned:
+            if self._polls or bucket.pending or bucket.arrival is not None:
+                self._pre_forward(self._owned)
+                return

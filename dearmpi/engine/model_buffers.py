@@ -31,11 +31,19 @@ class BufferExchange:
         if how != "keep" and world.size > 1:
             self._channel = world.open_channel("buffers", window=1)
 
-    @torch.no_grad()
     def exchange(self, joining: Joining) -> None:
         """Wait for the other ranks' buffers, if they are wanted (collective)."""
-        if self._channel is None:
-            return
+        if self._channel is not None:
+            self._exchange(self._channel, joining)
+
+    def close(self) -> None:
+        """Give the channel back (collective); no exchange has an effect any more."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    @torch.no_grad()
+    def _exchange(self, channel: Channel, joining: Joining) -> None:
         # None, too, where all have begun the step before they opened ``join``.
         train = joining.who_trains() if joining.is_open else []
         ranks, root = train or range(self._size), train[-1] if train else 0
@@ -45,18 +53,12 @@ class BufferExchange:
                 precise = flat.to(torch.promote_types(flat.dtype, torch.float32))
                 if self._rank not in ranks:
                     precise.zero_()
-                _sum(self._channel, precise)
+                _sum(channel, precise)
                 flat = precise / len(ranks)
             else:
-                _broadcast(self._channel, flat, root)
+                _broadcast(channel, flat, root)
             for tensor, part in zip(tensors, _split(flat, tensors), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-    def close(self) -> None:
-        """Give the channel back (collective); no exchange has an effect any more."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
 
 
 def _parts(model: nn.Module) -> Iterator[Tensor]:

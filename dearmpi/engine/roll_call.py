@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,7 +61,6 @@ class RollCall:
 
     active: the buckets that travel. unfilled: those of them that only the step has closed.
     num_reduced: times that gradients were reduced since the buckets were laid out.
-    told: to be reduced in place to the largest of each byte.
     """
 
     def __init__(
@@ -73,19 +73,28 @@ class RollCall:
         options: Options,
     ) -> None:
         self._options = options
-        present = bytearray()
-        for bucket in buckets:
-            first = len(present)
-            present += b"\1" * len(bucket.params)
-            for slot in bucket.missing:
-                present[first + slot] = False
-        self._num_params = len(present)
+        self._missing = [(len(bucket.params), bucket.missing) for bucket in buckets]
+        self._num_params = sum(num for num, _ in self._missing)
         self._num_told = self._num_params + len(buckets)
-        present += bytes(bucket.index in unfilled for bucket in buckets)
-        alike = zlib.crc32(str(sorted(active)).encode()).to_bytes(_ACTIVE_BYTES, "little")
-        alike += bytes([num_reduced % 256]) + loads.told()
-        alike += bytes(_as_byte(_rate(group)) for group in options)
-        self.told: Tensor = torch.frombuffer(present + alike + _rest(alike), dtype=torch.uint8)
+        self._active, self._unfilled = active, unfilled
+        self._num_reduced, self._loads = num_reduced, loads.told()
+
+    @cached_property
+    def told(self) -> Tensor:
+        """To be reduced in place to the largest of each byte. Made when the driving thread first
+        asks for it, of what held when the roll was called: the main thread has better to do.
+        """
+        present = bytearray()
+        for num, missing in self._missing:
+            first = len(present)
+            present += b"\1" * num
+            for slot in missing:
+                present[first + slot] = False
+        present += bytes(index in self._unfilled for index in range(len(self._missing)))
+        alike = zlib.crc32(str(sorted(self._active)).encode()).to_bytes(_ACTIVE_BYTES, "little")
+        alike += bytes([self._num_reduced % 256]) + self._loads
+        alike += bytes(_as_byte(_rate(group)) for group in self._options)
+        return torch.frombuffer(present + alike + _rest(alike), dtype=torch.uint8)
 
     def answer(self) -> Answer:
         """After the reduction. Raises ReplicaMismatchError if the ranks are not alike."""
