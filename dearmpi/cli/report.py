@@ -12,7 +12,8 @@ from pathlib import Path
 from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
 from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP, Pause
-from dearmpi.report.straggler import SlowRanks, Straggler
+from dearmpi.report.pace import Pace
+from dearmpi.report.straggler import WORTH, SlowRanks, Straggler
 from dearmpi.report.unit import count_text
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
@@ -42,6 +43,7 @@ class Report:
     cap_search: CapSearch | None = None
     _live: Sequence[str] = ()
     _step_s: float = 0.0
+    _pace: Pace = field(default_factory=Pace)
     _slow_ranks: SlowRanks = field(init=False)
     _named: int | None = None
 
@@ -87,6 +89,7 @@ class Report:
         # A run that had reached its end, and is evaluated again, may have its last row already.
         if self.metrics is not None and row.step != self.metrics.last_step:
             self.metrics.append(row)
+        self._pace.add(row.step, row.elapsed_s, row.step_s)
         self._live, self._step_s = describe_live(self.job, row), row.step_s or 0.0
         if not self.console.is_live or row.eval_loss is not None:
             done = f"step {row.step}/{self.job.total_steps}"
@@ -99,8 +102,10 @@ class Report:
             self.console.say(f"saved {checkpoint}")
 
     def _rest(self, step: int) -> list[str]:
-        """How long it will go on, as fast as it went since the row before."""
-        rest_s = (self.job.total_steps - step) * self._step_s
+        """How long it will go on, with steps as fast as since the row before, and as long between
+        them as so far.
+        """
+        rest_s = (self.job.total_steps - step) * (self._step_s + self._pace.between_s)
         return [f"{duration(rest_s)} left"] if rest_s else []
 
     def _name_straggler(self, row: MetricsRow) -> None:
@@ -248,7 +253,10 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
     ending = "stopped as asked" if outcome.stopped else "done"
     lines = [f"{ending} at step {outcome.step} of {job.total_steps}"]
     if taken and outcome.samples_per_s:
-        lines[0] += f": {taken} steps in {duration(outcome.train_s)}, {rate}"
+        seconds = duration(outcome.train_s)
+        if outcome.elapsed_s > (1 + WORTH) * outcome.train_s:
+            seconds += f" ({duration(outcome.elapsed_s)} with checkpoints and evaluations)"
+        lines[0] += f": {taken} steps in {seconds}, {rate}"
     if outcome.first_loss is not None and outcome.last_loss is not None:
         first, last = (loss * task.loss_scale for loss in (outcome.first_loss, outcome.last_loss))
         course = f"{last:.4f}" if first == last else f"{first:.4f} -> {last:.4f}"

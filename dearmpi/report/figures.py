@@ -49,6 +49,7 @@ class Figures:
     shared_wait: see ``exposure.shared_wait``.
     slow_share: the share of the run in which the others waited for the slowest rank.
     traced: whether the first bucket could be told apart.
+    between_s: what was done between two steps, such as to save, by mean.
     planned: whether the run followed a plan, which has weighed schedules and buckets.
     """
 
@@ -61,6 +62,7 @@ class Figures:
     traced: bool
     shared_wait: float = 1.0
     slow_share: float = 1.0
+    between_s: float = 0.0
     planned: bool = False
 
     @property
@@ -146,6 +148,7 @@ def measure(
         traced=bool(traced),
         shared_wait=shared_wait(recording),
         slow_share=history.slow_share(slowest),
+        between_s=history.between_s(),
         planned=planned,
     )
 

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from dearmpi.errors import DataError
+from dearmpi.report.pace import Pace
 from dearmpi.report.straggler import SlowRanks
 
 
@@ -21,6 +22,7 @@ class HistoryRow:
     """
 
     step: int
+    elapsed_s: float | None = None
     loss: float | None = None
     eval_loss: float | None = None
     learning_rate: float | None = None
@@ -71,6 +73,16 @@ class History:
             )
             for rank in range(self._num_ranks())
         )
+
+    def between_s(self) -> float:
+        """What was done between steps, in seconds per step, without the last row: a run that has
+        reached its end saves and evaluates there whatever its intervals.
+        """
+        pace = Pace()
+        for row in self.rows[:-1]:
+            if len(row.rank_step_s) in (0, self._num_ranks()):
+                pace.add(row.step, row.elapsed_s, row.step_s)
+        return pace.between_s
 
     def slow_share(self, rank: int) -> float:
         """The share of the run in which the others waited for ``rank``; 1 where nothing tells."""

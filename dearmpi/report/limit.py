@@ -23,6 +23,7 @@ class Limit(Enum):
     STRAGGLER = "straggler"
     UNEVEN = "uneven ranks"
     DATA = "data"
+    BETWEEN_STEPS = "between steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ def judge(figures: Figures) -> Verdict:
 
     A step of the slowest rank consists of its computation, its data and its waits. While all ranks
     wait, they wait for the network; else for a rank that is late this time. What the slowest rank
-    computes longer than the others is what they wait for it.
+    computes longer than the others is what they wait for it. What is done between steps comes on
+    top.
     """
     # The first bucket and the network are one kind of loss: only together they compete.
     is_first = figures.first_s > figures.network_s / 2
@@ -49,6 +51,7 @@ def judge(figures: Figures) -> Verdict:
         Limit.STRAGGLER: 0.0 if straggler is None else straggler.excess_s,
         Limit.UNEVEN: figures.uneven_s,
         Limit.DATA: figures.data_s,
+        Limit.BETWEEN_STEPS: figures.between_s,
     }
     limit = max(kinds, key=lambda one: kinds[one])
     if kinds[limit] < WORTH * figures.step_s:
@@ -135,6 +138,15 @@ def _say_data(figures: Figures, lost_s: float) -> str:
     return f"Loading data limits this run: {_of_step(figures, lost_s)} goes into it{where}; {cure}."
 
 
+def _say_between_steps(figures: Figures, lost_s: float) -> str:
+    whole_s = figures.step_s + lost_s
+    return (
+        f"What is done between steps limits this run: {time_text(lost_s)} of {time_text(whole_s)} "
+        f"per step ({share_text(lost_s / whole_s)}) goes into checkpoints, evaluations and logs; "
+        "try a larger --checkpoint-interval, --eval-interval or --log-interval, or a faster disk."
+    )
+
+
 _SENTENCES = {
     Limit.COMPUTE: _say_compute,
     Limit.NETWORK: _say_network,
@@ -142,4 +154,5 @@ _SENTENCES = {
     Limit.STRAGGLER: _say_straggler,
     Limit.UNEVEN: _say_uneven,
     Limit.DATA: _say_data,
+    Limit.BETWEEN_STEPS: _say_between_steps,
 }

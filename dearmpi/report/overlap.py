@@ -52,7 +52,7 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     caption = (
         f"Iteration {window.iteration}, of median length among those recorded: "
         f"{time_text(window.length_s)}. It begins where the last rank ended the backprop before. "
-        "Blank is what the main thread does besides, such as to hand over a step."
+        "Blank is what the main thread does besides, such as to hand over a step or to evaluate."
     )
     if len(ranks) < len(recording.spans):
         caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."

@@ -24,7 +24,10 @@ _KEYS = (
     Key("waits for communication", "lost", hatched=True),
 )
 _PASSES = {"F": "feed-forward", "B": "backprop"}
-_DATA = Key("loads data", "data")
+_BESIDES = {
+    Lane.DATA: Key("loads data", "data"),
+    Lane.CHECKPOINT: Key("saves a checkpoint", "ink"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,9 @@ def draw_tracks(name: str, title: str, tracks: Sequence[Track], *, width: float)
     left = max(map(text_width, names)) + 6
     longest_s = max(track.window.length_s for track in tracks)
     x = Axis(0.0, longest_s, left, width - 1)
-    data = (stop - start for track in tracks for _, (start, stop) in track.parts(Lane.DATA))
-    has_data = max(data, default=0.0) * width > longest_s  # else less than a pixel
-    shapes, y = draw_legend([*_KEYS, _DATA] if has_data else _KEYS, width=width, top=0)
+    pixel_s = longest_s / width
+    besides = [key for lane, key in _BESIDES.items() if _longest(tracks, lane) > pixel_s]
+    shapes, y = draw_legend([*_KEYS, *besides], width=width, top=0)
     shapes.append(Label(0, y + 8, "Colours and numbers: buckets", colour="faint"))
     y += 20
     top = y
@@ -79,6 +82,11 @@ def draw_tracks(name: str, title: str, tracks: Sequence[Track], *, width: float)
     return Picture(name, title, width, y + 28, (*axis, *shapes))
 
 
+def _longest(tracks: Sequence[Track], lane: Lane) -> float:
+    parts = (part for track in tracks for _, part in track.parts(lane))
+    return max((stop - start for start, stop in parts), default=0.0)
+
+
 def _draw_axis(x: Axis, axis_s: float, top: float, bottom: float, *, most: int) -> list[Shape]:
     unit = time_unit(axis_s)
     shapes: list[Shape] = []
@@ -95,15 +103,18 @@ def _draw_axis(x: Axis, axis_s: float, top: float, bottom: float, *, most: int) 
 
 
 def _draw_compute(track: Track, x: Axis, y: float) -> list[Shape]:
-    """What the main thread does; waits and data are cut out of a pass."""
+    """What the main thread does; waits, and what is done besides, are cut out of a pass."""
     waits = union(part for _, part in track.parts(Lane.WAIT))
-    data = union(part for _, part in track.parts(Lane.DATA))
+    besides = {lane: union(part for _, part in track.parts(lane)) for lane in _BESIDES}
+    cut = union([*waits, *(part for parts in besides.values() for part in parts)])
     shapes: list[Shape] = []
     origin = track.window.start_s
     for kind, (start, stop) in track.window.passes(track.spans):
-        left = subtract([(start - origin, stop - origin)], union([*waits, *data]))
+        left = subtract([(start - origin, stop - origin)], cut)
         shapes += _boxes(left, x, y, _PASSES[kind], _PASSES[kind], hatched=False)
-    shapes += _boxes(data, x, y, "data", "loads data", hatched=False)
+    for lane, key in _BESIDES.items():
+        left = subtract(besides[lane], waits)
+        shapes += _boxes(left, x, y, key.colour, key.name, hatched=False)
     return shapes + _boxes(waits, x, y, "lost", "waits for communication", hatched=True)
 
 

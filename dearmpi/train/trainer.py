@@ -133,8 +133,7 @@ class Trainer:
 
     def _samples_of_step(self) -> int:
         """Samples of the step just taken, over all ranks."""
-        plan = self._job.plan
-        _, index = self._job.position(self._step - 1)
+        plan, index = self._job.plan, self._job.position(self._step - 1)[1]
         return min(plan.batch_size, plan.num_samples - index * plan.batch_size)
 
     def _count_skip(self, result: StepResult) -> None:
@@ -285,6 +284,7 @@ class Trainer:
             last_loss=self._last_loss,
             evaluation=self._evaluation,
             train_s=self._meter.seconds,
+            elapsed_s=time.perf_counter() - self._began_s,
             samples_per_s=steady.samples_per_s,
             hidden_share=None if busy_s <= 0 else max(0.0, 1.0 - exposed_s / busy_s),
             num_skipped=self._num_skipped,

@@ -9,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from dearmpi.cli.console import Console
-from dearmpi.cli.report import Report, describe_stop
+from dearmpi.cli.report import Report, describe_outcome, describe_stop
 from dearmpi.report.straggler import STEADY, STRETCH_STEPS
 from dearmpi.train.job import Job
 from dearmpi.train.metrics import MetricsRow
+from dearmpi.train.outcome import Outcome
 from dearmpi.train.rank_times import RankTimes
 
 TASK = SimpleNamespace(loss_scale_name="loss", loss_scale=1.0, unit="samples")
@@ -60,6 +63,39 @@ def test_in_a_terminal_the_live_line_moves_with_every_step() -> None:
     report.stepped(5)
     assert " 5/10  loss 1.5000  100 samples/s" in out.getvalue()
     assert out.getvalue().endswith("hidden 50%  10 s left")
+
+
+def test_the_time_that_is_left_includes_what_is_done_between_steps() -> None:
+    out = io.StringIO()
+    report = make_report(out)
+    for step, elapsed_s in ((2, 9.0), (4, 13.0), (6, 33.0)):  # steps of 2 s, and 16 s once in four
+        report.measured(make_row(step, elapsed_s=elapsed_s))
+    assert [line.rpartition("  ")[2] for line in out.getvalue().splitlines()] == [
+        "16 s left",
+        "12 s left",
+        "24 s left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "told"),
+    [(20.5, "20 s, 5 samples/s"), (80.0, "20 s (1 min 20 s with checkpoints and evaluations), 5")],
+)
+def test_the_summary_tells_the_whole_time_where_it_is_another(elapsed_s: float, told: str) -> None:
+    outcome = Outcome(
+        step=10,
+        stopped=False,
+        first_loss=None,
+        last_loss=None,
+        evaluation=None,
+        train_s=20.0,
+        elapsed_s=elapsed_s,
+        samples_per_s=5.0,
+        hidden_share=None,
+        num_skipped=0,
+    )
+    line, *_ = describe_outcome(cast(Job, JOB), outcome, Path("run"))
+    assert line.startswith(f"done at step 10 of 10: 10 steps in {told}")
 
 
 def test_ranks_that_do_not_speak_are_silent() -> None:

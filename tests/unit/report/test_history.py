@@ -5,6 +5,11 @@ from __future__ import annotations
 from dearmpi.report.history import History, HistoryRow
 
 
+def paced(*points: tuple[int, float]) -> History:
+    """From (step, elapsed_s) of each row; a step takes a second."""
+    return History(tuple(HistoryRow(step, elapsed_s, step_s=1.0) for step, elapsed_s in points))
+
+
 def rows(first_step: int, num_ranks: int, *steps_s: float) -> list[HistoryRow]:
     """One row per step; the waits and exchanges of ranks in proportion."""
     return [
@@ -36,3 +41,15 @@ def test_what_the_last_ranks_did_not_measure_is_not_taken_from_others() -> None:
 def test_rows_that_tell_of_no_ranks_count() -> None:
     history = History(tuple(HistoryRow(step, step_s=float(step)) for step in range(1, 5)))
     assert history.typical(lambda row: row.step_s) == 3.0
+
+
+def test_what_is_done_between_steps_is_that_of_a_run_under_way() -> None:
+    """Neither what comes before the first row counts, nor what is due at the end."""
+    begin, end = (10, 25.0), (40, 90.0)
+    assert paced(begin, (20, 35.0), (30, 45.0), end).between_s() == 0.0
+    assert paced(begin, (20, 35.0), (30, 53.0), end).between_s() == 0.4
+    assert paced((10, 9.0), (20, 30.0)).between_s() == 0.0
+
+
+def test_the_clock_of_a_run_that_went_on_begins_anew() -> None:
+    assert paced((10, 25.0), (20, 37.0), (30, 15.0), (40, 27.0), (50, 40.0)).between_s() == 0.2

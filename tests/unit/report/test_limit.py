@@ -65,6 +65,11 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
             Limit.DATA,
             ["400 ms of 1.00 s", "on rank 2 on n2, and 0 s on the others", "that host's way"],
         ),
+        (  # of steps alone, the network would be
+            replace(FIGURES, ranks=_with_waits(0.4, 0.42), between_s=3.0),
+            Limit.BETWEEN_STEPS,
+            ["between steps", "3.00 s of 4.00 s", "75 %", "--checkpoint-interval"],
+        ),
     ],
 )
 def test_the_limit_is_named_with_its_numbers(

@@ -203,3 +203,15 @@ def _luminance(colour: str) -> float:
         share = value / 255
         parts.append(share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4)
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def test_a_checkpoint_shows_in_an_iteration_where_it_is_not_waiting_for_others() -> None:
+    spans = (
+        Span(Lane.CHECKPOINT, "checkpoint", 0.0, 0.6, 1),
+        Span(Lane.WAIT, "bucket 0", 0.0, 0.2, 1),
+        Span(Lane.COMPUTE, "B fc", 0.6, 1.0, 1),
+    )
+    drawn = draw_tracks("x", "x", [Track("rank 0", spans, Window(1, 0, 1))], width=920.0)
+    hints = [shape.hint for shape in drawn.shapes if isinstance(shape, Box)]
+    assert "saves a checkpoint: 400 ms" in hints
+    assert "saves a checkpoint" in [s.text for s in drawn.shapes if isinstance(s, Label)]
