@@ -13,7 +13,7 @@ from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
 from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP, Pause
 from dearmpi.report.pace import Pace
-from dearmpi.report.straggler import WORTH, SlowRanks, Straggler
+from dearmpi.report.straggler import WORTH, SlowRanks, Stragglers, name_ranks
 from dearmpi.report.unit import count_text
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
@@ -45,7 +45,7 @@ class Report:
     _step_s: float = 0.0
     _pace: Pace = field(default_factory=Pace)
     _slow_ranks: SlowRanks = field(init=False)
-    _named: int | None = None
+    _named: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self._slow_ranks = SlowRanks(self.job.start_step)
@@ -109,19 +109,19 @@ class Report:
         return [f"{duration(rest_s)} left"] if rest_s else []
 
     def _name_straggler(self, row: MetricsRow) -> None:
-        """Say which rank holds the others up all the time, once until it is another or none."""
+        """Say which ranks hold the others up all the time, once until they no longer do."""
         if not row.ranks:
             return  # they are not shared where a run is stopped between two rows
         own_s, wait_s = [one.own_s for one in row.ranks], [one.wait_s for one in row.ranks]
         self._slow_ranks.add(row.step, own_s, wait_s)
-        straggler = self._slow_ranks.steady
-        if straggler is not None and straggler.place != self._named:
-            line = describe_straggler(straggler, self.job.world.hosts)
+        steady = self._slow_ranks.steady
+        if steady is not None and not self._named.issuperset(steady.places):
+            line = describe_stragglers(steady, self.job.world.hosts)
             self.console.say(line)
             logging.getLogger("dearmpi").info("step %d: %s", row.step, line)
-            self._named = straggler.place
-        if self._named is not None and self._slow_ranks.has_recovered(self._named):
-            self._named = None
+            self._named = self._named.union(steady.places)
+        recovered = filter(self._slow_ranks.has_recovered, self._named)
+        self._named = self._named.difference(recovered)
 
 
 def describe_row(job: Job, row: MetricsRow) -> list[str]:
@@ -161,13 +161,14 @@ def _describe_hidden(row: MetricsRow) -> list[str]:
     return [f"hidden {max(0.0, 1.0 - row.exposed_s / row.communication_s):.0%}"]
 
 
-def describe_straggler(straggler: Straggler, hosts: Sequence[str]) -> str:
-    """Which rank is slow, by how much, and what it costs the others."""
+def describe_stragglers(slow: Stragglers, hosts: Sequence[str]) -> str:
+    """Which ranks are slow, by how much, and what it costs the others."""
+    named = name_ranks({rank: hosts[rank] for rank in slow.places})
+    be, it = ("is", "it") if len(slow.places) == 1 else ("are", "them")
     return (
-        f"rank {straggler.place} on {hosts[straggler.place]} is slow: busy for "
-        f"{straggler.busy_s:.3g} s per step, the other ranks for {straggler.typical_s:.3g} s, and "
-        f"they wait {straggler.waited_s:.3g} s for it; see what else runs there, its cores and its "
-        "data"
+        f"{named} {be} slow: busy for {slow.busy_s:.3g} s per step, the other ranks for "
+        f"{slow.typical_s:.3g} s, and they wait {slow.waited_s:.3g} s for {it}; see what else runs "
+        "there, the cores and the data"
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from dearmpi.engine.span import Lane
 from dearmpi.report.exposure import Exposure, measure_exposure, shared_wait
 from dearmpi.report.history import History
 from dearmpi.report.recording import Recording, spans_by_window
-from dearmpi.report.straggler import Straggler, find_straggler
+from dearmpi.report.straggler import Stragglers, find_stragglers, name_ranks
 
 _STEADY_SHARE = 0.75  # of a run; in less of it a rank may be late because others need its cores
 
@@ -47,7 +47,7 @@ class Figures:
     thread waited for one, on rank 0.
     first_s: the rank that waits least waited for the first bucket, see ``Exposure``.
     shared_wait: see ``exposure.shared_wait``.
-    slow_share: the share of the run in which the others waited for the slowest rank.
+    slow_shares: the share of the run in which the others waited for a rank; 1 where not known.
     traced: whether the first bucket could be told apart.
     between_s: what was done between two steps, such as to save, by mean.
     planned: whether the run followed a plan, which has weighed schedules and buckets.
@@ -61,7 +61,7 @@ class Figures:
     schedule: str
     traced: bool
     shared_wait: float = 1.0
-    slow_share: float = 1.0
+    slow_shares: Mapping[int, float] = field(default_factory=dict)
     between_s: float = 0.0
     planned: bool = False
 
@@ -71,12 +71,23 @@ class Figures:
         return max(self.ranks, key=lambda times: times.compute_s)
 
     @property
-    def straggler(self) -> Straggler | None:
-        """The slowest rank, if the others wait for it, and not for each rank in turn."""
-        if self.slow_share < _STEADY_SHARE:
-            return None
+    def stragglers(self) -> Stragglers | None:
+        """The slowest ranks, if the others wait for them, and not for each rank in turn."""
         busy_s, wait_s = zip(*((one.compute_s, one.wait_s) for one in self.ranks), strict=True)
-        return find_straggler(busy_s, wait_s, step_s=self.step_s)
+        found = find_stragglers(busy_s, wait_s, step_s=self.step_s)
+        if found is None:
+            return None
+        steady = tuple(place for place in found.places if self._slow_share(place) >= _STEADY_SHARE)
+        return replace(found, places=steady) if steady else None
+
+    def _slow_share(self, place: int) -> float:
+        return self.slow_shares.get(self.ranks[place].rank, 1.0)
+
+    def name(self, stragglers: Stragglers) -> str:
+        """Their ranks and hosts, at the beginning of a sentence."""
+        ranks = (self.ranks[place] for place in stragglers.places)
+        named = name_ranks({times.rank: times.host for times in ranks})
+        return named[0].upper() + named[1:]
 
     @property
     def least_waiting(self) -> RankTimes:
@@ -132,12 +143,12 @@ def measure(
         ranks = tuple(traced.values())  # the metrics tell of rank 0 alone
     if not history.typical_ranks():  # rows that tell nothing of the time for data
         ranks = tuple(replace(one, data_s=traced.get(one.rank, one).data_s) for one in ranks)
-    slowest = max(ranks, key=lambda times: times.compute_s).rank
     step_s = max(times.step_s for times in ranks)  # of the rows that tell of waits too
     if step_s <= 0:
         return None
     communication_s = history.typical(lambda row: row.communication_s)
     exposed_s = history.typical(lambda row: row.exposed_s)
+    slow_ranks = history.slow_ranks()
     return Figures(
         step_s=step_s,
         communication_s=_in_flight(recording) if communication_s is None else communication_s,
@@ -147,7 +158,7 @@ def measure(
         schedule=recording.schedule or schedule,
         traced=bool(traced),
         shared_wait=shared_wait(recording),
-        slow_share=history.slow_share(slowest),
+        slow_shares={one.rank: slow_ranks.share(one.rank) for one in ranks},
         between_s=history.between_s(),
         planned=planned,
     )

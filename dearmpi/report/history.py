@@ -84,8 +84,8 @@ class History:
                 pace.add(row.step, row.elapsed_s, row.step_s)
         return pace.between_s
 
-    def slow_share(self, rank: int) -> float:
-        """The share of the run in which the others waited for ``rank``; 1 where nothing tells."""
+    def slow_ranks(self) -> SlowRanks:
+        """For how much of the run the others waited for which ranks."""
         rows = self._rank_rows()
         before = [row.step for row in self.rows if rows and row.step < rows[0].step]
         slow_ranks = SlowRanks(before[-1] if before else 0)
@@ -93,7 +93,7 @@ class History:
             times = zip(row.rank_step_s, row.rank_wait_s, strict=True)
             busy_s = [max(0.0, step_s - wait_s) for step_s, wait_s in times]
             slow_ranks.add(row.step, busy_s, row.rank_wait_s)
-        return slow_ranks.share(rank)
+        return slow_ranks
 
     def _rank_rows(self) -> list[HistoryRow]:
         """The rows of the ranks that trained last, without their first if there are more."""

@@ -45,10 +45,10 @@ def judge(figures: Figures) -> Verdict:
     """
     # The first bucket and the network are one kind of loss: only together they compete.
     is_first = figures.first_s > figures.network_s / 2
-    straggler = figures.straggler
+    stragglers = figures.stragglers
     kinds = {
         Limit.FIRST_BUCKET if is_first else Limit.NETWORK: figures.network_s,
-        Limit.STRAGGLER: 0.0 if straggler is None else straggler.excess_s,
+        Limit.STRAGGLER: 0.0 if stragglers is None else stragglers.excess_s,
         Limit.UNEVEN: figures.uneven_s,
         Limit.DATA: figures.data_s,
         Limit.BETWEEN_STEPS: figures.between_s,
@@ -109,14 +109,16 @@ def _say_first_bucket(figures: Figures, lost_s: float) -> str:
     )
 
 
-def _say_straggler(figures: Figures, lost_s: float) -> str:
-    slowest = figures.slowest
-    others_s = slowest.compute_s - lost_s
-    subject = slowest.label[0].upper() + slowest.label[1:]
+def _say_straggler(figures: Figures, _lost_s: float) -> str:
+    stragglers = figures.stragglers
+    assert stragglers is not None
+    verb, compute, wait = "limit", "they compute", "these wait for them"
+    if len(stragglers.places) == 1:
+        verb, compute, wait = "limits", "it computes", "they wait for it"
     return (
-        f"{subject} limits this run: it computes for {time_text(slowest.compute_s)} per step, the "
-        f"others for {time_text(others_s)}, and they wait for it; look for other work, fewer cores "
-        "or a slower clock there, or leave that host out."
+        f"{figures.name(stragglers)} {verb} this run: {compute} for {time_text(stragglers.busy_s)} "
+        f"per step, the others for {time_text(stragglers.typical_s)}, and {wait}; look for other "
+        "work, fewer cores or a slower clock there, or leave that host out."
     )
 
 

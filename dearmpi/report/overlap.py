@@ -140,14 +140,18 @@ def _ranks(figures: Figures) -> Section | None:
 
 
 def _compare_ranks(figures: Figures) -> str:
-    slowest, straggler = figures.slowest, figures.straggler
-    label = slowest.label[0].upper() + slowest.label[1:]
-    said = f"{label} computes longest, {time_text(slowest.compute_s)}"
-    if straggler is None:
-        return f"{said}; no rank is so much slower all the time that it holds the others up."
+    slowest, stragglers = figures.slowest, figures.stragglers
+    if stragglers is None:
+        label = slowest.label[0].upper() + slowest.label[1:]
+        return (
+            f"{label} computes longest, {time_text(slowest.compute_s)}; no rank is so much slower "
+            "all the time that it holds the others up."
+        )
+    is_one = len(stragglers.places) == 1
     return (
-        f"{said}; that is {time_text(straggler.excess_s)} more than the median of the others, who "
-        f"wait {time_text(straggler.waited_s)} longer than it does."
+        f"{figures.name(stragglers)} {'computes' if is_one else 'compute'} longest, "
+        f"{time_text(stragglers.busy_s)}; that is {time_text(stragglers.excess_s)} more than the "
+        f"median of the others, who wait {time_text(stragglers.waited_s)} longer."
     )
 
 

@@ -1,10 +1,10 @@
-"""Straggler: a rank for which the others wait, by one rule for the console and the report."""
+"""Stragglers: ranks for which the others wait, by one rule for the console and the report."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 # A part of less than this share of a step is not worth anybody's time.
@@ -12,49 +12,78 @@ WORTH = 0.10
 _WAITED_SHARE = 0.5  # of the excess: where the others do not wait for it, it harms nobody
 STRETCH_STEPS = 10  # over fewer steps any rank may be late: noise averages out
 STEADY = 5  # stretches in a row: ranks that share cores are late in turn, and each for a while
+_MOST_NUMBERS = 8  # of ranks or hosts in a sentence
 
 
 @dataclass(frozen=True, slots=True)
-class Straggler:
-    """A rank for which the others wait, by its place. busy_s and typical_s: what it and the others'
-    median rank are busy per step; waited_s: what the others wait longer than it, by median.
+class Stragglers:
+    """Ranks for which the others wait, by their places; those of a slow host are slow together.
+
+    busy_s and typical_s: what the median of them and of the others is busy per step; waited_s: what
+    the others wait longer than they do, by median.
     """
 
-    place: int
+    places: tuple[int, ...]
     busy_s: float
     typical_s: float
     waited_s: float
 
     @property
     def excess_s(self) -> float:
-        """What a step would gain at most without it."""
+        """What a step would gain at most without them."""
         return self.busy_s - self.typical_s
 
 
-def find_straggler(
+def find_stragglers(
     busy_s: Sequence[float], wait_s: Sequence[float], *, step_s: float
-) -> Straggler | None:
-    """The rank that is busy longest, if that costs ``WORTH`` of a step and the others wait for it.
+) -> Stragglers | None:
+    """The ranks that are busy longest, if that costs ``WORTH`` of a step and the others wait.
 
+    They are at most half of the ranks: where more are as slow, it is the others that are fast.
     busy_s, wait_s: of each rank, in seconds per step.
     """
     if len(busy_s) < 2:
         return None
-    place = max(range(len(busy_s)), key=lambda rank: busy_s[rank])
-    others = [rank for rank in range(len(busy_s)) if rank != place]
-    found = Straggler(
-        place,
-        busy_s[place],
+    usual_s = median(sorted(busy_s)[: len(busy_s) // 2])
+    least_s = (usual_s + max(busy_s)) / 2
+    slow = tuple(rank for rank, own_s in enumerate(busy_s) if own_s >= least_s)
+    others = [rank for rank in range(len(busy_s)) if rank not in slow]
+    if len(slow) > len(others):
+        return None
+    typical_wait_s = median(wait_s[rank] for rank in others)
+    found = Stragglers(
+        slow,
+        median(busy_s[rank] for rank in slow),
         median(busy_s[rank] for rank in others),
-        median(wait_s[rank] for rank in others) - wait_s[place],
+        typical_wait_s - median(wait_s[rank] for rank in slow),
     )
     matters = found.excess_s >= WORTH * step_s and step_s > 0
     return found if matters and found.waited_s >= _WAITED_SHARE * found.excess_s else None
 
 
+def name_ranks(hosts: Mapping[int, str]) -> str:
+    """``rank 3 on n1``, ``ranks 2 and 5 on n1``, ``ranks 8 to 15 on n1, n2``.
+
+    hosts: of each rank; empty where not known.
+    """
+    ranks, places = sorted(hosts), sorted({host for host in hosts.values() if host})
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        named = f"rank {first}"
+    elif len(ranks) > 2 and last - first < len(ranks):
+        named = f"ranks {first} to {last}"
+    elif len(ranks) <= _MOST_NUMBERS:
+        named = f"ranks {', '.join(map(str, ranks[:-1]))} and {last}"
+    else:
+        named = f"{len(ranks)} ranks, {first} to {last},"
+    if len(places) > _MOST_NUMBERS:
+        return f"{named} on {len(places)} hosts"
+    return f"{named} on {', '.join(places)}" if places else named
+
+
 @dataclass(slots=True)
 class SlowRanks:
-    """Which rank was slow in each stretch of a run, from the times of all ranks.
+    """Which ranks were slow in each stretch of a run, from the times of all ranks.
 
     A stretch is as many rows of metrics as make up ``STRETCH_STEPS``. Of those before the last
     ``STEADY`` only counts are kept, since a run may go on for weeks.
@@ -64,9 +93,10 @@ class SlowRanks:
     _num_steps: int = 0
     _busy_s: list[float] = field(default_factory=list)
     _wait_s: list[float] = field(default_factory=list)
-    _num_stretches: Counter[int | None] = field(default_factory=Counter)  # by the slow rank's place
-    _last_places: deque[int | None] = field(default_factory=lambda: deque(maxlen=STEADY))
-    _latest: Straggler | None = None
+    _num_stretches: int = 0
+    _num_slow: Counter[int] = field(default_factory=Counter)  # stretches, by a slow rank's place
+    _last_places: deque[frozenset[int]] = field(default_factory=lambda: deque(maxlen=STEADY))
+    _latest: Stragglers | None = None
 
     def add(self, step: int, busy_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Count the steps up to ``step``; the seconds are each rank's means per step."""
@@ -84,24 +114,27 @@ class SlowRanks:
             [total / self._num_steps for total in sums] for sums in (self._busy_s, self._wait_s)
         )
         step_s = max(map(sum, zip(busy_s, wait_s, strict=True)), default=0.0)
-        self._latest = find_straggler(busy_s, wait_s, step_s=step_s)
-        place = None if self._latest is None else self._latest.place
-        self._num_stretches[place] += 1
-        self._last_places.append(place)
+        self._latest = find_stragglers(busy_s, wait_s, step_s=step_s)
+        places = () if self._latest is None else self._latest.places
+        self._num_stretches += 1
+        self._num_slow.update(places)
+        self._last_places.append(frozenset(places))
         self._num_steps = 0
 
     @property
-    def steady(self) -> Straggler | None:
-        """In the latest stretch, the rank that was slow in each of the last ``STEADY``."""
-        places = self._last_places
-        return self._latest if len(places) == STEADY and len(set(places)) == 1 else None
+    def steady(self) -> Stragglers | None:
+        """In the latest stretch, the ranks that were slow in each of the last ``STEADY``."""
+        if len(self._last_places) < STEADY or self._latest is None:
+            return None
+        places = frozenset.intersection(*self._last_places)
+        return replace(self._latest, places=tuple(sorted(places))) if places else None
 
     def has_recovered(self, place: int) -> bool:
         """Whether the rank at ``place`` was slow in none of the last ``STEADY`` stretches."""
-        return place not in self._last_places
+        return not any(place in places for places in self._last_places)
 
     def share(self, place: int) -> float:
         """The share of stretches in which the rank at ``place`` was slow; 1 where there is none."""
         if not self._num_stretches:
             return 1.0
-        return self._num_stretches[place] / self._num_stretches.total()
+        return self._num_slow[place] / self._num_stretches

@@ -120,6 +120,20 @@ def test_a_slow_rank_is_named_once_with_its_host_and_again_after_it_recovered() 
     assert "0.5 s, and they wait 1.5 s for it" in lines[0]
 
 
+def test_the_ranks_of_a_slow_host_are_named_in_one_line() -> None:
+    out = io.StringIO()
+    world = SimpleNamespace(size=4, hosts=("n0", "n0", "n1", "n1"))
+    job = SimpleNamespace(**{**vars(JOB), "world": world})
+    report = Report(cast(Job, job), Console(speaks=True, out=out), None)
+    for row in range(1, 3 * STEADY):
+        late = [0.01 * (row % 2), 0.01 * (row % 3)]  # now the one is slowest, now the other
+        waits_s = (1.5, 1.5, *late)
+        ranks = tuple(RankTimes(2, wait_s) for wait_s in waits_s)
+        report.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
+    (line,) = [line for line in out.getvalue().splitlines() if "slow" in line]
+    assert line.startswith("ranks 2 and 3 on n1 are slow: busy for 1.9")
+
+
 def test_the_command_to_go_on_with_can_be_pasted() -> None:
     told = describe_stop(signal.SIGTERM, None, folder=Path("my runs/it's mine"))
     words = shlex.split(told.partition(" with ")[2])

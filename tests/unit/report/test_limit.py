@@ -45,8 +45,13 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
             Limit.STRAGGLER,
             ["Rank 2 on n2", "900 ms", "500 ms", "wait for it"],
         ),
+        (  # a slow host
+            replace(FIGURES, ranks=_with_waits(0.5, 0.51, 0.1, 0.11)),
+            Limit.STRAGGLER,
+            ["Ranks 2 and 3 on n2, n3 limit", "compute for 895 ms", "the others for 495 ms"],
+        ),
         (  # in half of the run only, as when others need its cores
-            replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.05, 0.52), slow_share=0.5),
+            replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.05, 0.52), slow_shares={2: 0.5}),
             Limit.COMPUTE,
             ["Computation"],
         ),
