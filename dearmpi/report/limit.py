@@ -91,9 +91,13 @@ def _say_network(figures: Figures, lost_s: float) -> str:
             "; record a --trace to see which buckets are waited for, and whether ranks that share "
             "cores wait for each other rather than for the network"
         )
+    flight = time_text(figures.communication_s)
+    waited = f"communication, which takes {flight} in all"
+    if lost_s > figures.communication_s:  # main threads wait for more than buckets
+        waited = f"gradients, parameters and totals; the first two are under way for {flight}"
     return (
-        f"The network limits this run: {_of_step(figures, lost_s)} is spent waiting for "
-        f"communication, which takes {time_text(figures.communication_s)} in all; {cure}{hint}."
+        f"The network limits this run: {_of_step(figures, lost_s)} is spent waiting for {waited}; "
+        f"{cure}{hint}."
     )
 
 

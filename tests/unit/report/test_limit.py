@@ -104,6 +104,14 @@ def test_without_a_trace_one_is_asked_for() -> None:
     assert "--trace" not in judge(replace(figures, traced=True)).sentence
 
 
+def test_waits_are_not_called_longer_than_all_that_they_are_for() -> None:
+    """Main threads wait for totals too, which are no part of the buckets' communication."""
+    figures = replace(FIGURES, ranks=_with_waits(0.6, 0.6), communication_s=0.4)
+    sentence = judge(figures).sentence
+    assert "600 ms of 1.00 s" in sentence and "in all" not in sentence
+    assert "totals; the first two are under way for 400 ms" in sentence
+
+
 def test_a_process_alone_computes() -> None:
     figures = replace(FIGURES, ranks=_with_waits(0.0), communication_s=0.0, first_s=0.0)
     verdict = judge(figures)
