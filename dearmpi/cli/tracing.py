@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dearmpi.comm.clock_offset import ClockOffset
 from dearmpi.engine.span import Span
-from dearmpi.report.trace import find_traces, trace_path
+from dearmpi.report.trace import find_traces, merged_path, trace_path
 from dearmpi.report.trace_writer import TraceHeader, TraceWriter
 from dearmpi.train.agreement import together
 from dearmpi.train.job import Job
@@ -53,7 +53,8 @@ class RankTrace:
 def open_tracing(job: Job, folder: RunFolder) -> Tracing | None:
     """What records the iterations that are to be traced, if any (collective).
 
-    Traces of an earlier part of the run go. Raises AgreedError where a file cannot be made.
+    Traces of an earlier part of the run go, merged ones too. Raises AgreedError where a file cannot
+    be made.
     """
     window, world = job.settings.trace, job.world
     if window is None:
@@ -63,6 +64,7 @@ def open_tracing(job: Job, folder: RunFolder) -> Tracing | None:
         if world.is_root:
             for path in find_traces(folder.path).values():
                 path.unlink()
+            merged_path(folder.path).unlink(missing_ok=True)
     optimizer = job.optimizer
 
     def make_header() -> TraceHeader:

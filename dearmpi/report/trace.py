@@ -59,6 +59,11 @@ def trace_path(run_folder: Path, rank: int) -> Path:
     return run_folder / FOLDER / f"rank-{rank:05d}.json"
 
 
+def merged_path(run_folder: Path) -> Path:
+    """Where those of all ranks are, once merged."""
+    return run_folder / FOLDER / "merged.json"
+
+
 def find_traces(run_folder: Path) -> dict[int, Path]:
     """The trace files of the run at ``run_folder``, by rank."""
     found = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.errors import ConfigError
-from dearmpi.report.trace import FOLDER, Traces, find_traces, read_traces
+from dearmpi.report.trace import Traces, find_traces, merged_path, read_traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def merge(run_folder: Path, out: Path | None = None) -> Merged:
     it cannot be written.
     """
     traces = read_traces(run_folder)
-    path = out or run_folder / FOLDER / "merged.json"
+    path = out or merged_path(run_folder)
     if path.resolve() in (trace.resolve() for trace in find_traces(run_folder).values()):
         raise ConfigError(f"{path} is a trace that is to be merged; see --out")
     temporary = path.with_name(f".{path.name}.writing")

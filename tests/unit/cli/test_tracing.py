@@ -14,6 +14,7 @@ from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
 from dearmpi.comm.world import World
 from dearmpi.report.trace import trace_path
+from dearmpi.report.trace_merge import merge
 from dearmpi.train.agreement import AgreedError
 from dearmpi.train.layers import make_layer, read_file
 from dearmpi.train.stop import StopRequest
@@ -103,10 +104,12 @@ def test_iterations_that_the_run_does_not_take_are_refused(
 def test_a_resumed_run_records_anew_only_when_asked(alone: World, folder: Path) -> None:
     path = trace_path(run(alone, folder, trace="3:5"), 0)
     before = path.read_text()
+    merged = merge(path.parent.parent).path
     run(alone, folder, resume="auto", max_steps="10")
-    assert path.read_text() == before
+    assert path.read_text() == before and merged.exists()
     run(alone, folder, resume="auto", max_steps="14", trace="12:13")
     assert {span["args"]["iteration"] for span in spans(path)} == {12}
+    assert not merged.exists()  # it would be of other iterations than the traces beside it
 
 
 @pytest.mark.parametrize(
