@@ -88,8 +88,8 @@ def _say_network(figures: Figures, lost_s: float) -> str:
     hint = ""
     if not figures.traced:
         hint = (
-            "; record a --trace to see which buckets are waited for, and whether ranks that share "
-            "cores wait for each other rather than for the network"
+            "; record a --trace of two iterations or more to see which buckets are waited for, and "
+            "whether ranks that share cores wait for each other rather than for the network"
         )
     flight = time_text(figures.communication_s)
     waited = f"communication, which takes {flight} in all"

@@ -73,7 +73,11 @@ def read_run(path: Path) -> Run:
                     "number of ranks."
                 )
             elif recording.typical() is None:
-                notes.append("The trace holds no iteration from end to end on all ranks.")
+                notes.append(
+                    "The trace holds no iteration from end to end on all ranks: record two at "
+                    "least, such as --trace 20:22, since one begins where the backprop before it "
+                    "ended."
+                )
     else:
         notes.append("There is no trace: record one with --trace START:STOP to see an iteration.")
     notes += [*history.notes, *map(_sentence, recording.notes)]

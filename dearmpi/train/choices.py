@@ -288,5 +288,6 @@ class RunChoices:
         None,
         "Run",
         "range",
-        "iterations to record, from 1 on and without STOP, in the run's trace/",
+        "iterations to record, from 1 on and without STOP, in the run's trace/; dear-train report "
+        "draws one of them, for which two at least are needed",
     )

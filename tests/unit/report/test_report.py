@@ -64,6 +64,13 @@ def test_ranks_that_are_slow_in_turn_are_not_called_slow(tmp_path: Path) -> None
     assert "Computation limits" in page and "no rank is so much slower all the time" in page
 
 
+@quick
+def test_a_trace_of_one_iteration_is_told_what_it_lacks(tmp_path: Path) -> None:
+    page = report(ExampleRun(backlog_s=0.4, num_iterations=1).write(tmp_path))
+    assert "One iteration" not in page
+    assert "record two at least, such as --trace 20:22" in page
+
+
 def test_slow_data_is_told_without_a_trace_and_not_guessed_at(tmp_path: Path) -> None:
     folder = ExampleRun(data_s=0.4).write(tmp_path)
     shutil.rmtree(folder / "trace")
