@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 _EASY = (1.0, 2.0, 5.0, 10.0)
+_MOST_DECIMALS, _MOST_ZEROS = 6, 7  # of ticks that are written without a power of ten
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,11 @@ def tick_step(extent: float, most: int) -> float:
 
 
 def tick_text(value: float, step: float) -> str:
-    """``value`` with as many decimals as ticks ``step`` apart need."""
-    if step < 1e-4 or abs(value) >= 1e6:
-        return f"{value:.4g}" if abs(value) > step / 2 else "0"
-    return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+    """``value`` with as many digits as ticks ``step`` apart need, all of an axis in one manner."""
+    power = math.floor(math.log10(step) + 1e-9)
+    if -_MOST_DECIMALS <= power < _MOST_ZEROS:
+        return f"{value:,.{max(0, -power)}f}"
+    if abs(value) <= step / 2:
+        return "0"
+    num_digits = math.floor(math.log10(abs(value)) + 1e-9) - power + 1
+    return f"{value:.{min(17, max(1, num_digits))}g}"

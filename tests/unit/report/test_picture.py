@@ -155,6 +155,28 @@ def test_ticks_are_round_and_few() -> None:
     assert tick_text(2_000, 500) == "2,000"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "first"),
+    [
+        (2.30258, 2.30277, "2.30260"),
+        (0.69315, 0.69319, "0.69315"),
+        (1_234_667, 1_236_467, "1,235,000"),
+        (0.0, 1.5e6, "0"),
+        (0.0, 3e-8, "0"),
+        (4e9, 4.3e9, "4e+09"),
+    ],
+)
+def test_no_two_ticks_of_an_axis_are_called_the_same(low: float, high: float, first: str) -> None:
+    for most in range(2, 10):
+        step = tick_step(high - low, most)
+        ticks = Axis(low, high, 0, 100).ticks(most)
+        texts = [tick_text(tick, step) for tick in ticks]
+        assert len(set(texts)) == len(texts)
+        assert len({"e" in text for text in texts if text != "0"}) <= 1
+        if most == 5:
+            assert texts[0] == first
+
+
 def test_an_axis_over_one_value_has_extent() -> None:
     for value in (0.0, 3.0, -2.0):
         for from_zero in (True, False):
