@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442")
-_ON_SERIES = ("#ffffff", "#000000", "#ffffff", "#000000", "#000000", "#000000")
+_ON_SERIES = ("#ffffff", "#000000", "#000000", "#000000", "#000000", "#000000")
 
 _BOTH: dict[str, str] = {
     "lost": "#d55e00",

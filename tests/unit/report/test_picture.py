@@ -74,7 +74,7 @@ def test_text_has_contrast(palette: dict[str, str], colour: str) -> None:
 @pytest.mark.parametrize("bucket", range(6))
 def test_text_on_a_bucket_has_contrast(bucket: int) -> None:
     colour = bucket_colour(bucket)
-    assert _contrast(LIGHT[f"on-{colour}"], LIGHT[colour]) >= 3
+    assert _contrast(LIGHT[f"on-{colour}"], LIGHT[colour]) >= 4.5
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK])
