@@ -53,6 +53,11 @@ class Console:
             return False
         return self._terminal is not None if self.launched else self.out.isatty()
 
+    @property
+    def encoding(self) -> str:
+        """That of what is written."""
+        return getattr(self.out, "encoding", None) or "utf-8"
+
     def say(self, *lines: str) -> None:
         """Print lines."""
         if not self.speaks:
@@ -112,10 +117,15 @@ class Console:
             out.write(text[: max(1, count_columns(self._terminal) - 1)])
 
 
-def bar(done: int, total: int, *, width: int = 24) -> str:
-    """A bar of ``width`` characters, filled as far as ``done`` of ``total``."""
+def bar(done: int, total: int, *, width: int = 24, encoding: str = "utf-8") -> str:
+    """A bar of ``width`` characters that ``encoding`` has, filled as far as ``done`` of it all."""
+    full, empty = "█·"
+    try:
+        (full + empty).encode(encoding)
+    except UnicodeEncodeError:
+        full, empty = "#."
     filled = width if total <= 0 else min(width, width * done // total)
-    return "█" * filled + "·" * (width - filled)
+    return full * filled + empty * (width - filled)
 
 
 def duration(seconds: float) -> str:

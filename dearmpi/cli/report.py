@@ -58,7 +58,8 @@ class Report:
             self.tracing.begin_iteration(step + 1)
         if self.console.is_live:
             total = self.job.total_steps
-            done = f"{bar(step, total, width=16)} {step}/{total}"
+            drawn = bar(step, total, width=16, encoding=self.console.encoding)
+            done = f"{drawn} {step}/{total}"
             self.console.show("  ".join([done, *self._live, *self._rest(step)]))
 
     def tell_plan(self) -> None:

@@ -72,6 +72,12 @@ def test_a_bar_is_filled_as_far_as_the_run_is() -> None:
     assert [bar(done, 4, width=4) for done in (0, 2, 4)] == ["····", "██··", "████"]
 
 
+def test_a_bar_shows_how_far_where_an_encoding_lacks_its_signs() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    console = Console(speaks=True, out=out)
+    assert bar(2, 4, width=4, encoding=console.encoding) == "##.."
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
