@@ -18,6 +18,7 @@ from dearmpi.cli.terminal import count_columns, launcher_terminal
 from dearmpi.train.durable import DISK_FULL
 
 _REDRAW_S = 0.2
+_GAP = "  "
 _GONE = (errno.EPIPE, errno.EIO)  # the reader's end, or the terminal's
 
 
@@ -35,7 +36,7 @@ class Console:
     launched: bool = False
     needed: bool = False
     out: TextIO | None = field(default_factory=lambda: sys.stdout)
-    _live: str = ""
+    _live: tuple[str, ...] = ()
     _drawn_s: float = 0.0
     _terminal: Path | None = field(default=None, init=False)
 
@@ -73,14 +74,16 @@ class Console:
         """Print each of ``lines``."""
         self.say(*lines)
 
-    def show(self, text: str) -> None:
-        """Replace the live line, as often as an eye can follow."""
+    def show(self, *parts: str) -> None:
+        """Replace the live line by as many of ``parts``, the first ones, as fit on it, as often as
+        an eye can follow.
+        """
         now_s = time.monotonic()
         if self.is_live and now_s - self._drawn_s >= _REDRAW_S:
             self._drawn_s = now_s
             with self._heard() as out:
                 self._erase(out)
-                self._draw(out, text)
+                self._draw(out, parts)
                 out.flush()
 
     def finish(self) -> None:
@@ -89,7 +92,7 @@ class Console:
             with self._heard() as out:
                 self._erase(out)
                 out.flush()
-        self._live = ""
+        self._live = ()
 
     @contextmanager
     def _heard(self) -> Iterator[TextIO]:
@@ -111,10 +114,17 @@ class Console:
         if self._live and self.is_live:
             out.write("\r\x1b[K")
 
-    def _draw(self, out: TextIO, text: str) -> None:
-        self._live = text
-        if text and self.is_live:
-            out.write(text[: max(1, count_columns(self._terminal) - 1)])
+    def _draw(self, out: TextIO, parts: tuple[str, ...]) -> None:
+        self._live = parts
+        if not parts or not self.is_live:
+            return
+        room = max(1, count_columns(self._terminal) - 1)
+        text = parts[0][:room]
+        for part in parts[1:]:
+            if len(text) + len(_GAP) + len(part) > room:
+                break  # half a figure would read as another
+            text += _GAP + part
+        out.write(text)
 
 
 def bar(done: int, total: int, *, width: int = 24, encoding: str = "utf-8") -> str:

@@ -58,9 +58,9 @@ class Report:
             self.tracing.begin_iteration(step + 1)
         if self.console.is_live:
             total = self.job.total_steps
-            drawn = bar(step, total, width=16, encoding=self.console.encoding)
+            drawn = bar(step, total, width=10, encoding=self.console.encoding)
             done = f"{drawn} {step}/{total}"
-            self.console.show("  ".join([done, *self._live, *self._rest(step)]))
+            self.console.show(done, *self._rest(step), *self._live)
 
     def tell_plan(self) -> None:
         """Write and describe the plan that is followed from here on, if it is a new one."""
@@ -140,8 +140,8 @@ def describe_row(job: Job, row: MetricsRow) -> list[str]:
 
 
 def describe_live(job: Job, row: MetricsRow) -> list[str]:
-    """The same in short: it must fit beside a bar."""
-    return _describe_loss(job, row) + _describe_rate(job, row) + _describe_hidden(row)
+    """The same in short, the first the last to go where a terminal has no room beside the bar."""
+    return _describe_loss(job, row) + _describe_hidden(row) + _describe_rate(job, row)
 
 
 def _describe_loss(job: Job, row: MetricsRow) -> list[str]:

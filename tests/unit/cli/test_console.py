@@ -68,6 +68,13 @@ def test_the_live_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert out.getvalue() == "x" * 19
 
 
+def test_what_does_not_fit_the_terminal_is_left_out_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    out = Terminal()
+    Console(speaks=True, out=out).show("12/60", "1 min left", "hidden 10%")
+    assert out.getvalue() == "12/60  1 min left"
+
+
 def test_a_bar_is_filled_as_far_as_the_run_is() -> None:
     assert [bar(done, 4, width=4) for done in (0, 2, 4)] == ["····", "██··", "████"]
 

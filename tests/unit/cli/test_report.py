@@ -61,8 +61,7 @@ def test_in_a_terminal_the_live_line_moves_with_every_step() -> None:
     report.measured(make_row(4))
     assert out.getvalue() == ""
     report.stepped(5)
-    assert " 5/10  loss 1.5000  100 samples/s" in out.getvalue()
-    assert out.getvalue().endswith("hidden 50%  10 s left")
+    assert out.getvalue().endswith(" 5/10  10 s left  loss 1.5000  hidden 50%  100 samples/s")
 
 
 def test_the_time_that_is_left_includes_what_is_done_between_steps() -> None:
