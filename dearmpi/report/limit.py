@@ -102,12 +102,12 @@ def _say_network(figures: Figures, lost_s: float) -> str:
 
 
 def _say_first_bucket(figures: Figures, lost_s: float) -> str:
-    first_s = min(figures.first_s, lost_s)
     cure = "try a smaller --bucket-cap-mb, so that less is left for the end"
     if figures.planned:
         cure = "the plan has weighed that against what more buckets cost"
     return (
-        f"The first bucket limits this run: {_of_step(figures, first_s)} is spent waiting for the "
+        f"The first bucket limits this run: {_of_step(figures, lost_s)} is spent waiting for "
+        f"communication, and of an iteration in the trace {time_text(figures.first_s)} for the "
         "reduce-scatter, update and all-gather of the first layers between two iterations, which "
         f"nothing can hide; {cure}."
     )

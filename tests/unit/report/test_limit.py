@@ -38,7 +38,12 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
         (
             replace(FIGURES, ranks=_with_waits(0.4, 0.42), first_s=0.3),
             Limit.FIRST_BUCKET,
-            ["first bucket", "300 ms", "--bucket-cap-mb"],
+            ["first bucket", "400 ms of 1.00 s", "trace 300 ms", "--bucket-cap-mb"],
+        ),
+        (  # recorded iterations may wait longer than most
+            replace(FIGURES, ranks=_with_waits(0.4, 0.42), first_s=0.5),
+            Limit.FIRST_BUCKET,
+            ["first bucket", "400 ms of 1.00 s", "trace 500 ms"],
         ),
         (
             replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.1, 0.52)),
