@@ -10,6 +10,7 @@ from statistics import median
 # A part of less than this share of a step is not worth anybody's time.
 WORTH = 0.10
 _WAITED_SHARE = 0.5  # of the excess: where the others do not wait for it, it harms nobody
+_ALIKE_SHARE = 1 / 3  # of the excess: ranks so near to the slowest are as slow
 STRETCH_STEPS = 10  # over fewer steps any rank may be late: noise averages out
 STEADY = 5  # stretches in a row: ranks that share cores are late in turn, and each for a while
 _MOST_NUMBERS = 8  # of ranks or hosts in a sentence
@@ -45,7 +46,7 @@ def find_stragglers(
     if len(busy_s) < 2:
         return None
     usual_s = median(sorted(busy_s)[: len(busy_s) // 2])
-    least_s = (usual_s + max(busy_s)) / 2
+    least_s = max(busy_s) - _ALIKE_SHARE * (max(busy_s) - usual_s)
     slow = tuple(rank for rank, own_s in enumerate(busy_s) if own_s >= least_s)
     others = [rank for rank in range(len(busy_s)) if rank not in slow]
     if len(slow) > len(others):

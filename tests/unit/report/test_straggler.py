@@ -38,6 +38,11 @@ def test_ranks_that_are_slow_alike_are_found_together() -> None:
     assert found.excess_s == pytest.approx(0.1)
 
 
+def test_a_rank_halfway_to_the_slowest_is_not_as_slow() -> None:
+    found = find((0.1, 0.1), (0.1, 0.1), (0.15, 0.05), (0.2, 0.0))
+    assert found is not None and found.places == (3,)
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
