@@ -75,13 +75,15 @@ def put_back(environment: Mapping[str, str]) -> str:
     While it is being cancelled SLURM calls it COMPLETING. So it does at the time limit, but then
     gives that as the reason.
     """
-    job = job_number(environment)
-    if job is None:
+    number = environment.get("SLURM_JOB_ID")
+    if not number:
         return "stopped after a checkpoint; this is no SLURM job: start it again to go on"
+    found = find_job(number)
+    if found is None:  # nor does it tell of a job that has ended, whose shell lives on
+        by_hand = f"put it back with: scontrol requeue {number}"
+        return f"SLURM does not tell the state of job {number}; {by_hand}"
+    job, state = found
     by_hand = f"put it back with: scontrol requeue {job}"
-    state = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
-    if not state:  # nor of a job that has ended, whose shell lives on
-        return f"SLURM does not tell the state of job {job}; {by_hand}"
     if state not in ("RUNNING None", "COMPLETING TimeLimit"):
         return f"job {job} is {state.split()[0]}, so it is not queued again; {by_hand}"
     if _ask("scontrol", "requeue", job) is None:
@@ -89,15 +91,19 @@ def put_back(environment: Mapping[str, str]) -> str:
     return f"job {job} is queued again, to go on from its checkpoint"
 
 
-def job_number(environment: Mapping[str, str]) -> str | None:
-    """How SLURM calls this job; None where this is none.
+def find_job(number: str) -> tuple[str, str] | None:
+    """What SLURM calls the job ``number``, and its state with the reason; None if it knows none.
 
-    The number of an array's job may stand for the whole array, so it is named by its index.
+    A job of an array is called by its index, as its number may stand for the whole array; of that
+    squeue prints every job. Variables do not tell: SLURM_ARRAY_JOB_ID is handed on to jobs that are
+    submitted from inside an array.
     """
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    if array:
-        return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
-    return environment.get("SLURM_JOB_ID") or None
+    printed = _ask("squeue", "--noheader", f"--jobs={number}", "--format=%A %i %T %r")
+    for line in (printed or "").splitlines():
+        own_number, job, state = line.split(maxsplit=2)
+        if own_number == number:
+            return job, state
+    return None
 
 
 def _ask(*command: str) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dearmpi.cli.main import main
-from dearmpi.cli.requeue import EXIT_PREEMPTED, job_number, run_forwarding
+from dearmpi.cli.requeue import EXIT_PREEMPTED, run_forwarding
 from dearmpi.train import stop
 
 VARIABLES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
@@ -26,7 +26,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     stand_in(tmp_path, "squeue", f"cat {tmp_path}/state")
     stand_in(tmp_path, "scontrol", f'echo "$*" >> {tmp_path}/told')
-    (tmp_path / "state").write_text("RUNNING None\n")
+    (tmp_path / "state").write_text("17 17 RUNNING None\n")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     return tmp_path
 
@@ -68,19 +68,26 @@ def test_a_command_that_ended_otherwise_is_not(slurm: Path, script: str, code: i
 def test_a_job_that_is_being_cancelled_stays_out_of_the_queue(
     slurm: Path, capsys: pytest.CaptureFixture[str], state: str, again: bool
 ) -> None:
-    (slurm / "state").write_text(state)
+    (slurm / "state").write_text(f"17 17 {state}\n")
     assert main(["requeue", "sh", "-c", "exit 75"]) == 75
     assert bool(requeued(slurm)) == again
     assert ("not queued again; put it back with" in capsys.readouterr().err) != again
 
 
-def test_one_job_of_an_array_is_queued_again_not_the_array(
+def test_one_job_of_an_array_is_queued_again_not_the_array(slurm: Path) -> None:
+    # The last of an array has the array's number, for which squeue prints all that are left.
+    (slurm / "state").write_text("21 17_9 RUNNING None\n17 17_10 RUNNING None\n")
+    assert main(["requeue", "sh", "-c", "exit 75"]) == 75
+    assert requeued(slurm) == "requeue 17_10\n"
+
+
+def test_a_job_that_an_array_has_submitted_is_queued_again_not_the_one_it_comes_from(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     assert main(["requeue", "sh", "-c", "exit 75"]) == 75
-    assert requeued(slurm) == "requeue 15_2\n"
+    assert requeued(slurm) == "requeue 17\n"
 
 
 @pytest.mark.parametrize("program", ["squeue", "scontrol"])
@@ -98,7 +105,6 @@ def test_outside_of_a_job_there_is_no_queue(
     slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert job_number(os.environ) is None
     assert main(["requeue", "sh", "-c", "exit 75"]) == 75
     assert requeued(slurm) == "" and "no SLURM job" in capsys.readouterr().err
 
