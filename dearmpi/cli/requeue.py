@@ -107,10 +107,19 @@ def find_job(number: str) -> tuple[str, str] | None:
 
 
 def _ask(*command: str) -> str | None:
-    """What a command of SLURM prints; None, and its complaint, where it fails."""
+    """What a command of SLURM prints; None, and its complaint, where it fails.
+
+    SQUEUE_PARTITION and the like, with which users see less of the queue, would hide the job.
+    """
+    filtered = {n: value for n, value in os.environ.items() if not n.startswith("SQUEUE_")}
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=filtered,
         )
     except OSError as error:
         complain(f"{command[0]}: {error.strerror}")

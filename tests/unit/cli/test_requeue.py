@@ -90,6 +90,15 @@ def test_a_job_that_an_array_has_submitted_is_queued_again_not_the_one_it_comes_
     assert requeued(slurm) == "requeue 17\n"
 
 
+def test_what_a_user_hides_from_squeue_does_not_hide_the_job(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(slurm, "squeue", f'[ -n "$SQUEUE_PARTITION" ] || cat {slurm}/state')
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    assert main(["requeue", "sh", "-c", "exit 75"]) == 75
+    assert requeued(slurm) == "requeue 17\n"
+
+
 @pytest.mark.parametrize("program", ["squeue", "scontrol"])
 def test_where_slurm_refuses_its_words_and_a_cure_are_told(
     slurm: Path, capsys: pytest.CaptureFixture[str], program: str
