@@ -19,7 +19,8 @@ def folder(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
             f'#!/bin/sh\nprintf "%s\\n" {name} "$@" > {tmp_path}/told\n'
-            f"echo $OMP_NUM_THREADS $SLURM_MPI_TYPE > {tmp_path}/settings\nexit 75\n"
+            f"echo $OMP_NUM_THREADS $SLURM_MPI_TYPE > {tmp_path}/settings\n"
+            f"echo $SLURM_EXPORT_ENV > {tmp_path}/hidden\nexit 75\n"
         )
         path.chmod(0o755)
     return tmp_path
@@ -67,6 +68,13 @@ def test_srun_starts_them_with_the_pmi_of_the_site(folder: Path) -> None:
     assert "--cpus-per-task=3" in words and follows(words, "dear-train", "run")
     assert words[-2:] == ["--epochs", "3"]
     assert "--mpi=pmix" in run(folder, "train-srun", DEARMPI_PMI="pmix")
+
+
+def test_what_the_script_sets_reaches_the_ranks_where_jobs_start_without_variables(
+    folder: Path,
+) -> None:
+    run(folder, "train-srun", SLURM_EXPORT_ENV="NONE")  # which srun would obey
+    assert (folder / "hidden").read_text() == "\n"
 
 
 def test_a_benchmark_is_not_queued_again(folder: Path) -> None:
