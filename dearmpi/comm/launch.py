@@ -56,11 +56,19 @@ def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
     """What to say before MPI starts, on the first rank; empty where nothing is doubtful.
 
     library: its version in its own words. MPICH under Open MPI's launcher, or another that speaks
-    PMIx, ends the process while it starts, unless it was built for that; the other way round
-    ``check_launch`` finds out.
+    PMIx, ends the process while it starts, unless it was built for that, and so it does inside a
+    step of SLURM that speaks PMIx; the other way round ``check_launch`` finds out.
     """
     if "MPICH" not in library or "pmix" in library or announced_rank(environment) != "0":
         return ""
+    start = f"[rank 0 on {os.uname().nodename}]"
+    if {"PMI_SIZE", "PMIX_NAMESPACE"} <= environment.keys():
+        if "MPIR_CVAR_PMI_VERSION" in environment:
+            return ""
+        return (
+            f"{start} mpirun was called inside a step of SLURM that speaks PMIx, and MPICH may not "
+            "know whom to ask. If it ends in MPI_Init, export MPIR_CVAR_PMI_VERSION=1 before mpirun"
+        )
     if "OMPI_COMM_WORLD_SIZE" in environment:
         launcher, cure = "Open MPI's launcher", ""
     elif "PMIX_NAMESPACE" in environment and "PMI_RANK" not in environment:
@@ -68,7 +76,7 @@ def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
     else:
         return ""
     return (
-        f"[rank 0 on {os.uname().nodename}] {launcher} has started this process, but its MPI "
+        f"{start} {launcher} has started this process, but its MPI "
         f"library is MPICH. If it ends in MPI_Init, use {cure}the mpirun that belongs to the "
         "library; that of pip's mpich lies beside python"
     )

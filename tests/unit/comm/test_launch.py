@@ -59,8 +59,16 @@ def test_mpich_under_pmix_is_told_of_once_unless_it_was_built_for_that() -> None
     assert "srun --mpi=pmi2" in doubt_launch("MPICH Version: 4.3.2", pmix)
     assert not doubt_launch("MPICH Version: 4.3.2", {**pmix, "PMIX_RANK": "1"})
     assert not doubt_launch("MPICH Version: 4.3.2, configure: --with-pmix=/usr", pmix)
-    assert not doubt_launch("MPICH Version: 4.3.2", {**pmix, "PMI_RANK": "0"})  # mpirun in a job
     assert not doubt_launch("Open MPI v5.0.8", pmix)
+
+
+def test_mpirun_of_mpich_inside_a_step_with_pmix_is_told_of_once() -> None:
+    step = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0"}
+    inside = {**step, "PMI_SIZE": "2", "PMI_RANK": "0"}
+    assert "export MPIR_CVAR_PMI_VERSION=1" in doubt_launch("MPICH Version: 5.0.2", inside)
+    assert not doubt_launch("MPICH Version: 5.0.2", {**inside, "PMI_RANK": "1"})
+    assert not doubt_launch("MPICH Version: 5.0.2", {**inside, "MPIR_CVAR_PMI_VERSION": "1"})
+    assert not doubt_launch("Open MPI v5.0.8", inside)
 
 
 @pytest.mark.parametrize(
