@@ -94,6 +94,12 @@ def test_each_job_of_a_sweep_takes_its_line(folder: Path) -> None:
     assert words[-7:] == ["--task", "digits", "--lr", "0.2", "--optimizer", "SGD", "*"]
 
 
+def test_a_line_of_a_sweep_counts_whatever_its_encoding(folder: Path) -> None:
+    (folder / "sweep.txt").write_bytes(b"--lr 0.1\n--data caf\xe9\n--lr 0.3\n")
+    array = {"SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "3", "LC_ALL": "C.UTF-8"}
+    assert run(folder, "array", "sweep.txt", **array)[-2:] == ["--lr", "0.3"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "index", "message"),
     [
