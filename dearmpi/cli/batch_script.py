@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
 
+from dearmpi.cli.time_limit import check_time_limit
 from dearmpi.errors import ConfigError
 
 Launcher = Literal["mpirun", "srun"]
 _FILES: Mapping[Launcher, str] = {"mpirun": "train.sbatch", "srun": "train-srun.sbatch"}
+
+# sbatch takes one or the other.
+_EXCLUDED: Mapping[str, str] = {"ntasks-per-gpu": "ntasks-per-node"}
 
 _NAME = re.compile(r"[a-z][a-z-]*")
 _VALUE = re.compile(r"[\w.,:+@%/=()\[\]|&*!?~-]+")
@@ -28,7 +32,8 @@ class BatchScript:
     arguments: of ``dear-train run``.
     environment: folder of the Python environment, used unless DEARMPI_VENV names another.
 
-    Raises ConfigError for an option that sbatch would read as something else.
+    Raises ConfigError for an option that sbatch would read as something else, and for a time
+    limit that it would not take or in which no step is made.
     """
 
     launcher: Launcher
@@ -47,13 +52,15 @@ class BatchScript:
                     f"{name} is {value!r}, which cannot stand in a batch script; use letters, "
                     "digits and . , : + @ % / = ( ) [ ] | & * ! ? ~ - _"
                 )
+        if self.options.get("time"):
+            check_time_limit(str(self.options["time"]), warned="signal" not in self.options)
 
     def render(self) -> str:
         """The script's text: the file's, with these options in the place of its own, and the
         arguments before those that sbatch may be given after the script.
         """
         text = (files("dearmpi") / "slurm" / _FILES[self.launcher]).read_text(encoding="utf-8")
-        for name in self.options:
+        for name in (*self.options, *(_EXCLUDED.get(name, name) for name in self.options)):
             text = re.sub(rf"^#SBATCH --{name}(=.*)?\n", "", text, flags=re.MULTILINE)
         lines = "".join(f"#SBATCH --{_written(*item)}\n" for item in self.options.items())
         own = f"DEARMPI_VENV=${{DEARMPI_VENV:-{shlex.quote(self.environment)}}}\n"

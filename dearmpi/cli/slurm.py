@@ -41,7 +41,7 @@ class _SlurmCommand(click.Command):
 @click.option("--nodes", type=_COUNT, help="nodes; default: sbatch's, mostly 1")
 @click.option("--ntasks-per-node", type=_COUNT, help="ranks per node; default: 2")
 @click.option("--cpus-per-task", type=_COUNT, help="cores, and torch threads, per rank; default: 1")
-@click.option("--time", metavar="[D-]HH:MM:SS", help="time limit; default: 01:00:00")
+@click.option("--time", metavar="[D-]HH:MM:SS", help="limit, above 2 minutes; default: 01:00:00")
 @click.option("--partition", metavar="NAME", help="queue; default: the site's")
 @click.option("--account", metavar="NAME", help="who pays")
 @click.option("--job-name", metavar="NAME", help="default: dear-train")
@@ -77,7 +77,9 @@ def slurm(
       dear-train slurm --nodes 2 --time 12:00:00 --submit -- --task digits --epochs 50
     """
     _check_arguments(arguments)
-    options = {name.replace("_", "-"): str(value) for name, value in given.items() if value}
+    options = {
+        name.replace("_", "-"): str(value) for name, value in given.items() if value is not None
+    }
     script = BatchScript(
         launcher=launcher,
         options={**options, **_parse_others(others, taken=options)},

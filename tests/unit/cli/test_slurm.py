@@ -58,6 +58,26 @@ def test_given_numbers_take_the_place_of_the_files(
     assert script.rindex("#SBATCH ") < script.index("set -eu")
 
 
+@pytest.mark.parametrize(
+    "limit", ["3", "2:30", "00:02:30", "1-0", "1-0:30", "1-12:00:00", "0", "UNLIMITED"]
+)
+def test_time_limits_are_those_of_sbatch(capsys: pytest.CaptureFixture[str], limit: str) -> None:
+    assert f"#SBATCH --time={limit}" in options_of(render(capsys, "--time", limit))
+
+
+def test_a_short_job_is_warned_later(capsys: pytest.CaptureFixture[str]) -> None:
+    later = ("--sbatch-option", "signal=B:USR1@20")
+    assert "#SBATCH --time=1" in options_of(render(capsys, "--time", "1", *later))
+
+
+def test_what_excludes_an_option_of_the_file_takes_its_place(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = options_of(render(capsys, "--sbatch-option", "ntasks-per-gpu=1"))
+    assert "#SBATCH --ntasks-per-gpu=1" in options
+    assert not any("ntasks-per-node" in option for option in options)
+
+
 def test_all_of_the_files_numbers_may_be_given() -> None:
     given = {
         "job-name": "a",
@@ -106,6 +126,11 @@ def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
         (["--partition", "a b"], "partition is 'a b'"),
         (["--job-name", "a\n#SBATCH --uid=0"], "cannot stand in a batch script"),
         (["--time", "1:00;x"], "time is '1:00;x'"),
+        (["--time", "foo"], "time is 'foo', which sbatch does not take"),
+        (["--time", "1-2-3"], "write minutes, or [D-]HH:MM:SS"),
+        (["--time", "2"], "time is 2, 120 s, but the job is told to save and stop 120 s before"),
+        (["--time", "00:01:30"], "signal=B:USR1@20"),
+        (["--partition", ""], "partition is ''"),
         (["--sbatch-option", "--mem=1G"], "without dashes"),
         (["--sbatch-option", "mem="], "mem is ''"),
         (["--sbatch-option", "qos=a", "--sbatch-option", "qos=b"], "qos is given twice"),
