@@ -187,12 +187,21 @@ class BucketRuntime:
             self._carried = None
 
     def poison(self) -> None:
-        """Fill what other ranks own of the parameters with NaN, until the gather brings it."""
+        """Fill what other ranks own of the parameters with NaN, until the gather brings it.
+
+        Not of those without gradient here: backprop may still go through frozen ones.
+        """
         assert self.parameters is not None
-        start, stop = self.plan.shard_range(self._rank)
-        for part in (self.parameters.data[:start], self.parameters.data[stop:]):
-            if part.is_floating_point():
-                part.fill_(float("nan"))
+        if not self.parameters.data.is_floating_point():
+            return
+        first, last = self.plan.shard_range(self._rank)
+        for slot, place in enumerate(self.plan.slots):
+            if slot not in self.missing:
+                for start, stop in (
+                    (place.start, min(place.stop, first)),
+                    (max(place.start, last), place.stop),
+                ):
+                    self.parameters.data[start : max(start, stop)].fill_(float("nan"))
 
     def reopen(self) -> Tensor:
         """Accept gradients of a further backprop on top of those already reduced: a copy of them,

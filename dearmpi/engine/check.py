@@ -1,7 +1,8 @@
 """Checks for finding mistakes: ``DEAR_CHECK=1``, or ``check_every=K``. They cost time.
 
-- Shards that are under way are filled with NaN, so that whoever reads them too early, through a
-  reference that does not wait, notices. The module that did is named.
+- From the step on, shards that other ranks are still to send are filled with NaN, so that whoever
+  reads them too early, through a reference that does not wait, notices. The module that did is
+  named. Where gradients are gathered, each rank updates all there is, and nothing is filled.
 - Every K steps all ranks compare hashes of every parameter, and what they have posted.
 """
 

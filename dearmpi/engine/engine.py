@@ -135,9 +135,10 @@ class Engine:
             cycle.unfilled = frozenset()
         self._world.begin_step()
         for index in cycle.active:
-            if not self._eager:  # else pending since its launch, and perhaps finished by now
-                self._buckets[index].pending = True
-            self._buckets[index].supersede()
+            if self._eager:  # pending since its launch, and perhaps finished by now
+                self._buckets[index].supersede()
+            else:
+                self._pipeline.supersede(self._buckets[index])
         self._pipeline.submit_step(self.joining.announce_step(options, joined=joined))
         self._pipeline.call_roll()
         if self._schedule.wait is Wait.STEP:
@@ -330,8 +331,7 @@ class Engine:
             if bucket.state is not BucketState.READY:
                 return
             if self._eager:  # it may be updated while backprop goes on
-                bucket.pending = True
-                bucket.supersede()
+                self._pipeline.supersede(bucket)
             self._pipeline.launch(bucket)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:

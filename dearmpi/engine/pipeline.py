@@ -106,6 +106,14 @@ class Pipeline:
             f"RS{bucket.index}", partial(self._start_reduce, bucket), partial(self._reduced, bucket)
         )
 
+    def supersede(self, bucket: BucketRuntime) -> None:
+        """The next update of ``bucket``, which cannot have begun, will change its parameters."""
+        bucket.pending = True
+        bucket.supersede()
+        if self._checked and not self._gathers_gradients:
+            bucket.poison()  # now, since afterwards a gather may already bring new ones
+            self.side.follow()
+
     def submit_step(self, options: Options) -> None:
         """The options are known: update and gather whatever waits for them."""
         # What the main thread has done to gradients and parameters, and options that are tensors:
@@ -238,8 +246,6 @@ class Pipeline:
             self._finished(bucket)
         else:
             check_parameters(bucket, self._wire_dtype)
-            if self._checked:
-                bucket.poison()
             self._post_gathers()
 
     def _unused(self, bucket: BucketRuntime) -> frozenset[int]:

@@ -1,0 +1,98 @@
+"""Checks on a network where time stands still: what is under way is there for nobody."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.fake import FakeClock, FakeHub
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import UsageError
+from tests.mpi.models import fill
+
+PATIENCE_S = 20.0
+
+
+class Reader(nn.Module):
+    """Computes with a parameter of another module, by a reference that nobody can watch."""
+
+    def __init__(self, param: Tensor) -> None:
+        super().__init__()
+        self.held = [param]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.held[0]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.reader = Reader(self.first.weight)
+        fill(self)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.last(self.reader(inputs))
+
+
+def standing_hub() -> tuple[FakeHub, FakeClock]:
+    """Two ranks on a network that brings nothing as long as the clock stands."""
+    clock = FakeClock()
+    return FakeHub(2, clock=clock.now, seconds=lambda label, nbytes: 1.0), clock
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_module_that_reads_in_the_next_forward_what_has_not_come_is_named(eager: bool) -> None:
+    hub, clock = standing_hub()
+
+    def rank(world: World) -> None:
+        model = Model()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            world=world,
+            check_every=1000,
+            eager=eager,
+        )
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        with pytest.raises(UsageError, match=r"(?s)module reader .*NaN .* under way .*first"):
+            model(torch.ones(2, 8))
+        world.barrier()
+        clock.advance(math.inf)
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub, timeout_s=PATIENCE_S)
+
+
+def test_backprop_goes_on_through_frozen_parameters_of_a_bucket_under_way() -> None:
+    hub, clock = standing_hub()
+
+    def rank(world: World) -> None:
+        model = nn.Sequential(*(nn.Linear(n, 4, bias=False) for n in (32, 4, 4)))
+        fill(model)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            world=world,
+            check_every=1000,
+            eager=True,
+            bucket_cap_mb=300 / 2**20,
+        )
+        assert [bucket.names for bucket in optimizer.layout][1:] == [("1.weight", "2.weight")]
+        model[1].requires_grad_(False)
+        inputs = torch.ones(2, 32, requires_grad=True)
+        model(inputs).square().mean().backward()
+        assert inputs.grad is not None and inputs.grad.isfinite().all()
+        world.barrier()
+        clock.advance(math.inf)
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub, timeout_s=PATIENCE_S)
