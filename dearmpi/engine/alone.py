@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.join import Joining
 from dearmpi.engine.roll_call import Loads
@@ -70,9 +71,12 @@ class AloneEngine:
         for grad in self.shards():
             grad.mul_(factor)
 
-    def take_posted(self) -> str:
-        """Nothing is posted."""
-        return ""
+    def tell_replicas(self) -> None:
+        """There are no replicas."""
+
+    def idle_buckets(self) -> list[BucketRuntime]:
+        """There are no buckets."""
+        return []
 
     def close(self) -> None:
         """Nothing to give back."""

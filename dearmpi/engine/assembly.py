@@ -34,6 +34,7 @@ from dearmpi.engine.probe import (
     require_steady,
     resident_scalars,
 )
+from dearmpi.engine.replicas import Replicas
 from dearmpi.engine.shard import ResidentShard, Shard
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
@@ -63,7 +64,24 @@ class Assembly:
     updates: Updates = ()
     hooks: ModelHooks | None = None
     checks: Checks | None = None
+    replicas: Replicas | None = None
     side: SideStream = HostSideStream()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, where replicas are compared; else 0."""
+        return 0 if self.replicas is None else self.replicas.num_steps
+
+    def count_from(self, num_steps: int) -> None:
+        """So many steps were taken before."""
+        if self.replicas is not None:
+            self.replicas.num_steps = num_steps
+
+    def compare_replicas(self) -> None:
+        """After the last step, if that is to be compared: now, and not in the next (collective)."""
+        if self.replicas is not None:
+            self.engine.tell_replicas()
+            self.replicas.compare()
 
     def close(self) -> None:
         """Finish what is under way and detach from the model."""
@@ -135,6 +153,7 @@ def _build(
             optimizer, buckets, rank=world.rank, side=side, shards=shards, masters=masters
         )
     reduce_scatter = _choose_reduce_scatter(world, buckets, config, side)
+    replicas = Replicas(buckets, rank=world.rank, size=world.size, every=every) if every else None
     pipeline = Pipeline(
         world,
         buckets,
@@ -144,6 +163,7 @@ def _build(
         reduce_scatter=reduce_scatter,
         side=side,
         spans=spans,
+        replicas=replicas,
     )
     engine = Engine(world, pipeline, eager=config.eager, read_options=read_options)
     return Assembly(
@@ -153,7 +173,8 @@ def _build(
         masters,
         updates,
         hooks=_attach_hooks(model, buckets, engine),
-        checks=Checks(world, model, buckets, every=every) if every else None,
+        checks=Checks(model, buckets) if every else None,
+        replicas=replicas,
         side=side,
     )
 

@@ -128,7 +128,9 @@ class Attachment:
         self.assembly.engine.wait_updated()
         relocation = Relocation(self._world, self.assembly.updates, layout)
         self.assembly.engine.synchronize()
+        self.assembly.compare_replicas()
         times, old = self.times, [update.bucket for update in self.assembly.updates]
+        num_steps = self.assembly.num_steps
         names = dict(had for bucket in old for had in bucket.names_with_gradients().items())
         del old  # else their buffers would stay
         self._detach()
@@ -138,6 +140,7 @@ class Attachment:
         for update in self.assembly.updates:
             update.bucket.recall_gradients(names)
         self.assembly.engine.times = times
+        self.assembly.count_from(num_steps)
         if self._relocation is not None:
             self._waited_before_s += self._relocation.waited_s
         self._relocation = relocation
@@ -158,13 +161,16 @@ class Attachment:
         return lay_out(names, self._model, world_size=self._world.size, config=config, plan=plan)
 
     def check(self) -> None:
-        """After a step: compare replicas, if it is time to (collective)."""
-        checks = self.assembly.checks
-        if checks is not None and checks.is_due():
+        """After a step: see whether replicas were alike after the one before, as far as that was to
+        be compared, and note what this one used.
+        """
+        replicas = self.assembly.replicas
+        if replicas is not None:
             # Of ranks that have joined no scheduler runs, but they take over the others' options.
             joining = self.assembly.engine.joining.is_open
             options = "" if joining else repr(describe_options(self._optimizer))
-            checks.compare_replicas(self.assembly.engine.take_posted(), options)
+            replicas.stepped(options, self.assembly.engine.idle_buckets())
+            replicas.compare()
 
     def synchronize(self) -> None:
         """Wait until parameters and state show the last step."""
@@ -232,7 +238,10 @@ class Attachment:
         Where every rank has all of it, the wrapped optimizer gets it back.
         """
         self._settle()
-        self._detach()
+        try:
+            self.assembly.compare_replicas()
+        finally:
+            self._detach()
         self._hand_back()
         if self._channel is not None:
             self._channel.close()
@@ -252,7 +261,9 @@ class Attachment:
         self.assembly.close()
         self._waited_before_s += self.assembly.engine.waited_s
         closed = ClosedEngine(self._optimizer, self.times)
-        self.assembly = replace(self.assembly, engine=closed, hooks=None, checks=None)
+        self.assembly = replace(
+            self.assembly, engine=closed, hooks=None, checks=None, replicas=None
+        )
 
     def _adopt_state(self) -> None:
         """Take the state that the optimizer has been given, each rank what it needs of it."""

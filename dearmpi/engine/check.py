@@ -3,13 +3,11 @@
 - From the step on, shards that other ranks are still to send are filled with NaN, so that whoever
   reads them too early, through a reference that does not wait, notices. The module that did is
   named. Where gradients are gathered, each rank updates all there is, and nothing is filled.
-- Every K steps all ranks compare hashes of every parameter, and what they have posted.
+- What every Kth step has led to is compared with the other ranks: see ``replicas``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dearmpi.comm.world import World
 from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.errors import ConfigError, MismatchError, UsageError
+from dearmpi.errors import ConfigError, UsageError
 from dearmpi.tune.own_hook import OwnHook
 
 
@@ -35,45 +32,15 @@ def steps_between_checks(setting: int | None) -> int:
 
 
 class Checks:
-    """What is checked while a model trains."""
+    """What is checked in each forward while a model trains."""
 
-    def __init__(
-        self, world: World, model: nn.Module, buckets: Sequence[BucketRuntime], *, every: int
-    ) -> None:
-        self._world, self._buckets, self._every = world, tuple(buckets), every
-        self._num_steps = 0
+    def __init__(self, model: nn.Module, buckets: Sequence[BucketRuntime]) -> None:
+        self._buckets = tuple(buckets)
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(OwnHook(self._name_early_reader(name, module)))
             for name, module in model.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
         ]
-
-    def is_due(self) -> bool:
-        """Whether the step just taken is one to compare replicas after."""
-        self._num_steps += 1
-        return self._num_steps % self._every == 0
-
-    def compare_replicas(self, posted: str, options: str) -> None:
-        """Raise MismatchError if replicas differ (collective).
-
-        Compared are parameters, the order of collectives and the optimizer's hyperparameters.
-        """
-        own = {
-            name: _digest(param.detach())
-            for bucket in self._buckets
-            for name, param in zip(bucket.plan.names, bucket.params, strict=True)
-        }
-        own["the order of collectives"] = hashlib.sha256(posted.encode()).hexdigest()[:12]
-        own["a hyperparameter"] = hashlib.sha256(options.encode()).hexdigest()[:12]
-        everyone = [json.loads(text) for text in self._world.all_gather_text(json.dumps(own))]
-        for what in own:
-            for rank, other in enumerate(everyone):
-                if other[what] != everyone[0][what]:
-                    raise MismatchError(
-                        f"after step {self._num_steps}, {what} differs between ranks: hash "
-                        f"{everyone[0][what]} on rank 0, {other[what]} on rank {rank}. Parameters "
-                        "must be changed by the optimizer alone, or alike on every rank"
-                    )
 
     def remove(self) -> None:
         """Detach from the model."""
@@ -95,11 +62,6 @@ class Checks:
                 )
 
         return hook
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.contiguous().cpu().view(torch.uint8) if tensor.dim() else tensor.reshape(1).cpu()
-    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def _has_nan(tensor: Tensor) -> bool:

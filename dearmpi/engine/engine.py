@@ -224,6 +224,18 @@ class Engine:
         shards = [self._buckets[index].gradients.shard for index in sorted(self._cycle.active)]
         return [shard for shard in shards if shard.numel()]
 
+    def tell_replicas(self) -> None:
+        """Where no iteration may follow that would: tell other ranks what the last step has led to,
+        if it is to be compared (collective).
+        """
+        if self._cycle.stepped:
+            self.synchronize()
+            self._pipeline.tell_replicas()
+
+    def idle_buckets(self) -> list[BucketRuntime]:
+        """Those that take no part in this iteration."""
+        return [bucket for bucket in self._buckets if bucket.index not in self._cycle.active]
+
     def take_posted(self) -> str:
         """What was posted since the last call, for comparison with other ranks."""
         self.synchronize()
@@ -279,6 +291,7 @@ class Engine:
         self._side.lead()  # gradients go where updates have read
         if self.joining.is_open and not joined:
             self.joining.attend(True)
+        self._pipeline.tell_replicas()
         self._world.begin_iteration()
         active = set()
         for bucket in self._buckets:

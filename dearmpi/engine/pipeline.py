@@ -17,11 +17,11 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, all_gather_for
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.bucket_state import BucketState
-from dearmpi.engine.check import steps_between_checks
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.host_shard import NUM_FETCHED
 from dearmpi.engine.join import Joining
+from dearmpi.engine.replicas import Replicas
 from dearmpi.engine.roll_call import Loads, RollCall
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Lane
@@ -55,10 +55,11 @@ class Pipeline:
         reduce_scatter: ReduceScatter,
         side: SideStream,
         spans: Spans,
+        replicas: Replicas | None,
     ) -> None:
         """``reduce_scatter`` is the algorithm chosen; ``config`` may still say ``auto``.
 
-        side: where on a device the driving thread works.
+        side: where on a device the driving thread works. replicas: only where checks are made.
         """
         self._world = world
         self._progress = world.progress
@@ -83,7 +84,7 @@ class Pipeline:
         self._update_lane = self._progress.open_lane("update", window=num_updated)
         self.spans = spans
         self.clock = CommunicationClock(self.spans)
-        self._checked = steps_between_checks(config.check_every) > 0
+        self._replicas = replicas
         self._called: deque[Cycle] = deque(maxlen=_STEPS_LATE + 1)  # by their steps' roll calls
         self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
         self.cycle = Cycle(stepped=True)
@@ -94,6 +95,8 @@ class Pipeline:
         """Start an iteration; the last one must be finished, and its order known."""
         self.side.follow()  # options may be tensors
         late = frozenset[int]().union(*(one.unfilled for one in list(self._called)[:-1]))
+        if self._replicas is not None:
+            self._replicas.begin()
         order, gathers = self.schedule.with_last(late)
         self.cycle = replace(cycle, reduce_scatters=order, all_gathers=gathers)
 
@@ -110,7 +113,7 @@ class Pipeline:
         """The next update of ``bucket``, which cannot have begun, will change its parameters."""
         bucket.pending = True
         bucket.supersede()
-        if self._checked and not self._gathers_gradients:
+        if self._replicas is not None and not self._gathers_gradients:
             bucket.poison()  # now, since afterwards a gather may already bring new ones
             self.side.follow()
 
@@ -176,6 +179,19 @@ class Pipeline:
         gathers.clear()
         return text
 
+    def tell_replicas(self) -> None:
+        """Tell other ranks what the last step has led to, if it is to be compared (collective).
+
+        All of that step must be over.
+        """
+        if self._replicas is not None and self._replicas.is_open:
+            self._replicas.tell(
+                self.take_posted(),
+                lambda told: self._control_channel.begin(
+                    "comparison of replicas", lambda c: c.start_all_reduce(told, "sum")
+                ),
+            )
+
     def close(self) -> None:
         """Give the channels back once they are empty."""
         for channel in (self._reduce_channel, self._gather_channel, self._control_channel):
@@ -185,7 +201,7 @@ class Pipeline:
     # Called on the driving thread.
 
     def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
-        if self._checked:
+        if self._replicas is not None:
             self._posted[0].append(bucket.index)
         return self._start(
             Lane.REDUCE_SCATTER,
@@ -282,7 +298,7 @@ class Pipeline:
         )
 
     def _start_gather(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
-        if self._checked:
+        if self._replicas is not None:
             self._posted[1].append(bucket.index)
         gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
         assert gathered is not None
@@ -304,6 +320,9 @@ class Pipeline:
 
     def _finished(self, bucket: BucketRuntime) -> None:
         """The parameters of ``bucket`` are current."""
+        if self._replicas is not None:
+            with self.side.running():
+                self._replicas.arrived(bucket)
         bucket.forget()
         bucket.arrival = self.side.mark()
         bucket.pending = False

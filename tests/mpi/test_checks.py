@@ -38,19 +38,90 @@ def test_a_module_that_reads_a_parameter_under_way_is_named(world: World) -> Non
     optimizer.close()
 
 
-def test_replicas_that_drift_apart_are_named_with_both_hashes(world: World) -> None:
-    last = nn.Linear(4, 2)
-    model = nn.Sequential(nn.Linear(4, 4), last)
-    optimizer = distribute(model, world, check_every=2, gather="gradients")
-    for step in range(2):
+def small_model() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def drift(model: Any, world: World) -> None:
+    with torch.no_grad():
+        model[1].bias.add_(float(world.rank))
+
+
+def train_a_step(model: Any, optimizer: dearmpi.DistributedOptimizer) -> None:
+    with optimizer.no_sync():
         model(torch.ones(2, 4)).sum().backward()
-        if step == 1:
-            with torch.no_grad():
-                last.bias.add_(float(world.rank))
-            with pytest.raises(MismatchError, match=r"after step 2, 1\.bias differs .* rank 0"):
-                optimizer.step()
-        else:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+BIAS_AFTER_STEP_2 = r"after step 2, 1\.bias differs .* rank 0"
+
+
+@pytest.mark.parametrize("check_every", [1, 2])
+@pytest.mark.parametrize("eager", [False, True])
+def test_replicas_that_drift_apart_are_named_with_both_hashes(
+    world: World, eager: bool, check_every: int
+) -> None:
+    model = small_model()
+    optimizer = distribute(model, world, check_every=check_every, gather="gradients", eager=eager)
+    train_a_step(model, optimizer)
+    drift(model, world)
+    train_a_step(model, optimizer)
+    with pytest.raises(MismatchError, match=BIAS_AFTER_STEP_2):
+        train_a_step(model, optimizer)
+    optimizer.close()
+
+
+def test_steps_are_counted_on_where_buckets_change_and_gradients_are_dropped(world: World) -> None:
+    model = small_model()
+    optimizer = distribute(model, world, check_every=1, gather="gradients")
+    train_a_step(model, optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.fuse(1e-6)
+    drift(model, world)
+    train_a_step(model, optimizer)
+    with pytest.raises(MismatchError, match=BIAS_AFTER_STEP_2):
+        optimizer.fuse(1.0)
+    optimizer.close()
+
+
+def test_the_last_step_is_compared_at_the_end(world: World) -> None:
+    model = small_model()
+    model[1].requires_grad_(False)
+    optimizer = distribute(model, world, check_every=2)
+    for _ in range(2):
+        train_a_step(model, optimizer)
+        drift(model, world)  # frozen, which no step mends
+    with pytest.raises(MismatchError, match=BIAS_AFTER_STEP_2):
+        optimizer.close()
+    optimizer.close()
+    model(torch.ones(2, 4)).sum().backward()  # detached, and in order
+
+
+def test_ranks_that_wait_in_join_compare_replicas_as_well(world: World) -> None:
+    model = small_model()
+    optimizer = distribute(model, world, check_every=1, gather="gradients")
+    with pytest.raises(MismatchError, match=BIAS_AFTER_STEP_2), optimizer.join():
+        for step in range(4 if world.rank else 2):
+            model(torch.ones(2, 4)).sum().backward()
+            if step == 1:
+                drift(model, world)
             optimizer.step()
+    optimizer.close()
+
+
+def test_what_a_script_does_between_two_steps_and_takes_back_is_no_drift(world: World) -> None:
+    """As sharpness-aware training does, by each rank's own gradients."""
+    model = small_model()
+    optimizer = distribute(model, world, check_every=1)
+    for _ in range(3):
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        drift(model, world)
+        model(torch.ones(2, 4)).square().sum().backward()
+        model.load_state_dict(kept)
+        optimizer.step()
     optimizer.close()
 
 
@@ -86,6 +157,7 @@ def test_ranks_with_other_learning_rates_are_told_so(world: World) -> None:
     optimizer = distribute(model, world, check_every=1)
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + 0.01 * world.rank)
     model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
     with pytest.raises(MismatchError, match="after step 1, .* differs between ranks"):
-        optimizer.step()
+        optimizer.close()
     optimizer.close()

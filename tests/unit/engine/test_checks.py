@@ -47,8 +47,11 @@ def standing_hub() -> tuple[FakeHub, FakeClock]:
     return FakeHub(2, clock=clock.now, seconds=lambda label, nbytes: 1.0), clock
 
 
+@pytest.mark.parametrize("check_every", [1, 1000])
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_module_that_reads_in_the_next_forward_what_has_not_come_is_named(eager: bool) -> None:
+def test_a_module_that_reads_in_the_next_forward_what_has_not_come_is_named(
+    eager: bool, check_every: int
+) -> None:
     hub, clock = standing_hub()
 
     def rank(world: World) -> None:
@@ -57,7 +60,7 @@ def test_a_module_that_reads_in_the_next_forward_what_has_not_come_is_named(eage
             torch.optim.SGD(model.parameters(), lr=0.1),
             model,
             world=world,
-            check_every=1000,
+            check_every=check_every,
             eager=eager,
         )
         model(torch.ones(2, 8)).square().mean().backward()

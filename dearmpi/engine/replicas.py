@@ -1,0 +1,108 @@
+"""Replicas: what every Kth step has led to on each rank, compared while the next one is computed.
+
+To wait for it in the step would be to have nothing under way in the next feed-forward, where
+parameters may be read too early.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.errors import MismatchError
+
+_HASH_DIGITS = 12  # of which fp64, in which they travel, holds every number exactly
+
+
+class Replicas:
+    """Hashes of parameters, of the order of collectives and of the optimizer's hyperparameters.
+
+    Parameters are hashed as they arrive, before a script can do anything to them.
+    num_steps: how many were taken.
+    """
+
+    def __init__(
+        self, buckets: Sequence[BucketRuntime], *, rank: int, size: int, every: int
+    ) -> None:
+        self._buckets, self._rank, self._size, self._every = tuple(buckets), rank, size, every
+        names = [name for bucket in buckets for name in bucket.plan.names]
+        self._subjects = (*names, "the order of collectives", "a hyperparameter")
+        self.num_steps = 0
+        self._is_due = self._is_open = False
+        self._hashes: dict[str, int] = {}
+        self._told = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._await: Callable[[], None] | None = None
+        self._compared_step = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last step is to be compared, and other ranks were not told of it."""
+        return self._is_open
+
+    def begin(self) -> None:
+        """An iteration begins: nothing is under way, and what was to be told is."""
+        self._is_due = (self.num_steps + 1) % self._every == 0
+        self._hashes = {}
+
+    def arrived(self, bucket: BucketRuntime) -> None:
+        """Parameters of ``bucket`` are those after the step, and nobody else reads them yet."""
+        if self._is_due:
+            for name, param in zip(bucket.plan.names, bucket.params, strict=True):
+                self._hashes[name] = _hash_of(param.detach())
+
+    def stepped(self, options: str, idle: Iterable[BucketRuntime]) -> None:
+        """A step was taken with ``options``, in which buckets ``idle`` took no part."""
+        self.num_steps += 1
+        self._is_open = self._is_due
+        if self._is_due:
+            self._hashes[self._subjects[-1]] = _number(options.encode())
+            for bucket in idle:
+                self.arrived(bucket)
+
+    def tell(self, posted: str, start: Callable[[Tensor], Callable[[], None]]) -> None:
+        """All of the step has arrived: ``start`` the sum over the ranks of a tensor that has a row
+        for each, and gives back how to wait for it. ``posted``: which collectives, in order.
+        """
+        self._hashes[self._subjects[-2]] = _number(posted.encode())
+        rows = torch.zeros(self._size, len(self._subjects), dtype=torch.float64, device="cpu")
+        own = [self._hashes[what] for what in self._subjects]
+        rows[self._rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
+        self._told, self._compared_step, self._is_open = rows.view(-1), self.num_steps, False
+        self._await = start(self._told)
+
+    def compare(self) -> None:
+        """Wait for what the ranks have told each other. Raises MismatchError, on all of them alike,
+        if replicas differ.
+        """
+        if self._await is None:
+            return
+        self._await()
+        self._await = None
+        first, *others = self._told.view(self._size, -1).tolist()
+        for column, what in enumerate(self._subjects):
+            for rank, other in enumerate(others, start=1):
+                if other[column] != first[column]:
+                    self._is_open = False  # the next step can only differ as well
+                    raise MismatchError(
+                        f"after step {self._compared_step}, {what} differs between ranks: hash "
+                        f"{_digits(first[column])} on rank 0, {_digits(other[column])} on rank "
+                        f"{rank}. Parameters must be changed by the optimizer alone, or alike on "
+                        "every rank"
+                    )
+
+
+def _hash_of(tensor: Tensor) -> int:
+    data = tensor.contiguous().cpu().view(torch.uint8) if tensor.dim() else tensor.reshape(1).cpu()
+    return _number(data.view(torch.uint8).numpy().tobytes())
+
+
+def _number(data: bytes) -> int:
+    return int(hashlib.sha256(data).hexdigest()[:_HASH_DIGITS], 16)
+
+
+def _digits(number: float) -> str:
+    return f"{int(number):0{_HASH_DIGITS}x}"
