@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,13 @@ if TYPE_CHECKING:
     help="ranks that will follow it  [default: those that calibrated]",
 )
 @click.option(
+    "--samples-per-rank",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="in a micro-batch of the run: for a profile of another number of ranks, which must be of "
+    "as many",
+)
+@click.option(
     "--eager/--no-eager",
     default=True,
     show_default=True,
@@ -69,6 +77,7 @@ def plan(
     profile_path: Path,
     calibration_path: Path,
     world_size: int | None,
+    samples_per_rank: int | None,
     eager: bool,
     gather: Gather,
     micro_batches: int,
@@ -98,10 +107,13 @@ def plan(
     console = Console(speaks=True, needed=True)
     profile = read_profile(profile_path)
     costs = _read_costs(calibration_path, world_size)
+    _check_samples(profile_path, profile, costs.world_size, samples_per_rank)
     costs = costs.sent_as(comm_dtype, profile.workload.params())
     made = make_plan(profile, costs, world_size=costs.world_size, eager=eager, gather=gather)
+    samples = count_text(profile.workload.batch_size, "sample")
+    made = replace(made, origin=f"{made.origin}, {samples} per rank and micro-batch")
     made = made.over(micro_batches)
-    console.say(*describe_profile_use(profile, costs), *describe_costs(costs), made.describe())
+    console.say(*describe_costs(costs), made.describe())
     if out is not None:
         write_file(out, made.to_json())
         console.say(f"wrote {out}")
@@ -122,6 +134,26 @@ def _read_costs(path: Path, world_size: int | None) -> Costs:
         )
     calibration = read_calibration(path)
     return calibration.costs.at(world_size or calibration.world_size).with_typical_overheads()
+
+
+def _check_samples(path: Path, profile: ModelProfile, num_ranks: int, given: int | None) -> None:
+    """Raise ConfigError where the layers would take other times than ``profile`` has: a run divides
+    its batch by its ranks, so the same flags give other times on other numbers of them.
+    """
+    measured = profile.workload.batch_size
+    samples = count_text(measured, "sample")
+    if given is not None and given != measured:
+        raise ConfigError(
+            f"--samples-per-rank is {given}, but {path} was measured with {samples} per rank and "
+            "micro-batch; profile with as many as the run will have"
+        )
+    if given is None and profile.world_size != num_ranks:
+        raise ConfigError(
+            f"{path} was measured on {count_text(profile.world_size, 'rank')}, and the plan is for "
+            f"{num_ranks}, among which a run divides its batch; profile on {num_ranks}, or, if "
+            f"each of them will have {samples} per micro-batch, as this profile, give "
+            f"--samples-per-rank {measured}"
+        )
 
 
 def _draw(
@@ -148,17 +180,6 @@ def _draw(
         gather=gather,
     )
     write_picture(path, draw_plan(plan, timeline, micro_batches=micro_batches))
-
-
-def describe_profile_use(profile: ModelProfile, costs: Costs) -> list[str]:
-    """A line where the times hold only as long as the batch of a rank stays as it was."""
-    if profile.world_size == costs.world_size:
-        return []
-    return [
-        f"the profile was measured with {count_text(profile.world_size, 'rank')}, and the plan is "
-        f"for {costs.world_size}: it holds for {profile.workload.batch_size} samples per rank and "
-        "micro-batch, as then"
-    ]
 
 
 def describe_costs(costs: Costs) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ LINK = Calibration(("a", "a", "b", "b"), "some MPI", "ring", TIMES, TIMES)
 
 @pytest.fixture
 def given(tmp_path: Path) -> list[str]:
-    """Arguments: a profile of six layers, and a link between four ranks."""
+    """Arguments: a profile of six layers, and a link, both of four ranks."""
     profile = profile_workload(read_workload("equal:24:6"), feed_forward_s=0.1, backprop_s=0.2)
-    (tmp_path / "profile.json").write_text(profile.to_json())
+    (tmp_path / "profile.json").write_text(replace(profile, world_size=4).to_json())
     (tmp_path / "link.json").write_text(LINK.to_json())
     files = (tmp_path / "profile.json", tmp_path / "link.json")
     return ["plan", "--profile", str(files[0]), "--calibration", str(files[1])]
@@ -61,15 +62,31 @@ def test_for_another_number_of_ranks_and_without_eager_updates(
     tmp_path: Path, given: list[str]
 ) -> None:
     path = tmp_path / "plan.json"
-    arguments = ["--world-size", "64", "--no-eager", "--gather", "gradients", "--out", str(path)]
-    assert main([*given, *arguments]) == 0
+    arguments = ["--no-eager", "--gather", "gradients", "--out", str(path)]
+    ranks = ["--world-size", "64", "--samples-per-rank", "32"]
+    assert main([*given, *ranks, *arguments]) == 0
     plan = read_plan(path)
     assert plan.world_size == 64 and not plan.eager
 
 
-def test_other_micro_batches_only_compute(
+def test_a_profile_of_other_ranks_serves_where_its_samples_per_rank_are_meant(
     tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    path = tmp_path / "plan.json"
+    for arguments, words in (
+        ([], ["profile.json was measured on 4 ranks", "is for 8", "--samples-per-rank 32"]),
+        (["--samples-per-rank", "16"], ["is 16", "profile.json was measured with 32 samples"]),
+    ):
+        assert main([*given, "--world-size", "8", "--out", str(path), *arguments]) == 2
+        text = capsys.readouterr().err
+        assert all(word in text for word in words), text
+        assert not path.exists()
+    arguments = ["--world-size", "8", "--samples-per-rank", "32", "--out", str(path)]
+    assert main([*given, *arguments]) == 0
+    assert "32 samples per rank and micro-batch" in read_plan(path).origin  # which a run tells
+
+
+def test_other_micro_batches_only_compute(tmp_path: Path, given: list[str]) -> None:
     plans = []
     for number in ("1", "4"):
         path = tmp_path / f"plan{number}.json"
@@ -83,7 +100,6 @@ def test_other_micro_batches_only_compute(
     added_s = 3 * one.prediction.compute_s
     assert four.prediction.iteration_s == pytest.approx(one.prediction.iteration_s + added_s)
     assert four.prediction.bound_s == pytest.approx(one.prediction.bound_s + added_s)
-    assert "measured with 1 rank, and the plan is for 4" in capsys.readouterr().out
 
 
 def test_it_needs_neither_torch_nor_mpi(tmp_path: Path, given: list[str]) -> None:
