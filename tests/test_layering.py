@@ -34,7 +34,7 @@ BELOW: dict[str, frozenset[str]] = {
     "bench": _LIBRARY | {PACKAGE, "train", "report"},
     # It measures as a benchmark does, and judges what a run would do: above both.
     "doctor": _LIBRARY | {PACKAGE, "bench", "train", "report"},
-    "cli": _LIBRARY | {PACKAGE, "doctor", "bench", "train", "report"},
+    "cli": _LIBRARY | {"version", PACKAGE, "doctor", "bench", "train", "report"},
     "__main__": frozenset({"cli"}),
 }
 

@@ -15,11 +15,13 @@ from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError
 from dearmpi.report.unit import count_text
+from dearmpi.version import describe_other_version
 
 if TYPE_CHECKING:
     from dearmpi.plan.cost import Costs
     from dearmpi.plan.plan import Plan
     from dearmpi.plan.profile import ModelProfile
+    from dearmpi.tune.calibration import Calibration
 
 
 @click.command(short_help="Decide on buckets and their order, from measured times.")
@@ -97,6 +99,7 @@ def plan(
     """
     from dearmpi.plan.planner import make_plan
     from dearmpi.plan.profile import read_profile
+    from dearmpi.tune.calibration import read_calibration
 
     check_apart(
         {"--out": out, "--picture": picture_path},
@@ -106,13 +109,16 @@ def plan(
     check_picture(picture_path)
     console = Console(speaks=True, needed=True)
     profile = read_profile(profile_path)
-    costs = _read_costs(calibration_path, world_size)
+    calibration = read_calibration(calibration_path)
+    costs = _costs(calibration, world_size)
     _check_samples(profile_path, profile, costs.world_size, samples_per_rank)
     costs = costs.sent_as(comm_dtype, profile.workload.params())
     made = make_plan(profile, costs, world_size=costs.world_size, eager=eager, gather=gather)
     samples = count_text(profile.workload.batch_size, "sample")
     made = replace(made, origin=f"{made.origin}, {samples} per rank and micro-batch")
     made = made.over(micro_batches)
+    console.say(*describe_other_version(f"the profile {profile_path}", profile.version))
+    console.say(*describe_other_version(f"the calibration {calibration_path}", calibration.version))
     console.say(*describe_costs(costs), made.describe())
     if out is not None:
         write_file(out, made.to_json())
@@ -123,16 +129,15 @@ def plan(
     return 0
 
 
-def _read_costs(path: Path, world_size: int | None) -> Costs:
+def _costs(calibration: Calibration, world_size: int | None) -> Costs:
+    """What was measured, for ``world_size`` ranks, or as many as measured it."""
     from dearmpi.plan.cost import MOST_RANKS
-    from dearmpi.tune.calibration import read_calibration
 
     if world_size is not None and not 2 <= world_size <= MOST_RANKS:
         raise ConfigError(
             f"--world-size is {world_size}; it must be from 2, since one sends nothing, to "
             f"{MOST_RANKS}"
         )
-    calibration = read_calibration(path)
     return calibration.costs.at(world_size or calibration.world_size).with_typical_overheads()
 
 

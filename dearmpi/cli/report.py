@@ -23,6 +23,7 @@ from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.settings import RunSettings
 from dearmpi.train.threads import ThreadChoice
 from dearmpi.train.tracing import Tracing
+from dearmpi.version import describe_other_version
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Report:
         plan = None if self.plan_file is None else self.plan_file.renew()
         if plan is None:
             return
-        lines = [f"plan: {plan.describe()}"]
+        lines = [f"plan: {plan.describe()}", *describe_other_version("the plan", plan.version)]
         if self.job.optimizer.plan_pause is not None:
             lines.append(describe_pause(self.job.optimizer.plan_pause))
         self.console.say_all(lines)

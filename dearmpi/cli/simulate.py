@@ -16,6 +16,7 @@ from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
+from dearmpi.version import describe_other_version
 
 if TYPE_CHECKING:
     from dearmpi.cli.console import Console
@@ -136,6 +137,7 @@ def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
     network, *others = (n.sent_as(given["comm_dtype"], specs) for n in (network, *others))
     methods = _read_methods(given["methods"])
     comparison = compare(profile, network, world_size, methods)
+    console.say(*describe_other_version(f"the profile {given['profile']}", profile.version))
     console.say(*describe_comparison(comparison), "", *align(comparison_rows(comparison)))
     if picture_path is not None:
         _draw(console, comparison, others, picture_path)
@@ -187,8 +189,9 @@ def _read_network(text: str, *, between_nodes: bool) -> Network:
             "already; leave out --ranks-per-node and --node-network, or calibrate with one rank on "
             "each node"
         )
-    source = f"measured with {calibration.world_size} ranks, {calibration.library}"
-    return Network(Path(text).name, calibration.costs, source)
+    source = [f"measured with {calibration.world_size} ranks, {calibration.library}"]
+    source += describe_other_version("it", calibration.version)
+    return Network(Path(text).name, calibration.costs, "; ".join(source))
 
 
 def _with_nodes(network: Network, given: dict[str, Any]) -> Network:

@@ -13,6 +13,7 @@ from dearmpi.plan.plan import read_plan
 from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import read_workload
 from dearmpi.tune.calibration import Calibration, SizeTimes
+from dearmpi.version import __version__
 from tests.unit.cli.bare import run_bare
 
 TIMES = tuple(SizeTimes(n, 1e-3 + 8e-9 * n, 2e-3 + 16e-9 * n) for n in (2**14, 2**24))
@@ -84,6 +85,23 @@ def test_a_profile_of_other_ranks_serves_where_its_samples_per_rank_are_meant(
     arguments = ["--world-size", "8", "--samples-per-rank", "32", "--out", str(path)]
     assert main([*given, *arguments]) == 0
     assert "32 samples per rank and micro-batch" in read_plan(path).origin  # which a run tells
+
+
+def test_files_of_another_version_are_taken_and_told_of(
+    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(given) == 0
+    assert "was made by" not in capsys.readouterr().out
+    for name in ("profile", "link"):
+        path = tmp_path / f"{name}.json"
+        path.write_text(path.read_text().replace(f'"{__version__}"', '"0.0.9"'))
+    assert main(given) == 0
+    text = capsys.readouterr().out
+    for name in ("profile", "link"):
+        path = tmp_path / f"{name}.json"
+        assert f"{path} was made by dearmpi 0.0.9, and this is {__version__}" in text
+    assert main(["simulate", "--profile", given[2], "--network", given[4], "--method", "dear"]) == 0
+    assert capsys.readouterr().out.count("was made by dearmpi 0.0.9") == 2
 
 
 def test_other_micro_batches_only_compute(tmp_path: Path, given: list[str]) -> None:
