@@ -16,8 +16,10 @@ from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
+    from dearmpi.plan.cost import LinkFit
     from dearmpi.tune.calibration import Calibration, SizeTimes
 
+NO_TIME_PER_BYTE = "no time per byte was seen: calibrate for longer with --seconds"
 _WARM_UP_S = 2.0
 _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone ms")
 
@@ -63,8 +65,8 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
             budget_s=seconds,
             warm_up_s=_WARM_UP_S,
         )
-        console.say(*describe_calibration(result))
         write(world, console, out, result.to_json())
+        console.say(*describe_calibration(result))
         return 0
 
     return measure_together(measure)
@@ -88,14 +90,19 @@ def describe_calibration(result: Calibration) -> list[str]:
         "",
     ]
     for name, _, fit in halves:
-        link = fit.link
-        rate = (result.world_size - 1) / result.world_size / link.beta_s_per_byte * 8e-6
-        lines.append(
-            f"{name}: {link.alpha_s * 1e3:.3f} ms + {link.beta_s_per_byte * 1e9:.3f} ns per byte "
-            f"({rate:.0f} Mbit/s sent), +-{fit.relative_error:.0%}; "
-            f"on the wire {link.wire_share:.0%} of the latter"
-        )
+        lines.append(f"{name}: {_describe_fit(fit, result.world_size)}")
     return lines
+
+
+def _describe_fit(fit: LinkFit, world_size: int) -> str:
+    link, error = fit.link, f"+-{fit.relative_error:.0%}"
+    if not link.beta_s_per_byte:
+        return f"{link.alpha_s * 1e3:.3f} ms, {error}; {NO_TIME_PER_BYTE}"
+    rate = (world_size - 1) / world_size / link.beta_s_per_byte * 8e-6
+    return (
+        f"{link.alpha_s * 1e3:.3f} ms + {link.beta_s_per_byte * 1e9:.3f} ns per byte "
+        f"({rate:.0f} Mbit/s sent), {error}; on the wire {link.wire_share:.0%} of the latter"
+    )
 
 
 def _cells(name: str, times: SizeTimes, fitted_s: float) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dearmpi.cli.calibrate import NO_TIME_PER_BYTE
 from dearmpi.cli.console import Console
 from dearmpi.cli.engine_option import engine_option
 from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
@@ -194,8 +195,9 @@ def describe_costs(costs: Costs) -> list[str]:
         f"{name} {link.alpha_s * 1e3:.3f} ms + {link.beta_s_per_byte * 1e9:.3f} ns per byte"
         for name, link in halves
     )
+    seen = all(link.beta_s_per_byte for _, link in halves)
     return [
-        f"{count_text(costs.world_size, 'rank')}: {fits}",
+        f"{count_text(costs.world_size, 'rank')}: {fits}{'' if seen else f'; {NO_TIME_PER_BYTE}'}",
         f"each bucket: update {costs.update_s * 1e3:.3f} ms, main thread "
         f"{costs.main_thread_s * 1e3:.3f} ms",
     ]

@@ -136,3 +136,9 @@ def test_a_table_of_costs() -> None:
         "all-gather: 1.000 ms + 6.000 ns per byte (1000 Mbit/s sent), +-0%; "
         "on the wire 100% of the latter"
     )
+
+
+def test_a_link_whose_bytes_took_no_time_is_told() -> None:
+    samples = (SizeTimes(2**16, 2e-3, 2e-3), SizeTimes(2**19, 1.5e-3, 1.5e-3))
+    lines = describe_calibration(Calibration(("a", "b"), "MPICH 5", "ring", samples, samples))
+    assert "no time per byte was seen: calibrate for longer with --seconds" in lines[-1]

@@ -104,6 +104,16 @@ def test_files_of_another_version_are_taken_and_told_of(
     assert capsys.readouterr().out.count("was made by dearmpi 0.0.9") == 2
 
 
+def test_a_calibration_that_saw_no_time_per_byte_is_told(
+    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = (SizeTimes(2**16, 2e-3, 2e-3), SizeTimes(2**19, 1.5e-3, 1.5e-3))
+    link = replace(LINK, reduce_scatter=samples)
+    (tmp_path / "link.json").write_text(link.to_json())
+    assert main(given) == 0
+    assert capsys.readouterr().out.count("no time per byte was seen") == 1
+
+
 def test_other_micro_batches_only_compute(tmp_path: Path, given: list[str]) -> None:
     plans = []
     for number in ("1", "4"):
