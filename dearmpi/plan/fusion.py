@@ -26,18 +26,17 @@ def fuse_by_cap(specs: Sequence[ParamSpec], cap_bytes: int) -> tuple[tuple[Param
     if that is a quarter full.
     """
     closed: list[list[ParamSpec]] = []
-    filling: dict[tuple[str, str, bool], list[ParamSpec]] = {}
+    filling: dict[tuple[str, str, bool], tuple[list[ParamSpec], int]] = {}  # with its bytes
     for spec in reversed(specs):
-        bucket = filling.get(spec.storage_kind)
-        if bucket is not None:
-            filled = sum(s.nbytes for s in bucket)
-            if filled + spec.nbytes > cap_bytes and filled >= cap_bytes * _LEAST_SHARE:
-                bucket = None
+        bucket, filled = filling.get(spec.storage_kind, (None, 0))
+        nbytes = spec.nbytes
+        if filled + nbytes > cap_bytes and filled >= cap_bytes * _LEAST_SHARE:
+            bucket, filled = None, 0
         if bucket is None:
             bucket = []
             closed.append(bucket)
-            filling[spec.storage_kind] = bucket
         bucket.append(spec)
+        filling[spec.storage_kind] = bucket, filled + nbytes
     position = {spec.name: place for place, spec in enumerate(specs)}
     in_order = [tuple(reversed(bucket)) for bucket in closed]
     trained = (bucket for bucket in in_order if bucket[0].trained)

@@ -58,13 +58,15 @@ def fuse_until(
     """
     merged: list[Merged] = []
     filling: dict[Hashable, list[Arrival]] = {}
+    filled: dict[Hashable, int] = {}  # bytes in each of them
     limits: dict[Hashable, float] = {}
     for arrival in arrivals:
         kind = arrival.spec.storage_kind
-        open_ = filling.setdefault(kind, [])
-        open_.append(arrival)
-        if _nbytes(open_) >= limits.get(kind, first_bytes):
+        filling.setdefault(kind, []).append(arrival)
+        filled[kind] = filled.get(kind, 0) + arrival.spec.nbytes
+        if filled[kind] >= limits.get(kind, first_bytes):
             merged.append(_merge(filling.pop(kind)))
+            filled[kind] = 0
             limits[kind] = cap_bytes
     left = sorted(filling.values(), key=lambda arrivals: arrivals[-1].ready_s)
     return [*merged, *map(_merge, left)]
@@ -121,12 +123,14 @@ def fuse_by_cycle(
 def _split_by_cap(arrivals: Iterable[Arrival], cap_bytes: float) -> list[list[Arrival]]:
     buckets: list[list[Arrival]] = []
     open_: dict[Hashable, list[Arrival]] = {}  # by kind: Horovod looks ahead for more of the same
+    filled: dict[Hashable, int] = {}
     for arrival in arrivals:
-        kind = arrival.spec.storage_kind
-        if kind not in open_ or _nbytes(open_[kind]) + arrival.spec.nbytes > cap_bytes:
-            open_[kind] = []
+        kind, nbytes = arrival.spec.storage_kind, arrival.spec.nbytes
+        if kind not in open_ or filled[kind] + nbytes > cap_bytes:
+            open_[kind], filled[kind] = [], 0
             buckets.append(open_[kind])
         open_[kind].append(arrival)
+        filled[kind] += nbytes
     return buckets
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dearmpi.plan.cost import LinkModel
 from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.plan.merging import Arrival, fuse_by_cycle, fuse_until
 
 KINDS = st.sampled_from([("float32", 4, "cpu"), ("bfloat16", 2, "cpu"), ("float32", 4, "cuda:0")])
 
@@ -146,3 +149,25 @@ def test_parameters_of_two_dtypes_in_turn_make_two_buckets() -> None:
 
 def test_no_parameters_make_no_buckets() -> None:
     assert fuse_by_cap([], cap_bytes=1) == ()
+
+
+def test_the_work_grows_with_the_number_of_parameters_and_not_its_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cap that holds thousands of small parameters once took seconds on every rank."""
+    looks = 0
+
+    def count(spec: ParamSpec) -> int:
+        nonlocal looks
+        looks += 1
+        return spec.numel * spec.itemsize
+
+    monkeypatch.setattr(ParamSpec, "nbytes", property(count))
+    specs = floats(*[1] * 1000)
+    fuse_by_cap(specs, 10**6)
+    assert looks <= 3 * len(specs)
+    looks = 0
+    arrivals = [Arrival(spec, 0.0) for spec in specs]
+    fuse_until(arrivals, first_bytes=10**6, cap_bytes=10**6)
+    fuse_by_cycle(arrivals, LinkModel(1e-3, 1e-9), cap_bytes=10**6, cycle_s=1e-3)
+    assert looks <= 4 * len(specs)
