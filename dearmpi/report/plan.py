@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dearmpi.engine.span import Lane
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.timeline import Timeline
+from dearmpi.report.interval import total
 from dearmpi.report.replica import replica_spans
 from dearmpi.report.shape import Picture
 from dearmpi.report.tracks import Track, draw_tracks
@@ -17,12 +19,16 @@ def draw_plan(plan: Plan, timeline: Timeline, *, micro_batches: int = 1) -> Pict
 
     micro_batches: of an iteration, of which the timeline is one; nothing travels between others.
     """
-    length, exposed = time_text(timeline.iteration_s), time_text(timeline.exposed_s)
-    ranks = count_text(plan.world_size, "rank")
+    length, ranks = time_text(timeline.iteration_s), count_text(plan.world_size, "rank")
+    spans, window = replica_spans(timeline)
+    waits_s = total(part for s in spans if s.lane is Lane.WAIT and (part := window.clip(s)))
+    hands_over = any(s.name.startswith("H") for s in timeline.spans)
     track = Track(
-        f"simulated {'iteration' if micro_batches == 1 else 'micro-batch'} over {ranks}: {length}",
-        *replica_spans(timeline),
-        f"waits {exposed}",
+        f"simulated {'iteration' if micro_batches == 1 else 'micro-batch'} over {ranks}: {length}"
+        + (", backprop with handing buckets over" if hands_over else ""),
+        spans,
+        window,
+        f"waits {time_text(waits_s)}",
     )
     what = f"One iteration of {length}"
     if micro_batches > 1:

@@ -114,10 +114,10 @@ def _conduct(
 
 def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:
     """The spans of ``timeline`` from the end of backprop on, with waits where computation waits,
-    and the window that they fill.
+    and the window that they fill. Handing a bucket over is backprop, as in what is measured.
     """
     spans = [
-        Span(_LANES[s.lane], s.name, s.start_s, s.stop_s, 0, _bucket(s.name))
+        Span(_LANES[s.lane], _pass(s.name), s.start_s, s.stop_s, 0, _bucket(s.name))
         for s in timeline.spans
     ]
     length_s = timeline.iteration_s
@@ -128,6 +128,10 @@ def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:
     again = [s._replace(start_s=s.start_s + length_s, stop_s=s.stop_s + length_s) for s in spans]
     window = Window(0, timeline.step_s, timeline.step_s + length_s)
     return (*spans, *again), window
+
+
+def _pass(name: str) -> str:
+    return f"B{name[1:]}" if name.startswith("H") else name
 
 
 def _bucket(name: str) -> int | None:

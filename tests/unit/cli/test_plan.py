@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,10 @@ def test_the_plan_is_told_written_and_drawn(
     ElementTree.fromstring(drawn)
     for number in range(len(plan.buckets)):
         assert f"<title>RS{number}: " in drawn and f"<title>AG{number}: " in drawn
-    assert "simulated iteration over 4 ranks" in drawn
+    assert "simulated iteration over 4 ranks" in drawn and "with handing buckets over" in drawn
+    (told,) = re.findall(r">waits ([0-9.]+) ms<", drawn)
+    hatched = re.findall(r"<title>waits for communication: ([0-9.]+) ms<", drawn)
+    assert sum(map(float, hatched)) == pytest.approx(float(told), abs=0.1 * len(hatched))
 
 
 def test_half_precision_on_the_wire_is_planned_for(
