@@ -180,4 +180,9 @@ def parse_network(text: str) -> Network | None:
             f"network {text!r}: write alpha,beta in seconds and seconds per byte, such as "
             f"3e-5,8e-10, or one of {', '.join(preset.name for preset in PRESETS)}"
         ) from None
+    if not all(0 <= number < math.inf for number in (alpha_s, beta_s_per_byte)):
+        raise ConfigError(
+            f"network {text!r}: alpha and beta, in seconds and seconds per byte, must be 0 or "
+            "more, and finite"
+        )
     return link_network(text, alpha_s, beta_s_per_byte, "as given")
