@@ -242,13 +242,15 @@ def _draw(console: Console, comparison: Comparison, others: Sequence[Network], p
 def _compare_paper(console: Console) -> list[Comparison]:
     from dearmpi.bench.table import align
     from dearmpi.plan.network import PRESETS
-    from dearmpi.plan.paper import CAPS_MB, DEVICE, WORLD_SIZE, paper_gains
+    from dearmpi.plan.paper import CAPS_MB, DEVICE, PARTITION_NUMEL, WORLD_SIZE, paper_gains
     from dearmpi.report.comparison import describe_gains, gain_rows
 
     console.say(
         f"{WORLD_SIZE} ranks. {DEVICE}.",
         "gain: of DeAR over the best of the others, each with fusion or each without; where they "
         f"fuse, DeAR has the best of {len(CAPS_MB)} bucket caps, and the others are as they come.",
+        f"ByteScheduler cuts tensors at {PARTITION_NUMEL / 1e6:g} million elements, as the paper's "
+        "authors had it.",
         "overlap: WFBP's bound over DeAR's, for DeAR's buckets; limit: 1 + t_ff / (2 t_bp).",
         "start-up: what the other loses to that of its operations, over what DeAR loses to it.",
         "rest: what is left of the gain, from fusion and what nothing hides at a pass's ends.",

@@ -171,14 +171,13 @@ def _mg_wfbp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup
     return _all_reduces(profile, costs, merged)
 
 
-def _bytescheduler(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
-    pieces = partition(profile, most_numel=_PARTITION_NUMEL)
-    order = prioritise(
-        gradient_arrivals(pieces),
-        [spec.name for spec in pieces.workload.params()],
-        all_reduce_link(costs),
-        credit_numel=_CREDIT_NUMEL,
-    )
+def bytescheduler(
+    profile: ModelProfile, costs: Costs, cap_mb: float | None, most_numel: int = _PARTITION_NUMEL
+) -> Setup:
+    """Tensors in pieces of ``most_numel`` elements at most, the first layers' first."""
+    pieces = partition(profile, most_numel=most_numel)
+    names, link = [spec.name for spec in pieces.workload.params()], all_reduce_link(costs)
+    order = prioritise(gradient_arrivals(pieces), names, link, credit_numel=_CREDIT_NUMEL)
     merged = [Merged((spec,), 0.0) for spec in order]
     return _all_reduces(pieces, costs, merged, wait=Wait.FEED_FORWARD)
 
@@ -272,7 +271,7 @@ METHODS: tuple[Method, ...] = (
         "bytescheduler",
         "tensors cut at 8 million elements, first layers first, 16 million on their way",
         "ByteScheduler (Peng et al., SOSP 2019), sizes as its documents give for all-reduce",
-        _bytescheduler,
+        bytescheduler,
     ),
     Method(
         "dear-unfused",

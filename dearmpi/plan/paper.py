@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.comparison import Comparison, Row, compare
 from dearmpi.plan.cost import Costs
-from dearmpi.plan.methods import Method, Setup, parse_method
+from dearmpi.plan.methods import Method, Setup, bytescheduler, parse_method
 from dearmpi.plan.network import Network
 from dearmpi.plan.profile import ModelProfile, profile_workload
 from dearmpi.plan.workload import Workload, read_workload
@@ -29,7 +30,8 @@ DEVICE = (
 _IMAGES_PER_S = {"resnet50": 294.0, "inception_v4": 79.0}
 _PASSES = 3  # feed-forward once, backprop as much as two of them
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 32.0, 64.0, 128.0, 256.0)
-_UNFUSED = ("wfbp", "bytescheduler")
+PARTITION_NUMEL = 4_000_000
+"""At which the authors cut ByteScheduler's tensors (lzhangbv/dear_pytorch, bytescheduler/)."""
 _FUSED = ("ddp", "horovod", "mg-wfbp")
 
 
@@ -145,7 +147,14 @@ def paper_gains(network: Network) -> list[Gain]:
 
 def unfused_methods() -> Sequence[Method]:
     """What the paper compares without tensor fusion."""
-    return [*(parse_method(name) for name in _UNFUSED), _one_in_flight("dear-unfused")]
+    cut = partial(bytescheduler, most_numel=PARTITION_NUMEL)
+    theirs = replace(
+        parse_method("bytescheduler"),
+        about="tensors cut at 4 million elements, first layers first, 16 million on their way",
+        source="ByteScheduler (Peng et al., SOSP 2019), sizes as the paper's authors had them",
+        build=cut,
+    )
+    return [parse_method("wfbp"), theirs, _one_in_flight("dear-unfused")]
 
 
 def fused_methods() -> Sequence[Method]:

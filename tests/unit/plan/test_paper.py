@@ -70,3 +70,11 @@ def test_overlap_is_within_its_limit_and_the_parts_make_the_whole(
         # Without fusion all start up equally often, so that nothing but overlap can be gained.
         if not fused:
             assert gain.factor <= gain.most_overlap
+
+
+def test_bytescheduler_cuts_tensors_as_the_authors_had_it() -> None:
+    (method,) = [one for one in unfused_methods() if one.name == "bytescheduler"]
+    costs = PRESETS[0].at(WORLD_SIZE)
+    setup = method.build(paper_profile(read_workload("bert_base")), costs, None)
+    largest = max(slot.spec.numel for bucket in setup.layout for slot in bucket.slots)
+    assert 3_900_000 < largest <= 4_000_000
