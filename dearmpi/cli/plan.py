@@ -115,9 +115,8 @@ def plan(
     _check_samples(profile_path, profile, costs.world_size, samples_per_rank)
     costs = costs.sent_as(comm_dtype, profile.workload.params())
     made = make_plan(profile, costs, world_size=costs.world_size, eager=eager, gather=gather)
-    samples = count_text(profile.workload.batch_size, "sample")
-    made = replace(made, origin=f"{made.origin}, {samples} per rank and micro-batch")
-    made = made.over(micro_batches)
+    origin = f"{made.origin}, {_describe_conditions(profile, calibration, comm_dtype)}"
+    made = replace(made, origin=origin).over(micro_batches)
     console.say(*describe_other_version(f"the profile {profile_path}", profile.version))
     console.say(*describe_other_version(f"the calibration {calibration_path}", calibration.version))
     console.say(*describe_costs(costs), made.describe())
@@ -186,6 +185,16 @@ def _draw(
         gather=gather,
     )
     write_picture(path, draw_plan(plan, timeline, micro_batches=micro_batches))
+
+
+def _describe_conditions(
+    profile: ModelProfile, calibration: Calibration, comm_dtype: CommDtype
+) -> str:
+    """What its prediction holds for, and a run may have otherwise: it tells this of its plan."""
+    return (
+        f"{count_text(profile.workload.batch_size, 'sample')} per rank and micro-batch, "
+        f"{calibration.algorithm} reduce-scatters, --comm-dtype {comm_dtype}"
+    )
 
 
 def describe_costs(costs: Costs) -> list[str]:

@@ -63,6 +63,16 @@ def test_half_precision_on_the_wire_is_planned_for(
     assert plans[1].prediction.communication_s < 0.7 * plans[0].prediction.communication_s
 
 
+def test_the_plan_says_what_it_was_made_for(
+    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link.json").write_text(replace(LINK, algorithm="native").to_json())
+    assert main([*given, "--comm-dtype", "bf16", "--out", str(tmp_path / "p.json")]) == 0
+    made_for = "32 samples per rank and micro-batch, native reduce-scatters, --comm-dtype bf16"
+    assert made_for in read_plan(tmp_path / "p.json").origin
+    assert made_for in capsys.readouterr().out
+
+
 def test_for_another_number_of_ranks_and_without_eager_updates(
     tmp_path: Path, given: list[str]
 ) -> None:
