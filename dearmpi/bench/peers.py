@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import torch.distributed as dist
@@ -269,12 +270,21 @@ def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
         entry = str(Path.cwd())
         sys.path.insert(0, entry)
         try:
-            factory: Factory = getattr(import_module(module), attribute)
+            factory: Factory = getattr(_import(module, entry), attribute)
             return factory(setup)
         finally:
             sys.path.remove(entry)
 
     return Method(text, enter, _asked(comm_dtype))
+
+
+def _import(module: str, folder: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}, neither installed nor in {folder}; install it, or start in its folder"
+        ) from error
 
 
 def _asked(comm_dtype: CommDtype) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,7 +100,8 @@ def test_a_method_that_averages_nothing_is_found_out(world: World) -> None:
 
 def test_a_peer_that_is_not_installed_is_out_and_the_rest_goes_on(world: World) -> None:
     result, _ = contest(world, plug_in("not_installed_anywhere:make"), read_method("dear"))
-    check_only_one_failed(result, "not_installed_anywhere:make", "ModuleNotFoundError")
+    told = f"neither installed nor in {Path.cwd()}; install it, or start in its folder"
+    check_only_one_failed(result, "not_installed_anywhere:make", told)
 
 
 @pytest.mark.ranks(2)
