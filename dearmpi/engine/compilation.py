@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._dynamo import OptimizedModule, convert_frame
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
@@ -20,6 +27,21 @@ from dearmpi.errors import ConfigError
 
 # torch counts them, those that activation checkpoints run inside another included; else -1.
 number_of_backprop: Callable[[], int] = torch._C._current_graph_task_id
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def untraced(function: Function) -> Function:
+    """Have torch run ``function``, and all that it calls, as it is, where a compiled function
+    steps or runs a backward.
+
+    Marks its code, so that a call costs nothing: torch.compiler.disable() makes each one slower.
+    """
+    assert isinstance(function, FunctionType)
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    vars(function)["_torchdynamo_disable"] = True  # nor is it traced as a part of its caller
+    return function
 
 
 class CompilationWatch:

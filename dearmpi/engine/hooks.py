@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.compilation import CompilationWatch, number_of_backprop
+from dearmpi.engine.compilation import CompilationWatch, number_of_backprop, untraced
 from dearmpi.tune.own_hook import OwnHook
 
 if TYPE_CHECKING:
@@ -190,6 +190,7 @@ def _translate_gradient(
     param, stand_in = bucket.params[slot], bucket.stand_ins[slot]
     comes = True
 
+    @untraced
     def before(grads: Any) -> None:
         nonlocal comes
         comes = grads[0] is not None and param.requires_grad
@@ -199,6 +200,7 @@ def _translate_gradient(
         if comes and param.grad is stand_in:  # to which autograd must not add
             param.grad = None
 
+    @untraced
     def after(_: Any) -> None:
         if comes:
             grad_ready(bucket, slot)

@@ -20,6 +20,7 @@ from dearmpi.engine.blueprint import check_arguments
 from dearmpi.engine.broadcast import broadcast_parameters
 from dearmpi.engine.clipping import clip, follow_clips, scale
 from dearmpi.engine.clock import IterationTimes
+from dearmpi.engine.compilation import untraced
 from dearmpi.engine.course import Course
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.gathered_state import GatheredState
@@ -135,6 +136,7 @@ class DistributedOptimizer(Facade):
     def _assembly(self) -> Assembly:
         return self._attachment.assembly
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take an optimizer step; returns before it is finished. Options are read now."""
         loss = None
@@ -151,6 +153,7 @@ class DistributedOptimizer(Facade):
             self._share(self._attachment.state())
         return loss
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of this rank that no step has used."""
         self._ranges.follow()
@@ -183,6 +186,7 @@ class DistributedOptimizer(Facade):
             yield
 
     @torch.no_grad()
+    @untraced
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm`` (collective).
 
@@ -193,6 +197,7 @@ class DistributedOptimizer(Facade):
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
+    @untraced
     def scale_gradients_(self, factor: float) -> bool:
         """Multiply all gradients by ``factor``; False if any was inf or NaN (collective).
 
@@ -200,6 +205,7 @@ class DistributedOptimizer(Facade):
         """
         return scale(self._assembly.engine, self.world, factor)
 
+    @untraced
     def synchronize(self) -> None:
         """Wait until every parameter shows the last step."""
         self._assembly.engine.synchronize()

@@ -184,6 +184,48 @@ def test_a_compiled_function_of_parameters(gather: str, world: World) -> None:
     assert_same_on_both_sides(script, world, gather=gather)
 
 
+def step_alone(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    side.loss(model, step).backward()
+    compiled_by(side, optimizer.step)()
+
+
+def backward_alone(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    compiled_by(side, lambda: side.loss(model, step).backward())()
+    optimizer.step()
+
+
+def whole_iteration(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    def iterate() -> None:
+        optimizer.zero_grad()
+        side.loss(model, step).backward()
+        side.clip(optimizer, model, 0.5)
+        optimizer.step()
+
+    compiled_by(side, iterate)()
+
+
+def compiled_by(side: Side, function: Callable[[], Any]) -> Callable[[], Any]:
+    """Compiled by dearmpi's side only: a step that torch compiles has its scalars in fp32."""
+    return torch.compile(function, backend="eager") if side.is_distributed else function
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("iterate", [step_alone, backward_alone, whole_iteration])
+def test_a_compiled_function_that_runs_a_backward_or_steps(
+    iterate: Callable[[Side, nn.Module, Any, int], None], gather: str, world: World
+) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(slow_adam(model), model)
+        for step in range(NUM_STEPS):
+            iterate(side, model, optimizer, step)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
 @pytest.mark.ranks(2, 3)
 def test_the_engine_causes_no_recompilation(gather: str, world: World) -> None:
     """A whole graph, once: nothing of the engine is traced or guarded."""
