@@ -96,7 +96,7 @@ class Replicas:
 
 
 def _hash_of(tensor: Tensor) -> int:
-    data = tensor.contiguous().cpu().view(torch.uint8) if tensor.dim() else tensor.reshape(1).cpu()
+    data = tensor.cpu().contiguous().view(-1)  # 1x1 kernels in channels-last count as contiguous
     return _number(data.view(torch.uint8).numpy().tobytes())
 
 

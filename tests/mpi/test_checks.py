@@ -11,6 +11,7 @@ from torch import nn
 import dearmpi
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, MismatchError, UsageError
+from tests.mpi.models import NUM_FEATURES, build_model
 
 pytestmark = pytest.mark.ranks(at_least=2)
 
@@ -144,6 +145,17 @@ def test_training_under_checks_gives_the_same_numbers(
         optimizer.close()
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_replicas_with_kernels_in_channels_last_are_compared(world: World, gather: str) -> None:
+    model = build_model("image")  # its 1x1 kernels are contiguous, with strides of their own
+    optimizer = distribute(model, world, gather=gather, check_every=1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, NUM_FEATURES, dtype=torch.float64), torch.zeros(2)).backward()
+        optimizer.step()
+    optimizer.close()
 
 
 def test_a_senseless_setting_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
