@@ -120,9 +120,11 @@ def lay_out(
     plan: Plan | None = None,
 ) -> BucketLayout:
     """The buckets of a blueprint. Raises ConfigError for a plan that does not fit, and for
-    parameters that share memory, with each other or where they would move away from it.
+    parameters that a forward changes or that share memory, with each other or where they would
+    move away from it.
     """
     if world_size > 1:
+        _refuse_renormed(names, model)
         check_apart(names, model)
         if config.gather == "parameters":
             check_private(names)
@@ -131,6 +133,20 @@ def lay_out(
         return plan.layout(specs, world_size)
     cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
     return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
+
+
+def _refuse_renormed(names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
+    """Each rank would scale the rows of its own samples, and replicas part."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        if any(param in names for param in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"module {name or 'of the model'} has max_norm={module.max_norm}: in each forward "
+                "it scales rows of its weight, on each rank those of its own samples; leave "
+                "max_norm out, and scale the rows on every rank after step(), as by "
+                "weight.data.copy_(weight.data.renorm(2, 0, max_norm))"
+            )
 
 
 def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:

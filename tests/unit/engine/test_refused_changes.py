@@ -19,6 +19,7 @@ from dearmpi.plan.plan import Plan
 from dearmpi.plan.planner import make_plan
 from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import LayerSpec, Workload
+from tests.mpi.models import fill
 
 
 @pytest.mark.parametrize("act", ["fuse", "follow", "close", "add_param_group"])
@@ -136,3 +137,46 @@ def test_parameters_that_cannot_be_served_are_not_added(
         wrapped.close()
 
     run_ranks(size, rank)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_scales_its_rows_in_the_forward_is_refused(layer: Any) -> None:
+    """Each rank would scale the rows of its own samples alone."""
+
+    def rank(world: World) -> None:
+        model = nn.Sequential(layer(6, 4, max_norm=1.0), nn.Linear(4, 2))
+        with pytest.raises(ConfigError, match=r"module 0 has max_norm=1\.0: .*own samples"):
+            DistributedOptimizer(torch.optim.SGD(model.parameters()), model, world=world)
+        DistributedOptimizer(torch.optim.SGD(model[1].parameters()), model, world=world).close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_rows_that_are_scaled_after_each_step_stay_alike(gather: str) -> None:
+    """As the refusal advises: the same numbers as in one process."""
+
+    def trained(world: World | None) -> torch.Tensor:
+        model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2))
+        fill(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if world is not None:
+            optimizer = DistributedOptimizer(optimizer, model, world=world, gather=gather)
+        tokens = torch.tensor([[1, 2], [2, 4]])
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(tokens if world is None else tokens[world.rank]).square().mean().backward()
+            optimizer.step()
+            weight = model.get_parameter("0.weight").data
+            weight.copy_(weight.renorm(2, 0, 0.5))
+        value = model.get_parameter("0.weight").detach().clone()
+        if world is not None:
+            optimizer.close()
+        return value
+
+    expected = trained(None)
+
+    def rank(world: World) -> None:
+        torch.testing.assert_close(trained(world), expected)
+
+    run_ranks(2, rank)
