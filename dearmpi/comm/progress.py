@@ -98,6 +98,11 @@ class Progress:
         with self._lock:
             self._submitted.notify()
 
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes are open."""
+        return len(self._lanes)
+
     def open_lane(self, name: str, window: int) -> Lane:
         """A new lane, driven until it is closed."""
         lane = Lane(name, window)

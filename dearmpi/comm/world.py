@@ -20,7 +20,7 @@ from dearmpi.comm.progress import Progress
 from dearmpi.comm.shard import check_shards
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
-from dearmpi.errors import ConfigError, DearError, LaunchError
+from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
 
 Carry = Callable[[Collectives], Collectives]
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
@@ -97,6 +97,7 @@ class World:
         """A channel with an order of its own (collective).
 
         carry: makes of the channel's collectives those that its operations are started with.
+        Raises CommError if MPI has no communicator left for it.
         """
         twins: list[Collectives] = []
 
@@ -105,7 +106,16 @@ class World:
             twins.append(twin)
             return request
 
-        self._exchange(f"duplicate of the communicator for {name}", start)
+        try:
+            self._exchange(f"duplicate of the communicator for {name}", start)
+        except CommError as error:
+            if type(error) is not CommError:  # others have stalled, or are not alike
+                raise
+            raise CommError(
+                f"{error}\n{self.progress.num_lanes} lanes are open in this process, 4 for each "
+                "DistributedOptimizer in use; if there are hundreds, MPI may have no communicator "
+                "left: call close() on those that are no longer needed"
+            ) from error
         return Channel(carry(twins[0]), self.progress.open_lane(name, window), self.progress)
 
     def all_reduce(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
