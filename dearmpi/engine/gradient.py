@@ -50,9 +50,11 @@ class GradientUnderWay(Tensor):
         names = sorted({one._name for one in _stand_ins(args)})
         raise UsageError(
             f"the gradient of {', '.join(names[:3]) or 'a parameter'} is being reduced over the "
-            "ranks and cannot be read or changed. To clip, call optimizer.clip_grad_norm_(); with "
-            "a gradient scaler, use dearmpi.GradScaler; to drop gradients, "
-            "optimizer.zero_grad(); for local gradients, run backward inside optimizer.no_sync()"
+            "ranks and cannot be read or changed. To step, call step() of the "
+            "DistributedOptimizer, not of the optimizer in it. To clip, call "
+            "optimizer.clip_grad_norm_(), with max_norm=inf to know the norm alone; with a "
+            "gradient scaler, use dearmpi.GradScaler; to drop gradients, optimizer.zero_grad(); "
+            "for local gradients, run backward inside optimizer.no_sync()"
         )
 
 

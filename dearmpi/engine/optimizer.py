@@ -191,7 +191,7 @@ class DistributedOptimizer(Facade):
         """Scale all gradients so that their global norm is at most ``max_norm`` (collective).
 
         Call it between backward and ``step``. Waits for the reduce-scatters. Returns the norm
-        before clipping, of the averaged gradients, the same on every rank.
+        before clipping, of the averaged gradients, the same on every rank; inf clips nothing.
         """
         norm = clip(self._assembly.engine, self.world, max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)

@@ -110,7 +110,8 @@ def moved(name: str) -> UsageError:
     """What is gathered would not reach it."""
     return UsageError(
         f"parameter {name} has moved since DistributedOptimizer was made (model.to(), .data = ... "
-        "or a new Parameter does that); move or convert the model first, then make the optimizer"
+        "or a new Parameter does that); to give it other values, copy them into it "
+        "(param.data.copy_(values)); else move or convert the model first, then make the optimizer"
     )
 
 

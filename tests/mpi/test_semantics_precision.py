@@ -74,6 +74,20 @@ def test_torchs_clipping_is_no_silent_no_op(clip: object, gather: str, world: Wo
     side.close()
 
 
+def test_the_norm_alone(gather: str, world: World) -> None:
+    """A limit of infinity clips nothing."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(adam(model), model)
+        side.loss(model, 0).backward()
+        norm = side.clip(optimizer, model, float("inf"))
+        optimizer.step()
+        return {"norm": norm, **outcome(model, optimizer)}
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
 def test_torchs_clipping_of_gradients_that_are_still_local(gather: str, world: World) -> None:
     """Inside ``no_sync`` a rank's gradients are its own to change."""
 

@@ -246,6 +246,35 @@ def test_parameters_moved_out_of_their_storage_are_noticed(gather: str) -> None:
         assert "layers.1.weight has moved" in message
 
 
+def test_a_parameter_with_new_data_is_refused_with_the_way_to_change_values() -> None:
+    def rank(world: World) -> None:
+        model = Chain(2)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters()), model, world=world)
+        weight = model.get_parameter("layers.1.weight")
+        weight.data.copy_(weight.data / weight.data.norm())
+        model.backward()
+        optimizer.step()
+        weight.data = weight.data / weight.data.norm()
+        with pytest.raises(UsageError, match=r"param\.data\.copy_\(values\)"):
+            model.backward()
+
+    run_ranks(2, rank)
+
+
+def test_a_step_of_the_wrapped_optimizer_is_refused_with_whose_to_call() -> None:
+    def rank(world: World) -> None:
+        model = Chain(2)
+        wrapped = torch.optim.SGD(model.parameters())
+        optimizer = DistributedOptimizer(wrapped, model, world=world)
+        model.backward()
+        with pytest.raises(UsageError, match=r"step\(\) of the DistributedOptimizer"):
+            wrapped.step()
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
 def test_a_sparse_gradient_is_refused_with_its_name() -> None:
     def rank(world: World) -> str:
         model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
