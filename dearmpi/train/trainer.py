@@ -7,7 +7,7 @@ One turn of the loop is one optimizer step, and these phases:
 3. when due: begin to save a checkpoint, which is written while the next steps are taken.
 4. when due: evaluate, and write a row of metrics.
 
-At the end of the run 3 and 4 are due. The checkpoint is on the disk before the evaluation begins,
+At the end of the run 3 and 4 are due. A checkpoint is on the disk before an evaluation begins,
 which may fail, or outlast the job's time. After a request to stop 3 is due, and a row; an
 evaluation under way is broken off, unless it is the last.
 """
@@ -97,7 +97,7 @@ class Trainer:
         self._take_step()
         if self._save_due():
             self._save()
-        if self._at_end():
+        if self._at_end() or self._evaluation_due():
             self._saver.finish()
         if self._row_due():
             self._read_all_totals()

@@ -46,6 +46,22 @@ def test_a_failure_does_not_cost_the_checkpoint_before_it(alone: World, tmp_path
     assert (tmp_path / "latest").read_text().strip() == "checkpoints/step-00000004"
 
 
+def test_a_checkpoint_is_complete_before_the_evaluation_of_its_step(
+    alone: World, tmp_path: Path
+) -> None:
+    """A rank that is killed there, or is out of memory, ends no saving."""
+    found = []
+
+    def looks(model: nn.Module, batch: Any) -> Tensor:
+        if not model.training and len(batch[0]) > 1:  # one sample is looked at before the start
+            found.append((tmp_path / "latest").read_text().strip())
+        return squared_error(model, batch)
+
+    settings = RunSettings(max_steps=3, checkpoint_interval=2, eval_interval=2, **SGD)
+    train(make_job(alone, settings, make_task(looks)), tmp_path)
+    assert found[0] == "checkpoints/step-00000002"
+
+
 def test_an_evaluation_that_fails_at_the_end_does_not_cost_the_run(
     alone: World, tmp_path: Path
 ) -> None:
