@@ -128,6 +128,7 @@ def _scan(root: Path, options: ImagesOptions) -> tuple[list[str], Pictures, Pict
                 f"{', '.join(only[:8])} in one of them only ({len(only)} in all)"
             )
     else:
+        _check_undivided(root)
         every = _class_files(root)
         cuts = {name: _spread(files, options.val_fraction) for name, files in every.items()}
         train = {name: kept for name, (kept, _) in cuts.items()}
@@ -143,11 +144,28 @@ def _is_divided(root: Path) -> bool:
     return (root / "train").is_dir() and (root / "val").is_dir()
 
 
+def _check_undivided(root: Path) -> None:
+    """Raise DataError where ``train`` and its like would be taken for classes. A class of trains
+    holds pictures, not folders.
+    """
+    if (root / "train").is_dir() and _folders(root / "train"):
+        others = sorted(p.name for p in _folders(root) if p.name != "train")
+        raise DataError(
+            f"{root} has a folder train but none called val, which would hold pictures out (beside "
+            f"train: {', '.join(others) or 'nothing'}); rename one to val, or give "
+            f"{root / 'train'}, of which val_fraction is held out"
+        )
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
 def _class_files(root: Path) -> dict[str, list[Path]]:
     """Sorted image files of each class folder of ``root``, in the order of the names."""
     if not root.is_dir():
         raise DataError(f"there is no folder {root}; give a folder with one folder per class")
-    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    folders = _folders(root)
     if not folders:
         raise DataError(
             f"{root} has no class folders; put the pictures of each class into a "

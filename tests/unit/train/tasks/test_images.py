@@ -123,6 +123,20 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         build_images({"data": str(tmp_path / "nowhere")})
 
 
+@pytest.mark.parametrize("other", ["test", "valid", "validation"])
+def test_a_division_by_other_names_is_not_taken_for_classes(tmp_path: Path, other: str) -> None:
+    for place in ("train/red", "train/blue", f"{other}/red", f"{other}/blue"):
+        paint(tmp_path / place / "0.png", (1, 0, 0))
+    with pytest.raises(DataError, match=f"none called val.*beside train: {other}.*rename one"):
+        build_images({"data": str(tmp_path)})
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    for place in ("train", "bus"):
+        paint(tmp_path / place / "0.png", (1, 0, 0))
+    assert len(build_images({"data": str(tmp_path)}).train_data) == 2
+
+
 def test_classes_that_only_one_part_has_are_named(tmp_path: Path) -> None:
     for place in ("train/red", "train/blue", "val/red"):
         paint(tmp_path / place / "0.png", (1, 0, 0))
