@@ -40,6 +40,7 @@ class Corpus:
 
     train, held_out: bytes as 1-D uint8 tensors.
     num_files: files the text was read from.
+    is_cut: whether there is more text than was to be read.
     digest: eight hexadecimal digits of the whole text's SHA-256, to tell corpora apart.
     """
 
@@ -47,6 +48,7 @@ class Corpus:
     held_out: Tensor
     num_files: int
     digest: str
+    is_cut: bool = False
 
 
 def standard_library_files() -> list[Path]:
@@ -127,13 +129,15 @@ def read_corpus(
     Raises DataError for a file that cannot be read, and for too little text.
     """
     pieces: list[bytes] = []
-    left = max_bytes
+    left = max_bytes + 1  # one more tells whether there is more
     for path in files:
         if left <= 0:
             break
         pieces.append(_read(path, left))
         left -= len(pieces[-1])
-    text = b"".join(pieces)
+    if left <= 0 and len(pieces[-1]) == 1:  # not a file that the text is from
+        pieces.pop()
+    text = b"".join(pieces)[:max_bytes]
     needed = MIN_CHUNKS * min_chunk
     if len(text) < needed:
         names = ", ".join(str(path) for path in files[:3]) + (", ..." if len(files) > 3 else "")
@@ -144,7 +148,9 @@ def read_corpus(
         )
     train, held_out = split(text, held_out_bytes)
     digest = hashlib.sha256(text).hexdigest()[:8]
-    return Corpus(train=train, held_out=held_out, num_files=len(pieces), digest=digest)
+    return Corpus(
+        train=train, held_out=held_out, num_files=len(pieces), digest=digest, is_cut=left <= 0
+    )
 
 
 def split(text: bytes, held_out_bytes: int) -> tuple[Tensor, Tensor]:

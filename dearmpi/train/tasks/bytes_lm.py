@@ -138,9 +138,14 @@ def _read(options: BytesLMOptions) -> Corpus:
 def _notes(corpus: Corpus, options: BytesLMOptions) -> list[str]:
     source = "Python's standard library" if options.data is None else options.data
     entropy = bigram_entropy(corpus.train, corpus.held_out)
+    cut = (
+        f"left out: what is above {options.max_bytes:,} bytes of text; "
+        "--task-option max_bytes=N reads more"
+    )
     return [
         f"text: {source}, {corpus.num_files} files, {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.held_out):,} held out, digest {corpus.digest}",
+        *([cut] if corpus.is_cut and options.data is not None else []),
         f"to beat: {entropy:.3f} bits per byte, the bigram entropy of the held-out text",
     ]
 

@@ -75,6 +75,14 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert len(task.train_data) * 16 == pytest.approx(2_000_000 * 0.95, rel=0.02)
 
 
+def test_text_that_is_left_out_is_told(rhyme: Path) -> None:
+    size = rhyme.stat().st_size
+    whole = build_bytes_lm({**TINY, "data": str(rhyme), "max_bytes": str(size)})
+    assert not any(note.startswith("left out") for note in whole.notes)
+    cut = build_bytes_lm({**TINY, "data": str(rhyme), "max_bytes": str(size - 1)})
+    assert any(f"left out: what is above {size - 1:,} bytes" in note for note in cut.notes)
+
+
 def test_a_short_training_beats_the_bigram_entropy_of_the_text(rhyme: Path) -> None:
     torch.manual_seed(0)
     task = build_bytes_lm({**TINY, "data": str(rhyme)})
