@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ def build_images(options: Mapping[str, str]) -> Task:
             "val; leave it out"
         )
     import_extra("PIL.Image", library="Pillow", extra="images", needed_by=f"task {NAME}")
-    classes, train, held_out = _scan(Path(chosen.data), chosen)
+    root = Path(chosen.data)
+    classes, train, held_out = _scan(root, chosen)
     shape = ImageShape(size=chosen.size, num_classes=len(classes))
     return Task(
         name=NAME,
@@ -81,6 +83,7 @@ def build_images(options: Mapping[str, str]) -> Task:
         loss=classification_loss,
         metrics=classification_metrics,
         unit="images",
+        data_digest=_digest(root, train, held_out),
         notes=[
             f"images: {len(train)} to train on, {len(held_out)} held out, "
             f"{len(classes)} classes, model {chosen.model}"
@@ -111,7 +114,8 @@ def read_picture(path: Path, size: int) -> Tensor:
             scaled = picture.convert("RGB").resize((size, size))
     except Exception as error:
         raise DataError(
-            f"cannot read image {path}: {type(error).__name__}: {error}; mend or remove the file"
+            f"cannot read image {path}: {type(error).__name__}: {error}; mend it, or put "
+            "another picture in its place: a run is resumed only with the same files"
         ) from error
     pixels = torch.from_numpy(np.array(scaled, dtype=np.float32))
     return pixels.permute(2, 0, 1).contiguous() / 127.5 - 1
@@ -173,7 +177,7 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
         )
     found = {}
     for folder in folders:
-        files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+        files = sorted(p for p in folder.rglob("*") if _is_picture(p))
         if not files:
             raise DataError(
                 f"class folder {folder} holds no images (known endings: "
@@ -181,6 +185,23 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
             )
         found[folder.name] = files
     return found
+
+
+def _is_picture(path: Path) -> bool:
+    """Some systems lay a hidden file of the same ending beside each picture."""
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+
+
+def _digest(root: Path, train: Pictures, held_out: Pictures) -> str:
+    """Which files are trained on and which are held out, by name: eight hexadecimal digits."""
+    found = hashlib.sha256()
+    for part in (train, held_out):
+        for file, label in zip(part.files, part.labels, strict=True):
+            found.update(
+                f"{label} {file.relative_to(root).as_posix()}\0".encode(errors="surrogateescape")
+            )
+        found.update(b"\0")
+    return found.hexdigest()[:8]
 
 
 def _spread(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:

@@ -96,8 +96,28 @@ def test_a_damaged_picture_is_named_when_it_is_read(folder: Path) -> None:
     bad.write_bytes(bad.read_bytes()[:40])
     task = build_images({"data": str(folder), "val_fraction": "0"})
     index = list(pictures(task.train_data).files).index(bad)
-    with pytest.raises(DataError, match=f"cannot read image {bad}.*mend or remove"):
+    with pytest.raises(DataError, match=f"cannot read image {bad}.*mend it, or"):
         load_batch(task, task.train_data, (index,))
+
+
+def test_a_picture_taken_away_makes_it_other_data(tmp_path: Path) -> None:
+    """Of 20 pictures 18 are trained on, and of 19 as well, but others."""
+    for number in range(20):
+        for name in ("red", "blue"):
+            paint(tmp_path / "before" / name / f"{number}.png", (1, 0, 0))
+    task = build_images({"data": str(tmp_path / "before")})
+    moved = (tmp_path / "before").rename(tmp_path / "after")
+    assert build_images({"data": str(moved)}).data_digest == task.data_digest
+    (moved / "red" / "7.png").unlink()
+    fewer = build_images({"data": str(moved)})
+    assert len(fewer.train_data) == len(task.train_data)
+    assert fewer.data_digest != task.data_digest
+
+
+def test_hidden_files_are_no_pictures(folder: Path) -> None:
+    (folder / "red" / "._3.png").write_bytes(b"made by a file manager")
+    task = build_images({"data": str(folder), "val_fraction": "0"})
+    assert len(task.train_data) == 20
 
 
 def test_a_class_without_pictures_is_named(folder: Path) -> None:
