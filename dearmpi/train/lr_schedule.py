@@ -27,6 +27,17 @@ class LrCurve:
     milestones: tuple[float, ...] = MILESTONES
     gamma: float = GAMMA
 
+    @property
+    def notes(self) -> list[str]:
+        """A line where the learning rate does nothing but rise, which a schedule does not tell."""
+        if self.warmup_steps < self.total_steps:
+            return []
+        return [
+            f"the learning rate rises over {self.warmup_steps} steps, but the run has "
+            f"{self.total_steps}: it ends at {self.total_steps / self.warmup_steps:.0%} of --lr, "
+            "and no schedule follows; give fewer --warmup-steps, or train longer"
+        ]
+
     def factor(self, step: int) -> float:
         """The factor of step number ``step``, from 0."""
         if step < self.warmup_steps:

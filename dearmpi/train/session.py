@@ -64,7 +64,8 @@ class Session:
     def notes(self) -> list[str]:
         """What people should know before it starts."""
         untraced = [f"nothing is recorded: {self.untraced}"] if self.untraced else []
-        return [*self.place.notes, *self.threads.warnings, *untraced]
+        told = [*self.place.notes, *self.threads.warnings, *self.job.curve.notes]
+        return told + untraced
 
     def describe_rank(self) -> str:
         """One line about this rank."""

@@ -37,6 +37,9 @@ def test_warm_up_may_be_given_in_parts_of_an_epoch() -> None:
 def test_a_run_shorter_than_its_warm_up_stays_below_the_full_rate() -> None:
     curve = LrCurve("cosine", total_steps=5, warmup_steps=50)
     assert [curve.factor(step) for step in (0, 4)] == [0.02, 0.1]
+    (note,) = curve.notes
+    assert "rises over 50 steps, but the run has 5: it ends at 10% of --lr" in note
+    assert not LrCurve("cosine", total_steps=5, warmup_steps=4).notes
 
 
 def test_a_drop_is_not_late_where_binary_numbers_are_not_exact() -> None:
