@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,13 +43,22 @@ def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The batch with each of its tensors changed."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, dict):
-        return {name: _map(part, change) for name, part in batch.items()}
+    if isinstance(batch, Mapping):
+        return _map_mapping(batch, change)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_map(part, change) for part in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(_map(part, change) for part in batch)
     return batch
+
+
+def _map_mapping(batch: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    parts = {name: _map(part, change) for name, part in batch.items()}
+    if isinstance(batch, dict) or not isinstance(batch, MutableMapping):
+        return parts
+    changed = copy.copy(batch)  # a tokenizer's, say, has attributes beside its items
+    changed.update(parts)
+    return changed
 
 
 def computing(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,14 @@ def test_fp64_converts_floating_point_in_any_container_and_leaves_labels() -> No
     assert converted["pair"].inputs.dtype == torch.float64
     assert converted["pair"].labels.dtype == torch.long
     assert converted["list"][0].dtype == torch.float64
+
+
+def test_a_mapping_that_is_no_dict_is_converted_and_stays_what_it_is() -> None:
+    batch = UserDict({"inputs": torch.zeros(2)})
+    converted = convert_batch(batch, "fp64")
+    assert isinstance(converted, UserDict)
+    assert converted["inputs"].dtype == torch.float64
+    assert batch["inputs"].dtype == torch.float32
 
 
 def test_bf16_computes_in_bf16_over_fp32_parameters() -> None:
