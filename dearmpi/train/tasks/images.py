@@ -111,12 +111,17 @@ def read_picture(path: Path, size: int) -> Tensor:
     )
     try:
         with image_module.open(path) as picture:
+            mode = picture.mode
             scaled = picture.convert("RGB").resize((size, size))
     except Exception as error:
         raise DataError(
             f"cannot read image {path}: {type(error).__name__}: {error}; mend it, or put "
             "another picture in its place: a run is resumed only with the same files"
         ) from error
+    if mode.startswith(("I", "F")):  # what is above 255 would all be white
+        raise DataError(
+            f"image {path} has more than 8 bits per channel (mode {mode}); convert it to 8 bits"
+        )
     pixels = torch.from_numpy(np.array(scaled, dtype=np.float32))
     return pixels.permute(2, 0, 1).contiguous() / 127.5 - 1
 

@@ -120,6 +120,12 @@ def test_hidden_files_are_no_pictures(folder: Path) -> None:
     assert len(task.train_data) == 20
 
 
+def test_a_picture_of_more_than_8_bits_is_refused(tmp_path: Path) -> None:
+    image_module.new("I;16", (20, 12), 4000).save(tmp_path / "grey.png")
+    with pytest.raises(DataError, match=r"grey.png has more than 8 bits per channel .mode I;16"):
+        read_picture(tmp_path / "grey.png", 8)
+
+
 def test_a_class_without_pictures_is_named(folder: Path) -> None:
     (folder / "green").mkdir()
     (folder / "green" / "notes.txt").write_text("no picture")
