@@ -112,8 +112,8 @@ class World:
             if type(error) is not CommError:  # others have stalled, or are not alike
                 raise
             raise CommError(
-                f"{error}\n{self.progress.num_lanes} lanes are open in this process, 4 for each "
-                "DistributedOptimizer in use; if there are hundreds, MPI may have no communicator "
+                f"{error}\n{self.progress.num_lanes} lanes are open in this process, 4 to 6 for "
+                "each DistributedOptimizer; if there are hundreds, MPI may have no communicator "
                 "left: call close() on those that are no longer needed"
             ) from error
         return Channel(carry(twins[0]), self.progress.open_lane(name, window), self.progress)
