@@ -67,16 +67,6 @@ class Assembly:
     replicas: Replicas | None = None
     side: SideStream = HostSideStream()
 
-    @property
-    def num_steps(self) -> int:
-        """Steps taken, where replicas are compared; else 0."""
-        return 0 if self.replicas is None else self.replicas.num_steps
-
-    def count_from(self, num_steps: int) -> None:
-        """So many steps were taken before."""
-        if self.replicas is not None:
-            self.replicas.num_steps = num_steps
-
     def compare_replicas(self) -> None:
         """After the last step, if that is to be compared: now, and not in the next (collective)."""
         if self.replicas is not None:
@@ -234,10 +224,10 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
     return ModelHooks(
         model,
         places,
-        pre_forward=engine.pre_forward,
-        begin_backprop=engine.begin_backprop,
-        grad_ready=engine.grad_ready,
-        polls=engine.polls,
+        pre_forward=engine.waiting.pre_forward,
+        begin_backprop=engine.backprop.begin,
+        grad_ready=engine.backprop.grad_ready,
+        polls=engine.waiting.polls,
     )
 
 

@@ -130,7 +130,7 @@ class Attachment:
         self.assembly.engine.synchronize()
         self.assembly.compare_replicas()
         times, old = self.times, [update.bucket for update in self.assembly.updates]
-        num_steps = self.assembly.num_steps
+        replicas = self.assembly.replicas
         names = dict(had for bucket in old for had in bucket.names_with_gradients().items())
         del old  # else their buffers would stay
         self._detach()
@@ -140,7 +140,8 @@ class Attachment:
         for update in self.assembly.updates:
             update.bucket.recall_gradients(names)
         self.assembly.engine.times = times
-        self.assembly.count_from(num_steps)
+        if replicas is not None and self.assembly.replicas is not None:
+            self.assembly.replicas.num_steps = replicas.num_steps
         if self._relocation is not None:
             self._waited_before_s += self._relocation.waited_s
         self._relocation = relocation

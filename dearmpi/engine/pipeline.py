@@ -6,7 +6,6 @@ its state: reduced, updated and gathered (or gathered and updated), and then cur
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.host_shard import NUM_FETCHED
 from dearmpi.engine.join import Joining
+from dearmpi.engine.late_buckets import LateBuckets
 from dearmpi.engine.replicas import Replicas
 from dearmpi.engine.roll_call import Loads, RollCall
 from dearmpi.engine.side_stream import SideStream
@@ -30,10 +30,6 @@ from dearmpi.engine.update import Options, Update
 from dearmpi.engine.wire_range import check_gradients, check_parameters
 from dearmpi.plan.schedule import Schedule, Wait
 
-# For so many steps a bucket that was not filled goes last: needlessly late it is late alone, but
-# where it ought to be late and is not, it holds up all that stand behind it.
-_STEPS_LATE = 8
-
 
 class Pipeline:
     """Carries launched buckets through the rest of ``cycle``, in the schedule's order. Those that
@@ -41,7 +37,8 @@ class Pipeline:
 
     buckets: in feed-forward order. schedule: over them.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
-    joining: what ranks inside ``join`` tell each other. loads: which states were loaded.
+    late: which buckets go last. joining: what ranks inside ``join`` tell each other. loads: which
+        states were loaded.
     """
 
     def __init__(
@@ -85,8 +82,7 @@ class Pipeline:
         self.spans = spans
         self.clock = CommunicationClock(self.spans)
         self._replicas = replicas
-        self._called: deque[Cycle] = deque(maxlen=_STEPS_LATE + 1)  # by their steps' roll calls
-        self._posted: tuple[list[int], list[int]] = ([], [])  # by lane, kept for checks only
+        self.late = LateBuckets()
         self.cycle = Cycle(stepped=True)
 
     # Called on the main thread.
@@ -94,10 +90,9 @@ class Pipeline:
     def begin(self, cycle: Cycle) -> None:
         """Start an iteration; the last one must be finished, and its order known."""
         self.side.follow()  # options may be tensors
-        late = frozenset[int]().union(*(one.unfilled for one in list(self._called)[:-1]))
         if self._replicas is not None:
             self._replicas.begin()
-        order, gathers = self.schedule.with_last(late)
+        order, gathers = self.schedule.with_last(self.late.find())
         self.cycle = replace(cycle, reduce_scatters=order, all_gathers=gathers)
 
     def launch(self, bucket: BucketRuntime) -> None:
@@ -134,19 +129,12 @@ class Pipeline:
         roll = RollCall(
             self.buckets, cycle.active, cycle.unfilled, self.num_reduced, self.loads, cycle.options
         )
-        self._called.append(cycle)
+        self.late.called(cycle)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
         called = partial(self._roll_called, cycle, roll)
         self._control_channel.submit(
             "roll call", lambda c: c.start_all_reduce(roll.told, "max"), called
         )
-
-    def is_order_known(self) -> bool:
-        """Whether the ranks have told each other by what the next cycle's order is decided.
-
-        Of the step before the last: to ask for the last one's might be to wait for other ranks.
-        """
-        return len(self._called) < 2 or self._called[-2].used is not None
 
     def is_finished(self) -> bool:
         """Whether every bucket of the cycle has gone all the way."""
@@ -171,26 +159,13 @@ class Pipeline:
             last = BucketState.GATHERED
         return all(self.buckets[index].state is last for index in self.cycle.active)
 
-    def take_posted(self) -> str:
-        """Reduce-scatters and all-gathers posted since the last call, in order; lanes idle."""
-        reduces, gathers = self._posted
-        text = " ".join([*(f"RS{i}" for i in reduces), "|", *(f"AG{i}" for i in gathers)])
-        reduces.clear()
-        gathers.clear()
-        return text
-
     def tell_replicas(self) -> None:
         """Tell other ranks what the last step has led to, if it is to be compared (collective).
 
         All of that step must be over.
         """
         if self._replicas is not None and self._replicas.is_open:
-            self._replicas.tell(
-                self.take_posted(),
-                lambda told: self._control_channel.begin(
-                    "comparison of replicas", lambda c: c.start_all_reduce(told, "sum")
-                ),
-            )
+            self._replicas.tell(self._control_channel)
 
     def close(self) -> None:
         """Give the channels back once they are empty."""
@@ -202,7 +177,7 @@ class Pipeline:
 
     def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         if self._replicas is not None:
-            self._posted[0].append(bucket.index)
+            self._replicas.reduces.append(bucket.index)
         return self._start(
             Lane.REDUCE_SCATTER,
             bucket,
@@ -299,7 +274,7 @@ class Pipeline:
 
     def _start_gather(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         if self._replicas is not None:
-            self._posted[1].append(bucket.index)
+            self._replicas.gathers.append(bucket.index)
         gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
         assert gathered is not None
         return self._start(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from dearmpi.comm.channel import Channel
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.errors import MismatchError
 
@@ -22,7 +23,8 @@ class Replicas:
     """Hashes of parameters, of the order of collectives and of the optimizer's hyperparameters.
 
     Parameters are hashed as they arrive, before a script can do anything to them.
-    num_steps: how many were taken.
+    num_steps: how many were taken. reduces, gathers: buckets whose collectives were posted since
+        ranks were told, in order.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class Replicas:
         names = [name for bucket in buckets for name in bucket.plan.names]
         self._subjects = (*names, "the order of collectives", "a hyperparameter")
         self.num_steps = 0
+        self.reduces: list[int] = []
+        self.gathers: list[int] = []
         self._is_due = self._is_open = False
         self._hashes: dict[str, int] = {}
         self._told = torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -63,16 +67,17 @@ class Replicas:
             for bucket in idle:
                 self.arrived(bucket)
 
-    def tell(self, posted: str, start: Callable[[Tensor], Callable[[], None]]) -> None:
-        """All of the step has arrived: ``start`` the sum over the ranks of a tensor that has a row
-        for each, and gives back how to wait for it. ``posted``: which collectives, in order.
-        """
-        self._hashes[self._subjects[-2]] = _number(posted.encode())
+    def tell(self, channel: Channel) -> None:
+        """All of the step has arrived: begin to tell the other ranks, for ``compare``."""
+        self._hashes[self._subjects[-2]] = _number(str((self.reduces, self.gathers)).encode())
+        self.reduces, self.gathers = [], []
         rows = torch.zeros(self._size, len(self._subjects), dtype=torch.float64, device="cpu")
         own = [self._hashes[what] for what in self._subjects]
         rows[self._rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
         self._told, self._compared_step, self._is_open = rows.view(-1), self.num_steps, False
-        self._await = start(self._told)
+        self._await = channel.begin(
+            "comparison of replicas", lambda c: c.start_all_reduce(self._told, "sum")
+        )
 
     def compare(self) -> None:
         """Wait for what the ranks have told each other. Raises MismatchError, on all of them alike,

@@ -1,0 +1,61 @@
+"""Waiting: what the main thread waits for, and where no wait could end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from dearmpi.comm.progress import Progress
+from dearmpi.engine import refusal
+from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.pipeline import Pipeline
+
+
+class Waiting:
+    """Waits for what ``pipeline`` carries, and counts for how long.
+
+    polls: whether communication goes on only where the main thread has time for it.
+    """
+
+    def __init__(self, progress: Progress, pipeline: Pipeline) -> None:
+        self._progress, self._pipeline = progress, pipeline
+        self._side = pipeline.side
+        self.polls = progress.mode == "poll"
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """Until ``ready()``; ``what`` names it for people."""
+        if not ready():
+            with self._pipeline.clock.waiting(what):
+                self._progress.wait_until(ready, what=what)
+
+    def until_finished(self) -> None:
+        """Until the last step's gathers are over."""
+        self.until(self._pipeline.is_finished, "the last step's gathers")
+
+    def pre_forward(self, buckets: Iterable[BucketRuntime]) -> None:
+        """A module is about to read parameters of ``buckets``: until they are current."""
+        self.poll()
+        for bucket in buckets:
+            if bucket.pending:
+                self._refuse_endless()
+                self.until(bucket.is_current, f"the parameters of bucket {bucket.index}")
+            if bucket.arrival is not None and self._side.await_mark(bucket.arrival):
+                bucket.arrival = None
+
+    def poll(self) -> None:
+        """A moment in which communication may go on."""
+        if self.polls:
+            self._progress.poll()
+
+    def awaits_step(self) -> bool:
+        """Whether some buckets cannot be updated before the step, with eager updates too."""
+        cycle = self._pipeline.cycle
+        if cycle.stepped:
+            return False
+        # Who lacks a gradient here may have one elsewhere, which ranks tell each other in step().
+        lacking = any(self._pipeline.buckets[index].missing for index in cycle.active)
+        return lacking or len(cycle.launched) < len(cycle.active)
+
+    def _refuse_endless(self) -> None:
+        """Buckets that wait for ``step()`` hold up the gathers of those that do not."""
+        if self.awaits_step():
+            raise refusal.read_before_step()
