@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dearmpi.engine.compilation import untraced
 from dearmpi.engine.optimizer import DistributedOptimizer
 
 
@@ -17,6 +18,7 @@ class GradScaler(torch.amp.GradScaler):
     inf or NaN on one rank skips the step, and lowers the scale, on all.
     """
 
+    @untraced
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

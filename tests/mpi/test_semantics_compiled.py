@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dearmpi import GradScaler
 from dearmpi.comm.world import World
 from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.oracle import copies
@@ -206,13 +207,24 @@ def whole_iteration(side: Side, model: nn.Module, optimizer: Any, step: int) -> 
     compiled_by(side, iterate)()
 
 
+def scaled_iteration(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    scaler = (GradScaler if side.is_distributed else torch.amp.GradScaler)("cpu", init_scale=16.0)
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        scaler.scale(side.loss(model, step)).backward()
+        scaler.step(optimizer)
+
+    compiled_by(side, iterate)()
+
+
 def compiled_by(side: Side, function: Callable[[], Any]) -> Callable[[], Any]:
     """Compiled by dearmpi's side only: a step that torch compiles has its scalars in fp32."""
     return torch.compile(function, backend="eager") if side.is_distributed else function
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("iterate", [step_alone, backward_alone, whole_iteration])
+@pytest.mark.parametrize("iterate", [step_alone, backward_alone, whole_iteration, scaled_iteration])
 def test_a_compiled_function_that_runs_a_backward_or_steps(
     iterate: Callable[[Side, nn.Module, Any, int], None], gather: str, world: World
 ) -> None:
