@@ -30,11 +30,11 @@ class LrCurve:
     @property
     def notes(self) -> list[str]:
         """A line where the learning rate does nothing but rise, which a schedule does not tell."""
-        if self.warmup_steps < self.total_steps:
+        if self.warmup_steps <= self.total_steps:
             return []
         return [
             f"the learning rate rises over {self.warmup_steps} steps, but the run has "
-            f"{self.total_steps}: it ends at {self.total_steps / self.warmup_steps:.0%} of --lr, "
+            f"{self.total_steps}: it ends at {100 * self.total_steps / self.warmup_steps:.3g}% of --lr, "
             "and no schedule follows; give fewer --warmup-steps, or train longer"
         ]
 

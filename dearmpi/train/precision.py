@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,9 +55,9 @@ def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _map_mapping(batch: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:
     parts = {name: _map(part, change) for name, part in batch.items()}
-    if isinstance(batch, dict) or not isinstance(batch, MutableMapping):
+    if not isinstance(batch, UserDict):  # of other kinds a copy may hold the same items
         return parts
-    changed = copy.copy(batch)  # a tokenizer's, say, has attributes beside its items
+    changed = copy.copy(batch)  # a tokenizer's has attributes beside its items
     changed.update(parts)
     return changed
 

@@ -182,7 +182,7 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
         )
     found = {}
     for folder in folders:
-        files = sorted(p for p in folder.rglob("*") if _is_picture(p))
+        files = sorted(p for p in folder.rglob("*") if _is_picture(p.relative_to(folder)))
         if not files:
             raise DataError(
                 f"class folder {folder} holds no images (known endings: "
@@ -193,8 +193,10 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
 
 
 def _is_picture(path: Path) -> bool:
-    """Some systems lay a hidden file of the same ending beside each picture."""
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    """Of a path in a class's folder. Some systems lay hidden files of the same ending, or folders
+    of them, beside the pictures.
+    """
+    return path.suffix.lower() in SUFFIXES and not any(part[0] == "." for part in path.parts)
 
 
 def _digest(root: Path, train: Pictures, held_out: Pictures) -> str:

@@ -39,7 +39,7 @@ def test_a_run_shorter_than_its_warm_up_stays_below_the_full_rate() -> None:
     assert [curve.factor(step) for step in (0, 4)] == [0.02, 0.1]
     (note,) = curve.notes
     assert "rises over 50 steps, but the run has 5: it ends at 10% of --lr" in note
-    assert not LrCurve("cosine", total_steps=5, warmup_steps=4).notes
+    assert not LrCurve("cosine", total_steps=5, warmup_steps=5).notes  # the full rate is reached
 
 
 def test_a_drop_is_not_late_where_binary_numbers_are_not_exact() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Iterator, MutableMapping
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,34 @@ def test_a_mapping_that_is_no_dict_is_converted_and_stays_what_it_is() -> None:
     converted = convert_batch(batch, "fp64")
     assert isinstance(converted, UserDict)
     assert converted["inputs"].dtype == torch.float64
+    assert batch["inputs"].dtype == torch.float32
+
+
+class Kept(MutableMapping[str, Tensor]):
+    """Of which a copy holds the same items."""
+
+    def __init__(self) -> None:
+        self.items_of = {"inputs": torch.zeros(2)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.items_of[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self.items_of[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.items_of[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        return len(self.items_of)
+
+
+def test_a_batch_that_a_data_set_keeps_stays_as_it_is() -> None:
+    batch = Kept()
+    assert convert_batch(batch, "fp64")["inputs"].dtype == torch.float64
     assert batch["inputs"].dtype == torch.float32
 
 

@@ -116,6 +116,8 @@ def test_a_picture_taken_away_makes_it_other_data(tmp_path: Path) -> None:
 
 def test_hidden_files_are_no_pictures(folder: Path) -> None:
     (folder / "red" / "._3.png").write_bytes(b"made by a file manager")
+    (folder / "red" / ".AppleDouble").mkdir()
+    (folder / "red" / ".AppleDouble" / "3.png").write_bytes(b"made by a file server")
     task = build_images({"data": str(folder), "val_fraction": "0"})
     assert len(task.train_data) == 20
 
