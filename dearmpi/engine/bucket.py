@@ -189,14 +189,14 @@ class BucketRuntime:
     def poison(self) -> None:
         """Fill what other ranks own of the parameters with NaN, until the gather brings it.
 
-        Not of those without gradient here: backprop may still go through frozen ones.
+        Not of frozen ones: with eager updates backprop may still go through them.
         """
         assert self.parameters is not None
         if not self.parameters.data.is_floating_point():
             return
         first, last = self.plan.shard_range(self._rank)
         for slot, place in enumerate(self.plan.slots):
-            if slot not in self.missing:
+            if self.params[slot].requires_grad:
                 for start, stop in (
                     (place.start, min(place.stop, first)),
                     (max(place.start, last), place.stop),

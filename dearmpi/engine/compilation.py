@@ -10,15 +10,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo import eval_frame
 from torch._dynamo import OptimizedModule, convert_frame
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
@@ -35,11 +31,16 @@ def untraced(function: Function) -> Function:
     """Have torch run ``function``, and all that it calls, as it is, where a compiled function
     steps or runs a backward.
 
-    Marks its code, so that a call costs nothing: torch.compiler.disable() makes each one slower.
+    Marks its code, so that a call costs nothing: torch.compiler.disable(), for a torch that has
+    another way of marking, makes each one slower.
     """
     assert isinstance(function, FunctionType)
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skip)
+    try:
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:
+        return cast("Function", torch.compiler.disable(function))
     vars(function)["_torchdynamo_disable"] = True  # nor is it traced as a part of its caller
     return function
 

@@ -210,6 +210,7 @@ class DistributedOptimizer(Facade):
         """Wait until every parameter shows the last step."""
         self._assembly.engine.synchronize()
 
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
         return self._save(self._attachment.state_dict)
@@ -221,6 +222,7 @@ class DistributedOptimizer(Facade):
         """
         return self._attachment.local_state()
 
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in plain torch form, whole and the same on every rank.
 
@@ -229,6 +231,7 @@ class DistributedOptimizer(Facade):
         """
         self._load(state_dict, self._take_over)
 
+    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the buckets are laid out anew (collective).
 
@@ -245,6 +248,7 @@ class DistributedOptimizer(Facade):
         self._share(self._attachment.state())
         broadcast_parameters(self._model, self.world)
 
+    @untraced
     def follow(self, plan: Plan) -> None:
         """Go on by ``plan``, with the same parameters and state (collective).
 
@@ -256,6 +260,7 @@ class DistributedOptimizer(Facade):
         self._course.follow(plan)
         self._share(self._attachment.state())
 
+    @untraced
     def fuse(self, bucket_cap_mb: float) -> None:
         """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective).
 
@@ -265,6 +270,7 @@ class DistributedOptimizer(Facade):
         self._course.fuse(bucket_cap_mb)
         self._share(self._attachment.state())
 
+    @untraced
     def close(self) -> None:
         """Finish the last step and detach from the model, which is then an ordinary one.
 

@@ -101,7 +101,8 @@ class Replicas:
 
 
 def _hash_of(tensor: Tensor) -> int:
-    data = tensor.cpu().contiguous().view(-1)  # 1x1 kernels in channels-last count as contiguous
+    # What counts as contiguous may have strides, such as 1x1 kernels in channels-last.
+    data = tensor.cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
     return _number(data.view(torch.uint8).numpy().tobytes())
 
 

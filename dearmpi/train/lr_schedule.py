@@ -34,8 +34,8 @@ class LrCurve:
             return []
         return [
             f"the learning rate rises over {self.warmup_steps} steps, but the run has "
-            f"{self.total_steps}: it ends at {100 * self.total_steps / self.warmup_steps:.3g}% of --lr, "
-            "and no schedule follows; give fewer --warmup-steps, or train longer"
+            f"{self.total_steps}: it ends at {100 * self.total_steps / self.warmup_steps:.3g}% of "
+            "--lr, and no schedule follows; give fewer --warmup-steps, or train longer"
         ]
 
     def factor(self, step: int) -> float:

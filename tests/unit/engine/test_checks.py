@@ -99,3 +99,48 @@ def test_backprop_goes_on_through_frozen_parameters_of_a_bucket_under_way() -> N
         optimizer.close()
 
     run_ranks(2, rank, hub=hub, timeout_s=PATIENCE_S)
+
+
+def test_a_parameter_that_this_rank_did_not_use_may_not_be_read_early_either() -> None:
+    hub, clock = standing_hub()
+
+    def rank(world: World) -> None:
+        model = Model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, check_every=1000)
+        used = model if world.rank == 0 else model.last
+        used(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        with pytest.raises(UsageError, match=r"(?s)module reader .*NaN .* under way .*first"):
+            model(torch.ones(2, 8))
+        world.barrier()
+        clock.advance(math.inf)
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub, timeout_s=PATIENCE_S)
+
+
+class Scaled(nn.Module):
+    """By one number, whose stride is another tensor's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(6)[::2][:1])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.factor * inputs
+
+
+def test_replicas_of_one_element_and_any_stride_are_compared() -> None:
+    def rank(world: World) -> float:
+        model = Scaled()
+        inner = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = DistributedOptimizer(inner, model, world=world, check_every=1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((1,), world.rank + 1.0)).sum().backward()
+            optimizer.step()
+        optimizer.close()
+        return model.factor.item()
+
+    assert run_ranks(2, rank) == [-0.5, -0.5]
