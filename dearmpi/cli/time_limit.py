@@ -6,7 +6,7 @@ import re
 
 from dearmpi.errors import ConfigError
 
-_NONE = ("0", "INFINITE", "UNLIMITED")
+_NONE = ("-1", "INFINITE", "UNLIMITED")
 _FORMS = (
     r"(?P<minutes>\d+)",
     r"(?P<minutes>\d+):(?P<seconds>\d+)",
@@ -30,7 +30,7 @@ def check_time_limit(limit: str, *, warned: bool) -> None:
             f"time is {limit!r}, which sbatch does not take; write minutes, or [D-]HH:MM:SS"
         )
     seconds = sum(int(number or 0) * _UNITS[unit] for unit, number in found.groupdict().items())
-    if warned and seconds <= WARNING_S:
+    if warned and 0 < seconds <= WARNING_S:  # 0 asks for no limit
         raise ConfigError(
             f"time is {limit}, {seconds} s, but the job is told to save and stop {WARNING_S} s "
             "before its end: it would come no further than a step. Give it more, or a later "

@@ -77,8 +77,7 @@ class Figures:
         found = find_stragglers(busy_s, wait_s, step_s=self.step_s)
         if found is None:
             return None
-        steady = tuple(place for place in found.places if self._slow_share(place) >= _STEADY_SHARE)
-        return replace(found, places=steady) if steady else None
+        return found.only(p for p in found.places if self._slow_share(p) >= _STEADY_SHARE)
 
     def _slow_share(self, place: int) -> float:
         return self.slow_shares.get(self.ranks[place].rank, 1.0)

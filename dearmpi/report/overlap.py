@@ -149,7 +149,7 @@ def _compare_ranks(figures: Figures) -> str:
         )
     is_one = len(stragglers.places) == 1
     return (
-        f"{figures.name(stragglers)} {'computes' if is_one else 'compute'} longest, "
+        f"{figures.name(stragglers)} {'computes' if is_one else 'compute'} for "
         f"{time_text(stragglers.busy_s)}; that is {time_text(stragglers.excess_s)} more than the "
         f"median of the others, who wait {time_text(stragglers.waited_s)} longer."
     )

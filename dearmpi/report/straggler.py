@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -20,19 +20,43 @@ _MOST_NUMBERS = 8  # of ranks or hosts in a sentence
 class Stragglers:
     """Ranks for which the others wait, by their places; those of a slow host are slow together.
 
-    busy_s and typical_s: what the median of them and of the others is busy per step; waited_s: what
-    the others wait longer than they do, by median.
+    busy, wait: seconds per step of each of them. typical_s, typical_wait_s: those of the others'
+    median rank.
     """
 
-    places: tuple[int, ...]
-    busy_s: float
+    busy: Mapping[int, float]
+    wait: Mapping[int, float]
     typical_s: float
-    waited_s: float
+    typical_wait_s: float
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Which ranks they are."""
+        return tuple(self.busy)
+
+    @property
+    def busy_s(self) -> float:
+        """What the median of them is busy per step."""
+        return median(self.busy.values())
+
+    @property
+    def waited_s(self) -> float:
+        """What the others wait longer than they do, by median."""
+        return self.typical_wait_s - median(self.wait.values())
 
     @property
     def excess_s(self) -> float:
         """What a step would gain at most without them."""
         return self.busy_s - self.typical_s
+
+    def only(self, places: Iterable[int]) -> Stragglers | None:
+        """Those at ``places``; None if none of them is."""
+        wanted = set(places)
+        left = [place for place in self.places if place in wanted]
+        if not left:
+            return None
+        busy, wait = ({place: of[place] for place in left} for of in (self.busy, self.wait))
+        return replace(self, busy=busy, wait=wait)
 
 
 def find_stragglers(
@@ -51,12 +75,11 @@ def find_stragglers(
     others = [rank for rank in range(len(busy_s)) if rank not in slow]
     if len(slow) > len(others):
         return None
-    typical_wait_s = median(wait_s[rank] for rank in others)
     found = Stragglers(
-        slow,
-        median(busy_s[rank] for rank in slow),
+        {rank: busy_s[rank] for rank in slow},
+        {rank: wait_s[rank] for rank in slow},
         median(busy_s[rank] for rank in others),
-        typical_wait_s - median(wait_s[rank] for rank in slow),
+        median(wait_s[rank] for rank in others),
     )
     matters = found.excess_s >= WORTH * step_s and step_s > 0
     return found if matters and found.waited_s >= _WAITED_SHARE * found.excess_s else None
@@ -127,8 +150,7 @@ class SlowRanks:
         """In the latest stretch, the ranks that were slow in each of the last ``STEADY``."""
         if len(self._last_places) < STEADY or self._latest is None:
             return None
-        places = frozenset.intersection(*self._last_places)
-        return replace(self._latest, places=tuple(sorted(places))) if places else None
+        return self._latest.only(frozenset.intersection(*self._last_places))
 
     def has_recovered(self, place: int) -> bool:
         """Whether the rank at ``place`` was slow in none of the last ``STEADY`` stretches."""

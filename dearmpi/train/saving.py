@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.engine.broadcast import broadcast_buffers
+from dearmpi.engine.span import Lane
 from dearmpi.errors import CheckpointError, NonFiniteLossError
 from dearmpi.train import checkpoint
 from dearmpi.train.agreement import share_failure, together
@@ -97,12 +98,18 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until nothing is being written any more."""
-        while self._stage is not Stage.IDLE:
-            self._end_stage()
+        if not self._is_idle:
+            with self._job.optimizer.spans.span(Lane.CHECKPOINT, "checkpoint"):
+                while not self._is_idle:
+                    self._end_stage()
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._stage is Stage.IDLE
 
     def _draft(self, step: int) -> checkpoint.Draft:
         return checkpoint.Draft(self._folder, step)

@@ -59,7 +59,8 @@ def test_given_numbers_take_the_place_of_the_files(
 
 
 @pytest.mark.parametrize(
-    "limit", ["3", "2:30", "00:02:30", "1-0", "1-0:30", "1-12:00:00", "0", "UNLIMITED"]
+    "limit",
+    ["3", "2:30", "00:02:30", "1-0", "1-0:30", "1-12:00:00", "0", "0:00", "-1", "UNLIMITED"],
 )
 def test_time_limits_are_those_of_sbatch(capsys: pytest.CaptureFixture[str], limit: str) -> None:
     assert f"#SBATCH --time={limit}" in options_of(render(capsys, "--time", limit))

@@ -97,6 +97,15 @@ def test_all_ranks_of_a_slow_host_are_named() -> None:
     assert follow(*late, num_ranks=6).share(2) == 1.0
 
 
+def test_what_is_told_of_slow_ranks_is_of_those_that_are_named() -> None:
+    found = find_stragglers([0.5, 0.5, 0.86, 0.98, 0.5], [0.5, 0.5, 0.14, 0.02, 0.5], step_s=1.0)
+    assert found is not None and found.places == (2, 3)
+    named = found.only([2])
+    assert named is not None and (named.places, named.busy_s) == ((2,), 0.86)
+    assert named.waited_s == pytest.approx(0.36)
+    assert found.only([0]) is None
+
+
 def test_rows_of_few_steps_count_together() -> None:
     few = STRETCH_STEPS // 5
     assert follow(*[1] * STEADY, num_steps=few).steady is None
