@@ -76,7 +76,7 @@ class Saver:
         """Begin to save the state after ``step`` steps; parameters and buffers must be current
         (``synchronize``). Waits for the checkpoint before it, if that is still being written.
         """
-        self.finish()
+        self._end_stages()
         draft = self._draft(step)
         with together(self._job.world):  # once, since each time waits for the slowest rank
             snapshot, part = take_part(self._job, step)
@@ -100,8 +100,7 @@ class Saver:
         """Wait until nothing is being written any more."""
         if not self._is_idle:
             with self._job.optimizer.spans.span(Lane.CHECKPOINT, "checkpoint"):
-                while not self._is_idle:
-                    self._end_stage()
+                self._end_stages()
 
     def close(self) -> None:
         """End the thread."""
@@ -118,6 +117,10 @@ class Saver:
         self._stage = stage
         self._num_begun += 1
         self._work = self._thread.submit(work)
+
+    def _end_stages(self) -> None:
+        while not self._is_idle:
+            self._end_stage()
 
     def _end_stage(self) -> None:
         assert self._work is not None

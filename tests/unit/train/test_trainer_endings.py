@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.engine.span import Lane
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint, tally
 from dearmpi.train.agreement import AgreedError
@@ -19,6 +21,7 @@ from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
 from dearmpi.train.trainer import Trainer
+from tests.unit.engine.heard import Heard
 from tests.unit.train.points import (
     SGD,
     Notes,
@@ -60,6 +63,18 @@ def test_a_checkpoint_is_complete_before_the_evaluation_of_its_step(
     settings = RunSettings(max_steps=3, checkpoint_interval=2, eval_interval=2, **SGD)
     train(make_job(alone, settings, make_task(looks)), tmp_path)
     assert found[0] == "checkpoints/step-00000002"
+
+
+def test_each_wait_for_the_disk_is_told_once(alone: World, tmp_path: Path) -> None:
+    """One before the next checkpoint is a part of that, one before an evaluation stands alone."""
+    heard = Heard()
+    settings = RunSettings(max_steps=4, checkpoint_interval=1, eval_interval=2, **SGD)
+    job = make_job(alone, settings)
+    job.optimizer.spans.recorder = heard
+    train(job, tmp_path)
+    spans = sorted((s.start_s, s.stop_s) for s in heard.spans if s.lane is Lane.CHECKPOINT)
+    assert len(spans) == 6  # four checkpoints, and waits before two evaluations
+    assert all(stop_s <= start_s for (_, stop_s), (start_s, _) in itertools.pairwise(spans))
 
 
 def test_an_evaluation_that_fails_at_the_end_does_not_cost_the_run(
