@@ -169,7 +169,8 @@ class Attachment:
         if replicas is not None:
             # Of ranks that have joined no scheduler runs, but they take over the others' options.
             joining = self.assembly.engine.joining.is_open
-            options = "" if joining else repr(describe_options(self._optimizer))
+            told = replicas.is_due and not joining
+            options = repr(describe_options(self._optimizer)) if told else ""
             replicas.stepped(options, self.assembly.engine.idle_buckets())
             replicas.compare()
 

@@ -139,6 +139,7 @@ class Backprop:
         self._pipeline.begin(Cycle(active=frozenset(active), options=options))
 
     def find_cleared(self) -> str:
+        """The name of a parameter whose gradient somebody else took away; empty if none is gone."""
         return next((name for bucket in self._buckets if (name := bucket.find_cleared())), "")
 
     def _keep_gradient(self, bucket: BucketRuntime, slot: int) -> None:

@@ -160,11 +160,8 @@ class Pipeline:
         return all(self.buckets[index].state is last for index in self.cycle.active)
 
     def tell_replicas(self) -> None:
-        """Tell other ranks what the last step has led to, if it is to be compared (collective).
-
-        All of that step must be over.
-        """
-        if self._replicas is not None and self._replicas.is_open:
+        """Tell other ranks what the last step has led to, which is over (collective)."""
+        if self._replicas is not None:
             self._replicas.tell(self._control_channel)
 
     def close(self) -> None:

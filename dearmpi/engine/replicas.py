@@ -23,7 +23,8 @@ class Replicas:
     """Hashes of parameters, of the order of collectives and of the optimizer's hyperparameters.
 
     Parameters are hashed as they arrive, before a script can do anything to them.
-    num_steps: how many were taken. reduces, gathers: buckets whose collectives were posted since
+    num_steps: how many were taken. is_due: whether the step under way is to be compared.
+    reduces, gathers: buckets whose collectives were posted since
         ranks were told, in order.
     """
 
@@ -36,39 +37,38 @@ class Replicas:
         self.num_steps = 0
         self.reduces: list[int] = []
         self.gathers: list[int] = []
-        self._is_due = self._is_open = False
+        self.is_due = self._is_open = False
         self._hashes: dict[str, int] = {}
         self._told = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._await: Callable[[], None] | None = None
         self._compared_step = 0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the last step is to be compared, and other ranks were not told of it."""
-        return self._is_open
-
     def begin(self) -> None:
         """An iteration begins: nothing is under way, and what was to be told is."""
-        self._is_due = (self.num_steps + 1) % self._every == 0
+        self.is_due = (self.num_steps + 1) % self._every == 0
         self._hashes = {}
 
     def arrived(self, bucket: BucketRuntime) -> None:
         """Parameters of ``bucket`` are those after the step, and nobody else reads them yet."""
-        if self._is_due:
+        if self.is_due:
             for name, param in zip(bucket.plan.names, bucket.params, strict=True):
                 self._hashes[name] = _hash_of(param.detach())
 
     def stepped(self, options: str, idle: Iterable[BucketRuntime]) -> None:
         """A step was taken with ``options``, in which buckets ``idle`` took no part."""
         self.num_steps += 1
-        self._is_open = self._is_due
-        if self._is_due:
+        self._is_open = self.is_due
+        if self.is_due:
             self._hashes[self._subjects[-1]] = _number(options.encode())
             for bucket in idle:
                 self.arrived(bucket)
 
     def tell(self, channel: Channel) -> None:
-        """All of the step has arrived: begin to tell the other ranks, for ``compare``."""
+        """All of the step has arrived: begin to tell the other ranks, for ``compare``, unless it is
+        not to be compared or they know (collective).
+        """
+        if not self._is_open:
+            return
         self._hashes[self._subjects[-2]] = _number(str((self.reduces, self.gathers)).encode())
         self.reduces, self.gathers = [], []
         rows = torch.zeros(self._size, len(self._subjects), dtype=torch.float64, device="cpu")

@@ -133,7 +133,8 @@ class Trainer:
 
     def _samples_of_step(self) -> int:
         """Samples of the step just taken, over all ranks."""
-        plan, index = self._job.plan, self._job.position(self._step - 1)[1]
+        plan = self._job.plan
+        _, index = self._job.position(self._step - 1)
         return min(plan.batch_size, plan.num_samples - index * plan.batch_size)
 
     def _count_skip(self, result: StepResult) -> None:
