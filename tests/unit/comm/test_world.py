@@ -309,21 +309,3 @@ def test_a_fork_of_the_process_does_not_leave_for_it() -> None:
         return os.waitstatus_to_exitcode(status)
 
     assert run_ranks(1, rank) == [0]
-
-
-def test_whoever_has_no_communicator_left_is_told_what_holds_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(_: FakeCollectives) -> tuple[Collectives, Request]:
-        raise RuntimeError("Other MPI error")
-
-    def rank(world: World) -> None:
-        num_lanes = world.progress.num_lanes
-        world.open_channel("first", window=1).close()  # which counts no longer
-        world.open_channel("second", window=1)
-        monkeypatch.setattr(FakeCollectives, "start_duplicate", refuse)
-        told = rf"(?s)third.*Other MPI error.*\n{num_lanes + 1} lanes .* call close\(\)"
-        with pytest.raises(CommError, match=told):
-            world.open_channel("third", window=1)
-
-    run_ranks(1, rank)

@@ -1,0 +1,29 @@
+"""Communicators, of which MPI has a limited number."""
+
+from __future__ import annotations
+
+import pytest
+
+from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.fake import FakeCollectives
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import CommError
+
+
+def test_whoever_has_no_communicator_left_is_told_what_holds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: FakeCollectives) -> tuple[Collectives, Request]:
+        raise RuntimeError("Other MPI error")
+
+    def rank(world: World) -> None:
+        num_lanes = world.progress.num_lanes
+        world.open_channel("first", window=1).close()  # which counts no longer
+        world.open_channel("second", window=1)
+        monkeypatch.setattr(FakeCollectives, "start_duplicate", refuse)
+        told = rf"(?s)third.*Other MPI error.*\n{num_lanes + 1} lanes .* call close\(\)"
+        with pytest.raises(CommError, match=told):
+            world.open_channel("third", window=1)
+
+    run_ranks(1, rank)
