@@ -49,8 +49,8 @@ class EngineConfig:
     gather: ``parameters`` (sharded update, optimizer state 1/P) or ``gradients`` (as in the
         paper: every rank updates everything).
     bucket_cap_mb: about so many MiB of parameters are fused into one bucket, and a parameter is
-        never cut; None: an eighth of the model, but at least 1 and at most 4, and at most half of
-        the model.
+        never cut; the first layers have a sixteenth of that to themselves. None: an eighth of the
+        model, but at least 1 and at most 4, and at most half of the model.
     reduce_scatter: the algorithm, or ``auto`` to measure them at start.
     comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then

@@ -7,7 +7,7 @@ DearError
 ├── MismatchError        ranks differ in code, arguments, model or plan
 ├── DataError            training data is missing, empty or unreadable
 ├── CheckpointError      a checkpoint is damaged, or belongs to another model
-├── NonFiniteLossError   the loss is NaN or infinite
+├── NonFiniteLossError   loss, gradient or parameter is NaN or infinite
 ├── DeviceError          a device or its host has no memory left for what a rank needs
 ├── UsageError           the engine was called in an order that has no meaning
 └── CommError            a collective failed, with rank, host and operation
@@ -62,7 +62,7 @@ class CheckpointError(DearError):
 
 
 class NonFiniteLossError(DearError):
-    """The loss became NaN or infinite."""
+    """The loss, a gradient or a parameter became NaN or infinite."""
 
     exit_code = 7
 
@@ -86,8 +86,8 @@ class StallError(CommError):
 
 
 class ReplicaMismatchError(CommError, MismatchError):
-    """Ranks that began alike no longer are, as they tell each other in a step: their optimizers
-    have loaded different states, or have different learning rates.
+    """Ranks that began alike no longer are, as they tell each other in each step: what they train,
+    how often they have reduced gradients, which states they have loaded, their learning rates.
     """
 
     exit_code = 4

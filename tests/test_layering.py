@@ -1,4 +1,4 @@
-"""Imports point one way: cli > doctor > bench > train, report > engine, tune > plan, comm > config.
+"""Imports point one way: cli > doctor > bench > train, report > engine > tune > plan, comm > config.
 
 Everything may import errors, which imports nothing; so does version.
 """

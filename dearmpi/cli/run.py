@@ -24,7 +24,7 @@ CarryOut = Callable[["World", Sequence[Layer], "StopRequest", "RankLog"], int]
 EPILOG = """\b
 Each flag may also be given in the environment (--batch-size as DEAR_TRAIN_BATCH_SIZE) or in
 the file (batch_size: 32). A flag wins over the environment, the environment over the file,
-the file over what the task recommends.
+the file over the checkpoint that is resumed, and that over what the task recommends.
 
 \b
 Exit codes: 0 done, 1 failure, 2 usage, 3 launch, 4 ranks differ, 5 data, 6 checkpoint,

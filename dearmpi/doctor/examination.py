@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,7 +27,7 @@ from dearmpi.doctor.network import (
 from dearmpi.doctor.software import check_extras, check_software, check_workers
 from dearmpi.doctor.tcp import check_tcp, gather_algorithms
 from dearmpi.doctor.transport import check_transport
-from dearmpi.tune.device_probe import Verdict, probe
+from dearmpi.tune.device_probe import Verdict, probe, share_verdicts
 
 
 @dataclass(slots=True)
@@ -104,7 +103,7 @@ def examine(
     note(check_software(ranks))
     note(check_extras())
     note(check_cores(ranks))
-    examination.verdicts = _share(world, verdicts)
+    examination.verdicts = share_verdicts(world, verdicts)
     note(check_devices(ranks, examination.verdicts))
     infiniband = ranks[0].infiniband
     note(check_transport(os.environ, infiniband, crowded=is_crowded(ranks)))
@@ -129,9 +128,3 @@ def _examine_network(examination: Examination, world: World) -> None:
     examination.overlap_bytes, examination.overlap = num_bytes, overlap
     examination.note(check_overlap(num_bytes, overlap))
     channel.close()
-
-
-def _share(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Rank 0's on every rank (collective)."""
-    text = world.broadcast_text(json.dumps([asdict(verdict) for verdict in verdicts]))
-    return [Verdict(**plain) for plain in json.loads(text)]

@@ -49,11 +49,12 @@ Updates = Sequence[ShardUpdate | WholeUpdate]
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What belongs together for as long as the set of parameters stays the same.
+    """What belongs together for as long as the buckets stay the same.
 
     blueprint: what all of it was built by.
     reduce_scatter: the algorithm in use. masters: which tensors have master copies.
-    updates, hooks: none in a world of one, where the optimizer works undisturbed.
+    updates, hooks: none where the wrapped optimizer simply does its work, as in a world of one.
+    checks, replicas: only with ``check_every``.
     side: where updates run, and whoever changes their state.
     """
 

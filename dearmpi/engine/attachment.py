@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine import custody
 from dearmpi.engine.assembly import Assembly, assemble, check_optimizer, do_nothing
 from dearmpi.engine.blueprint import check_parameters, lay_out, optimized_parameters
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
@@ -20,13 +20,10 @@ from dearmpi.engine.claim import check_unclaimed
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine, refuse_closed
 from dearmpi.engine.gathered_state import GatheredState
-from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
-from dearmpi.engine.options import describe_options, describe_state
-from dearmpi.engine.probe import elementwise_keys, host_twin
+from dearmpi.engine.local_state import LocalState
+from dearmpi.engine.options import describe_options
 from dearmpi.engine.relocation import Relocation
-from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.spans import Spans
-from dearmpi.engine.state import gather_state, load_state
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
@@ -61,7 +58,7 @@ class Attachment:
         self.assembly = self._assemble(config, plan)
         try:
             broadcast_buffers(model, world)  # first, since ``optimizer`` then still has its state
-            self._adopt_state()
+            custody.adopt(self._optimizer, self.assembly)
             broadcast_parameters(model, world)
         except BaseException:
             self.assembly.detach()  # nobody has this one, to close it
@@ -136,7 +133,7 @@ class Attachment:
         self._detach()
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
         self.assembly = self._assemble(config, plan, prepare=relocation.settle)
-        self._adopt_state()
+        custody.adopt(self._optimizer, self.assembly)
         for update in self.assembly.updates:
             update.bucket.recall_gradients(names)
         self.assembly.engine.times = times
@@ -156,7 +153,8 @@ class Attachment:
 
     def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
         names = self.assembly.blueprint.names
-        if names.keys() != {param for param in self._params() if param.numel()}:
+        params = custody.numbered_params(self._optimizer)
+        if names.keys() != {param for param in params if param.numel()}:
             # Not always, since looking them up waits for the gathers.
             names = optimized_parameters(self._optimizer, self._model)
         return lay_out(names, self._model, world_size=self._world.size, config=config, plan=plan)
@@ -186,53 +184,19 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
         self.synchronize()
-        packed: dict[str, Any] = self._optimizer.state_dict()
-        if self.assembly.updates:
-            whole = gather_state(self._world, self.assembly.updates)
-            names = self.assembly.blueprint.names
-            packed["state"] = {
-                index: whole[names[param]]
-                for index, param in enumerate(self._params())
-                if param in names and whole.get(names[param])
-            }
-        return packed
+        return custody.pack(self._optimizer, self.assembly, self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in plain torch form, whole and the same on every rank, which the ranks
         compare in the next step; all stays as it is where the state does not fit.
         """
         self.synchronize()
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        try:
-            self._take_over(state_dict)
-        except Exception:
-            self._optimizer.param_groups, self._optimizer.state = groups, state
-            raise
-
-    def _take_over(self, state_dict: dict[str, Any]) -> None:
-        if self.assembly.masters.weights:
-            # torch would round the state to the parameters' dtype, and put all of it beside them.
-            self._optimizer.load_state_dict({**state_dict, "state": {}})
-            params = self._params()
-            for index, entries in state_dict["state"].items():
-                self._optimizer.state[params[index]] = dict(entries)
-        else:
-            self._optimizer.load_state_dict(state_dict)
-        names = self.assembly.blueprint.names
-        lines = [*describe_options(self._optimizer), *describe_state(self._optimizer, names)]
-        self._adopt_state()
-        self.assembly.engine.loads.note(lines)
+        custody.take_over(self._optimizer, self.assembly, state_dict)
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; its tensors are those that the next step changes."""
         self.synchronize()
-        packed: dict[str, Any] = self._optimizer.state_dict()
-        updates, names = self.assembly.updates, self.assembly.blueprint.names
-        whole = read_whole(updates)
-        if not updates:
-            held = ((name, self._optimizer.state.get(param)) for param, name in names.items())
-            whole = {name: dict(entries) for name, entries in held if entries}
-        return LocalState(packed["param_groups"], whole, read_pieces(updates))
+        return custody.read_held(self._optimizer, self.assembly)
 
     def close(self) -> None:
         """Finish what is under way and detach from the model; the state can still be read.
@@ -244,20 +208,11 @@ class Attachment:
             self.assembly.compare_replicas()
         finally:
             self._detach()
-        self._hand_back()
+        if custody.hand_back(self._optimizer, self.assembly):
+            self.assembly = replace(self.assembly, updates=())
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    def _hand_back(self) -> None:
-        updates = self.assembly.updates
-        if self.assembly.masters.weights or any(isinstance(u, ShardUpdate) for u in updates):
-            return  # which the optimizer alone could not go on with
-        states = read_whole(updates)
-        for param, name in self.assembly.blueprint.names.items():
-            if name in states:
-                self._optimizer.state[param] = states[name]
-        self.assembly = replace(self.assembly, updates=())
 
     def _detach(self) -> None:
         self.assembly.close()
@@ -267,31 +222,9 @@ class Attachment:
             self.assembly, engine=closed, hooks=None, checks=None, replicas=None
         )
 
-    def _adopt_state(self) -> None:
-        """Take the state that the optimizer has been given, each rank what it needs of it."""
-        state, names = self._optimizer.state, self.assembly.blueprint.names
-        masters = self.assembly.masters
-        with torch.no_grad():
-            for param, name in names.items():
-                if param in state:
-                    masters.settle(param.detach(), state[param], name)
-        updates = self.assembly.updates
-        if updates:
-            states = {n: dict(state[p]) for p, n in names.items() if p in state}
-            shards = any(isinstance(update, ShardUpdate) for update in updates)
-            tried = host_twin(self._optimizer) if masters.on_host else self._optimizer
-            elementwise = elementwise_keys(tried) if shards else frozenset[str]()
-            with self.assembly.side.section():
-                load_state(updates, states, elementwise=elementwise)
-            state.clear()
-
     def _by_param(self) -> dict[Tensor, Any]:
-        params = self._params()
+        params = custody.numbered_params(self._optimizer)
         return {params[index]: entries for index, entries in self.state_dict()["state"].items()}
-
-    def _params(self) -> list[nn.Parameter]:
-        """By their numbers in a state dict."""
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _assemble(
         self,

@@ -20,9 +20,7 @@ class BucketRuntime:
     """One bucket while training.
 
     index: number of the bucket, in feed-forward order.
-    pending: an optimizer step was taken whose result the parameters do not show yet. This is the
-        only field that both threads read and write: the main thread sets it, the driving thread
-        clears it.
+    pending: an optimizer step was taken whose result the parameters do not show yet.
     missing: slots that had no gradient on this rank in any backprop before the launch.
     expected: slots that required grad when the iteration started.
     awaited: those of them whose gradient has not come yet in the backprop that fills the bucket.
@@ -31,6 +29,10 @@ class BucketRuntime:
         None once it has passed.
     stand_ins: what each parameter has for its gradient while that is under way.
     streams: on a device, those on which gradients have been written since the iteration began.
+
+    One thread at a time writes: the main one until the reduce-scatter is submitted, then the
+    driving one until ``forget``. Only ``pending``, which the main thread sets and the driving one
+    clears, and ``arrival``, the other way round, are written by both.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class BucketRuntime:
         return not self.pending
 
     def move_to(self, state: BucketState) -> None:
-        """Change state; only along the transitions above."""
+        """Change state; only as ``LEGAL`` allows."""
         assert state in LEGAL[self.state], f"bucket {self.index}: {self.state} to {state}"
         self.state = state
 
@@ -110,7 +112,10 @@ class BucketRuntime:
     def take_gradient(self, slot: int) -> bool:
         """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
         param = self.params[slot]
-        self._store_gradient(slot, self._usable_gradient(slot))
+        grad = param.grad
+        if grad is None or grad.requires_grad or grad.layout is not torch.strided:
+            grad = self._usable_gradient(slot)
+        self._store_gradient(slot, grad)
         param.grad = self.stand_ins[slot]
         self._arrived.add(slot)
         self.awaited.discard(slot)
@@ -268,7 +273,7 @@ class BucketRuntime:
         view = self.gradients.views[slot]
         if slot in self._arrived:
             view.add_(grad)
-        elif not _is_same(grad, view):
+        elif grad is not view:
             view.copy_(grad)
 
     def _usable_gradient(self, slot: int) -> Tensor:

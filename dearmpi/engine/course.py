@@ -81,7 +81,7 @@ class Course:
         self._take_up(plan)
 
     def fuse(self, bucket_cap_mb: float) -> None:
-        """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective)."""
+        """Go on with buckets of about ``bucket_cap_mb`` MiB and without a plan (collective)."""
         self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
         self._drop_gradients()
         self._lay_out_anew(None, self._settled())

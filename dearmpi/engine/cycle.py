@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dearmpi.engine.update import Options
@@ -18,7 +19,7 @@ class Cycle:
     stepped: whether the user has called ``step()``.
     unfilled: buckets that this rank's backprop has not filled by itself; once the ranks have told
         each other, that any of theirs has not.
-    used: from then on, which parameters had a gradient on any of them.
+    used: from then on, for each bucket, a byte for each parameter: 0 if none had a gradient for it.
     launched, reduced: buckets whose reduce-scatter is posted, and complete.
     num_gathers: how many all-gathers are posted.
     num_finished: buckets whose parameters are current again.
@@ -30,7 +31,7 @@ class Cycle:
     options: Options | None = None
     stepped: bool = False
     unfilled: frozenset[int] = frozenset()
-    used: bytes | None = None
+    used: Sequence[bytes] | None = None
     launched: set[int] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
     num_gathers: int = 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +18,13 @@ from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStr
 from dearmpi.engine.staging import NUM_AHEAD, StagedCollectives
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.layout import BucketLayout
-from dearmpi.tune.device_probe import ALL_GATHER, OPERATIONS, Verdict, known_verdicts
+from dearmpi.tune.device_probe import (
+    ALL_GATHER,
+    OPERATIONS,
+    Verdict,
+    known_verdicts,
+    share_verdicts,
+)
 
 _HOST = "the host"
 
@@ -94,7 +99,7 @@ def open_side_stream(
     device = device_of(params)
     if device is None:
         return HostSideStream()
-    verdicts = _share(world, known_verdicts())
+    verdicts = share_verdicts(world, known_verdicts())
     num_hosts = len(set(world.hosts))
     way = choose_way(config.cuda_buffers, config.reduce_scatter, verdicts, num_hosts=num_hosts)
     carry: Any = partial(DirectCollectives, window=config.window)
@@ -144,9 +149,3 @@ def _check_threads(world: World, device: Device) -> None:
             "use an MPI with MPI_THREAD_MULTIPLE, and leave MPI4PY_RC_THREADS and "
             "MPI4PY_RC_THREAD_LEVEL unset"
         )
-
-
-def _share(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Rank 0's on every rank (collective)."""
-    text = world.broadcast_text(json.dumps([asdict(verdict) for verdict in verdicts]))
-    return [Verdict(**plain) for plain in json.loads(text)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +27,9 @@ class Facade(Optimizer):
     _optimizer: Optimizer
     _members: list[list[Tensor]]
     _attributes: dict[str, Any]
+
+    def __reduce__(self) -> NoReturn:
+        raise refusal.copied()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_members" in vars(self):

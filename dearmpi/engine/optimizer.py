@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.world import World, connect
 from dearmpi.config import EngineConfig
+from dearmpi.engine import refusal
 from dearmpi.engine.assembly import Assembly
 from dearmpi.engine.attachment import Attachment
 from dearmpi.engine.batch_norm import SyncBatchNorm
@@ -30,7 +31,6 @@ from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.self_planning import Pause
 from dearmpi.engine.settings import choose_plan, compare_plans, merge_settings
 from dearmpi.engine.spans import Spans
-from dearmpi.errors import UsageError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
@@ -178,10 +178,7 @@ class DistributedOptimizer(Facade):
         """
         self._course.abandon_planning()  # it counts steps, of which ranks take unequal numbers here
         if self.world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in self._model.modules()):
-            raise UsageError(
-                "join() cannot serve a model with SyncBatchNorm, whose layers wait for every rank; "
-                "give all ranks as many batches, or use ordinary batch normalisation"
-            )
+            raise refusal.joined_with_batch_norm()
         with self._assembly.engine.join(self._shadow_step):
             yield
 
@@ -262,7 +259,7 @@ class DistributedOptimizer(Facade):
 
     @untraced
     def fuse(self, bucket_cap_mb: float) -> None:
-        """Go on with buckets of at most ``bucket_cap_mb`` MiB and without a plan (collective).
+        """Go on with buckets of about ``bucket_cap_mb`` MiB and without a plan (collective).
 
         Parameters and state stay. Call it where ``follow`` may be called.
         """
@@ -284,12 +281,6 @@ class DistributedOptimizer(Facade):
         self._buffers.close()
         self._attachment.close()
         self._share(self._attachment.state())
-
-    def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            "a DistributedOptimizer cannot be copied or pickled, since it is attached to its model "
-            "and to the other ranks; save its state_dict()"
-        )
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         self._attachment.load_state_dict(state_dict)

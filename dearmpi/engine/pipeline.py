@@ -215,34 +215,31 @@ class Pipeline:
         if bucket.missing and self.cycle.used is None:
             return
         bucket.move_to(BucketState.UPDATING)
-        update = partial(self._update_beside, bucket)
+        update = partial(self._update, bucket)
         fetch = self._updates[bucket.index].start_fetch
         work = Work(f"update of bucket {bucket.index}", fetch, update)
         self._progress.submit(self._update_lane, work)
 
-    def _update_beside(self, bucket: BucketRuntime) -> None:
-        with self.side.running():
-            self._update(bucket)
-
     def _update(self, bucket: BucketRuntime) -> None:
         assert self.cycle.options is not None
-        check_gradients(bucket, self._wire_dtype)
-        with self.spans.update(bucket.plan):
-            self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
-        bucket.move_to(BucketState.UPDATED)
-        if self._gathers_gradients:
-            self._finished(bucket)
-        else:
-            check_parameters(bucket, self._wire_dtype)
-            self._post_gathers()
+        with self.side.running():
+            check_gradients(bucket, self._wire_dtype)
+            with self.spans.update(bucket.plan):
+                self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
+            bucket.move_to(BucketState.UPDATED)
+            if self._gathers_gradients:
+                self._finished(bucket)
+            else:
+                check_parameters(bucket, self._wire_dtype)
+                self._post_gathers()
 
     def _unused(self, bucket: BucketRuntime) -> frozenset[int]:
         """Slots that had no gradient on any rank."""
         if not bucket.missing:
             return frozenset()
         assert self.cycle.used is not None
-        first = sum(len(other.params) for other in self.buckets[: bucket.index])
-        return frozenset(slot for slot in bucket.missing if not self.cycle.used[first + slot])
+        used = self.cycle.used[bucket.index]
+        return frozenset(slot for slot in bucket.missing if not used[slot])
 
     def _post_gathers(self) -> None:
         """Post all-gathers in the schedule's order, as far as their buckets allow."""

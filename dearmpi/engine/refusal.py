@@ -115,6 +115,22 @@ def moved(name: str) -> UsageError:
     )
 
 
+def joined_with_batch_norm() -> UsageError:
+    """A rank without batches would not take part in its reductions."""
+    return UsageError(
+        "join() cannot serve a model with SyncBatchNorm, whose layers wait for every rank; give "
+        "all ranks as many batches, or use ordinary batch normalisation"
+    )
+
+
+def copied() -> UsageError:
+    """The model's hooks and the other ranks know of one alone."""
+    return UsageError(
+        "a DistributedOptimizer cannot be copied or pickled, since it is attached to its model and "
+        "to the other ranks; save its state_dict()"
+    )
+
+
 def assigned(name: str) -> UsageError:
     """The engine would go on with the one that it has."""
     cure = (

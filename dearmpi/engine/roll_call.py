@@ -46,11 +46,11 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What all ranks have told. used: a byte for each parameter, 0 if it had no gradient on any.
-    unfilled: the buckets that backprop has not filled on some.
+    """What all ranks have told. used: for each bucket, a byte for each parameter, 0 if it had no
+    gradient on any. unfilled: the buckets that backprop has not filled on some.
     """
 
-    used: bytes
+    used: tuple[bytes, ...]
     unfilled: frozenset[int]
 
 
@@ -74,8 +74,7 @@ class RollCall:
     ) -> None:
         self._options = options
         self._missing = [(len(bucket.params), bucket.missing) for bucket in buckets]
-        self._num_params = sum(num for num, _ in self._missing)
-        self._num_told = self._num_params + len(buckets)
+        self._num_told = sum(num for num, _ in self._missing) + len(buckets)
         self._active, self._unfilled = active, unfilled
         self._num_reduced, self._loads = num_reduced, loads.told()
 
@@ -108,10 +107,12 @@ class RollCall:
             most, least = most[1:], least[1:]
             self._compare_loads(most, least)
             self._compare_rates(most[Loads.NUM_BYTES :], least[Loads.NUM_BYTES :])
-        unfilled = told[self._num_params : self._num_told]
-        return Answer(
-            told[: self._num_params], frozenset(i for i, some in enumerate(unfilled) if some)
-        )
+        used, first = [], 0
+        for num, _ in self._missing:
+            used.append(told[first : first + num])
+            first += num
+        unfilled = told[first : self._num_told]
+        return Answer(tuple(used), frozenset(i for i, some in enumerate(unfilled) if some))
 
     def _compare_loads(self, most: bytes, least: bytes) -> None:
         if most[0] != least[0]:

@@ -67,8 +67,7 @@ class SelfPlanning:
     """From the first step to the plan; made on all ranks together, with nothing under way.
 
     Listens to ``spans`` for what updates cost and for how fast the wire is, unless somebody else
-    does. pause: so far.
-    problem: why there will be no plan, if so.
+    does. pause: what it has cost so far. problem: why there will be no plan, if so.
     """
 
     def __init__(
@@ -117,10 +116,7 @@ class SelfPlanning:
         self._crossings[span.lane].append(crossing)
 
     def stepped(self) -> Plan | None:
-        """A step was taken; the plan, if it is time to take it up (collective at times).
-
-        Raises UsageError on all ranks if rank 0 cannot plan.
-        """
+        """A step was taken; the plan, if it is time to take it up (collective at times)."""
         self._num_steps += 1
         begin_s, plan = time.perf_counter(), None
         if self._num_steps == NUM_WARMUP:
@@ -222,7 +218,8 @@ class SelfPlanning:
             self._due_step = min(MOST_STEPS, self._due_step + self._steps_between_looks)
             return None
         if text.startswith(_FAILED):
-            raise UsageError(f"rank 0 cannot plan: {text.removeprefix(_FAILED)}")
+            self.problem = f"rank 0 cannot plan: {text.removeprefix(_FAILED)}"
+            return None
         return Plan.from_json(text, "the plan of rank 0")
 
     def _as_seen(self) -> Costs:

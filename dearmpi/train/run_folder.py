@@ -7,9 +7,10 @@
               env.json            where and with what it ran
               metrics.csv .jsonl  one row per logged step
               logs/rank-00003.log
-              plan.json             what is followed, with --plan
-              bucket_caps.csv       what was tried, with --plan bayes
-              trace/
+              plan.json           what is followed, if a plan is
+              bucket_caps.csv     what was tried, with --plan bayes
+              trace/              with --trace
+              tensorboard/        with --tensorboard
               checkpoints/step-00001000/
               latest              names the checkpoint to resume from
               begun-from          the checkpoint of another run, with --resume PATH --name NAME
@@ -163,6 +164,7 @@ class RunFolder:
             return None
 
     def check_free(self, *, resume: bool) -> None:
+        """Raise ConfigError unless a run can begin here or, with ``resume``, go on."""
         try:
             used = any(self.path.iterdir())
         except FileNotFoundError:

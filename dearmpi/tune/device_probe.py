@@ -9,6 +9,7 @@ MPI does between hosts is not tried.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, get_args
 
@@ -24,6 +25,7 @@ from dearmpi.config import ReduceScatter
 
 if TYPE_CHECKING:
     from dearmpi.comm.api import Collectives, Request
+    from dearmpi.comm.world import World
 
 ALL_GATHER = "all-gather"
 OPERATIONS: tuple[str, ...] = (ALL_GATHER, *get_args(ReduceScatter))
@@ -86,6 +88,12 @@ def _claims_cuda() -> bool:
 def known_verdicts() -> tuple[Verdict, ...]:
     """What this process has found out; none before ``probe_devices``."""
     return _Process.verdicts
+
+
+def share_verdicts(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Rank 0's on every rank (collective)."""
+    text = world.broadcast_text(json.dumps([asdict(verdict) for verdict in verdicts]))
+    return [Verdict(**plain) for plain in json.loads(text)]
 
 
 def probe(device: str = "cuda", *, program: Sequence[str] = _PROGRAM) -> tuple[Verdict, ...]:

@@ -13,6 +13,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine import self_planning
 from dearmpi.engine.self_planning import MOST_STEPS
 from dearmpi.engine.span import Lane, Span
+from dearmpi.errors import ConfigError
 from dearmpi.plan.plan import Plan
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 from tests.mpi.semantics import (
@@ -164,6 +165,22 @@ def test_layers_frozen_while_a_plan_is_made_cost_the_plan_and_not_the_training(
     train(side, model, optimizer, MOST_STEPS)
     told = [str(one.message) for one in recwarn if "plan 'auto' is given up" in str(one.message)]
     assert len(told) == world.is_root and all("2.weight" in text for text in told)
+    assert optimizer.plan is None and not optimizer.is_planning
+    side.close()
+
+
+def test_a_plan_that_cannot_be_made_does_not_end_training(
+    world: World, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Process(PlanProcess):
+        def result(self) -> Plan:
+            raise ConfigError("the costs are of nothing")
+
+    monkeypatch.setattr(self_planning, "PlanProcess", Process)
+    model, side, optimizer = begin_planning(world, eager=True)
+    train(side, model, optimizer, MOST_STEPS + 1)
+    told = [str(one.message) for one in recwarn if "plan 'auto' is given up" in str(one.message)]
+    assert len(told) == world.is_root and all("rank 0 cannot plan: the" in text for text in told)
     assert optimizer.plan is None and not optimizer.is_planning
     side.close()
 

@@ -193,7 +193,14 @@ def test_a_rank_at_its_end_gives_up_those_that_are_silent() -> None:
 
 
 def test_ranks_leave_together() -> None:
-    run_ranks(3, lambda world: world.leave())
+    arrived: set[int] = set()
+
+    def leave(world: World) -> None:
+        arrived.add(world.rank)
+        world.leave()
+        assert arrived == {0, 1, 2}
+
+    run_ranks(3, leave)
 
 
 def test_a_rank_that_leaves_with_an_operation_of_its_own_is_told_which() -> None:
