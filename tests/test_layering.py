@@ -1,4 +1,5 @@
-"""Imports point one way: cli > doctor > bench > train, report > engine > tune > plan, comm > config.
+"""Imports point one way: cli > doctor > bench > train, report > engine > tune > plan, comm, which
+import config.
 
 Everything may import errors, which imports nothing; so does version.
 """
