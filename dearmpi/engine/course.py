@@ -65,8 +65,7 @@ class Course:
             else:
                 self.pause = replace(pause, laying_out_s=time.perf_counter() - begin_s)
         if problem:
-            self.abandon_planning()
-            self._plan = None
+            self.give_up_planning()
             if self._world.is_root:
                 warnings.warn(f"plan 'auto' is given up: {problem}", stacklevel=4)
         return is_new
@@ -82,9 +81,10 @@ class Course:
 
     def fuse(self, bucket_cap_mb: float) -> None:
         """Go on with buckets of about ``bucket_cap_mb`` MiB and without a plan (collective)."""
-        self.config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
+        config = replace(self.config, bucket_cap_mb=bucket_cap_mb)
         self._drop_gradients()
-        self._lay_out_anew(None, self._settled())
+        self._lay_out_anew(None, self._settled(config))
+        self.config = config
 
     def check_growth(self) -> None:
         """Raise ConfigError if what is followed has no place for further parameters."""
@@ -94,6 +94,11 @@ class Course:
     def lay_out_grown(self) -> None:
         """Lay out the parameters that have been added too (collective)."""
         self._lay_out_anew(self._plan, self.config)
+
+    def give_up_planning(self) -> None:
+        """Make no plan of the job's own, now or when parameters are added."""
+        self.abandon_planning()
+        self._plan = self.plan
 
     def abandon_planning(self) -> None:
         """Make no plan, if one was on its way."""
@@ -109,7 +114,7 @@ class Course:
         self._drop_gradients()
         self.config = config
         if not in_use:
-            self._lay_out_anew(plan, self._settled())
+            self._lay_out_anew(plan, self._settled(config))
             return True
         self.abandon_planning()  # with no need to stand still
         self._plan = plan
@@ -118,9 +123,9 @@ class Course:
     def _drop_gradients(self) -> None:
         self._attachment.assembly.engine.drop_gradients()
 
-    def _settled(self) -> EngineConfig:
+    def _settled(self, config: EngineConfig) -> EngineConfig:
         """With the algorithm that ``auto`` has found: to measure anew would stop training."""
-        return replace(self.config, reduce_scatter=self._attachment.assembly.reduce_scatter)
+        return replace(config, reduce_scatter=self._attachment.assembly.reduce_scatter)
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
         self._attachment.renew(config=config, plan=None if plan == "auto" else plan)

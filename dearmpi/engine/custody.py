@@ -59,7 +59,12 @@ def take_over(optimizer: Optimizer, assembly: Assembly, state_dict: dict[str, An
 
 
 def pack(optimizer: Optimizer, assembly: Assembly, world: World) -> dict[str, Any]:
-    """Options and state in plain torch form, whole on every rank (collective)."""
+    """Options and state in plain torch form, whole on every rank (collective).
+
+    Raises UsageError for shards inside ``join``, where ranks without batches gather nothing.
+    """
+    if any(isinstance(update, ShardUpdate) for update in assembly.updates):
+        assembly.engine.joining.refuse("gathering the optimizer's state")
     packed: dict[str, Any] = optimizer.state_dict()
     if assembly.updates:
         whole = gather_state(world, assembly.updates)

@@ -129,6 +129,8 @@ class Engine:
         """
         with self.joining.opened():
             yield
+            if not self._cycle.stepped:
+                raise refusal.left_before_step()
             params = [param for bucket in self._buckets for param in bucket.params]
             with without_gradients(params):
                 while self._do_others_train():
@@ -165,11 +167,13 @@ class Engine:
 
     def close(self) -> None:
         """Finish what is under way and give the channels back."""
-        if not self._cycle.stepped and not self._eager:
-            self.backprop.finish()  # other ranks may have reduced what is not full here
-        if self._cycle.stepped or (self._eager and not self.waiting.awaits_step()):
+        if not self._cycle.stepped and self._eager:
+            self.step()  # it is promised, and some buckets are updated by now
+        if self._cycle.stepped:
             self.waiting.until_finished()
             self._side.lead()
+        else:
+            self.backprop.finish()  # other ranks may have reduced what is not full here
         for bucket in self._buckets:
             bucket.release_gradients()  # of a backprop that no step followed
         self._pipeline.close()

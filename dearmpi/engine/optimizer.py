@@ -176,7 +176,7 @@ class DistributedOptimizer(Facade):
         A rank that reaches the end early takes part in the others' steps with zero gradients,
         which count in the average, with their options, and clips as they do.
         """
-        self._course.abandon_planning()  # it counts steps, of which ranks take unequal numbers here
+        self._course.give_up_planning()  # it counts steps, of which ranks take unequal numbers here
         if self.world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in self._model.modules()):
             raise refusal.joined_with_batch_norm()
         with self._assembly.engine.join(self._shadow_step):

@@ -123,6 +123,14 @@ def joined_with_batch_norm() -> UsageError:
     )
 
 
+def left_before_step() -> UsageError:
+    """Ranks without batches take part in whole iterations."""
+    return UsageError(
+        "join() ends after a backward that no step() followed, and its gradients would wait for "
+        "ever; call step() before the block is left"
+    )
+
+
 def copied() -> UsageError:
     """The model's hooks and the other ranks know of one alone."""
     return UsageError(

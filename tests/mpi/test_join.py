@@ -129,6 +129,9 @@ def test_what_a_joined_rank_cannot_follow_is_refused(world: World) -> None:
         with pytest.raises(UsageError, match="dropping gradients .* inside join"):
             optimizer.zero_grad()
         optimizer.step()
+    with pytest.raises(UsageError, match="backward that no step"), optimizer.join():
+        model(batch(0, world.rank)).sum().backward()
+    optimizer.step()
     with pytest.raises(UsageError, match="second backprop .* inside join"), optimizer.join():
         model(batch(0, world.rank)).sum().backward()
         model(batch(0, world.rank)).sum().backward()

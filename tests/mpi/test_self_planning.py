@@ -209,4 +209,7 @@ def test_inside_join_a_job_does_not_plan(world: World) -> None:
         train(side, model, optimizer, MOST_STEPS + world.rank)
     train(side, model, optimizer, 1)
     assert optimizer.plan is None
+    model.register_parameter("extra", nn.Parameter(torch.zeros(2)))
+    optimizer.add_param_group({"params": [model.extra]})
+    assert not optimizer.is_planning
     side.close()

@@ -22,7 +22,7 @@ from dearmpi.plan.workload import LayerSpec, Workload
 from tests.mpi.models import fill
 
 
-@pytest.mark.parametrize("act", ["fuse", "follow", "close", "add_param_group"])
+@pytest.mark.parametrize("act", ["fuse", "follow", "close", "add_param_group", "state_dict"])
 def test_buckets_stay_inside_join(act: str) -> None:
     """Ranks that have no batches left could not follow."""
 
@@ -31,10 +31,11 @@ def test_buckets_stay_inside_join(act: str) -> None:
         optimizer = DistributedOptimizer(
             torch.optim.SGD(model[0].parameters(), lr=0.1), model, world=world
         )
-        acts: dict[str, Callable[[], None]] = {
+        acts: dict[str, Callable[[], object]] = {
             "fuse": lambda: optimizer.fuse(1.0),
             "follow": lambda: optimizer.follow(cast(Plan, None)),
             "close": optimizer.close,
+            "state_dict": optimizer.state_dict,
             "add_param_group": lambda: optimizer.add_param_group({"params": [model[1].weight]}),
         }
         with optimizer.join(), pytest.raises(UsageError, match="inside join"):
@@ -59,6 +60,21 @@ def test_a_plan_that_is_refused_leaves_the_settings_as_they_are() -> None:
         with pytest.raises(ConfigError, match="another model"):
             optimizer.follow(make_plan(profile, Costs(2, link, link), world_size=2, eager=False))
         assert optimizer.config.bucket_cap_mb == 7.0
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_a_cap_that_is_refused_leaves_the_settings_as_they_are() -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, eager=True)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(UsageError, match="eager=True promises a step"):
+            optimizer.fuse(7.0)
+        assert optimizer.config.bucket_cap_mb is None
+        optimizer.step()
         optimizer.close()
 
     run_ranks(2, rank)
