@@ -194,7 +194,7 @@ class _Climb:
             if not merged:
                 return
             least = min(merged, key=lambda cut: merged[cut])
-            draft = self._redo(tuple(cut for cut in cuts if cut != least))
+            draft = self._reorder(tuple(cut for cut in cuts if cut != least))
             if draft.seconds <= most_s:
                 self.best = draft
             else:
@@ -205,6 +205,15 @@ class _Climb:
             return False
         self.best = draft
         return True
+
+    def _reorder(self, cuts: Cuts) -> Draft:
+        """As ``_redo``, but where single gathers were tied, with the best order for these cuts."""
+        draft = self._redo(cuts)
+        if draft.patience is not None or draft.schedule.wait is not Wait.FEED_FORWARD:
+            return draft
+        window = self.best.window
+        orders = (self._drafts.interleaved(cuts, window=window, patience=p) for p in PATIENCES)
+        return min((draft, *orders), key=_merit)
 
     def _redo(self, cuts: Cuts) -> Draft:
         """What the best draft is, with other cuts."""

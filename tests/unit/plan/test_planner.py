@@ -23,9 +23,7 @@ from dearmpi.plan.profile import LayerTimes, ModelProfile, profile_workload
 from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, dear, serial, wfbp
 from dearmpi.plan.timeline import simulate
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload, workload_names
-
-GIGABIT = LinkModel(5e-4, 0.75 * 8e-9)
-HOSTS = Costs(4, GIGABIT, GIGABIT, update_s=1e-3, main_thread_s=1e-4)
+from tests.unit.plan.hosts import HOSTS, paper
 
 
 class Given(NamedTuple):
@@ -122,14 +120,6 @@ def test_ties_that_make_no_difference_are_left_out() -> None:
     }
 
 
-def paper(name: str, ratio: float) -> ModelProfile:
-    """A model of the paper on 4 hosts at 1 Gbit/s, communication ``ratio`` times computation."""
-    workload = read_workload(name)
-    nbytes = 4 * workload.num_parameters
-    compute_s = (GIGABIT.wire_s(nbytes) + GIGABIT.wire_s(nbytes)) / ratio
-    return profile_workload(workload, feed_forward_s=compute_s / 3, backprop_s=compute_s * 2 / 3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("name", workload_names())
@@ -200,23 +190,6 @@ def test_without_eager_updates_gathers_stay_behind_backprop() -> None:
     assert made.prediction.iteration_s == timeline.iteration_s
     assert timeline.iteration_s <= 1.01 * made.prediction.bound_s
     assert made.prediction.bound_s > 1.1 * least_iteration_s(profile, HOSTS, eager=True)
-
-
-def test_costly_buckets_make_few() -> None:
-    profile = paper("resnet50", 0.5)
-    cheap = make_plan(profile, HOSTS, world_size=4, eager=True)
-    dear_ones = replace(HOSTS, main_thread_s=0.05)
-    costly = make_plan(profile, dear_ones, world_size=4, eager=True)
-    assert len(costly.buckets) < len(cheap.buckets)
-
-
-def test_buckets_that_gain_nothing_are_merged() -> None:
-    profile = paper("equal:200:64", 0.5)
-    link = replace(HOSTS.reduce_scatter, alpha_s=0.0)
-    free = replace(HOSTS, reduce_scatter=link, all_gather=link, update_s=0.0, main_thread_s=0.0)
-    made = make_plan(profile, free, world_size=4, eager=True)
-    assert len(made.buckets) < 32  # 64 cost no more in simulation, but posts and polls do
-    assert made.prediction.iteration_s <= 1.005 * made.prediction.bound_s
 
 
 def test_a_plain_schedule_is_chosen_where_it_wins() -> None:
