@@ -199,7 +199,7 @@ class SelfPlanning:
                 origin="the buckets in use",
             )
         except ConfigError:
-            return None  # the model's order of parameters is not that of its feed-forward
+            return None  # layers were frozen or thawed since the buckets were made
 
     def _stop_listening(self) -> None:
         if self._spans.recorder is self:

@@ -17,9 +17,9 @@ def fuse_by_cap(specs: Sequence[ParamSpec], cap_bytes: int) -> tuple[tuple[Param
 
     Buckets fill from the last layer on. A parameter that does not fit begins a bucket, alone in it
     if it is larger than the cap; but it joins one that is less than a quarter full, since a bucket
-    costs time whatever it holds. So a bucket has at most the cap, or a larger parameter and less
-    than a quarter. Parameters of different dtype or device never share a bucket, nor do frozen and
-    trained ones.
+    costs time whatever it holds. So a bucket exceeds the cap only by what was in it before the
+    parameter that did not fit, less than a quarter, or where that is larger than the cap itself.
+    Parameters of different dtype or device never share a bucket, nor do frozen and trained ones.
 
     The first layers' reduce-scatter and all-gather are the ones that no computation hides. So what
     their bucket holds behind the parameter that makes it a sixteenth full is a bucket of its own,

@@ -42,7 +42,7 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     leaves the wire idle until then. Then, from some of these (``_starts``), by moving, removing and
     adding single cuts, and by tying single gathers to another reduce-scatter, as long as that
     helps. At the end buckets are merged that gain next to nothing by being two, unless that loses
-    what the plan gains over DeAR's own order.
+    what the plan gains over DeAR's own order, serial and WFBP.
     """
     drafts = Drafts(problem)
     first = sorted(_first_drafts(problem, drafts), key=_merit)

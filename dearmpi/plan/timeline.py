@@ -73,8 +73,9 @@ class Timeline:
 
     @property
     def dear_bound_s(self) -> float:
-        """What no schedule can beat that gathers only after backprop (paper, III), where the first
-        layers are trained: frozen ones may compute before any gather, and come below it.
+        """What no schedule can beat whose gathers all follow its reduce-scatters (paper, III),
+        where the first layers are trained: frozen ones may compute before any gather, and come
+        below it.
         """
         return max(self.backprop_s, self.reduce_s) + max(self.feed_forward_s, self.gather_s)
 

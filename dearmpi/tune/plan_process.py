@@ -23,7 +23,7 @@ from dearmpi.plan.planner import make_plan
 from dearmpi.plan.profile import ModelProfile, parse_profile
 
 _NICENESS = 10  # training goes first where cores are few
-_LEAST_GAIN = 0.01
+_LEAST_GAIN = 0.005
 _REFUSED = 2  # the exit code of a process that was given what nothing can be planned from
 
 
@@ -31,8 +31,8 @@ _REFUSED = 2  # the exit code of a process that was given what nothing can be pl
 class PlanRequest:
     """What ``make_plan`` is to be called with; of each iteration it sees one micro-batch.
 
-    standing: what is in use, from which a plan must gain a hundredth. To change costs about an
-        iteration, and no run of fewer than a hundred steps makes a plan.
+    standing: what is in use, from which a plan must gain half a hundredth. To change costs about
+        an iteration, which two hundred then earn.
     """
 
     profile: ModelProfile

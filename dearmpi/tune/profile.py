@@ -55,7 +55,8 @@ class LayerTimer:
     ) -> None:
         """Attach to ``model``.
 
-        params: those to be listed in the profile; default: all of the model.
+        params: those to be listed in the profile; default: all of the model. None without elements
+            is, since no bucket has it.
         num_warmup: passes at the start that do not count.
         waited: seconds of waiting so far, such as ``lambda: optimizer.waited_s``; on the CPU only.
         """
@@ -63,7 +64,7 @@ class LayerTimer:
             raise ConfigError(f"{num_warmup} warm-up passes; give 0 or more")
         self._model = model
         wanted = set(model.parameters() if params is None else params)
-        self._names = {p: name for name, p in model.named_parameters() if p in wanted}
+        self._names = {p: name for name, p in model.named_parameters() if p in wanted and p.numel()}
         if not any(param.requires_grad for param in self._names):
             raise ConfigError("no parameter of the model requires grad: there is no backprop")
         self._stopwatch = stopwatch or stopwatch_for(model, waited)

@@ -41,7 +41,7 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An iteration took ``seconds`` with buckets of at most ``cap_bytes``."""
+    """An iteration took ``seconds`` with buckets of about ``cap_bytes``."""
 
     cap_bytes: int
     seconds: float

@@ -238,6 +238,16 @@ def test_too_few_passes_are_refused() -> None:
         watch.finish()
 
 
+def test_a_parameter_without_elements_is_not_listed() -> None:
+    """No bucket has it, so a plan could not place it."""
+    model = nn.Linear(3, 2)
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    timer = LayerTimer(model, num_warmup=0)
+    model(torch.ones(1, 3)).sum().backward()
+    profile = timer.finish()
+    assert [spec.name for spec in profile.workload.params()] == ["weight", "bias"]
+
+
 def test_a_model_without_backprop_is_refused() -> None:
     with pytest.raises(ConfigError, match="requires grad"):
         LayerTimer(small_model().requires_grad_(False))
