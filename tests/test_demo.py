@@ -6,13 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.stand_in import stand_in
+
 DEMO = Path(__file__).parents[1] / "bin" / "demo"
-
-
-def stand_in(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
 
 
 def test_it_trains_on_two_ranks_of_its_own_inside_a_step_of_slurm(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.stand_in import stand_in
+
 ROOT = Path(__file__).parents[1]
 
 # Of all that it is asked it only makes environments, each with itself inside.
@@ -18,12 +20,6 @@ PYTHON = """case "$*" in
         mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python"
         ;;
 esac"""
-
-
-def stand_in(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture

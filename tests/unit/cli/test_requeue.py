@@ -14,6 +14,7 @@ import pytest
 from dearmpi.cli.main import main
 from dearmpi.cli.requeue import EXIT_PREEMPTED, run_forwarding
 from dearmpi.train import stop
+from tests.stand_in import stand_in
 
 VARIABLES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
 
@@ -24,18 +25,11 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    stand_in(tmp_path, "squeue", f"cat {tmp_path}/state")
-    stand_in(tmp_path, "scontrol", f'echo "$*" >> {tmp_path}/told')
+    stand_in(tmp_path / "bin" / "squeue", f"cat {tmp_path}/state")
+    stand_in(tmp_path / "bin" / "scontrol", f'echo "$*" >> {tmp_path}/told')
     (tmp_path / "state").write_text("17 17 RUNNING None\n")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     return tmp_path
-
-
-def stand_in(folder: Path, name: str, body: str) -> None:
-    path = folder / "bin" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
 
 
 def requeued(slurm: Path) -> str:
@@ -93,7 +87,7 @@ def test_a_job_that_an_array_has_submitted_is_queued_again_not_the_one_it_comes_
 def test_what_a_user_hides_from_squeue_does_not_hide_the_job(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(slurm, "squeue", f'[ -n "$SQUEUE_PARTITION" ] || cat {slurm}/state')
+    stand_in(slurm / "bin" / "squeue", f'[ -n "$SQUEUE_PARTITION" ] || cat {slurm}/state')
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     assert main(["requeue", "sh", "-c", "exit 75"]) == 75
     assert requeued(slurm) == "requeue 17\n"
@@ -103,7 +97,7 @@ def test_what_a_user_hides_from_squeue_does_not_hide_the_job(
 def test_where_slurm_refuses_its_words_and_a_cure_are_told(
     slurm: Path, capsys: pytest.CaptureFixture[str], program: str
 ) -> None:
-    stand_in(slurm, program, "echo Unable to contact the controller >&2; exit 1")
+    stand_in(slurm / "bin" / program, "echo Unable to contact the controller >&2; exit 1")
     assert main(["requeue", "sh", "-c", "exit 75"]) == 75
     told = capsys.readouterr().err
     assert f"{program}: Unable to contact the controller" in told

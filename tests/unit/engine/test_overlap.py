@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from dearmpi import DistributedOptimizer
 from dearmpi.comm.fake import FakeClock, FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from tests.unit.engine.chain import Chain, name_of_bucket
+from tests.unit.engine.chain import Chain, distribute, name_of_bucket
 
 PATIENCE_S = 20.0
 
@@ -80,13 +79,6 @@ class Stage:
             self.hub.fail("the test is over")
             thread.join(PATIENCE_S)
         assert not errors, errors
-
-
-def distribute(model: Chain, world: World, **settings: Any) -> DistributedOptimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return DistributedOptimizer(
-        optimizer, model, world=world, **{"bucket_cap_mb": 1e-6, **settings}
-    )
 
 
 def test_step_returns_and_each_layer_waits_for_its_own_bucket_only() -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from dearmpi.plan.bound import least_iteration_s
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.layout import ParamSpec
-from dearmpi.plan.profile import LayerTimes, ModelProfile
-from dearmpi.plan.workload import LayerSpec, Workload, float_layer
+from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.workload import LayerSpec, float_layer
+from tests.unit.plan.small import make_profile
 
 LINK = LinkModel(0.25, 1 / 8)  # 8 bytes: a quarter of a second to start, a second on the wire
 COSTS = Costs(2, LINK, LINK)
 
 
-def profile(
-    *layers: LayerSpec, feed_forward_s: float = 1.0, backprop_s: float = 2.0
-) -> ModelProfile:
-    workload = Workload("small", "", layers, batch_size=1, unit="img")
-    return ModelProfile(workload, (LayerTimes(feed_forward_s, backprop_s),) * len(layers))
+profile = partial(make_profile, backprop_s=2.0)
 
 
 def layer(name: str, numel: int) -> LayerSpec:

@@ -15,15 +15,10 @@ from dearmpi.plan.methods import METHODS, parse_method
 from dearmpi.plan.network import PRESETS, link_network
 from dearmpi.plan.profile import LayerTimes, ModelProfile, profile_workload
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
+from tests.unit.plan.small import equal
 
 # Over 2 ranks, half of each buffer is sent: 8 bytes take half a second to start and half to send.
 SLOW = link_network("slow", 0.5, 1 / 8, "")
-
-
-def equal(num_layers: int, *, feed_forward_s: float = 1.0, backprop_s: float = 1.0) -> ModelProfile:
-    layers = tuple(float_layer(f"{i}", {"w": (2,)}, 1) for i in range(num_layers))
-    workload = Workload("small", "", layers, batch_size=1, unit="img")
-    return ModelProfile(workload, (LayerTimes(feed_forward_s, backprop_s),) * num_layers)
 
 
 def seconds(name: str, profile: ModelProfile) -> float:
