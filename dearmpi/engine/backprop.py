@@ -33,7 +33,6 @@ class Backprop:
     ) -> None:
         self._world, self._pipeline, self._waiting = world, pipeline, waiting
         self._polls = waiting.polls
-        self._has_streams = pipeline.side.current() is not None
         self._buckets, self._side = pipeline.buckets, pipeline.side
         self._joining = pipeline.joining
         self._launches = pipeline.schedule.launch is Launch.GRADIENTS_READY
@@ -65,8 +64,7 @@ class Backprop:
             return
         if slot not in bucket.awaited:
             self._await_gradient(bucket, slot)
-        if self._has_streams:
-            bucket.streams.add(self._side.current())
+        bucket.streams.add(self._side.current())
         if bucket.take_gradient(slot):
             if bucket.state is BucketState.IDLE:
                 self._close_bucket(bucket)

@@ -112,10 +112,7 @@ class BucketRuntime:
     def take_gradient(self, slot: int) -> bool:
         """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
         param = self.params[slot]
-        grad = param.grad
-        if grad is None or grad.requires_grad or grad.layout is not torch.strided:
-            grad = self._usable_gradient(slot)
-        self._store_gradient(slot, grad)
+        self._store_gradient(slot, self._usable_gradient(slot))
         param.grad = self.stand_ins[slot]
         self._arrived.add(slot)
         self.awaited.discard(slot)
@@ -273,7 +270,7 @@ class BucketRuntime:
         view = self.gradients.views[slot]
         if slot in self._arrived:
             view.add_(grad)
-        elif grad is not view:
+        elif not _is_same(grad, view):
             view.copy_(grad)
 
     def _usable_gradient(self, slot: int) -> Tensor:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.bucket import BucketRuntime
@@ -76,7 +75,7 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         return dict, (dict(self.items()),)
 
     def _wait(self, name: str) -> None:
-        if is_compiling():
+        if torch.compiler.is_compiling():
             return  # not to be traced: see CompilationWatch
         watched = self._watched.get(name)
         if watched is not None and (watched[0].pending or watched[0].arrival is not None):
@@ -220,7 +219,7 @@ class _PreForward(OwnHook):
         self._owned, self._pre_forward, self._polls = owned, pre_forward, polls
 
     def __call__(self, *_: Any) -> None:
-        if is_compiling():
+        if torch.compiler.is_compiling():
             return
         for bucket in self._owned:
             if self._polls or bucket.pending or bucket.arrival is not None:
