@@ -72,10 +72,10 @@ def load_state(
         if isinstance(update, ShardUpdate):
             _check_shapes(update, states, elementwise)
     for update in updates:
-        if isinstance(update, WholeUpdate):
-            update.set_states(_copied(states))
-            continue
         names = update.bucket.plan.names
+        if isinstance(update, WholeUpdate):
+            update.set_states(_copied({name: states[name] for name in names if name in states}))
+            continue
         update.split()
         for run in update.runs:
             ((slot, start, stop),) = run.pieces

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
@@ -195,3 +196,29 @@ def test_the_wrapped_optimizer_goes_on_after_close(gather: Any) -> None:
     for found in run_ranks(2, rank):
         for values, expected in zip(found, alone, strict=True):
             torch.testing.assert_close(torch.tensor(values), torch.tensor(expected))
+
+
+class CountedClones(TorchFunctionMode):
+    """Counts the clones that the thread makes."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is Tensor.clone
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_loading_copies_each_tensor_once_however_many_buckets_there_are(gather: str) -> None:
+    case = Case(optimizer="adam", gather=gather, cap_mb=1e-5)
+    start = resume_on(0, case, None).optimizer
+
+    def rank(world: World) -> tuple[int, int]:
+        with Training(case, world) as training, CountedClones() as clones:
+            training.optimizer.load_state_dict(start)
+            return clones.count, len(training.optimizer.layout)
+
+    num_tensors = sum(len(entries) for entries in start["state"].values())
+    for num_clones, num_buckets in run_ranks(2, rank):
+        assert num_buckets > 2
+        assert num_clones <= num_tensors
