@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.world import World, connect
 from dearmpi.engine.device import through_host
+from dearmpi.errors import ConfigError
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -35,6 +36,7 @@ class SyncBatchNorm(_BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         world: World | None = None,
         channel: Channel | None = None,
     ) -> None:
@@ -43,7 +45,9 @@ class SyncBatchNorm(_BatchNorm):
         world: by default the one that this process was launched into.
         channel: shared with other layers; by default one of its own.
         """
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias
+        )
         self._world: World | None = world if world is not None else connect()
         self._channel = channel if channel is not None else _open_channel(self._world)
 
@@ -101,10 +105,28 @@ def convert_sync_batchnorm(model: nn.Module, world: World | None = None) -> nn.M
     """Replace every batch normalisation in ``model`` by ``SyncBatchNorm`` (collective).
 
     Parameters and buffers are kept. Call it before the optimizer is made. Returns the model, which
-    is another one only where ``model`` itself is such a layer.
+    is another one only where ``model`` itself is such a layer. Raises ConfigError, with nothing
+    replaced, for layers that do more.
     """
+    _refuse_more(model)
     world = world if world is not None else connect()
     return _convert(model, world, _open_channel(world), {})
+
+
+def _refuse_more(model: nn.Module) -> None:
+    """Subclasses may do anything, of which a twin would know nothing."""
+    forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    for name, module in model.named_modules():
+        kind = type(module)
+        if not isinstance(module, _BatchNorm) or issubclass(kind, SyncBatchNorm):
+            continue
+        if kind.forward not in forwards or kind.train is not nn.Module.train or module._modules:
+            raise ConfigError(
+                f"module {name or 'of the model'} is a {kind.__name__}, which does more than "
+                "normalise: it has modules, a forward() or a train() of its own, and SyncBatchNorm "
+                "would leave them out; put BatchNorm1d, 2d or 3d in its place, and what else it "
+                "does into modules of their own"
+            )
 
 
 def _convert(

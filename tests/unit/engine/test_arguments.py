@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dearmpi import DistributedOptimizer, EngineConfig, convert_sync_batchnorm
+from dearmpi import DistributedOptimizer, EngineConfig, SyncBatchNorm, convert_sync_batchnorm
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
@@ -122,3 +122,53 @@ def test_a_batch_normalisation_in_two_places_stays_one() -> None:
         assert layers[0] is layers[2] is layers[3][0] is not norm
 
     run_ranks(2, rank)
+
+
+class Activated(nn.BatchNorm2d):
+    """As timm's ``BatchNormAct2d``."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.act = nn.ReLU()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.act(super().forward(input))
+        return outputs
+
+
+class Fixed(nn.BatchNorm2d):
+    """Keeps its statistics in training."""
+
+    def train(self, mode: bool = True) -> Fixed:
+        return super().train(False)
+
+
+@pytest.mark.parametrize("kind", [Activated, Fixed])
+def test_a_batch_normalisation_that_does_more_is_not_converted(kind: type[nn.Module]) -> None:
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(kind(3)))
+        told = f"module 1.0 is a {kind.__name__}, which does more than normalise"
+        with pytest.raises(ConfigError, match=told):
+            convert_sync_batchnorm(model, world)
+        assert type(model[0]) is nn.BatchNorm2d
+
+    run_ranks(1, rank)
+
+
+class Named(nn.BatchNorm1d):
+    """Only begins with other values."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features, eps=1e-3, bias=False)
+
+
+def test_a_batch_normalisation_with_options_of_its_own_is_converted() -> None:
+    def rank(world: World) -> None:
+        layer: Any = convert_sync_batchnorm(Named(3), world)
+        made = SyncBatchNorm(3, 1e-3, bias=False, world=world)
+        assert layer.eps == made.eps == 1e-3
+        assert layer.state_dict().keys() == made.state_dict().keys()
+        inputs = torch.arange(12.0).view(4, 3)
+        torch.testing.assert_close(layer(inputs), Named(3)(inputs))
+
+    run_ranks(1, rank)
