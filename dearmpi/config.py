@@ -129,6 +129,10 @@ class EngineConfig:
         """In what collectives send wider tensors; None: as they are."""
         return None if self.comm_dtype == "fp32" else self.comm_dtype
 
+    def has_buckets(self, world_size: int) -> bool:
+        """Whether buckets are updated, and the wrapped optimizer does not simply do its work."""
+        return world_size > 1 or self.master_weights or self.update_on == "host"
+
     def cap_bytes(self, model_bytes: int) -> int:
         """Bucket cap in bytes, at least one, for a model whose parameters take ``model_bytes``."""
         if self.bucket_cap_mb is not None:

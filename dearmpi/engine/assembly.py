@@ -113,7 +113,7 @@ def assemble(
     blueprint = draw_blueprint(optimizer, model, world=world, config=config, plan=plan)
     check_unclaimed(blueprint.names)
     check_optimizer(optimizer, world=world, config=blueprint.config)
-    if _is_distributed(world, config):
+    if config.has_buckets(world.size):
         options = partial(_read_prepared, optimizer, prepare)
         assembly = _build(
             blueprint, optimizer, model, world=world, spans=spans, read_options=options
@@ -170,11 +170,6 @@ def _build(
     )
 
 
-def _is_distributed(world: World, config: EngineConfig) -> bool:
-    """Whether the wrapped optimizer does not simply do its work."""
-    return world.size > 1 or config.master_weights or config.update_on == "host"
-
-
 def _read_prepared(
     optimizer: Optimizer, prepare: Callable[[], None], earlier: Options | None
 ) -> Options:
@@ -189,7 +184,7 @@ def _read_prepared(
 
 def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig) -> None:
     """Raise ConfigError for an optimizer that cannot be served."""
-    if not _is_distributed(world, config):
+    if not config.has_buckets(world.size):
         require_steady(optimizer)  # what cannot run on several ranks is refused on one already
         require_separable(optimizer)
         return

@@ -125,6 +125,7 @@ def lay_out(
     """
     if world_size > 1:
         _refuse_renormed(names, model)
+    if config.has_buckets(world_size):
         check_apart(names, model)
         if config.gather == "parameters":
             check_private(names)

@@ -16,16 +16,20 @@ from dearmpi.errors import ConfigError
 from tests.mpi.models import fill
 
 
-def tied_by_data() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+def two_layers(dtype: torch.dtype) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(dtype)
     fill(model)
+    return model
+
+
+def tied_by_data(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = two_layers(dtype)
     model.get_parameter("2.weight").data = model.get_parameter("0.weight").data
     return model
 
 
-def with_a_buffer() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    fill(model)
+def with_a_buffer(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = two_layers(dtype)
     model[2].register_buffer("other", model.get_parameter("0.weight").data[1:3])
     return model
 
@@ -36,7 +40,9 @@ def trained(model: nn.Sequential, world: World | None, **settings: Any) -> list[
         optimizer = DistributedOptimizer(optimizer, model, world=world, **settings)
     for _ in range(3):
         optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().mean().backward()
+        model(
+            torch.ones(2, 4, dtype=model.get_parameter("0.weight").dtype)
+        ).square().mean().backward()
         optimizer.step()
     values = [value.clone() for value in model.state_dict().values()]
     if world is not None:
@@ -44,14 +50,17 @@ def trained(model: nn.Sequential, world: World | None, **settings: Any) -> list[
     return values
 
 
-@pytest.mark.parametrize(
+Build = Callable[..., nn.Sequential]
+
+BOTH = pytest.mark.parametrize(
     ("build", "names"),
     [(tied_by_data, "(0.weight and 2.weight|2.weight and 0.weight)"), (with_a_buffer, "2.other")],
 )
+
+
+@BOTH
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_they_are_refused_on_several_ranks(
-    build: Callable[[], nn.Sequential], names: str, gather: str
-) -> None:
+def test_they_are_refused_on_several_ranks(build: Build, names: str, gather: str) -> None:
     def rank(world: World) -> None:
         with pytest.raises(ConfigError, match=f"{names} share memory.*make them one Parameter"):
             trained(build(), world, gather=gather)
@@ -60,9 +69,31 @@ def test_they_are_refused_on_several_ranks(
 
 
 @pytest.mark.parametrize("build", [tied_by_data, with_a_buffer])
-def test_a_rank_alone_trains_them_as_plain_torch_does(build: Callable[[], nn.Sequential]) -> None:
+def test_a_rank_alone_trains_them_as_plain_torch_does(build: Build) -> None:
     (alone,) = run_ranks(1, lambda world: trained(build(), world))
     torch.testing.assert_close(alone, trained(build(), None))
+
+
+@BOTH
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_a_rank_alone_refuses_them_with_master_copies(
+    build: Build, names: str, gather: str
+) -> None:
+    """Each would have a copy of its own, as on several ranks."""
+
+    def rank(world: World) -> None:
+        with pytest.raises(ConfigError, match=f"{names} share memory.*make them one Parameter"):
+            trained(build(torch.bfloat16), world, master_weights=True, gather=gather)
+
+    run_ranks(1, rank)
+
+
+def test_a_rank_alone_with_master_copies_leaves_no_shared_memory_unnoticed() -> None:
+    def rank(world: World) -> None:
+        with pytest.raises(ConfigError, match="0.weight is in memory .*use gather='gradients'"):
+            trained(two_layers(torch.bfloat16).share_memory(), world, master_weights=True)
+
+    run_ranks(1, rank)
 
 
 def test_what_comes_to_share_memory_later_is_refused_and_changes_nothing() -> None:
