@@ -32,9 +32,9 @@ def adopt(optimizer: Optimizer, assembly: Assembly) -> None:
     updates = assembly.updates
     if updates:
         states = {n: dict(state[p]) for p, n in names.items() if p in state}
-        shards = any(isinstance(update, ShardUpdate) for update in updates)
+        whole = not any(isinstance(update, ShardUpdate) for update in updates)
         tried = host_twin(optimizer) if masters.on_host else optimizer
-        elementwise = elementwise_keys(tried) if shards else frozenset[str]()
+        elementwise = elementwise_keys(tried, whole=whole)
         with assembly.side.section():
             load_state(updates, states, elementwise=elementwise)
         state.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,14 +176,18 @@ def require_half(optimizer: Optimizer, dtypes: Iterable[torch.dtype], *, whole: 
                 ) from error
 
 
-def elementwise_keys(optimizer: Optimizer) -> frozenset[str]:
+def elementwise_keys(optimizer: Optimizer, *, whole: bool) -> frozenset[str]:
     """Names of the state entries that have one value per element of a parameter.
 
     Of a parameter that is a scalar, shapes alone do not tell them from counters such as ``step``.
+    whole: the optimizer is given whole tensors; then only groups with a scalar are looked at, as
+    others may be for matrices alone.
     """
     keys: set[str] = set()
-    for param, state in _first_states(optimizer):
-        keys.update(key for key, value in state.items() if is_elementwise_tensor(value, param))
+    for group in optimizer.param_groups:
+        if not whole or any(param.dim() == 0 for param in group["params"]):
+            param, state = _first_state(optimizer, group, (3,))
+            keys.update(key for key, value in state.items() if is_elementwise_tensor(value, param))
     return frozenset(keys)
 
 
@@ -196,22 +200,25 @@ def resident_scalars(optimizer: Optimizer) -> tuple[frozenset[str], ...]:
     if device_of(optimizer).type == "cpu":
         return tuple(frozenset() for _ in optimizer.param_groups)
     with torch.device("cpu"):  # as on the driving thread, where no default of the user's holds
-        return tuple(
-            frozenset(
-                key
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.dim() == 0 and value.device == param.device
-            )
-            for param, state in _first_states(optimizer)
-        )
+        return tuple(_resident_scalars_of(optimizer, group) for group in optimizer.param_groups)
 
 
-def _first_states(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
-    """Of each group: a made-up parameter of three elements, and its state after a step."""
+def _resident_scalars_of(optimizer: Optimizer, group: Mapping[str, Any]) -> frozenset[str]:
+    param, state = _first_state(optimizer, group, (3,))
+    return frozenset(
+        key
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() == 0 and value.device == param.device
+    )
+
+
+def _first_state(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]
+) -> tuple[nn.Parameter, Mapping[str, Any]]:
+    """A made-up parameter, and its state after a first step as one of ``group``."""
     device = device_of(optimizer)
-    for group in optimizer.param_groups:
-        param = nn.Parameter(torch.zeros(3, device=device))
-        param.grad = torch.ones(3, device=device)
-        twin = clone(optimizer, [{**group, "params": [param]}], defaultdict(dict))
-        twin.step()
-        yield param, twin.state[param]
+    param = nn.Parameter(torch.zeros(shape, device=device))
+    param.grad = torch.ones(shape, device=device)
+    twin = clone(optimizer, [{**group, "params": [param]}], defaultdict(dict))
+    twin.step()
+    return param, twin.state[param]

@@ -74,7 +74,8 @@ def load_state(
     for update in updates:
         names = update.bucket.plan.names
         if isinstance(update, WholeUpdate):
-            update.set_states(_copied({name: states[name] for name in names if name in states}))
+            own = _copied({name: states[name] for name in names if name in states})
+            update.set_states(own, elementwise=elementwise)
             continue
         update.split()
         for run in update.runs:
@@ -85,7 +86,8 @@ def load_state(
             entries = _spread_scalars(state, elementwise) if param.dim() == 0 else state
             like = param.detach().reshape(1) if param.dim() == 0 else param
             part = _cut_whole(entries, like, start - origin, stop - origin)
-            update.set_state(run, {key: fit(value, run.values) for key, value in part.items()})
+            fitted = {k: fit(v, run.values, elementwise=k in elementwise) for k, v in part.items()}
+            update.set_state(run, fitted)
         update.merge()
 
 

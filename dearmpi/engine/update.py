@@ -116,13 +116,17 @@ def is_elementwise_tensor(value: object, values: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == values.numel()
 
 
-def fit(value: Any, values: Tensor) -> Any:
+def fit(value: Any, values: Tensor, *, elementwise: bool) -> Any:
     """An entry of the state of ``values``, on their device; half precision becomes as wide as they
-    are, since an optimizer can seldom work with both.
+    are, since an optimizer can seldom work with both. Scalars stay as they are, except for an
+    ``elementwise`` entry of a scalar parameter.
     """
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    if not isinstance(value, Tensor):
         return value
-    wider = is_half(value) and is_elementwise_tensor(value, values)
+    of_scalar = elementwise and value.dim() == values.dim() == 0
+    if value.dim() == 0 and not of_scalar:
+        return value
+    wider = is_half(value) and (of_scalar or is_elementwise_tensor(value, values))
     return value.to(values.device, values.dtype if wider else value.dtype)
 
 

@@ -78,8 +78,13 @@ class WholeUpdate:
                 states[name] = state
         return states
 
-    def set_states(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Replace the optimizer's state."""
+    def set_states(
+        self,
+        states: Mapping[str, dict[str, Any]],
+        *,
+        elementwise: frozenset[str] = frozenset(),
+    ) -> None:
+        """Replace the optimizer's state; ``elementwise`` as in ``load_state``."""
         self._optimizer.state.clear()
         for slot, (name, alias) in enumerate(
             zip(self.bucket.plan.names, self._aliases, strict=True)
@@ -88,4 +93,7 @@ class WholeUpdate:
             if slot in self._masters:
                 self._masters[slot].restore(state.pop(MASTER, None))
             if state:
-                self._optimizer.state[alias] = {key: fit(v, alias) for key, v in state.items()}
+                self._optimizer.state[alias] = {
+                    key: fit(value, alias, elementwise=key in elementwise)
+                    for key, value in state.items()
+                }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,6 +95,43 @@ def test_a_state_without_masters_becomes_as_wide_as_they_are(world: World, gathe
     for entries in optimizer.state_dict()["state"].values():
         assert entries["exp_avg"].dtype == entries["master"].dtype == torch.float32
     optimizer.close()
+
+
+class Scaled(nn.Module):
+    """A layer and a scalar parameter, as of a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.scale * self.layer(inputs)
+        return outputs
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_scalar_parameters_state_becomes_as_wide_as_its_master(
+    world: World, inner: Callable[..., torch.optim.Optimizer], gather: str
+) -> None:
+    """Adagrad makes its state, as narrow as the parameters, when it is made."""
+    model = Scaled().to(torch.bfloat16)
+    plain = inner(model.parameters())
+    model(torch.ones(8, 6, dtype=torch.bfloat16)).float().square().mean().backward()
+    plain.step()
+    for state in (None, plain.state_dict()):
+        optimizer = dearmpi.DistributedOptimizer(
+            inner(model.parameters()), model, world=world, gather=gather, master_weights=True
+        )
+        if state is not None:
+            optimizer.load_state_dict(state)
+        train(model, optimizer, range(2), world)
+        for entries in optimizer.state_dict()["state"].values():
+            assert {key: value.dtype for key, value in entries.items()} == dict.fromkeys(
+                entries, torch.float32
+            )
+        optimizer.close()
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
