@@ -195,9 +195,7 @@ class ShardUpdate:
             return False
         left, right = self.state_of(first), self.state_of(second)
         return left.keys() == right.keys() and all(
-            is_elementwise_tensor(value, first.values)
-            or (not isinstance(value, Tensor) and value == right[key])
-            or (isinstance(value, Tensor) and torch.equal(value, right[key]))
+            _can_be_one(value, right[key], first.values, second.values)
             for key, value in left.items()
         )
 
@@ -206,3 +204,14 @@ class ShardUpdate:
     ) -> None:
         group = group_of[self.bucket.params[pieces[0][0]]]
         self.runs.append(self._make_run(group, pieces))
+
+
+def _can_be_one(left: Any, right: Any, first: Tensor, second: Tensor) -> bool:
+    """Whether an entry of ``first`` and one of ``second``, its neighbour, go on in each other, or
+    are the same scalar.
+    """
+    if is_elementwise_tensor(left, first):
+        return is_elementwise_tensor(right, second) and bool(left.dtype == right.dtype)
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return not isinstance(left, Tensor) and not isinstance(right, Tensor) and bool(left == right)

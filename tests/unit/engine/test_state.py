@@ -15,7 +15,7 @@ from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError
 from tests.mpi.models import fill
-from tests.mpi.oracle import OPTIMIZERS, Case, Outcome, Training, assert_same
+from tests.mpi.oracle import OPTIMIZERS, Case, Outcome, Training, assert_same, copies
 
 STEPS = 3
 
@@ -222,3 +222,30 @@ def test_loading_copies_each_tensor_once_however_many_buckets_there_are(gather: 
     for num_clones, num_buckets in run_ranks(2, rank):
         assert num_buckets > 2
         assert num_clones <= num_tensors
+
+
+def test_neighbours_of_which_one_has_none_for_its_momentum_are_loaded() -> None:
+    """As a parameter has that was stepped without momentum."""
+
+    def train(world: World | None) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        fill(model)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer: Any = inner
+        if world is not None:
+            optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1.0)
+        state = optimizer.state_dict()
+        state["state"] = {
+            index: {"momentum_buffer": None if index % 2 else torch.ones_like(param)}
+            for index, param in enumerate(model.parameters())
+        }
+        optimizer.load_state_dict(state)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+        return list(copies(model).values())
+
+    expected = train(None)
+    for found in run_ranks(2, train):
+        torch.testing.assert_close(found, expected)
