@@ -232,8 +232,8 @@ class DistributedOptimizer(Facade):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the buckets are laid out anew (collective).
 
-        Gradients that no step has used are dropped. Raises ConfigError, with nothing added, if the
-        parameters are not in the model or belong to another DistributedOptimizer.
+        Gradients under way are dropped, those kept by ``no_sync`` are not. Raises ConfigError, with
+        nothing added, for parameters not in the model, or of another DistributedOptimizer.
         """
         if not hasattr(self, "_attachment"):  # torch's constructor adds the groups it is given
             super().add_param_group(param_group)
@@ -249,9 +249,9 @@ class DistributedOptimizer(Facade):
     def follow(self, plan: Plan) -> None:
         """Go on by ``plan``, with the same parameters and state (collective).
 
-        Call it between ``step`` and the next backward; gradients that no step has used are
-        dropped. Raises ConfigError if it is for another model or world size, and MismatchError if
-        ranks have different ones.
+        Call it between ``step`` and the next backward: gradients under way are dropped, those kept
+        by ``no_sync`` are not. Raises ConfigError if it is for another model or world size, and
+        MismatchError if ranks have different ones.
         """
         self._attachment.check_changeable("follow()")
         self._course.follow(plan)
