@@ -23,18 +23,23 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class MasterCopy:
     """A copy of ``stored`` in fp32, or in a wider dtype of its own.
 
-    values: what the optimizer changes. stepped: whether it has; before, the copy means nothing.
+    values: what the optimizer changes; without memory until the first step, which what is frozen
+        never takes. stepped: whether it has; before, the copy means nothing.
     """
 
     def __init__(self, stored: Tensor, seen_as: torch.dtype) -> None:
         """``seen_as``: the dtype to which replicas see ``values`` rounded."""
         self._stored, self._seen_as = stored, seen_as
-        self.values = stored.to(torch.promote_types(stored.dtype, torch.float32), copy=True)
+        dtype = torch.promote_types(stored.dtype, torch.float32)
+        self.values = torch.empty_like(stored, dtype=dtype)
+        self._nbytes = self.values.untyped_storage().nbytes()
+        self.values.untyped_storage().resize_(0)
         self.stepped = False
 
     def refresh(self) -> None:
         """Take over elements that somebody else has changed since, as loading a model does."""
         if not self.stepped:
+            self._allocate()
             self.values.copy_(self._stored)
             return
         seen = self.values.to(self._seen_as).to(self._stored.dtype)
@@ -51,7 +56,13 @@ class MasterCopy:
         """Go on with the values of an earlier run; without, with what is stored."""
         self.stepped = saved is not None
         if saved is not None:
+            self._allocate()
             self.values.copy_(saved)
+
+    def _allocate(self) -> None:
+        storage = self.values.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self._nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ class MasterRule:
         """The dtype to which replicas see ``stored`` rounded; None if it needs no copy."""
         if is_half(stored):
             return stored.dtype if self.weights else None
-        return self.gathered_as
+        return self.gathered_as if stored.is_floating_point() else None
 
     def copy_of(self, stored: Tensor) -> MasterCopy | None:
         """A new master copy, if ``stored`` needs one."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import dearmpi
 from dearmpi.comm.world import World
+from dearmpi.engine.master import MasterCopy
+from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.errors import ConfigError
 
 
@@ -132,6 +134,32 @@ def test_a_scalar_parameters_state_becomes_as_wide_as_its_master(
                 entries, torch.float32
             )
         optimizer.close()
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_a_frozen_layer_takes_no_memory_for_its_master(world: World, gather: str) -> None:
+    def held(optimizer: dearmpi.DistributedOptimizer) -> int:
+        """Bytes of all master copies."""
+        found: list[MasterCopy | None] = []
+        for update in optimizer._assembly.updates:
+            if isinstance(update, WholeUpdate):
+                found += update._masters.values()
+            else:
+                found += [run.master for run in update.runs]
+        return sum(m.values.untyped_storage().nbytes() for m in found if m is not None)
+
+    model: Any = make_model()
+    model[0].requires_grad_(False)
+    optimizer = distribute(model, world, gather)
+    assert held(optimizer) == 0
+    train(model, optimizer, range(2), world)
+    optimizer.synchronize()
+    assert held(optimizer) <= 4 * sum(param.numel() for param in model[2].parameters())
+    model[0].requires_grad_(True)
+    train(model, optimizer, range(2, 4), world)
+    for master, value in zip(masters(optimizer), model.state_dict().values(), strict=True):
+        assert torch.equal(master.to(torch.bfloat16), value)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
