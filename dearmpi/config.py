@@ -54,7 +54,8 @@ class EngineConfig:
     reduce_scatter: the algorithm, or ``auto`` to measure them at start.
     comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
-        keeps its shard unrounded for the optimizer; the model's parameters are rounded.
+        keeps its shard unrounded for the optimizer; the model's parameters are rounded, those that
+        no step has changed yet for good.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
         ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works,
         and all ranks are on one host.
