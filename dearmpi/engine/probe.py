@@ -204,7 +204,8 @@ def resident_scalars(optimizer: Optimizer) -> tuple[frozenset[str], ...]:
 
 
 def _resident_scalars_of(optimizer: Optimizer, group: Mapping[str, Any]) -> frozenset[str]:
-    param, state = _first_state(optimizer, group, (3,))
+    num_dims = max((param.dim() for param in group["params"]), default=1)  # Muon takes matrices
+    param, state = _first_state(optimizer, group, (3,) * max(1, num_dims))
     return frozenset(
         key
         for key, value in state.items()

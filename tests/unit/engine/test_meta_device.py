@@ -104,3 +104,9 @@ def test_an_update_asks_for_no_value_of_the_device(
         update.step(read_options(optimizer), frozenset())
     for state in states_of(update):
         assert (MASTER in state) == (masters != MasterRule())
+
+
+def test_an_optimizer_of_matrices_is_tried_with_one() -> None:
+    """Muon takes nothing else."""
+    matrix = nn.Parameter(torch.zeros(4, 4, device="meta"))
+    assert resident_scalars(torch.optim.Muon([matrix])) == (frozenset(),)
