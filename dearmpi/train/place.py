@@ -140,16 +140,7 @@ def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
     source = RunFolder(root / name).read_source()
     if source is None or resume.absolute() not in (source, source.parent.parent):
         return None
-    found = survey(root / name)
-    if found.latest is None and not source.is_dir():
-        raise CheckpointError(
-            f"the run in {root / name} was begun from {source}, which is gone, and has no "
-            "checkpoint of its own yet; begin another run with another --name"
-        )
-    _check_usable(found, root / name)
-    notes = _passed_over(found)
-    checkpoint = found.latest or source
-    return Place(root, name, checkpoint, continued=True, notes=notes, source=source, goes_on=True)
+    return _go_on(root, name, source)
 
 
 def _find_latest(root: Path, name: str | None) -> Place:
@@ -158,9 +149,21 @@ def _find_latest(root: Path, name: str | None) -> Place:
             "--resume auto needs --name NAME: it goes on with the run of that name where there is "
             "one, and starts it where there is none"
         )
+    return _go_on(root, name, RunFolder(root / name).read_source())
+
+
+def _go_on(root: Path, name: str, source: Path | None) -> Place:
+    """The run ``name`` from its newest checkpoint; before its first from ``source``, if any."""
     found = survey(root / name)
     _check_usable(found, root / name)
-    return Place(root, name, found.latest, continued=True, notes=_passed_over(found), goes_on=True)
+    if found.latest is None and source is not None and not source.is_dir():
+        raise CheckpointError(
+            f"the run in {root / name} was begun from {source}, which is gone, and has no "
+            "checkpoint of its own yet; begin another run with another --name"
+        )
+    notes = _passed_over(found)
+    checkpoint = found.latest or source
+    return Place(root, name, checkpoint, continued=True, notes=notes, source=source, goes_on=True)
 
 
 def _check_usable(found: Survey, run: Path) -> None:
