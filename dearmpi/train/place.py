@@ -124,7 +124,7 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
             f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; "
             "leave out --run-folder to continue there, or start another run with --name"
         )
-    return Place(folder.parent, folder.name, checkpoint, continued=True, notes=notes)
+    return Place(folder.parent, folder.name, own, continued=True, notes=notes)
 
 
 def _new(place: Place) -> Place:

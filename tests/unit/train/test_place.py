@@ -79,6 +79,17 @@ def test_a_link_to_a_checkpoint_means_the_run_that_has_it(tmp_path: Path) -> Non
     assert find(tmp_path, resume=str(copy), name="b").checkpoint == copy
 
 
+@pytest.mark.parametrize("place", [".", "checkpoints"])
+def test_a_run_that_was_sent_back_by_a_link_goes_on_from_there(tmp_path: Path, place: str) -> None:
+    run = make_run(tmp_path, "a", 3, 6)
+    link, back = run / place / "best", run / "checkpoints" / "step-00000003"
+    link.symlink_to(back)
+    sent = find_place({"resume": str(link)}, default_root="runs")
+    assert sent.checkpoint is not None
+    go_back(run, sent.checkpoint)
+    assert find(tmp_path, name="a", resume="auto").checkpoint == back
+
+
 def test_a_run_that_was_sent_back_goes_on_from_there(tmp_path: Path) -> None:
     """Not from what it has given up, should it fail before its next checkpoint."""
     run = make_run(tmp_path, "a", 3, 6)
