@@ -119,10 +119,11 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
             "begin another from it with --name NAME"
         )
     folder = own.parent.parent
-    if "run_folder" in chosen and folder.parent != root.absolute():
+    if "run_folder" in chosen and folder.parent.resolve() != root.resolve():
         raise ConfigError(
-            f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; "
-            "leave out --run-folder to continue there, or start another run with --name"
+            f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; leave out "
+            "--run-folder, or what stands for it in the environment or a file, to continue there, "
+            "or start another run with --name"
         )
     return Place(folder.parent, folder.name, own, continued=True, notes=notes)
 

@@ -146,6 +146,15 @@ def test_with_a_name_the_checkpoint_begins_another_run(tmp_path: Path) -> None:
         find(tmp_path, resume=str(run), name="a")
 
 
+def test_a_root_may_be_spelt_otherwise_than_the_path_of_its_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "real", "a", 3)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    through_a_link = str(tmp_path / "link" / "a")
+    for resume in (str(run / ".." / "a"), through_a_link):
+        assert find(tmp_path / "real", resume=resume).checkpoint is not None
+    assert find(tmp_path / "link", resume=str(run)).name == "a"
+
+
 def test_a_root_that_the_run_is_not_in_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "here", "a", 3)
     with pytest.raises(ConfigError, match="leave out --run-folder"):
