@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from dearmpi.comm.clock_offset import ClockOffset
 from dearmpi.engine.span import Span
+from dearmpi.errors import DearError
 from dearmpi.report.trace import find_traces, merged_path, trace_path
 from dearmpi.report.trace_writer import TraceHeader, TraceWriter
 from dearmpi.train.agreement import together
@@ -60,7 +62,7 @@ def open_tracing(job: Job, folder: RunFolder) -> Tracing | None:
     if window is None:
         return None
     run_id = world.broadcast_text(uuid.uuid4().hex[:12])
-    with together(world, root_only=True):
+    with together(world, root_only=True), _explained(folder):
         if world.is_root:
             for path in find_traces(folder.path).values():
                 path.unlink()
@@ -79,6 +81,17 @@ def open_tracing(job: Job, folder: RunFolder) -> Tracing | None:
             bucket_bytes=tuple(bucket.nbytes for bucket in optimizer.layout),
         )
 
-    with together(world):
+    with together(world), _explained(folder):
         writer = TraceWriter(trace_path(folder.path, world.rank))
     return Tracing(job, window, RankTrace(writer, make_header))
+
+
+@contextmanager
+def _explained(folder: RunFolder) -> Iterator[None]:
+    """Inside, a file that cannot be made or removed is told of in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DearError(
+            f"cannot write traces in {folder.trace}: {error}; mend that, or leave out --trace"
+        ) from error

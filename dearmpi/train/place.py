@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.comm.world import World
-from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.errors import CheckpointError, ConfigError, DearError
 from dearmpi.train.agreement import together
 from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
 from dearmpi.train.run_folder import RunFolder, free_name
@@ -80,7 +80,7 @@ def check_shared(world: World, folder: Path) -> None:
     mark = folder / f".seen-{world.broadcast_text(uuid.uuid4().hex)}"
     with together(world, root_only=True):
         if world.is_root:
-            mark.touch()
+            _make(mark)
     try:
         with together(world):
             if not mark.exists():
@@ -91,6 +91,15 @@ def check_shared(world: World, folder: Path) -> None:
     finally:
         if world.is_root:
             mark.unlink(missing_ok=True)
+
+
+def _make(mark: Path) -> None:
+    try:
+        mark.touch()
+    except OSError as error:
+        raise DearError(
+            f"cannot write {mark}: {error.strerror}; the run needs a folder to write to"
+        ) from error
 
 
 def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:

@@ -59,11 +59,18 @@ def belongs_to_run(checkpoint: Path) -> bool:
 
 def go_back(run_folder: Path, checkpoint: Path) -> None:
     """Have ``latest`` name ``checkpoint``, if it is one of this run: what was written after it is
-    given up. Raises OSError where that cannot be written.
+    given up. Raises CheckpointError where that cannot be written.
     """
     own = run_folder / "checkpoints" / checkpoint.name
-    if own.is_dir() and own.samefile(checkpoint) and own != find_latest(run_folder):
+    if not own.is_dir() or not own.samefile(checkpoint) or own == find_latest(run_folder):
+        return
+    try:
         name_latest(run_folder, own)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {run_folder / 'latest'}: {error.strerror}; a run that goes back to an "
+            "earlier checkpoint needs room for that, and a folder to write to"
+        ) from error
 
 
 def name_latest(run_folder: Path, checkpoint: Path) -> None:

@@ -112,6 +112,14 @@ def test_a_resumed_run_records_anew_only_when_asked(alone: World, folder: Path) 
     assert not merged.exists()  # it would be of other iterations than the traces beside it
 
 
+def test_a_place_where_no_trace_can_be_written_is_told_without_a_traceback(
+    alone: World, folder: Path
+) -> None:
+    (run(alone, folder) / "trace").write_text("no folder")
+    with pytest.raises(AgreedError, match=r"^cannot write traces in .*/a/trace: .*Not a directory"):
+        run(alone, folder, resume="auto", max_steps="12", trace="10:11")
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -9,11 +11,19 @@ import pytest
 import torch
 
 from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.train import checkpoint
+from dearmpi.train import checkpoint, durable
+from dearmpi.train.agreement import AgreedError
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import go_back
-from dearmpi.train.place import Place, agree_on_place, check_unchanged, find_place
+from dearmpi.train.place import (
+    Place,
+    agree_on_place,
+    check_shared,
+    check_unchanged,
+    find_place,
+)
 from dearmpi.train.run_folder import RunFolder
 
 
@@ -99,6 +109,29 @@ def test_a_run_that_was_sent_back_goes_on_from_there(tmp_path: Path) -> None:
     elsewhere = make_run(tmp_path, "b", 6) / "checkpoints" / "step-00000006"
     go_back(run, elsewhere)
     assert find(tmp_path, name="a", resume="auto").checkpoint == back
+
+
+def test_a_full_disk_is_told_of_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ended a run by a full disk is sent back to an earlier checkpoint on it."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = make_run(tmp_path, "a", 3, 6)
+    monkeypatch.setattr(durable, "write_text", fail)
+    with pytest.raises(CheckpointError, match="cannot write .*a/latest: No space left on device"):
+        go_back(run, run / "checkpoints" / "step-00000003")
+    monkeypatch.setattr(Path, "touch", fail)
+
+    def work(world: World) -> str:
+        with pytest.raises(AgreedError) as caught:
+            check_shared(world, run)
+        return str(caught.value)
+
+    for told in run_ranks(2, work):
+        assert told.startswith(f"cannot write {run}/.seen-") and "No space left" in told
 
 
 def test_a_run_that_went_on_while_this_job_was_starting_is_left_alone(tmp_path: Path) -> None:
