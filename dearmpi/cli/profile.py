@@ -14,6 +14,7 @@ from dearmpi.cli.measurement import OUT, check_apart, check_place, write
 from dearmpi.cli.run import read_layers, run_together
 from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
+from dearmpi.train.layers import without
 from dearmpi.train.settings import PLANNING, SETTINGS
 
 if TYPE_CHECKING:
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 
 _HEADER = ("layer", "tensors", "MB", "feed-forward ms", "backprop ms", "ready ms")
 _MOST_ROWS = 40
-_WITHOUT_EFFECT = (
-    *("epochs", "max_steps", "run_folder", "name", "resume", "max_time_s", "checkpoint_interval"),
-    *("keep", "log_interval", "eval_interval", "tensorboard", "trace"),
+_OF_A_RUN = (
+    *("run_folder", "name", "resume", "max_time_s", "checkpoint_interval", "keep"),
+    *("log_interval", "eval_interval", "tensorboard", "trace"),
 )
+# In a file the length stays: the curve of the learning rate is made of it.
+_WITHOUT_EFFECT = ("epochs", "max_steps", *_OF_A_RUN)
 
 
 def _profile(
@@ -40,9 +43,9 @@ def _profile(
       dear-train profile --task digits --out digits.json
       mpirun -n 4 dear-train profile --task digits --out digits.json
 
-    Takes the flags of `dear-train run` that say what is trained and how; in a --config file the
-    others may stand as well. Nothing is kept of what was trained. With several ranks the slowest
-    counts. `dear-train bench --workload FILE` replays the result.
+    Takes the flags of `dear-train run` that say what is trained and how; in a --config file or the
+    environment the others may stand as well. Nothing is kept of what was trained. With several
+    ranks the slowest counts. `dear-train bench --workload FILE` replays the result.
     """
 
     failure: ConfigError | None = None
@@ -50,7 +53,7 @@ def _profile(
     try:
         check_lengths(num_warmup, num_batches)
         check_flags(given)
-        layers = read_layers(given, os.environ, config)
+        layers = [without(layer, _OF_A_RUN) for layer in read_layers(given, os.environ, config)]
     except ConfigError as error:
         failure = error
 

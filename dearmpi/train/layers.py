@@ -7,8 +7,8 @@ this order, setting by setting. Options given as NAME=VALUE are merged, name by 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +86,12 @@ def make_layer(source: Source, given: Mapping[str, object], *, origin: str = "")
             )
     _unpack(values, bare)
     return Layer(source, values, origin)
+
+
+def without(layer: Layer, names: Container[str]) -> Layer:
+    """``layer`` with nothing to say about the settings called ``names``."""
+    kept = {name: value for name, value in layer.values.items() if name not in names}
+    return replace(layer, values=kept)
 
 
 def _unpack(values: dict[str, Any], bare: Layer) -> None:

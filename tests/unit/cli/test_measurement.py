@@ -106,6 +106,22 @@ def test_a_config_file_of_a_run_serves_a_profile_too(
     assert "tiny: 2 layers" in capsys.readouterr().out
 
 
+def test_what_a_run_keeps_is_left_alone_by_a_profile_of_its_file(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the run that has the name nor its checkpoint matters, and nothing is recorded."""
+    file, arguments = Path("run.yaml"), ["--config", "run.yaml", "--num-batches", "2"]
+    settings = f"task: {task}\nname: a\nmax_steps: 3\nbatch_size: 4\n"
+    file.write_text(settings)
+    assert main(["run", "--config", "run.yaml"]) == 0
+    before = sorted(Path("runs").rglob("*"))
+    assert main(["profile", *arguments]) == 0
+    file.write_text(settings + "resume: auto\ntrace: '500:504'\n")
+    monkeypatch.setenv("DEAR_TRAIN_EVAL_INTERVAL", "2")  # the task has no held-out data
+    assert main(["profile", *arguments, "--batch-size", "2"]) == 0
+    assert sorted(Path("runs").rglob("*")) == before
+
+
 def test_a_profile_is_replayed(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--task", task, "--batch-size", "4", "--out", "tiny.json"]) == 0
     arguments = ["--workload", "tiny.json", "--methods", "dear", "--num-iters", "1"]
