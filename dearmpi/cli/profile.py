@@ -11,7 +11,7 @@ import click
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.measurement import OUT, check_apart, check_place, write
-from dearmpi.cli.run import read_layers, run_together
+from dearmpi.cli.run import carry_out_together, read_layers
 from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
 from dearmpi.train.layers import without
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dearmpi.comm.world import World
     from dearmpi.plan.profile import ModelProfile
     from dearmpi.train.layers import Layer
-    from dearmpi.train.stop import StopRequest
 
 _HEADER = ("layer", "tensors", "MB", "feed-forward ms", "backprop ms", "ready ms")
 _MOST_ROWS = 40
@@ -57,7 +56,7 @@ def _profile(
     except ConfigError as error:
         failure = error
 
-    def carry_out(world: World, layers: Sequence[Layer], _stop: StopRequest, _log: RankLog) -> int:
+    def carry_out(world: World, layers: Sequence[Layer], _log: RankLog) -> int:
         from dearmpi.bench.layer_times import measure_layers
         from dearmpi.train.agreement import together
 
@@ -72,7 +71,7 @@ def _profile(
         write(world, console, out, profile.to_json())
         return 0
 
-    return run_together(failure, layers, carry_out=carry_out)
+    return carry_out_together(failure, layers, carry_out)
 
 
 profile = RunCommand(

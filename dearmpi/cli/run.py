@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dearmpi.comm.world import World
     from dearmpi.train.stop import StopRequest
 
-CarryOut = Callable[["World", Sequence[Layer], "StopRequest", "RankLog"], int]
+CarryOut = Callable[["World", Sequence[Layer], "RankLog"], int]
 
 EPILOG = """\b
 Each flag may also be given in the environment (--batch-size as DEAR_TRAIN_BATCH_SIZE) or in
@@ -69,30 +69,34 @@ def read_layers(
     return layers
 
 
-def _train(world: World, layers: Sequence[Layer], stop: StopRequest, log: RankLog) -> int:
-    from dearmpi.cli.session import run_session
-
-    return run_session(world, layers, stop=stop, log=log, command=sys.argv)
-
-
-def run_together(
-    failure: ConfigError | None, layers: Sequence[Layer] = (), *, carry_out: CarryOut = _train
-) -> int:
-    """Connect the ranks, then train, or ``carry_out`` something else with these settings; or tell
+def run_together(failure: ConfigError | None, layers: Sequence[Layer] = ()) -> int:
+    """Connect the ranks and train with these settings, to the end or to a stop by a signal; or tell
     of a ``failure`` once. Returns the exit code.
     """
     from dearmpi.train.stop import StopRequest
 
     with StopRequest() as stop:
-        return _connect_and_carry_out(stop, failure, layers, carry_out)
+
+        def train(world: World, layers: Sequence[Layer], log: RankLog) -> int:
+            from dearmpi.cli.session import run_session
+
+            return run_session(world, layers, stop=stop, log=log, command=sys.argv)
+
+        return carry_out_together(failure, layers, train, stop=stop)
 
 
-def _connect_and_carry_out(
-    stop: StopRequest,
+def carry_out_together(
     failure: ConfigError | None,
     layers: Sequence[Layer],
     carry_out: CarryOut,
+    *,
+    stop: StopRequest | None = None,
 ) -> int:
+    """Connect the ranks and ``carry_out`` something with these settings, or tell of a ``failure``
+    once. Returns the exit code.
+
+    stop: what notes the signals that ask for a stop; without it they end the process.
+    """
     from dearmpi.cli.rank_log import rank_log
     from dearmpi.comm.world import connect
     from dearmpi.train.agreement import share_failure
@@ -105,11 +109,12 @@ def _connect_and_carry_out(
         if is_first_process():
             complain(f"error: {failure or error}")
         return exit_code(failure or error)
-    stop.listen()
+    if stop is not None:
+        stop.listen()
     with rank_log(speaks=world.is_root) as log:
         try:
             share_failure(world, failure)
-            return carry_out(world, layers, stop, log)
+            return carry_out(world, layers, log)
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,21 @@ def test_what_a_run_keeps_is_left_alone_by_a_profile_of_its_file(
     monkeypatch.setenv("DEAR_TRAIN_EVAL_INTERVAL", "2")  # the task has no held-out data
     assert main(["profile", *arguments, "--batch-size", "2"]) == 0
     assert sorted(Path("runs").rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_profile_leaves_to_a_signal_what_it_does(task: str, number: signal.Signals) -> None:
+    """It saves nothing, so there is nothing to wait for: by default the signal ends it."""
+    heard: list[int] = []
+    before = signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        source = Path("tiny.py").read_text()
+        raising = f"import signal; signal.raise_signal(signal.{number.name})"
+        Path("loud.py").write_text(source.replace("    model =", f"    {raising}\n    model ="))
+        assert main(["profile", "--task", "loud.py:make", "--num-batches", "1"]) == 0
+    finally:
+        signal.signal(number, before or signal.SIG_DFL)
+    assert heard == [number]
 
 
 def test_a_profile_is_replayed(task: str, capsys: pytest.CaptureFixture[str]) -> None:
