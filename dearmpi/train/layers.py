@@ -26,6 +26,8 @@ OF_THE_OPTIMIZER = ("optimizer_options", "lr", "momentum", "weight_decay")
 OF_THE_STEP_SCHEDULE = ("lr_milestones", "lr_gamma")
 # Of the process that trains, not of the run: MPI is asked for it before a checkpoint is looked for.
 OF_THE_PROCESS = ("progress", "stall_warning_s", "stall_abort_s")
+# Without devices they have no effect.
+OF_DEVICES = ("cuda_buffers", "update_on")
 OF_THE_PLACE = ("run_folder", "name", "resume")
 # What is needed before a task can be built, which therefore has nothing to say about it.
 BEFORE_THE_TASK = (
@@ -177,6 +179,8 @@ def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Layer:
     """
     passed_over = ("trace", *OF_THE_PROCESS)
     known = {n: value for n, value in stored.items() if n in SETTINGS and n not in passed_over}
+    if known.get("cuda_buffers") == "direct":  # MPI was tried as this process was asked to
+        del known["cuda_buffers"]
     return make_layer("checkpoint", known, origin=origin)
 
 

@@ -33,7 +33,16 @@ from dearmpi.train.fingerprint import (
     model_fingerprints,
 )
 from dearmpi.train.job import Job, check_position, make_plan, prepare
-from dearmpi.train.layers import Layer, before_task, from_checkpoint, from_task, merge, resolve
+from dearmpi.train.layers import (
+    OF_DEVICES,
+    Layer,
+    before_task,
+    from_checkpoint,
+    from_task,
+    merge,
+    resolve,
+    without,
+)
 from dearmpi.train.metrics import MetricsLog
 from dearmpi.train.occupation import occupied
 from dearmpi.train.optimizers import OptimizerChoice, choose_optimizer
@@ -93,6 +102,8 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
         basis = before_task(layers)
     threads = choose_threads(world, asked=basis.threads, progress_thread=world.has_progress_thread)
     device = choose_device(world, basis.device)
+    if device.device.type == "cpu":  # where a run that was begun on devices may go on
+        layers = [without(a, OF_DEVICES) if a.source == "checkpoint" else a for a in layers]
     with together(world):
         allow_deterministic_only(basis.deterministic)
         seed_all(basis.seed)

@@ -301,3 +301,17 @@ def test_a_run_that_was_given_its_rate_as_an_option_goes_on(alone: World, task_f
     config = yaml.safe_load((task_file.parent / "runs" / "a" / "config.yaml").read_text())
     assert (config["lr"], config["momentum"]) == (0.1, 0.5)
     assert "optimizer_options" not in config
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without devices")
+def test_a_run_that_was_begun_on_devices_goes_on_without(alone: World, task_file: Path) -> None:
+    """Nobody gives the settings that have no effect here, so nobody could leave them out."""
+    run(alone, task_file, name="a")
+    begun = checkpoint.load(task_file.parent / "runs" / "a" / "checkpoints" / "step-00000006")
+    of_devices = {"cuda_buffers": "direct", "update_on": "host"}
+    begun.meta["config"] |= of_devices
+    checkpoint.save(task_file.parent / "runs" / "b", begun)
+    assert run(alone, task_file, name="b", resume="auto", max_steps="9") == 0
+    for name, value in of_devices.items():
+        with pytest.raises(AgreedError, match=f"{name} is '{value}', but the parameters are on"):
+            run(alone, task_file, name="b", resume="auto", max_steps="12", **{name: value})

@@ -117,7 +117,9 @@ def test_a_task_cannot_recommend_what_comes_before_it(name: str) -> None:
 
 def test_a_checkpoint_says_nothing_of_the_process_that_goes_on() -> None:
     stored = {"progress": "poll", "stall_abort_s": 9.0, "stall_warning_s": 1.0, "seed": 3}
+    stored |= {"cuda_buffers": "direct"}  # MPI was tried as this process was asked to
     assert from_checkpoint(stored, origin="c").values == {"seed": 3}
+    assert from_checkpoint({"cuda_buffers": "staged"}, origin="c").values
 
 
 def test_options_of_several_sources_are_merged_by_name() -> None:
