@@ -137,26 +137,12 @@ def read_environment(environment: Mapping[str, str]) -> Layer:
 def read_file(path: Path) -> Layer:
     """Settings in the YAML file at ``path``: a mapping of setting names to values.
 
-    Names may be written with dashes, as flags are. Raises ConfigError for a file that cannot be
-    read and for keys that are no settings.
+    Names may be written with dashes, as flags are, and values as they are given there. Raises
+    ConfigError for a file that cannot be read and for keys that are no settings.
     """
-    import yaml  # here, so that --help need not wait for it
+    from dearmpi.train.config_file import read_config  # here, so that --help need not wait for YAML
 
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot read the config file {path}: {reason}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a 13th month
-        raise ConfigError(f"the config file {path} is no YAML: {error}") from error
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"the config file {path} holds a {type(content).__name__}; it must hold settings, "
-            "one `name: value` to a line"
-        )
-    return make_layer("file", _settings_of(content, path), origin=str(path))
+    return make_layer("file", _settings_of(read_config(path), path), origin=str(path))
 
 
 def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]:

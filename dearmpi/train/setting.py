@@ -80,6 +80,8 @@ class Setting:
             case "choice":
                 return self._check_choice(_to_text(value, label), label)
             case "text":
+                if isinstance(value, bool):  # a bare `no`, as in `name: no`
+                    raise ConfigError(f"{label} is {value} to YAML; put it in quotes to have text")
                 return _to_text(value, label)
             case "numbers":
                 return _to_numbers(value, label)
@@ -148,7 +150,6 @@ def _to_integer(value: object, label: str) -> int:
 
 
 def _to_number(value: object, label: str) -> float:
-    # YAML 1.1 reads 1e-3 as text, since it wants a point in a number.
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -193,9 +194,7 @@ def _to_numbers(value: object, label: str) -> tuple[float, ...]:
 def _to_range(value: object, label: str) -> tuple[int, int]:
     parts = value.split(":") if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or len(parts) != 2:
-        # YAML 1.1 reads 10:20 as a number of base 60.
-        quoted = "; in a file put it in quotes" if isinstance(value, int) else ""
-        raise ConfigError(f"{label} is {value!r}; it must be START:STOP{quoted}")
+        raise ConfigError(f"{label} is {value!r}; it must be START:STOP")
     start, stop = (_to_integer(part, label) for part in parts)
     if not 1 <= start < stop:
         raise ConfigError(

@@ -139,6 +139,10 @@ def test_keys_of_the_file_may_be_written_as_flags_are(tmp_path: Path) -> None:
     [
         ("batchsize: 4", "unknown setting 'batchsize' in {path}; did you mean 'batch_size'?"),
         ("batch-size: 4\nbatch_size: 5", "batch_size is given twice in {path}"),
+        ("lr: 0.1\n\nlr: 0.01", "lr is given twice in {path}, again in line 3; give it once"),
+        ("task_option: {a: 1, a: 2}", "a is given twice in {path}"),
+        ("name: no", "name in {path} is False to YAML; put it in quotes"),
+        ("epochs: !!timestamp 3", "{path} is no YAML"),
         ("- epochs", "{path} holds a list; it must hold settings"),
         ("epochs: [", "{path} is no YAML"),
         ("epochs: many", "epochs in {path} is 'many'; it must be a whole number"),
@@ -151,6 +155,37 @@ def test_mistakes_in_the_file_are_told_with_its_path(
     with pytest.raises(ConfigError) as caught:
         read_file(path)
     assert message.format(path=path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["20261121_1", "007", "1.10", "12:30", "2026-11-21", "1e3", "~x"])
+def test_a_name_in_a_file_is_that_name_whatever_number_it_spells(tmp_path: Path, name: str) -> None:
+    text = f"name: {name}\ntask_option: {{version: {name}}}\n"
+    expected = {"name": name, "task_options": {"version": name}}
+    assert read_file(write(tmp_path, text)).values == expected
+
+
+def test_switches_numbers_and_what_is_not_given_are_known_in_a_file(tmp_path: Path) -> None:
+    text = """
+        deterministic: on
+        tensorboard: No
+        lr:
+        momentum: ~
+        seed: null
+        batch_size: 1_024
+        max_grad_norm: .5
+        lr_milestones: [0.5, 0.75]
+        optimizer_option: {nesterov: yes, foreach: null, eps: 1e-6, betas: [0.9, .99]}
+        task_option: {tied: yes, width: 64}
+    """
+    assert read_file(write(tmp_path, text)).values == {
+        "deterministic": True,
+        "tensorboard": False,
+        "batch_size": 1024,
+        "max_grad_norm": 0.5,
+        "lr_milestones": (0.5, 0.75),
+        "optimizer_options": {"nesterov": True, "foreach": None, "eps": 1e-6, "betas": (0.9, 0.99)},
+        "task_options": {"tied": "true", "width": "64"},
+    }
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from dearmpi.errors import ConfigError
-from dearmpi.train.layers import from_checkpoint, make_layer, resolve
+from dearmpi.train.layers import from_checkpoint, make_layer, read_file, resolve
 from dearmpi.train.settings import SETTINGS, RunSettings, check_resumable
 
 
@@ -115,19 +117,27 @@ def test_only_what_nobody_has_fixed_may_follow_from_measured_times(
     assert RunSettings(**given).leaves_buckets_open() is is_open  # type: ignore[arg-type]
 
 
-def test_the_written_config_reads_back_as_the_same_settings() -> None:
+def test_the_written_config_reads_back_as_the_same_settings(tmp_path: Path) -> None:
     settings = RunSettings(
         task="digits",
-        task_options={"width": "8"},
-        data="d",
-        optimizer_options={"betas": (0.9, 0.99), "foreach": None},
+        task_options={
+            "width": "8",
+            "tied": "true",
+            "version": "1.10",
+            "prompt": "12:30",
+            "a": "no",
+        },
+        data="007",
+        optimizer_options={"betas": (0.9, 0.99), "foreach": None, "amsgrad": True, "eps": 1e-7},
         lr=1e-5,
         max_steps=7,
         lr_schedule="step",
         lr_milestones=(0.25, 0.5),
+        trace=(10, 20),
     )
-    text = yaml.safe_dump(settings.as_plain())
-    assert resolve([make_layer("file", yaml.safe_load(text), origin="f")]) == settings
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings.as_plain(), sort_keys=False))
+    assert resolve([read_file(path)]) == settings
 
 
 def test_a_resumed_run_may_be_longer_but_not_of_another_batch_size() -> None:
