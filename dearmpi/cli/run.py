@@ -62,11 +62,18 @@ def read_layers(
     given: Mapping[str, object], environment: Mapping[str, str], config: str | None
 ) -> list[Layer]:
     """What the user chose, by flags, environment and file, those that win first."""
+    check_config(config)
     flags = {name: value for name, value in given.items() if value not in (None, ())}
     layers = [make_layer("flag", flags), read_environment(environment)]
-    if config:
+    if config is not None:
         layers.append(read_file(Path(config)))
     return layers
+
+
+def check_config(config: str | None) -> None:
+    """Raise ConfigError for a name that names no file, as of a shell's variable that is not set."""
+    if config == "":
+        raise ConfigError("--config is empty; name a file, or leave it out")
 
 
 def run_together(failure: ConfigError | None, layers: Sequence[Layer] = ()) -> int:

@@ -80,9 +80,7 @@ class Setting:
             case "choice":
                 return self._check_choice(_to_text(value, label), label)
             case "text":
-                if isinstance(value, bool):  # a bare `no`, as in `name: no`
-                    raise ConfigError(f"{label} is {value} to YAML; put it in quotes to have text")
-                return _to_text(value, label)
+                return _to_filled(value, label)
             case "numbers":
                 return _to_numbers(value, label)
             case "range":
@@ -182,6 +180,15 @@ def _to_text(value: object, label: str) -> str:
     if isinstance(value, (str, int, float)):
         return str(value)
     raise ConfigError(f"{label} is {value!r}; it must be text")
+
+
+def _to_filled(value: object, label: str) -> str:
+    if isinstance(value, bool):  # a bare `no`, as in `name: no`
+        raise ConfigError(f"{label} is {value} to YAML; put it in quotes to have text")
+    text = _to_text(value, label)
+    if not text:  # as of a shell's variable that is not set
+        raise ConfigError(f"{label} is empty; give a value, or leave it out")
+    return text
 
 
 def _to_numbers(value: object, label: str) -> tuple[float, ...]:

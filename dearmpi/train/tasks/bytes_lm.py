@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dearmpi.errors import DataError
 from dearmpi.train.task import Task
 from dearmpi.train.tasks.options import check_at_least, read_options
 from dearmpi.train.tasks.transformer import Transformer, TransformerShape, generate
@@ -126,7 +127,13 @@ def _read(options: BytesLMOptions) -> Corpus:
     if options.data is None:
         files = standard_library_files()
     else:
-        files = text_files(Path(part) for part in options.data.split(os.pathsep))
+        parts = options.data.split(os.pathsep)
+        if "" in parts:  # would be the current folder
+            raise DataError(
+                f"{options.data!r} names {len(parts)} texts, one of them by nothing; give a path "
+                f"before and after each {os.pathsep}"
+            )
+        files = text_files(map(Path, parts))
     return read_corpus(
         files,
         max_bytes=options.max_bytes,

@@ -60,6 +60,7 @@ def test_a_profile_is_told_and_written(task: str, capsys: pytest.CaptureFixture[
         (["profile", "--plan", "bayes"], ["--plan bayes has no effect", "leave it out"]),
         (["profile", "--plan", "auto"], ["--plan auto has no effect"]),
         (["profile", "--log-interval", "3"], ["--log-interval has no effect on a profile"]),
+        (["profile", "--config", ""], ["--config is empty; name a file, or leave it out"]),
         (["profile", "--max-time", "90m"], ["--max-time has no effect on a profile"]),
         (["profile", "--out", "/nowhere/at/all.json"], ["/nowhere/at"]),
         (["calibrate", "--out", "/nowhere/at/all.json"], ["/nowhere/at"]),

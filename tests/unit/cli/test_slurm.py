@@ -140,6 +140,8 @@ def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
         (["--", "--lrr", "3"], "--lrr"),
         (["--", "--lrr", "3"], "Try 'dear-train run --help'"),
         (["--", "--lr", "fast"], "--lr is 'fast'"),
+        (["--", "--config", ""], "--config is empty"),
+        (["--", "--data", ""], "--data is empty"),
         (
             ["--lr", "0.1"],
             "--lr is an option of dear-train run; write all of those after --",

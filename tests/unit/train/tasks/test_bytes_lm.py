@@ -156,6 +156,12 @@ def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
         build_bytes_lm({**TINY, **options})
 
 
+@pytest.mark.parametrize("data", ["{0}:", ":{0}", "{0}::{0}"])
+def test_a_path_that_is_empty_is_not_the_current_folder(rhyme: Path, data: str) -> None:
+    with pytest.raises(DataError, match="one of them by nothing; give a path before and after"):
+        build_bytes_lm({**TINY, "data": data.format(rhyme)})
+
+
 def test_a_text_shorter_than_the_context_needs_is_refused_with_sizes(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("too short")
