@@ -24,6 +24,7 @@ from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data import BatchPlan
 from dearmpi.train.evaluation import Evaluator, probe_metrics
 from dearmpi.train.lr_schedule import LrCurve, lr_curve
+from dearmpi.train.metrics import check_names
 from dearmpi.train.optimizers import OptimizerChoice
 from dearmpi.train.precision import convert_model, device_of
 from dearmpi.train.random_state import restore_random_state
@@ -267,10 +268,12 @@ def _evaluator(settings: RunSettings, task: Task, plan: BatchPlan) -> Evaluator 
     if task.eval_data is None:
         return None
     share = plan.world_size * plan.micro_batches
+    names = probe_metrics(task, settings.precision)
+    check_names(names)
     return Evaluator(
         task,
         task.eval_data,
         settings.precision,
         batch_size=-(-settings.batch_size // share),
-        names=probe_metrics(task, settings.precision),
+        names=names,
     )

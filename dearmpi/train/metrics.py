@@ -54,6 +54,7 @@ class MetricsRow:
 COLUMNS = tuple(f.name for f in fields(MetricsRow) if f.name not in ("extra", "ranks"))
 INTEGERS = ("step", "epoch")
 _OF_RANKS = ("rank_step_s", "rank_wait_s", "rank_data_s")
+_TAKEN = (*COLUMNS, "extra", *_OF_RANKS)
 
 
 class MetricsLog:
@@ -76,7 +77,7 @@ class MetricsLog:
         resume_step: int | None = None,
         tensorboard: bool = False,
     ) -> None:
-        _check_names(extra)
+        check_names(extra)
         self._board = TensorBoard(run_folder, resume_step) if tensorboard else None
         csv, jsonl = run_folder / "metrics.csv", run_folder / "metrics.jsonl"
         old = [row for row in _read_csv(csv) if _wanted(row, resume_step)]
@@ -162,12 +163,13 @@ def _write_whole(file: BinaryIO, line: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _check_names(names: Sequence[str]) -> None:
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError for a task's metric that cannot be a column."""
     for name in names:
-        if name in (*COLUMNS, "extra", *_OF_RANKS) or not re.fullmatch(r"[\w.@/ -]+", name):
+        if name in _TAKEN or not re.fullmatch(r"[\w.@/ -]+", name):
             raise ConfigError(
-                f"metric {name!r} cannot be a column of metrics.csv; use letters, digits and _, "
-                f"and another name than {', '.join(COLUMNS)}"
+                f"metric {name!r} cannot be a column of metrics.csv; use letters, digits, blanks "
+                f"and _ . @ / -, and another name than {', '.join(_TAKEN)}"
             )
 
 

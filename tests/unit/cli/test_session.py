@@ -206,6 +206,17 @@ def test_what_is_refused_leaves_nothing_behind(
     assert not (task_file.parent / "runs").exists()
 
 
+def test_a_metric_that_can_be_no_column_is_refused_before_there_is_a_folder(
+    alone: World, task_file: Path
+) -> None:
+    """Else the run could not be started again under its name, once the metric has another."""
+    metrics = '        metrics=lambda model, batch: {"top-1 (%)": 1.0},\n        unit='
+    task_file.write_text(TASK.replace("        unit=", metrics))
+    with pytest.raises(AgreedError, match=r"metric 'top-1 \(%\)' cannot be a column"):
+        run(alone, task_file, name="a")
+    assert not (task_file.parent / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "code", "message"),
     [
