@@ -34,6 +34,7 @@ from dearmpi.train.fingerprint import (
 )
 from dearmpi.train.job import Job, check_position, make_plan, prepare
 from dearmpi.train.layers import (
+    BEFORE_THE_TASK,
     OF_DEVICES,
     Layer,
     before_task,
@@ -97,8 +98,10 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
     with together(world):
         snapshot = None if place.checkpoint is None else checkpoint.load(place.checkpoint)
         if snapshot is not None:
-            stored = snapshot.meta.get("config", {})
-            layers = [*layers, from_checkpoint(stored, origin=str(place.checkpoint))]
+            stored = _stored_layer(snapshot, origin=str(place.checkpoint))
+            layers = [*layers, stored]
+            # Before the task is built, to which the options of another one mean nothing.
+            check_resumable(stored.values, before_task(layers), names=BEFORE_THE_TASK)
         basis = before_task(layers)
     threads = choose_threads(world, asked=basis.threads, progress_thread=world.has_progress_thread)
     device = choose_device(world, basis.device)
@@ -122,6 +125,10 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
         if untraced and not (place.continued and job.start_step):
             raise ConfigError(untraced)
     return Session(place, job, threads, device, untraced)
+
+
+def _stored_layer(snapshot: Snapshot, *, origin: str) -> Layer:
+    return from_checkpoint(snapshot.meta.get("config", {}), origin=origin)
 
 
 def _has_planned(place: Place, snapshot: Snapshot | None) -> bool:
@@ -154,8 +161,7 @@ def settle(
             "--tensorboard"
         )
     if snapshot is not None:
-        stored = from_checkpoint(snapshot.meta.get("config", {}), origin="the checkpoint")
-        check_resumable(stored.values, settings)
+        check_resumable(_stored_layer(snapshot, origin="the checkpoint").values, settings)
         check_position(snapshot, task)
     return settings, choice
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -133,17 +133,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def check_resumable(stored: Mapping[str, Any], settings: RunSettings) -> None:
+def check_resumable(
+    stored: Mapping[str, Any], settings: RunSettings, *, names: Iterable[str] = SETTINGS
+) -> None:
     """Raise ConfigError, with both values, where ``settings`` differ from those of the checkpoint
-    (``stored``) in what a run must keep.
+    (``stored``) in what a run must keep; of the settings called ``names``.
     """
     new = settings.as_plain()
     stored = {name: _plain(value) for name, value in stored.items() if value != {}}
-    for name, about in SETTINGS.items():
-        if about.fixed and stored.get(name) != new.get(name):
+    for name in names:
+        if SETTINGS[name].fixed and stored.get(name) != new.get(name):
             raise ConfigError(
                 f"{name} is {_show(new.get(name))}, but the run to resume has "
-                f"{_show(stored.get(name))}; leave out --{about.flag}, or start a new run"
+                f"{_show(stored.get(name))}; leave out --{SETTINGS[name].flag}, or start a new run"
             )
 
 

@@ -223,12 +223,13 @@ def test_a_metric_that_can_be_no_column_is_refused_before_there_is_a_folder(
         ({"batch_size": "5"}, 2, "batch_size is 5, but the run to resume has 4"),
         ({"seed": "5"}, 2, "seed is 5, but the run to resume has 0"),
         ({"task_options": ["count=30"]}, 2, "task_options"),
+        ({"task": "digits"}, 2, "task is 'digits', but the run to resume has "),
     ],
 )
 def test_a_run_is_resumed_with_what_it_was_begun_or_left_as_it_is(
     alone: World, task_file: Path, given: dict[str, object], code: int, message: str
 ) -> None:
-    run(alone, task_file, name="a")
+    run(alone, task_file, name="a", task_options=["eval=yes"])
     before = files(task_file.parent / "runs")
     with pytest.raises(AgreedError) as caught:
         run(alone, task_file, name="a", resume="auto", **given)
