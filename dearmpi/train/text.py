@@ -123,8 +123,8 @@ def read_corpus(
 ) -> Corpus:
     """Read ``files`` in order, up to ``max_bytes`` in all, and hold out part of their text.
 
-    held_out_bytes: most that is held out; never above a twentieth of the text.
-    min_chunk: bytes that either part must hold in one piece at least.
+    held_out_bytes: most that is held out, or one chunk; never above a twentieth of the text.
+    min_chunk: bytes that either part must hold at least.
 
     Raises DataError for a file that cannot be read, and for too little text.
     """
@@ -147,6 +147,12 @@ def read_corpus(
             "shorter context"
         )
     train, held_out = split(text, held_out_bytes)
+    if len(held_out) < min_chunk:
+        raise DataError(
+            f"{len(held_out)} bytes of {len(text)} are held out, but {min_chunk} are needed to "
+            "evaluate on: hold out more (eval_bytes), name more text, allow more bytes, or use a "
+            "shorter context"
+        )
     digest = hashlib.sha256(text).hexdigest()[:8]
     return Corpus(
         train=train, held_out=held_out, num_files=len(pieces), digest=digest, is_cut=left <= 0

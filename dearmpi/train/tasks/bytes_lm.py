@@ -34,7 +34,8 @@ class BytesLMOptions:
 
     data: files or folders to train on, separated as in PATH; none: the source of Python's
         standard library on this machine.
-    max_bytes: most text that is read. eval_bytes: most that is held out.
+    max_bytes: most text that is read. eval_bytes: most that is held out, or one chunk of 4096
+        bytes where that is more.
     context: bytes that the model sees at once. width, depth, heads, tied: see TransformerShape.
     prompt, sample_bytes: how the generated sample begins, and how many bytes follow.
     """

@@ -167,3 +167,16 @@ def test_a_text_shorter_than_the_context_needs_is_refused_with_sizes(tmp_path: P
     path.write_text("too short")
     with pytest.raises(DataError, match=f"9 bytes in 1 files .{path}.*at least {20 * 17} "):
         build_bytes_lm({**TINY, "data": str(path)})
+
+
+def test_a_context_longer_than_what_is_held_out_is_refused_with_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"abcd" * (20 * 8193 // 4))
+    long = {**TINY, "data": str(path), "context": "8192"}
+    with pytest.raises(DataError, match="8192 bytes of 163860 are held out, but 8193 are needed"):
+        build_bytes_lm(long)
+    path.write_bytes(b"abcd" * (60 * 4096 // 4))
+    with pytest.raises(DataError, match=r"4096 bytes .* hold out more .eval_bytes."):
+        build_bytes_lm({**long, "max_bytes": "300000", "eval_bytes": "5000"})
+    task = build_bytes_lm({**long, "max_bytes": "300000"})
+    assert task.eval_data is not None and len(task.eval_data) == 1
