@@ -234,7 +234,7 @@ class _Trial:
             return
         length = self._length
         steps = self._num_tuning + length.num_warmup + length.num_batches
-        problem = self._subject.problem(self._model, steps)
+        problem = self._subject.problem(self._model, steps, comm_dtype=self._method.comm_dtype)
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Protocol, cast, get_type_hints
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig, check_choice
+from dearmpi.config import CommDtype, EngineConfig, check_choice
 from dearmpi.engine.blueprint import check_parameters, optimized_parameters
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.settings import check_plan
@@ -111,6 +111,11 @@ class Method:
     waits_in_mpi: bool = False
     tunes_itself: bool = False
     check: Callable[[Setup], None] = accept
+
+    @property
+    def comm_dtype(self) -> CommDtype:
+        """In what it sends fp32, as far as its options say."""
+        return cast(CommDtype, self.options.get("comm_dtype", "fp32"))
 
     def enter(self, setup: Setup) -> Entrant:
         """Make the model ready (collective)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -181,19 +181,23 @@ def block_name(leaf: str) -> str:
 class _Peer:
     """read: raises ConfigError for options that do not exist or fit; the factory reads by it, too.
 
-    sends: in what it can be asked to send. check: as that of a method.
+    sends: in what it can be asked to send. options: those that its name implies. check: as that of
+    a method.
     """
 
     factory: Factory
     read: Callable[[Mapping[str, str]], object]
     sends: tuple[str, ...] = get_args(CommDtype)
+    options: Mapping[str, str] = field(default_factory=dict)
     uses_group: bool = True
     check: Callable[[Setup], None] = accept
 
 
 _PEERS: Mapping[str, _Peer] = {
     "ddp": _Peer(ddp, _read_ddp),
-    "ddp-bf16": _Peer(ddp_bf16, _read_ddp_bf16, sends=("fp32", "bf16")),
+    "ddp-bf16": _Peer(
+        ddp_bf16, _read_ddp_bf16, sends=("fp32", "bf16"), options={"comm_dtype": "bf16"}
+    ),
     "fsdp2": _Peer(fsdp2, _read_fsdp2, sends=("fp32",), check=_check_fsdp2),
     "deepspeed": _Peer(deepspeed, deepspeed_config),
     "horovod": _Peer(horovod, horovod_variables, sends=HOROVOD_SENDS, uses_group=False),
@@ -239,6 +243,7 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
         return Method(label, alone, options, uses_group=False)
     if name in _PEERS:
         peer = _PEERS[name]
+        options = {**peer.options, **options}
         peer.read(options)
         return Method(label, peer.factory, options, uses_group=peer.uses_group, check=peer.check)
     refuse_settings(name, options)

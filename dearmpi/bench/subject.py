@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import cycle
@@ -14,11 +14,17 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dearmpi.bench.replay import ReplayModel
+from dearmpi.config import CommDtype
+from dearmpi.engine.master import HALVES
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.train.task import Task, collate
 
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.02  # gradients may travel as bfloat16
+_EXACT_RANKS = 8  # up to here half precision holds every sum of gradients, and of their parts
+_MOST_LOST = 0.5  # in sums over however many ranks: what has not trained at all is found out
+# Half of a number's last place, as a part of it.
+_ROUNDED_OFF: Mapping[str, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 _NUM_BATCHES = 4
 
 
@@ -52,8 +58,11 @@ class Subject(Protocol):
         """A function that gives the loss of a model on the next batch at every call."""
         ...
 
-    def problem(self, model: nn.Module, num_steps: int) -> str:
-        """What is wrong with the parameters after ``num_steps`` steps; empty if nothing is."""
+    def problem(self, model: nn.Module, num_steps: int, *, comm_dtype: CommDtype = "fp32") -> str:
+        """What is wrong with the parameters after ``num_steps`` steps; empty if nothing is.
+
+        comm_dtype: in what gradients of fp32 were sent, as far as one knows.
+        """
         ...
 
 
@@ -79,7 +88,7 @@ class ReplaySubject:
 
     def build(self) -> nn.Module:
         """The model, with parameters of zero."""
-        return ReplayModel(self.profile, gradient=1.0 + self.rank)
+        return ReplayModel(self.profile, gradient=self._scale * (1.0 + self.rank))
 
     def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
         """Plain SGD: an accelerator would need next to no time for its update."""
@@ -94,16 +103,30 @@ class ReplaySubject:
 
         return loss
 
-    def problem(self, model: nn.Module, num_steps: int) -> str:
-        """Compare both ends of every parameter with what averaged gradients make of them."""
+    @property
+    def _scale(self) -> int:
+        """What gradients are multiples of: a share of them, too, is then a whole number.
+
+        Peers divide by the ranks before they sum, this engine after it; either way bfloat16 holds
+        all that is sent, on as many ranks as this. On more than those sums are rounded anyhow.
+        """
+        return self.world_size if self.world_size <= _EXACT_RANKS else 1
+
+    def problem(self, model: nn.Module, num_steps: int, *, comm_dtype: CommDtype = "fp32") -> str:
+        """Compare both ends of every parameter with what averaged gradients make of them.
+
+        Where half precision rounds sums, a step too few shows in short blocks only: what is lost
+        in a step is the same in each, and so adds up.
+        """
         num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
         for name, param in model.named_parameters():
             if not param.requires_grad:
                 continue
             num_uses = num_uses_of.get(name, 1)
-            gradient = num_uses * (1 + self.world_size) / 2
+            gradient = num_uses * self._scale * (1 + self.world_size) / 2
             expected = -_LEARNING_RATE * gradient * num_steps
-            most = min(_TOLERANCE, 0.5 / num_steps) * abs(expected)  # less than a step too few
+            part = min(_TOLERANCE, 0.5 / num_steps)  # less than a step too few
+            most = max(part, self._lost_in_sums(comm_dtype)) * abs(expected)
             local = param.detach()
             local = local.to_local() if hasattr(local, "to_local") else local
             for value in local.flatten()[[0, -1]].tolist() if local.numel() else ():
@@ -112,6 +135,14 @@ class ReplaySubject:
                 if abs(value - _rounded(param.dtype, gradient, num_steps)) > most:
                     return f"{name} is {value:.6g} after {num_steps} steps, not {expected:.6g}"
         return ""
+
+    def _lost_in_sums(self, comm_dtype: CommDtype) -> float:
+        """The part of a gradient that rounded sums may take or add: there is one for each rank,
+        and they are half of the whole in the mean.
+        """
+        if self.world_size <= _EXACT_RANKS:
+            return 0.0
+        return min(_MOST_LOST, self.world_size / 2 * _ROUNDED_OFF.get(comm_dtype, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +173,7 @@ class TaskSubject:
         batches = cycle(self.batches)
         return lambda model: self.loss(model, next(batches))
 
-    def problem(self, model: nn.Module, num_steps: int) -> str:
+    def problem(self, model: nn.Module, num_steps: int, *, comm_dtype: CommDtype = "fp32") -> str:
         """Look for what is not finite."""
         for name, param in model.named_parameters():
             if not bool(param.detach().isfinite().all()):
@@ -169,9 +200,12 @@ def task_subject(task: Task, *, batch_size: int, rank: int, world_size: int) -> 
 
 
 def _lost_on_the_wire(value: float) -> float:
-    """What the rounding to bfloat16 may have taken from ``value``, if it looks like that."""
-    is_rounded = float(torch.tensor(value).bfloat16()) == value
-    return 2.0**-8 * abs(value) if is_rounded else 0.0
+    """What rounding to half precision may have taken from ``value``, if it looks like that."""
+    shown = torch.tensor(value)
+    for dtype, part in _ROUNDED_OFF.items():
+        if float(shown.to(HALVES[dtype])) == value:
+            return part * abs(value)
+    return 0.0
 
 
 def _rounded(dtype: torch.dtype, gradient: float, num_steps: int) -> float:

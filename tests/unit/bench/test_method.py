@@ -192,6 +192,7 @@ def test_a_dtype_for_all_methods_yields_to_their_own() -> None:
     assert read_method("dear:2", comm_dtype="bf16").options == {"comm_dtype": "bf16", "cap": "2"}
     assert read_method("dear:comm_dtype=fp16", comm_dtype="bf16").options == {"comm_dtype": "fp16"}
     assert read_method("ddp", comm_dtype="fp16").options == {"comm_dtype": "fp16"}
+    assert read_method("ddp-bf16").comm_dtype == "bf16"
     assert plug_in("mine:make", comm_dtype="bf16").options == {"comm_dtype": "bf16"}
     assert read_config(read_method("wfbp", comm_dtype="bf16").options).comm_dtype == "bf16"
 
