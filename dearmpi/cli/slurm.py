@@ -40,7 +40,11 @@ class _SlurmCommand(click.Command):
 @click.command(cls=_SlurmCommand, short_help="Print a SLURM batch script for a run, or submit it.")
 @click.option("--nodes", type=_COUNT, help="nodes; default: sbatch's, mostly 1")
 @click.option("--ntasks-per-node", type=_COUNT, help="ranks per node; default: 2")
-@click.option("--cpus-per-task", type=_COUNT, help="cores, and torch threads, per rank; default: 1")
+@click.option(
+    "--cpus-per-task",
+    type=_COUNT,
+    help="cores per rank, and torch threads, from four on less one; default: 1",
+)
 @click.option("--time", metavar="[D-]HH:MM:SS", help="limit, above 2 minutes; default: 01:00:00")
 @click.option("--partition", metavar="NAME", help="queue; default: the site's")
 @click.option("--account", metavar="NAME", help="who pays")

@@ -9,6 +9,8 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
 QUEUED_AGAIN = ("train", "train-srun", "array")
+ALL = (*QUEUED_AGAIN, "bench")
+SWEEP = "--lr 0.1\n\n# a remark\n--lr 0.2   --optimizer SGD *\n"
 
 
 @pytest.fixture
@@ -48,6 +50,18 @@ def run(folder: Path, name: str, *arguments: str, **variables: str) -> list[str]
     return (folder / "told").read_text().splitlines()
 
 
+def start(folder: Path, name: str, **variables: str) -> list[str]:
+    """As ``run``, with what a sweep needs beside."""
+    (folder / "sweep.txt").write_text(SWEEP)
+    array = {"SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "1"}
+    return run(folder, name, *(["sweep.txt"] if name == "array" else []), **array, **variables)
+
+
+def num_threads(folder: Path) -> str:
+    """Torch threads of the rank that was started last."""
+    return (folder / "settings").read_text().split()[0]
+
+
 def follows(words: list[str], *expected: str) -> bool:
     """Whether ``expected`` stand next to each other in ``words``."""
     size = len(expected)
@@ -70,20 +84,31 @@ def test_srun_starts_them_with_the_pmi_of_the_site(folder: Path) -> None:
     assert "--mpi=pmix" in run(folder, "train-srun", DEARMPI_PMI="pmix")
 
 
+@pytest.mark.parametrize("name", ALL)
 def test_what_the_script_sets_reaches_the_ranks_where_jobs_start_without_variables(
-    folder: Path,
+    folder: Path, name: str
 ) -> None:
-    run(folder, "train-srun", SLURM_EXPORT_ENV="NONE")  # which srun would obey
+    start(folder, name, SLURM_EXPORT_ENV="NONE")  # which srun would obey, also below mpirun
     assert (folder / "hidden").read_text() == "\n"
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("cores", "threads"), [("1", "1"), ("3", "3"), ("4", "3"), ("8", "7")])
+def test_a_rank_with_room_leaves_a_core_to_communication(
+    folder: Path, name: str, cores: str, threads: str
+) -> None:
+    """Whatever a login shell has exported: only the site's own variable says otherwise."""
+    numbers = {"SLURM_CPUS_PER_TASK": cores, "OMP_NUM_THREADS": "2"}
+    start(folder, name, **numbers)
+    assert num_threads(folder) == threads
+    start(folder, name, **numbers, DEARMPI_THREADS="5")
+    assert num_threads(folder) == "5"
 
 
 def test_a_benchmark_is_not_queued_again(folder: Path) -> None:
     words = run(folder, "bench", "--workload", "resnet50")
     assert words[0] == "mpirun"
     assert words[-4:] == ["dear-train", "bench", "--workload", "resnet50"]
-
-
-SWEEP = "--lr 0.1\n\n# a remark\n--lr 0.2   --optimizer SGD *\n"
 
 
 def test_each_job_of_a_sweep_takes_its_line(folder: Path) -> None:
@@ -120,23 +145,12 @@ def test_a_sweep_without_a_line_for_this_job_says_so(
     assert caught.value.args[0] == 2
 
 
-@pytest.mark.parametrize("name", ["train", "train-srun", "bench", "array"])
+@pytest.mark.parametrize("name", ALL)
 def test_the_environment_and_the_folder_of_runs_are_the_sites(folder: Path, name: str) -> None:
-    (folder / "sweep.txt").write_text(SWEEP)
-    arguments = ["sweep.txt"] if name == "array" else []
     (folder / ".venv").rename(folder / "my env")
-    words = run(
-        folder,
-        name,
-        *arguments,
-        DEARMPI_VENV=str(folder / "my env"),
-        DEARMPI_RUNS="/scratch/my runs",
-        SLURM_ARRAY_JOB_ID="15",
-        SLURM_ARRAY_TASK_ID="1",
-        OMP_NUM_THREADS="5",
-    )
+    site = {"DEARMPI_VENV": str(folder / "my env"), "DEARMPI_RUNS": "/scratch/my runs"}
+    words = start(folder, name, **site)
     assert follows(words, "--run-folder", "/scratch/my runs") == (name != "bench")
-    assert (folder / "settings").read_text().startswith("5")
 
 
 @pytest.mark.parametrize("name", QUEUED_AGAIN)
