@@ -17,6 +17,8 @@ _FILES: Mapping[Launcher, str] = {"mpirun": "train.sbatch", "srun": "train-srun.
 
 # sbatch takes one or the other.
 _EXCLUDED: Mapping[str, str] = {"ntasks-per-gpu": "ntasks-per-node"}
+# Nor does it take this beside the files' cpus-per-task, which says how many threads a rank has.
+_CORES_OF_DEVICES = "cpus-per-gpu"
 
 _NAME = re.compile(r"[a-z][a-z-]*")
 _VALUE = re.compile(r"[\w.,:+@%/=()\[\]|&*!?~-]+")
@@ -32,8 +34,8 @@ class BatchScript:
     arguments: of ``dear-train run``.
     environment: folder of the Python environment, used unless DEARMPI_VENV names another.
 
-    Raises ConfigError for an option that sbatch would read as something else, and for a time
-    limit that it would not take or in which no step is made.
+    Raises ConfigError for an option that sbatch would read as something else or does not take
+    beside the files' own, and for a time limit that it would not take or in which no step is made.
     """
 
     launcher: Launcher
@@ -52,6 +54,11 @@ class BatchScript:
                     f"{name} is {value!r}, which cannot stand in a batch script; use letters, "
                     "digits and . , : + @ % / = ( ) [ ] | & * ! ? ~ - _"
                 )
+        if _CORES_OF_DEVICES in self.options:
+            raise ConfigError(
+                f"{_CORES_OF_DEVICES} gives cores to devices, but here ranks have them, and sbatch "
+                "takes one or the other; give --cpus-per-task, the cores of a rank"
+            )
         if self.options.get("time"):
             check_time_limit(str(self.options["time"]), warned="signal" not in self.options)
 

@@ -134,6 +134,7 @@ def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
         (["--partition", ""], "partition is ''"),
         (["--sbatch-option", "--mem=1G"], "without dashes"),
         (["--sbatch-option", "mem="], "mem is ''"),
+        (["--sbatch-option", "cpus-per-gpu=8"], "give --cpus-per-task, the cores of a rank"),
         (["--sbatch-option", "qos=a", "--sbatch-option", "qos=b"], "qos is given twice"),
         (["--nodes", "2", "--sbatch-option", "nodes=3"], "nodes is given twice"),
         (["--nodes", "0"], "--nodes"),
