@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,14 +50,27 @@ class Pace:
         self._debt_s = min(_MOST_DEBT_S, max(0.0, self._debt_s + spent_s - seconds))
 
 
-class ReplayLayer(nn.Module):
-    """A layer with the parameters of ``spec``; its gradients are all of the value ``gradient``."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a layer does instead of computing. gradient: of all elements of its gradients."""
 
-    def __init__(
-        self, spec: LayerSpec, pace: Pace, *, feed_forward_s: float, backprop_s: float
-    ) -> None:
+    pace: Pace
+    feed_forward_s: float
+    backprop_s: float
+    gradient: float
+
+
+class ReplayLayer(nn.Module):
+    """A layer with the parameters of ``spec``.
+
+    Its own attributes begin with an underscore: the others' names may be those of a user's
+    parameters and modules.
+    """
+
+    def __init__(self, spec: LayerSpec, work: Work) -> None:
         super().__init__()
-        self.used: tuple[str, ...] = ()
+        self._work = work
+        self._used: tuple[str, ...] = ()
         for param in spec.params:
             self._add(
                 spec.short_name(param).replace(".", "_"),
@@ -65,12 +79,8 @@ class ReplayLayer(nn.Module):
                     requires_grad=param.trained,
                 ),
             )
-        self.pace = pace
-        self.feed_forward_s = feed_forward_s
-        self.backprop_s = backprop_s
-        self.gradient = 1.0
 
-    def tie(self, name: str, param: nn.Parameter) -> None:
+    def _tie(self, name: str, param: nn.Parameter) -> None:
         """Compute with ``param`` of another layer too, where its full name is ``name``."""
         short = name.rpartition(".")[2]
         self._add(name.replace(".", "_") if hasattr(self, short) else short, param)
@@ -78,33 +88,33 @@ class ReplayLayer(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Pass ``inputs`` on after the time of the feed-forward."""
         # Looked up one by one, as a layer does, so that whoever watches the parameters notices.
-        params = [getattr(self, name) for name in self.used]
-        output: Tensor = _Spend.apply(inputs, self, *params)  # type: ignore[no-untyped-call]
+        params = [getattr(self, name) for name in self._used]
+        output: Tensor = _Spend.apply(inputs, self._work, *params)  # type: ignore[no-untyped-call]
         return output
 
     def _add(self, name: str, param: nn.Parameter) -> None:
         self.register_parameter(name, param)
-        self.used += (name,)
+        self._used += (name,)
 
 
 class _Spend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, layer: ReplayLayer, *params: Tensor) -> Tensor:
-        start = layer.pace.now()
-        ctx.layer, ctx.like = layer, [(param.shape, param.dtype) for param in params]
+    def forward(ctx: Any, inputs: Tensor, work: Work, *params: Tensor) -> Tensor:
+        start = work.pace.now()
+        ctx.work, ctx.like = work, [(param.shape, param.dtype) for param in params]
         outputs = inputs.clone()
-        layer.pace.spend(layer.feed_forward_s, since=start)
+        work.pace.spend(work.feed_forward_s, since=start)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        layer: ReplayLayer = ctx.layer
-        start = layer.pace.now()
+        work: Work = ctx.work
+        start = work.pace.now()
         made = [
-            torch.full(shape, layer.gradient, dtype=dtype) if needed else None
+            torch.full(shape, work.gradient, dtype=dtype) if needed else None
             for (shape, dtype), needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
         ]
-        layer.pace.spend(layer.backprop_s, since=start)
+        work.pace.spend(work.backprop_s, since=start)
         return grads[0], None, *made
 
 
@@ -119,24 +129,22 @@ class ReplayModel(nn.Module):
     ) -> None:
         super().__init__()
         pace = pace or Pace()
-        self.order: list[ReplayLayer] = []
+        self._order: list[ReplayLayer] = []
         params: dict[str, nn.Parameter] = {}
         for spec, times in profile.layers():
-            layer = ReplayLayer(
-                spec, pace, feed_forward_s=times.feed_forward_s, backprop_s=times.backprop_s
-            )
-            layer.gradient = gradient
+            work = Work(pace, times.feed_forward_s, times.backprop_s, gradient)
+            layer = ReplayLayer(spec, work)
             own = layer.parameters(recurse=False)
             params |= dict(zip((param.name for param in spec.params), own, strict=True))
-            self.order.append(layer)
+            self._order.append(layer)
             _place(self, (spec.name or _ROOT).split("."), layer)
-        for layer, spec in zip(self.order, profile.workload.layers, strict=True):
+        for layer, spec in zip(self._order, profile.workload.layers, strict=True):
             for name in spec.uses:
-                layer.tie(name, params[name])
+                layer._tie(name, params[name])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Run all layers on ``inputs``, of any shape."""
-        for layer in self.order:
+        for layer in self._order:
             inputs = layer(inputs)
         return inputs
 

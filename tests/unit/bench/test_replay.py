@@ -12,6 +12,9 @@ from dearmpi.bench.replay import Pace, ReplayModel
 from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
 
+# Words that a replayed model might use for itself.
+ATTRIBUTES = ("order", "used", "pace", "work", "gradient", "feed_forward_s", "backprop_s", "tie")
+
 
 @dataclass
 class Clock:
@@ -105,3 +108,17 @@ def test_gradients_are_real_and_a_tied_one_counts_twice() -> None:
         expected = 1.0 if name in workload.tied_parameters() else 0.5
         assert param.grad is not None and param.grad.shape == param.shape
         assert bool((param.grad == expected).all()), name
+
+
+@pytest.mark.parametrize("taken", ATTRIBUTES)
+def test_parts_and_parameters_may_have_any_name(taken: str) -> None:
+    layers = (
+        float_layer(taken, {"weight": (2,)}, 1),
+        float_layer(f"{taken}.{taken}", {"weight": (3,)}, 1),
+        float_layer("head", {taken: (4,)}, 1),
+        LayerSpec("decoder", (), 1, uses=(f"head.{taken}",)),
+    )
+    workload = Workload("small", "", layers, batch_size=1, unit="seq")
+    model = ReplayModel(profile_workload(workload, feed_forward_s=0, backprop_s=0))
+    model(torch.zeros(1, requires_grad=True)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
