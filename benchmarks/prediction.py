@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.contest import Length, hold_contest
+from dearmpi.bench.contest import hold_contest
 from dearmpi.bench.gloo import NUM_IN_FLIGHT, calibrate_all_reduce
+from dearmpi.bench.length import Length
 from dearmpi.bench.method import BAYES, Entrant, Method, Setup
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject

@@ -12,22 +12,21 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dearmpi.bench.group import PATIENCE_S, join_group, leave_group
+from dearmpi.bench.group import join_group, leave_group
+from dearmpi.bench.length import LINK_WARM_UP_S, Length, least_tuning, least_warming
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.memory import peak_bytes, start_peak
-from dearmpi.bench.method import Entrant, Method, Setup
+from dearmpi.bench.method import ALONE, Entrant, Method, Setup
 from dearmpi.bench.peers import read_method
 from dearmpi.bench.result import Block, Iteration, Result, Row
 from dearmpi.bench.subject import Subject
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.engine.self_planning import LEAST_STEPS
 from dearmpi.errors import CommError, ConfigError, UsageError
 from dearmpi.plan.layout import Bucket
 from dearmpi.plan.timeline import is_active
@@ -39,31 +38,6 @@ Keep = Callable[[Result], None]
 # Found in what a rank says that only lost the others: gloo's connections, or Horovod's thread.
 _AFTERMATH = ("gloo", "horovod has been shut down")
 _LINK_REPEATS = 3  # of communication alone in each round
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """How long to measure: ``num_rounds`` blocks of ``num_batches`` iterations for each method.
-
-    num_warmup: iterations before each block that do not count, after those of ``least_tuning``.
-    patience_s: how long a rank waits for others inside a peer before it gives the peer up.
-    """
-
-    num_warmup: int = 3
-    num_batches: int = 5
-    num_rounds: int = 3
-    patience_s: float = PATIENCE_S
-
-    def __post_init__(self) -> None:
-        if self.num_warmup < 1:
-            raise ConfigError(
-                f"{self.num_warmup} warm-up iterations; at least 1 is needed, since an iteration "
-                "begins with the gathers of the one before"
-            )
-        if self.num_batches < 1 or self.num_rounds < 1:
-            raise ConfigError(
-                f"{self.num_rounds} rounds of {self.num_batches} iterations; both must be 1 or more"
-            )
 
 
 def hold_contest(
@@ -83,15 +57,43 @@ def hold_contest(
     """
     config = EngineConfig(comm_dtype=comm_dtype)
     layout = plan_of(world, subject.build())
-    alone = read_method("alone")
-    result = Result(
+    result = _blank(world, subject, methods, layout, comm_dtype)
+    alone = read_method(ALONE)
+    num_tuning = least_tuning(methods)
+    entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
+    for number in range(length.num_rounds):
+        warm_up_s = LINK_WARM_UP_S if number == 0 else 0
+        result.link += measure_link(
+            world, layout, config, repeats=_LINK_REPEATS, warm_up_s=warm_up_s
+        )
+        turns = entries if number % 2 == 0 else entries[::-1]  # so that no drift favours one
+        for method, row in turns:
+            if not row.error:
+                _run_block(world, _Trial(world, subject, method, length, num_tuning), row)
+                tell(_describe(result, row, number))
+                keep(result)
+            if number == 0 and method is alone:  # the first of all, which itself sends nothing
+                most = world.all_reduce([least_warming(result, length)], "max")[0]
+                num_tuning = max(num_tuning, int(most))
+    return result
+
+
+def _blank(
+    world: World,
+    subject: Subject,
+    methods: Sequence[Method],
+    layout: Sequence[Bucket],
+    comm_dtype: CommDtype,
+) -> Result:
+    """What is known before anything is measured."""
+    return Result(
         subject=subject.name,
         unit=subject.unit,
         batch_size=subject.batch_size,
         units_per_sample=subject.units_per_sample,
         world_size=world.size,
         hosts=len(set(world.hosts)),
-        alone=Row(alone.label),
+        alone=Row(ALONE),
         rows=[Row(method.label) for method in methods],
         link=[],
         num_buckets=len(layout),
@@ -99,25 +101,6 @@ def hold_contest(
         comm_dtype=comm_dtype,
         torch_threads=torch.get_num_threads(),
     )
-    num_tuning = least_tuning(methods)
-    entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
-    for number in range(length.num_rounds):
-        result.link += measure_link(world, layout, config, repeats=_LINK_REPEATS)
-        turns = entries if number % 2 == 0 else entries[::-1]  # so that no drift favours one
-        for method, row in turns:
-            if not row.error:
-                _run_block(world, _Trial(world, subject, method, length, num_tuning), row)
-                tell(_describe(result, row, number))
-                keep(result)
-    return result
-
-
-def least_tuning(methods: Sequence[Method]) -> int:
-    """Iterations before the warm-up that every method has at least.
-
-    Those in which one tunes itself warm it up as well, so the others get as many as a plan takes.
-    """
-    return LEAST_STEPS if any(method.tunes_itself for method in methods) else 0
 
 
 def plan_of(world: World, model: nn.Module) -> tuple[Bucket, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,13 +20,42 @@ __all__ = ["Start", "measure_link", "run_all", "start_gather", "start_reduce"]
 
 
 def measure_link(
-    world: World, buckets: Sequence[Bucket], config: EngineConfig, *, repeats: int
+    world: World,
+    buckets: Sequence[Bucket],
+    config: EngineConfig,
+    *,
+    repeats: int,
+    warm_up_s: float = 0,
 ) -> list[LinkTimes]:
     """All reduce-scatters, then all all-gathers, as the engine posts them (collective).
 
     The time is that of the slowest rank. Before the first, one of either kind is not measured.
+    warm_up_s: for how long to measure before that in vain, where there are several hosts, since new
+    TCP connections carry less at first.
     """
     drive_on_one_core(world)
+    reduces, gathers = _starts(world, buckets, config)
+    channel = world.open_channel("benchmark", window=config.window)
+    for first in (reduces[-1:], gathers[:1]):  # of one buffer: not both in flight
+        run_all(world, channel, first)
+
+    def measure() -> LinkTimes:
+        own = [run_all(world, channel, reduces), run_all(world, channel, gathers)]
+        return LinkTimes(*world.all_reduce(own, "max"))
+
+    begin = time.perf_counter()
+    if len(set(world.hosts)) > 1:
+        while world.all_reduce([time.perf_counter() - begin], "max")[0] < warm_up_s:
+            measure()
+    times = [measure() for _ in range(repeats)]
+    channel.close()
+    return times
+
+
+def _starts(
+    world: World, buckets: Sequence[Bucket], config: EngineConfig
+) -> tuple[list[Start], list[Start]]:
+    """Reduce-scatters in the order of backprop, and all-gathers in that of feed-forward."""
     buffers = [
         # Filled, since zeros come without memory, which the first to write to would wait for.
         torch.empty(bucket.padded_numel, dtype=getattr(torch, bucket.slots[0].spec.dtype)).fill_(0)
@@ -36,21 +66,12 @@ def measure_link(
         algorithm = fastest_reduce_scatter(world, largest, wire_dtype=config.wire_dtype)
     else:
         algorithm = config.reduce_scatter
-    reduces = [
+    reduces: list[Start] = [
         partial(start_reduce, buffer, algorithm, wire_dtype=config.wire_dtype)
         for buffer in reversed(buffers)
     ]
-    gathers = [
+    gathers: list[Start] = [
         partial(start_gather, buffer, all_gather_for(algorithm), wire_dtype=config.wire_dtype)
         for buffer in buffers
     ]
-    channel = world.open_channel("benchmark", window=config.window)
-    for first in (reduces[-1:], gathers[:1]):  # of one buffer: not both in flight
-        run_all(world, channel, first)
-    times = []
-    for _ in range(repeats):
-        own = [run_all(world, channel, reduces), run_all(world, channel, gathers)]
-        slowest = world.all_reduce(own, "max")
-        times.append(LinkTimes(slowest[0], slowest[1]))
-    channel.close()
-    return times
+    return reduces, gathers

@@ -83,7 +83,7 @@ class Contents:
     show_default=True,
     metavar="N",
     help="iterations before each block that do not count; in a contest with planned or bayes every "
-    "method has more, as many as a plan takes at least",
+    "method has more, as many as a plan takes at least, and on several hosts as many as take 4 s",
 )
 @click.option(
     "--num-batches-per-iter",
@@ -174,7 +174,7 @@ def _measure(
 def _measure_methods(
     world: World, console: Console, given: dict[str, Any], *, json_path: Path | None
 ) -> tuple[list[str], Contents, int]:
-    from dearmpi.bench.contest import Length
+    from dearmpi.bench.length import Length
     from dearmpi.bench.picture import draw
     from dearmpi.bench.record import result_json
     from dearmpi.bench.session import Question, answer

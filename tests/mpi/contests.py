@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dearmpi.bench.contest import Length, hold_contest
+from dearmpi.bench.contest import hold_contest
+from dearmpi.bench.length import Length
 from dearmpi.bench.method import Method
 from dearmpi.bench.result import Result
 from dearmpi.bench.subject import ReplaySubject

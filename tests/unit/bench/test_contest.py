@@ -7,17 +7,22 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from dearmpi.bench.contest import Length, hold_contest
+from dearmpi.bench.contest import hold_contest
+from dearmpi.bench.length import Length, least_warming
 from dearmpi.bench.method import Entrant, Method, Setup, backpropagate
 from dearmpi.bench.method import alone as train_alone
 from dearmpi.bench.peers import read_method
+from dearmpi.bench.result import Block, Iteration, LinkTimes, Result, Row
 from dearmpi.bench.subject import ReplaySubject
+from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.engine.self_planning import LEAST_STEPS
 from dearmpi.plan.profile import profile_workload
 from dearmpi.plan.workload import read_workload
 
 NUM_WARMUP, NUM_BATCHES = 1, 2
+PROFILE = profile_workload(read_workload("equal:0.01:2"), feed_forward_s=1e-4, backprop_s=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +35,7 @@ def test_every_method_is_as_warm_as_one_that_plans(
     backprops: dict[str, int] = {}
     methods = [_counted("plain", backprops), _counted("other", backprops, num_tuning=num_tuning)]
     subject = ReplaySubject(
-        profile_workload(read_workload("equal:0.01:2"), feed_forward_s=1e-4, backprop_s=2e-4),
+        PROFILE,
         batch_size=8,
         rank=0,
         world_size=1,
@@ -40,6 +45,55 @@ def test_every_method_is_as_warm_as_one_that_plans(
     assert [len(row.iterations()) for row in result.rows] == [NUM_BATCHES, NUM_BATCHES]
     others = NUM_WARMUP + NUM_BATCHES
     assert (backprops["plain"] - others, backprops["other"] - others) == before
+
+
+@pytest.mark.parametrize(
+    ("hosts", "iteration_s", "num_more"),
+    [
+        (2, 0.1, 37),  # 40 of them take four seconds, three of which are the warm-up
+        (2, 1.0, 1),
+        (2, 1.5, 0),
+        (1, 0.1, 0),  # no network between them
+    ],
+)
+@pytest.mark.parametrize("of", ["computation", "communication"])
+def test_short_iterations_are_repeated_until_connections_are_warm(
+    of: str, hosts: int, iteration_s: float, num_more: int
+) -> None:
+    compute_s, sent_s = (iteration_s, 0.01) if of == "computation" else (0.01, iteration_s)
+    result = Result(
+        subject="equal",
+        unit="img",
+        batch_size=1,
+        units_per_sample=1,
+        world_size=4,
+        hosts=hosts,
+        alone=Row("alone", [Block((Iteration(0.0, compute_s, 0.0),), 0.0, None)]),
+        rows=[],
+        link=[LinkTimes(0.0, sent_s)],
+        num_buckets=1,
+        payload_bytes=8,
+    )
+    assert least_warming(result, Length(num_warmup=3)) == num_more
+    result.link.clear()  # nothing is known
+    assert least_warming(result, Length(num_warmup=3)) == 0
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_every_method_between_hosts_is_as_warm_as_any_other(hosts: tuple[str, str]) -> None:
+    """Only the engine's own connections are as old as the job."""
+    length = Length(num_warmup=NUM_WARMUP, num_batches=NUM_BATCHES, num_rounds=1, warm_up_s=0.2)
+
+    def rank(world: World) -> tuple[int, int]:
+        backprops: dict[str, int] = {}
+        methods = [_counted(label, backprops) for label in ("plain", "other")]
+        subject = ReplaySubject(PROFILE, batch_size=8, rank=world.rank, world_size=world.size)
+        hold_contest(world, subject, methods, length=length, tell=lambda line: None)
+        return backprops["plain"], backprops["other"]
+
+    found = run_ranks(2, rank, hub=FakeHub(2, hosts=hosts))
+    assert len({count for counts in found for count in counts}) == 1
+    assert (found[0][0] > NUM_WARMUP + NUM_BATCHES) == (hosts == ("a", "b"))
 
 
 def test_what_tunes_itself_is_known_before_it_enters() -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dearmpi.bench.contest import Length, hold_contest
+from dearmpi.bench.contest import hold_contest
 from dearmpi.bench.guests import deepspeed_config, environment, find_on_all, horovod
+from dearmpi.bench.length import Length
 from dearmpi.bench.method import Setup
 from dearmpi.bench.peers import read_method
 from dearmpi.bench.result import Result, Row

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from dearmpi.bench.link import measure_link
@@ -16,7 +18,9 @@ LAYOUT = build_layout([[ParamSpec("a", (800,))], [ParamSpec("b", (400,))]], 2)
 REPEATS = 2
 
 
-def sent(comm_dtype: CommDtype) -> list[tuple[str, int]]:
+def sent(
+    comm_dtype: CommDtype, *, hosts: Sequence[str] = ("a", "a"), warm_up_s: float = 0
+) -> list[tuple[str, int]]:
     """Kind and bytes of all that two ranks send."""
     found = []
 
@@ -26,9 +30,9 @@ def sent(comm_dtype: CommDtype) -> list[tuple[str, int]]:
 
     def rank(world: World) -> list[LinkTimes]:
         config = EngineConfig(comm_dtype=comm_dtype, reduce_scatter="ring")
-        return measure_link(world, list(LAYOUT), config, repeats=REPEATS)
+        return measure_link(world, list(LAYOUT), config, repeats=REPEATS, warm_up_s=warm_up_s)
 
-    results = run_ranks(2, rank, hub=FakeHub(2, seconds=seconds))
+    results = run_ranks(2, rank, hub=FakeHub(2, seconds=seconds, hosts=hosts))
     assert results[0] == results[1] and len(results[0]) == REPEATS
     return sorted(found)
 
@@ -43,3 +47,10 @@ def test_half_precision_halves_what_is_sent() -> None:
 @pytest.mark.parametrize("comm_dtype", ["fp32", "bf16"])
 def test_every_bucket_goes_both_ways_each_time(comm_dtype: CommDtype) -> None:
     assert len([nbytes for _, nbytes in sent(comm_dtype) if nbytes > 100]) >= 2 * 2 * REPEATS
+
+
+def test_connections_between_hosts_are_used_for_a_while_before_it_counts() -> None:
+    usual = len(sent("fp32"))
+    assert len(sent("fp32", hosts=("a", "b"))) == usual
+    assert len(sent("fp32", hosts=("a", "b"), warm_up_s=0.2)) > 2 * usual
+    assert len(sent("fp32", warm_up_s=0.2)) == usual

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from dearmpi import DistributedOptimizer
-from dearmpi.bench.contest import Length
+from dearmpi.bench.length import Length
 from dearmpi.bench.memory import peak_bytes, start_peak
 from dearmpi.bench.method import Setup, read_config, read_options
 from dearmpi.bench.peers import METHOD_NAMES, block_name, blocks_of, plug_in, read_method
