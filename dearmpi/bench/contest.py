@@ -94,7 +94,7 @@ def _blank(
         world_size=world.size,
         hosts=len(set(world.hosts)),
         alone=Row(ALONE),
-        rows=[Row(method.label) for method in methods],
+        rows=[Row(method.label, comm_dtype=method.comm_dtype) for method in methods],
         link=[],
         num_buckets=len(layout),
         payload_bytes=sum(bucket.nbytes for bucket in layout),

@@ -39,9 +39,10 @@ def draw(result: Result) -> str:
         shapes += _draw_row(row, _TOP + _STEP * number, axis, unit, is_alone=is_alone)
     width = axis.stop + _RIGHT
     if bounds is not None:
+        sent = " in fp32" if result.rows_that_send_less() else ""
         lines = (("bound of any method", bounds.absolute_s), ("bound of DeAR", bounds.dear_s))
         for place, (name, seconds) in enumerate(lines):
-            label = f"{name} {unit.of(seconds):.3f}"
+            label = f"{name}{sent} {unit.of(seconds):.3f}"
             x = axis.place(seconds)
             shapes += _draw_bound(label, x, place, bottom=bottom, width=width)
     return svg.document(Picture("bench", title, width, bottom + _BOTTOM, tuple(shapes)))

@@ -60,11 +60,15 @@ class Block:
 
 @dataclass(slots=True)
 class Row:
-    """A method, with a block for each round; ``error`` says in a line why it has no more."""
+    """A method, with a block for each round; ``error`` says in a line why it has no more.
+
+    comm_dtype: in what it sent fp32, as far as it says.
+    """
 
     label: str
     blocks: list[Block] = field(default_factory=list)
     error: str = ""
+    comm_dtype: CommDtype = "fp32"
 
     @property
     def name(self) -> str:
@@ -107,7 +111,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no method can beat, from computation alone and communication alone.
+    """What no method can beat, from computation alone and communication alone, unless it sends
+    fewer bytes.
 
     update_s: the optimizer's own time on the whole model; not part of either bound.
     num_buckets: in how many pieces communication was measured; payload_bytes: their size.
@@ -181,6 +186,12 @@ class Result:
             num_buckets=self.num_buckets,
             payload_bytes=self.payload_bytes,
         )
+
+    def rows_that_send_less(self) -> list[Row]:
+        """Those measured that send half of what the bounds are of, and so may be below them."""
+        if self.comm_dtype != "fp32":
+            return []
+        return [row for row in self.rows if row.blocks and row.comm_dtype != "fp32"]
 
     def rate(self, seconds: float) -> float:
         """Units per second and rank of iterations that take ``seconds``."""

@@ -16,7 +16,7 @@ def describe_result(result: Result) -> list[str]:
     bounds = result.bounds
     lines += ["", _describe_subject(result)]
     if bounds is not None:
-        lines += _describe_bounds(bounds, unit)
+        lines += [*_describe_bounds(bounds, unit), *_describe_halves(result)]
     cells = [_cells(result, row, bounds, unit) for row in _rows(result)]
     lines += ["", *align([_header(unit), *cells])]
     remarks = [remark for row in _rows(result) for remark in _describe_choices(row, unit)]
@@ -91,6 +91,11 @@ def _describe_bounds(bounds: Bounds, unit: TimeUnit) -> list[str]:
         "max(feed-forward, all-gathers)",
         f"bound of any method {said(bounds.absolute_s)} {unit.name} = max(compute, communication)",
     ]
+
+
+def _describe_halves(result: Result) -> list[str]:
+    labels = ", ".join(row.label for row in result.rows_that_send_less())
+    return [f"bounds are of what is sent as fp32; below them may be {labels}"] if labels else []
 
 
 def _cells(result: Result, row: Row, bounds: Bounds | None, unit: TimeUnit) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dearmpi.bench.picture import draw
 from dearmpi.bench.record import result_json
 from dearmpi.bench.result import Block, Bounds, Iteration, LinkTimes, Result, Row, quartiles
 from dearmpi.bench.table import align, describe_result
+from dearmpi.config import CommDtype
 from dearmpi.report.shape import MARGIN, text_width
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -107,6 +108,21 @@ def test_the_table_tells_what_a_method_chose_for_itself() -> None:
     lines = describe_result(told)
     assert "dear, round 1: dear, 3 buckets, 4.1 s predicted, 4.6250 s in the mean" in lines
     assert not any("round 0" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("sent", "of_bounds", "is_told"),
+    [("bf16", "fp32", True), ("fp32", "fp32", False), ("fp16", "bf16", False)],
+)
+def test_rows_that_send_less_than_the_bounds_are_of_are_named(
+    sent: CommDtype, of_bounds: CommDtype, is_told: bool
+) -> None:
+    told = replace(result(), comm_dtype=of_bounds)
+    told.rows[0].comm_dtype = told.rows[1].comm_dtype = sent  # the second has not been measured
+    remark = "bounds are of what is sent as fp32; below them may be dear"
+    assert (remark in describe_result(told)) == is_told
+    texts = [text.text for text in ElementTree.fromstring(draw(told)).iter(f"{SPACE}text")]
+    assert ("bound of DeAR in fp32 3.500" if is_told else "bound of DeAR 3.500") in texts
 
 
 def test_rates_have_the_form_of_the_field() -> None:
