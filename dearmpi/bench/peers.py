@@ -209,7 +209,7 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
     """The method ``NAME[:CAP_MB][:OPTION=VALUE...]``, NAME one of METHOD_NAMES.
 
     comm_dtype: in what it is to send, unless its own options say. Raises ConfigError for any other
-    name, for options that it does not have, and for a method that cannot send so.
+    name, for options that it does not have, and for a method that is not made to send so.
     """
     name, *parts = text.split(":")
     if name not in METHOD_NAMES:
@@ -228,12 +228,12 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
 
 
 def _refuse_dtype(name: str, options: Mapping[str, str], comm_dtype: CommDtype) -> None:
-    """Raise ConfigError for a peer that cannot send as all methods are to."""
+    """Raise ConfigError for a peer that is not made to send as all methods are to."""
     is_asked = options.get("comm_dtype", "fp32") == comm_dtype
     if name in _PEERS and is_asked and comm_dtype not in _PEERS[name].sends:
         raise ConfigError(
-            f"method {name} cannot send as {comm_dtype}; leave it out, or give comm_dtype to the "
-            f"others one by one, as in dear:comm_dtype={comm_dtype}"
+            f"method {name} is not measured as {comm_dtype} here; leave it out, or give comm_dtype "
+            f"to the others one by one, as in dear:comm_dtype={comm_dtype}"
         )
 
 

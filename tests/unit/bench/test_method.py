@@ -199,5 +199,5 @@ def test_a_dtype_for_all_methods_yields_to_their_own() -> None:
 
 @pytest.mark.parametrize(("text", "comm_dtype"), [("fsdp2", "bf16"), ("ddp-bf16", "fp16")])
 def test_a_method_that_cannot_send_so_is_refused(text: str, comm_dtype: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{text} cannot send as {comm_dtype}"):
+    with pytest.raises(ConfigError, match=f"{text} is not measured as {comm_dtype} here"):
         read_method(text, comm_dtype=comm_dtype)

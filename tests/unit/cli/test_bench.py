@@ -71,7 +71,7 @@ def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--collectives", "--ratio", "1"], ["--ratio", "--collectives"]),
         (["--sizes-mb", "1"], ["--sizes-mb", "--collectives"]),
-        ([*SMALL, "--comm-dtype", "bf16", "--methods", "fsdp2"], ["fsdp2 cannot send as bf16"]),
+        ([*SMALL, "--comm-dtype", "bf16", "--methods", "fsdp2"], ["fsdp2 is not measured as bf16"]),
         (["--collectives", "--comm-dtype", "fp8"], ["fp8", "bf16"]),
         (["--collectives"], ["one rank"]),
         (["--collectives", "--sizes-mb", "big"], ["big"]),
