@@ -16,9 +16,9 @@ from dearmpi.cli.doctor import doctor
 from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
 from dearmpi.cli.plan import plan
 from dearmpi.cli.profile import profile
+from dearmpi.cli.report import report
 from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
-from dearmpi.cli.run_report import report
 from dearmpi.cli.settings import CONTEXT
 from dearmpi.cli.simulate import simulate
 from dearmpi.cli.slurm import slurm

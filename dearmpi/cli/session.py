@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dearmpi.cli.console import Console
+from dearmpi.cli.narrator import Narrator, describe_outcome, describe_start, describe_stop
 from dearmpi.cli.rank_log import RankLog
-from dearmpi.cli.report import Report, describe_outcome, describe_start, describe_stop
 from dearmpi.cli.tracing import open_tracing
 from dearmpi.comm.world import World
 from dearmpi.train.agreement import together
@@ -61,12 +61,12 @@ def _train(session: Session, folder: RunFolder, console: Console, stop: StopRequ
     tracing = None if session.untraced else open_tracing(job, folder)
     searches = job.settings.plan == "bayes" and job.world.size > 1
     search = CapSearch(job.optimizer, job.world, log=folder.bucket_caps) if searches else None
-    report = Report(job, console, metrics, tracing, PlanFile(job, folder), search)
-    report.tell_plan()
+    narrator = Narrator(job, console, metrics, tracing, PlanFile(job, folder), search)
+    narrator.tell_plan()
     if tracing is not None:
         tracing.begin_iteration(job.start_step + 1)
     stop.limit(job.settings.max_time_s)
-    trainer = Trainer(job, folder.path, listener=report, stop_asked=lambda: stop.is_due)
+    trainer = Trainer(job, folder.path, listener=narrator, stop_asked=lambda: stop.is_due)
     try:
         return trainer.run()
     finally:

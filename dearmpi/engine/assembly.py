@@ -25,7 +25,7 @@ from dearmpi.engine.hooks import ModelHooks
 from dearmpi.engine.host_shard import HostMemory, HostShard
 from dearmpi.engine.master import HALVES, MasterRule
 from dearmpi.engine.memory import give_back_freed
-from dearmpi.engine.options import find_changed
+from dearmpi.engine.options import find_changed_option
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.probe import (
     host_twin,
@@ -175,7 +175,7 @@ def _read_prepared(
 ) -> Options:
     """The options of this moment, or those read ``earlier``, which must still hold."""
     if earlier is not None:
-        if changed := find_changed(earlier, optimizer):
+        if changed := find_changed_option(earlier, optimizer):
             raise refusal.set_late(changed)
         return earlier
     prepare()

@@ -43,7 +43,7 @@ def describe_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> l
     ]
 
 
-def find_changed(earlier: Options, optimizer: Optimizer) -> str:
+def find_changed_option(earlier: Options, optimizer: Optimizer) -> str:
     """The first option that is another than ``earlier``, such as ``lr in param group 0``; empty if
     none is. Tensors on a device are not compared, since that would wait for it.
     """

@@ -23,7 +23,7 @@ def picture_own_state(optimizer: Optimizer) -> dict[str, Any]:
     return {name: _picture(value) for name, value in attributes.items()}
 
 
-def find_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def find_changed_attribute(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The first attribute that two pictures show differently; empty if there is none."""
     return next((name for name in {**one, **other} if one.get(name) != other.get(name)), "")
 

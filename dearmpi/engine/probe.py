@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.engine.own_state import find_changed, is_needed, picture_own_state
+from dearmpi.engine.own_state import find_changed_attribute, is_needed, picture_own_state
 from dearmpi.engine.trial import are_alike, device_of, kinds_of_options, lively, try_steps
 from dearmpi.engine.update import clone, is_elementwise_tensor, on_host, read_options
 from dearmpi.errors import ConfigError
@@ -73,7 +73,7 @@ def require_steady(optimizer: Optimizer) -> None:
                     "on; use a version that keeps it in the state of each parameter"
                 )
         for later in own[1:]:  # the first step may find out something, once for all
-            changed = find_changed(own[0], later)
+            changed = find_changed_attribute(own[0], later)
             if changed and is_needed(optimizer, lively(options), device_of(optimizer)):
                 raise ConfigError(
                     f"{name} keeps {changed!r} on itself and changes it with its steps, of which "

@@ -30,7 +30,7 @@ from dearmpi.plan.timeline import is_active
 from dearmpi.tune.calibrate import calibrate
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 from dearmpi.tune.profile import LayerTimer, slowest_profile
-from dearmpi.tune.wire_pace import Crossing, wire_pace
+from dearmpi.tune.wire_pace import Crossed, wire_pace
 
 NUM_WARMUP, NUM_PROFILED = 2, 3
 LEAST_STEPS = NUM_WARMUP + NUM_PROFILED + 1
@@ -85,7 +85,7 @@ class SelfPlanning:
         config = in_use.config
         self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
-        self._crossings: dict[Lane, list[Crossing]] = defaultdict(list)
+        self._crossings: dict[Lane, list[Crossed]] = defaultdict(list)
         self._num_steps = self._due_step = self._steps_between_looks = 0
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
@@ -112,7 +112,7 @@ class SelfPlanning:
             return
         reduces = span.lane is Lane.REDUCE_SCATTER
         link = self._costs.reduce_scatter if reduces else self._costs.all_gather
-        crossing = Crossing(span.start_s, span.stop_s, link.wire_s(span.nbytes))
+        crossing = Crossed(span.start_s, span.stop_s, link.wire_s(span.nbytes))
         self._crossings[span.lane].append(crossing)
 
     def stepped(self) -> Plan | None:

@@ -19,7 +19,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-class TextWorld(Protocol):
+class PlacedWorld(Protocol):
     """What the choice needs of the world."""
 
     @property
@@ -42,7 +42,7 @@ class DeviceChoice:
     reason: str
 
 
-def choose_device(world: TextWorld, asked: DeviceSetting) -> DeviceChoice:
+def choose_device(world: PlacedWorld, asked: DeviceSetting) -> DeviceChoice:
     """The device of this rank (collective): by its number among the ranks of its host.
 
     Raises AgreedError or MismatchError, on all ranks alike, where devices are asked for, or some
@@ -82,7 +82,7 @@ def allow_deterministic_only(wanted: bool) -> None:
 
 
 def _complaint(
-    world: TextWorld,
+    world: PlacedWorld,
     seen: Sequence[tuple[int, str | None]],
     rank: int,
     asked: DeviceSetting,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 _LEAST_WIRE_S = 0.05  # below, it matters how ranks differ in when they begin
 
 
-class Crossing(NamedTuple):
+class Crossed(NamedTuple):
     """An operation that is over: from posting to completion, and for how long it should have
     needed the whole wire, in seconds.
     """
@@ -23,7 +23,7 @@ class Crossing(NamedTuple):
     wire_s: float
 
 
-def wire_pace(crossings: Iterable[Crossing]) -> float:
+def wire_pace(crossings: Iterable[Crossed]) -> float:
     """The least time over what was expected, of stretches with something always under way.
 
     ``crossings``: of one kind, since one kind may need longer than another for the same bytes.
@@ -34,9 +34,9 @@ def wire_pace(crossings: Iterable[Crossing]) -> float:
     return min((_pace(stretch) for stretch in _stretches(crossings)), default=1.0)
 
 
-def _stretches(crossings: Iterable[Crossing]) -> list[list[Crossing]]:
+def _stretches(crossings: Iterable[Crossed]) -> list[list[Crossed]]:
     """The operations, in order of posting, parted where nothing was under way."""
-    stretches: list[list[Crossing]] = []
+    stretches: list[list[Crossed]] = []
     stop_s = float("-inf")
     for crossing in sorted(crossings):
         if crossing.start_s > stop_s:
@@ -46,7 +46,7 @@ def _stretches(crossings: Iterable[Crossing]) -> list[list[Crossing]]:
     return stretches
 
 
-def _pace(stretch: list[Crossing]) -> float:
+def _pace(stretch: list[Crossed]) -> float:
     first_stop_s = min(crossing.stop_s for crossing in stretch)
     begin_s = max(crossing.stop_s for crossing in stretch if crossing.start_s < first_stop_s)
     wire_s = sum(

@@ -13,7 +13,7 @@ import torch
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.options import find_changed
+from dearmpi.engine.options import find_changed_option
 from dearmpi.engine.update import read_options
 from dearmpi.errors import MismatchError
 from tests.unit.engine.chain import Chain
@@ -154,4 +154,4 @@ def test_options_set_after_backward_are_told_from_those_that_are_as_before(
     optimizer.param_groups[0]["mark"] = before
     earlier = read_options(optimizer)
     optimizer.param_groups[0]["mark"] = now
-    assert find_changed(earlier, optimizer) == ("mark in param group 0" if differ else "")
+    assert find_changed_option(earlier, optimizer) == ("mark in param group 0" if differ else "")

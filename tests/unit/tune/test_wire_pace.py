@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.tune.wire_pace import Crossing, wire_pace
+from dearmpi.tune.wire_pace import Crossed, wire_pace
 
 
-def in_turn(begin_s: float, seconds: float, count: int, *, wire_s: float) -> list[Crossing]:
+def in_turn(begin_s: float, seconds: float, count: int, *, wire_s: float) -> list[Crossed]:
     """Operations with two in flight, of which one ends every ``seconds``."""
     return [
-        Crossing(begin_s + max(0, number - 1) * seconds, begin_s + (number + 1) * seconds, wire_s)
+        Crossed(begin_s + max(0, number - 1) * seconds, begin_s + (number + 1) * seconds, wire_s)
         for number in range(count)
     ]
 
@@ -24,7 +24,7 @@ def test_a_wire_is_as_fast_as_a_stretch_of_training_has_found_it() -> None:
 
 def test_operations_that_other_ranks_began_earlier_make_no_wire_faster() -> None:
     """The first two of each stretch are over as soon as this rank joins them."""
-    late = [Crossing(0.0, 0.001, 0.1), Crossing(0.0, 0.002, 0.1)]
+    late = [Crossed(0.0, 0.001, 0.1), Crossed(0.0, 0.002, 0.1)]
     rest = in_turn(0.002, 0.1, 8, wire_s=0.1)
     assert wire_pace([*late, *rest]) == pytest.approx(1.0, abs=0.01)
 
@@ -36,5 +36,5 @@ def test_waiting_for_another_rank_makes_no_wire_slower() -> None:
 def test_too_little_says_nothing() -> None:
     assert wire_pace([]) == 1.0
     assert wire_pace(in_turn(0.0, 0.001, 6, wire_s=0.01)) == 1.0
-    apart = [Crossing(float(second), second + 0.1, 0.5) for second in range(8)]
+    apart = [Crossed(float(second), second + 0.1, 0.5) for second in range(8)]
     assert wire_pace(apart) == 1.0

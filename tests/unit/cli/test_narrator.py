@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.report import Report, describe_outcome, describe_stop
+from dearmpi.cli.narrator import Narrator, describe_outcome, describe_stop
 from dearmpi.report.straggler import STEADY, STRETCH_STEPS
 from dearmpi.train.job import Job
 from dearmpi.train.metrics import MetricsRow
@@ -34,8 +34,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def make_report(out: io.StringIO, *, speaks: bool = True) -> Report:
-    return Report(cast(Job, JOB), Console(speaks=speaks, out=out), None)
+def make_report(out: io.StringIO, *, speaks: bool = True) -> Narrator:
+    return Narrator(cast(Job, JOB), Console(speaks=speaks, out=out), None)
 
 
 def make_row(step: int, **changes: Any) -> MetricsRow:
@@ -123,7 +123,7 @@ def test_the_ranks_of_a_slow_host_are_named_in_one_line() -> None:
     out = io.StringIO()
     world = SimpleNamespace(size=4, hosts=("n0", "n0", "n1", "n1"))
     job = SimpleNamespace(**{**vars(JOB), "world": world})
-    report = Report(cast(Job, job), Console(speaks=True, out=out), None)
+    report = Narrator(cast(Job, job), Console(speaks=True, out=out), None)
     for row in range(1, 3 * STEADY):
         late = [0.01 * (row % 2), 0.01 * (row % 3)]  # now the one is slowest, now the other
         waits_s = (1.5, 1.5, *late)
