@@ -24,8 +24,7 @@ class Replicas:
 
     Parameters are hashed as they arrive, before a script can do anything to them.
     num_steps: how many were taken. is_due: whether the step under way is to be compared.
-    reduces, gathers: buckets whose collectives were posted since
-        ranks were told, in order.
+    reduces, gathers: buckets whose collectives were posted since ranks were told, in order.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ def together(world: AgreeingWorld, *, root_only: bool = False) -> Iterator[None]
     """Run a part that may fail on some ranks only (collective at its end).
 
     The part must make no collective calls itself. ``root_only``: it is rank 0's alone, which a
-    message then need not say. Raises AgreedError on every rank if it failed
-    on any, with the exit code of the first that did.
+    message then need not say. Raises AgreedError on every rank if it failed on any, with the exit
+    code of the first that did.
     """
     failure: Exception | None = None
     try:
