@@ -16,6 +16,7 @@ from dearmpi.errors import ConfigError
 # job, those of gloo as the block, in which only a part of the time is communication.
 LINK_WARM_UP_S = 2.0
 BLOCK_WARM_UP_S = 4.0
+_MOST_WARMING = 1000  # iterations; with ten times as many, sums in fp32 could no longer be judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,11 @@ def least_tuning(methods: Sequence[Method]) -> int:
 def least_warming(result: Result, length: Length) -> int:
     """Iterations before the warm-up that make every method's connections as fast as they get.
 
-    By the least that an iteration takes, from what is known of computation and communication alone.
-    0 where all ranks are on one host, between whose processes there is no such beginning.
+    By the least that an iteration takes, from what is known of computation and communication alone;
+    a thousand at most. 0 where all ranks are on one host, whose processes know no such beginning.
     """
     bounds = result.bounds
     if bounds is None or result.hosts == 1:
         return 0
-    return max(0, math.ceil(length.warm_up_s / bounds.absolute_s) - length.num_warmup)
+    num = min(_MOST_WARMING, math.ceil(length.warm_up_s / bounds.absolute_s))
+    return max(0, num - length.num_warmup)

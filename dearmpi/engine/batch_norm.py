@@ -120,7 +120,9 @@ def _refuse_more(model: nn.Module) -> None:
         kind = type(module)
         if not isinstance(module, _BatchNorm) or issubclass(kind, SyncBatchNorm):
             continue
-        if kind.forward not in forwards or kind.train is not nn.Module.train or module._modules:
+        own = {"forward", "train"} & vars(module).keys()  # as where a layer is kept from training
+        of_kind = kind.forward not in forwards or kind.train is not nn.Module.train
+        if of_kind or own or module._modules:
             raise ConfigError(
                 f"module {name or 'of the model'} is a {kind.__name__}, which does more than "
                 "normalise: it has modules, a forward() or a train() of its own, and SyncBatchNorm "

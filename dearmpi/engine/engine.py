@@ -71,8 +71,11 @@ class Engine:
         if name := self.backprop.find_cleared():
             raise refusal.cleared(name)
         self.backprop.finish()
+        self._take_step(self._read_options(self._cycle.options), joined=joined)
+
+    def _take_step(self, options: Options, *, joined: bool = False) -> None:
+        """After ``backprop.finish``."""
         cycle = self._cycle
-        options = self._read_options(cycle.options)
         for bucket in self._buckets:
             bucket.release_gradients()
         cycle.stepped = True
@@ -167,13 +170,14 @@ class Engine:
 
     def close(self) -> None:
         """Finish what is under way and give the channels back."""
-        if not self._cycle.stepped and self._eager:
-            self.step()  # it is promised, and some buckets are updated by now
+        if not self._cycle.stepped:
+            self.backprop.finish()  # other ranks may have reduced what is not full here
+            if self._eager:  # the step is promised, and some buckets are updated by now
+                assert self._cycle.options is not None
+                self._take_step(self._cycle.options)
         if self._cycle.stepped:
             self.waiting.until_finished()
             self._side.lead()
-        else:
-            self.backprop.finish()  # other ranks may have reduced what is not full here
         for bucket in self._buckets:
             bucket.release_gradients()  # of a backprop that no step followed
         self._pipeline.close()

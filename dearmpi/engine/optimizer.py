@@ -176,9 +176,9 @@ class DistributedOptimizer(Facade):
         A rank that reaches the end early takes part in the others' steps with zero gradients,
         which count in the average, with their options, and clips as they do.
         """
-        self._course.give_up_planning()  # it counts steps, of which ranks take unequal numbers here
         if self.world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in self._model.modules()):
             raise refusal.joined_with_batch_norm()
+        self._course.give_up_planning()  # it counts steps, of which ranks take unequal numbers here
         with self._assembly.engine.join(self._shadow_step):
             yield
 
@@ -269,7 +269,8 @@ class DistributedOptimizer(Facade):
 
     @untraced
     def close(self) -> None:
-        """Finish the last step and detach from the model, which is then an ordinary one.
+        """Finish the last step and detach from the model, which is then an ordinary one. With
+        ``eager=True`` the step of a backward without one is taken first.
 
         Safe to call twice; the state can still be saved. The wrapped optimizer has it again with
         ``gather="gradients"``; with ``"parameters"`` it lies in shards: to go on with the wrapped

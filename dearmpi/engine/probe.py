@@ -204,10 +204,11 @@ def resident_scalars(optimizer: Optimizer) -> tuple[frozenset[str], ...]:
 
 
 def _resident_scalars_of(optimizer: Optimizer, group: Mapping[str, Any]) -> frozenset[str]:
-    num_dims = max((param.dim() for param in group["params"]), default=1)  # Muon takes matrices
-    param, state = _first_state(optimizer, group, (3,) * max(1, num_dims))
+    dims = {max(1, param.dim()) for param in group["params"]} or {1}  # Muon takes matrices alone
+    states = [_first_state(optimizer, group, (3,) * num) for num in sorted(dims)]
     return frozenset(
         key
+        for param, state in states
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim() == 0 and value.device == param.device
     )

@@ -214,7 +214,9 @@ def _read_kept(path: Path, world: World, settings: RunSettings, model: nn.Module
         plan.layout([spec_of(params[name], name) for name in planned & params.keys()], world.size)
     except ConfigError:
         return ""
-    is_whole = all(name in planned for name, param in params.items() if param.requires_grad)
+    is_whole = all(
+        name in planned for name, param in params.items() if param.requires_grad and param.numel()
+    )
     config = settings.engine()
     fits = plan.eager == config.eager and plan.gather in (None, config.gather)
     return plan.to_json() if is_whole and fits else ""

@@ -32,7 +32,7 @@ class PlanRequest:
     """What ``make_plan`` is to be called with; of each iteration it sees one micro-batch.
 
     standing: what is in use, from which a plan must gain half a hundredth. To change costs about
-        an iteration, which two hundred then earn.
+        an iteration, which two hundred then earn; a shorter run loses less than one by it.
     """
 
     profile: ModelProfile

@@ -143,11 +143,21 @@ class Fixed(nn.BatchNorm2d):
         return super().train(False)
 
 
-@pytest.mark.parametrize("kind", [Activated, Fixed])
-def test_a_batch_normalisation_that_does_more_is_not_converted(kind: type[nn.Module]) -> None:
+def frozen(num_features: int) -> nn.BatchNorm2d:
+    """The same for one layer."""
+    layer = nn.BatchNorm2d(num_features).eval()
+    layer.train = lambda mode=True: layer  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize("make", [Activated, Fixed, frozen])
+def test_a_batch_normalisation_that_does_more_is_not_converted(
+    make: Callable[[int], nn.Module],
+) -> None:
     def rank(world: World) -> None:
-        model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(kind(3)))
-        told = f"module 1.0 is a {kind.__name__}, which does more than normalise"
+        layer = make(3)
+        model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(layer))
+        told = f"module 1.0 is a {type(layer).__name__}, which does more than normalise"
         with pytest.raises(ConfigError, match=told):
             convert_sync_batchnorm(model, world)
         assert type(model[0]) is nn.BatchNorm2d

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,7 +25,8 @@ def test_closing_before_the_step_leaves_an_ordinary_model() -> None:
     run_ranks(2, rank)
 
 
-def test_closing_before_an_eager_step_takes_it_whole() -> None:
+@pytest.mark.parametrize("between", ["nothing", "zero_grad", "lr"])
+def test_closing_before_an_eager_step_takes_it_whole(between: str) -> None:
     """Where a layer has no gradient on any rank, the buckets behind it wait for the step."""
 
     def rank(world: World) -> list[float]:
@@ -39,6 +41,10 @@ def test_closing_before_an_eager_step_takes_it_whole() -> None:
             bucket_cap_mb=1e-5,  # a bucket each
         )
         (model[2](torch.ones(1, 8)).sum() + model[0](torch.ones(1, 8)).sum()).backward()
+        if between == "zero_grad":
+            model.zero_grad()
+        elif between == "lr":  # which comes too late
+            optimizer.param_groups[0]["lr"] = 2.0
         optimizer.close()
         return [value for param in model.parameters() for value in param[:, 0].tolist()]
 
