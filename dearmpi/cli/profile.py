@@ -43,8 +43,9 @@ def _profile(
       mpirun -n 4 dear-train profile --task digits --out digits.json
 
     Takes the flags of `dear-train run` that say what is trained and how; in a --config file or the
-    environment the others may stand as well. Nothing is kept of what was trained. With several
-    ranks the slowest counts. `dear-train bench --workload FILE` replays the result.
+    environment the others may stand as well, but no checkpoint is read. Nothing is kept of what was
+    trained. With several ranks the slowest counts. `dear-train bench --workload FILE` replays the
+    result.
     """
 
     failure: ConfigError | None = None

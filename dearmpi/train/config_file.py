@@ -10,11 +10,11 @@ import yaml
 from dearmpi.errors import ConfigError
 
 # YAML 1.1 makes a number of 20261121_1, and of 12:30. What is one follows from the setting instead.
-_RECOGNISED = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:bool")
+_RECOGNISED = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "merge"))
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves all but null, true and false as it is written, and takes no key twice."""
+    """Leaves all but null, true, false and `<<` as it is written, and takes no key twice."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in known if tag in _RECOGNISED]

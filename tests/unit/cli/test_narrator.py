@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def make_report(out: io.StringIO, *, speaks: bool = True) -> Narrator:
+def make_narrator(out: io.StringIO, *, speaks: bool = True) -> Narrator:
     return Narrator(cast(Job, JOB), Console(speaks=speaks, out=out), None)
 
 
@@ -45,10 +45,10 @@ def make_row(step: int, **changes: Any) -> MetricsRow:
 
 def test_a_line_tells_throughput_what_is_hidden_and_how_long_it_goes_on() -> None:
     out = io.StringIO()
-    report = make_report(out)
-    report.stepped(4)
-    report.measured(make_row(4))
-    report.measured(make_row(10))
+    narrator = make_narrator(out)
+    narrator.stepped(4)
+    narrator.measured(make_row(4))
+    narrator.measured(make_row(10))
     assert out.getvalue().splitlines() == [
         "step 4/10  loss 1.5000  100 samples/s  exposed 25%  hidden 50%  12 s left",
         "step 10/10  loss 1.5000  100 samples/s  exposed 25%  hidden 50%",
@@ -57,18 +57,18 @@ def test_a_line_tells_throughput_what_is_hidden_and_how_long_it_goes_on() -> Non
 
 def test_in_a_terminal_the_live_line_moves_with_every_step() -> None:
     out = Terminal()
-    report = make_report(out)
-    report.measured(make_row(4))
+    narrator = make_narrator(out)
+    narrator.measured(make_row(4))
     assert out.getvalue() == ""
-    report.stepped(5)
+    narrator.stepped(5)
     assert out.getvalue().endswith(" 5/10  10 s left  loss 1.5000  hidden 50%  100 samples/s")
 
 
 def test_the_time_that_is_left_includes_what_is_done_between_steps() -> None:
     out = io.StringIO()
-    report = make_report(out)
+    narrator = make_narrator(out)
     for step, elapsed_s in ((2, 9.0), (4, 13.0), (6, 33.0)):  # steps of 2 s, and 16 s once in four
-        report.measured(make_row(step, elapsed_s=elapsed_s))
+        narrator.measured(make_row(step, elapsed_s=elapsed_s))
     assert [line.rpartition("  ")[2] for line in out.getvalue().splitlines()] == [
         "16 s left",
         "12 s left",
@@ -99,20 +99,20 @@ def test_the_summary_tells_the_whole_time_where_it_is_another(elapsed_s: float, 
 
 def test_ranks_that_do_not_speak_are_silent() -> None:
     out = Terminal()
-    report = make_report(out, speaks=False)
-    report.stepped(4)
-    report.measured(make_row(4, eval_loss=1.0, ranks=(RankTimes(2, 0), RankTimes(2, 1.5))))
+    narrator = make_narrator(out, speaks=False)
+    narrator.stepped(4)
+    narrator.measured(make_row(4, eval_loss=1.0, ranks=(RankTimes(2, 0), RankTimes(2, 1.5))))
     assert out.getvalue() == ""
 
 
 def test_a_slow_rank_is_named_once_with_its_host_and_again_after_it_recovered() -> None:
     slow, even = (RankTimes(2, 1.5), RankTimes(2, 0)), (RankTimes(2, 0), RankTimes(2, 0))
     out = io.StringIO()
-    report = make_report(out)
+    narrator = make_narrator(out)
     phases = (slow, STEADY), (even, 1), (slow, STEADY), (even, STEADY), (slow, STEADY)
     rows = [ranks for ranks, count in phases for _ in range(count)]
     for row, ranks in enumerate(rows, 1):
-        report.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
+        narrator.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
     lines = [line for line in out.getvalue().splitlines() if "slow" in line]
     assert len(lines) == 2
     assert lines[0].startswith("rank 1 on n1 is slow: busy for 2 s per step, the other ranks for")
@@ -123,12 +123,12 @@ def test_the_ranks_of_a_slow_host_are_named_in_one_line() -> None:
     out = io.StringIO()
     world = SimpleNamespace(size=4, hosts=("n0", "n0", "n1", "n1"))
     job = SimpleNamespace(**{**vars(JOB), "world": world})
-    report = Narrator(cast(Job, job), Console(speaks=True, out=out), None)
+    narrator = Narrator(cast(Job, job), Console(speaks=True, out=out), None)
     for row in range(1, 3 * STEADY):
         late = [0.01 * (row % 2), 0.01 * (row % 3)]  # now the one is slowest, now the other
         waits_s = (1.5, 1.5, *late)
         ranks = tuple(RankTimes(2, wait_s) for wait_s in waits_s)
-        report.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
+        narrator.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
     (line,) = [line for line in out.getvalue().splitlines() if "slow" in line]
     assert line.startswith("ranks 2 and 3 on n1 are slow: busy for 1.9")
 

@@ -134,6 +134,11 @@ def test_keys_of_the_file_may_be_written_as_flags_are(tmp_path: Path) -> None:
     assert layer.values == {"batch_size": 4, "task_options": {"width": "8"}}
 
 
+def test_a_mapping_may_be_merged_into_the_file(tmp_path: Path) -> None:
+    layer = read_file(write(tmp_path, "batch_size: 4\n<<: {lr: 0.1, batch_size: 8}\n"))
+    assert layer.values == {"batch_size": 4, "lr": 0.1}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
