@@ -1,6 +1,7 @@
 """Simulated iterations of the paper's models: the default settings, WFBP, and the planner's plan.
 
     python benchmarks/planned.py [--world-size 4] [--gigabits 1] [--split-mb 4] [--tokens 64]
+        [--main-thread-ms 0.1]
 
 Communication over computation is 0.5, 1 and 2; backprop takes twice as long as feed-forward. Times
 are over ``max(compute, communication)``, communication being both ways of all bytes on the wire.
@@ -47,8 +48,10 @@ def main() -> None:
     parser.add_argument("--gigabits", type=float, default=1.0)
     parser.add_argument("--split-mb", type=float, default=4.0)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--main-thread-ms", type=float, default=0.1, help="for each bucket")
     given = parser.parse_args()
     costs = assumed_costs(given.world_size, given.gigabits)
+    costs = replace(costs, main_thread_s=given.main_thread_ms / 1e3)
     head = "  ".join(f"{name:>{14 if name == 'late' else 6}}" for name in COLUMNS)
     print(f"{'workload':<13} ratio  {head}  plan")
     for name in workload_names():
