@@ -117,7 +117,7 @@ def report(
     watch: Stopwatch, cpu_s: float, wall_s: float, count: int, optimizer: DistributedOptimizer
 ) -> None:
     """Print the table."""
-    tensors = sum(len(bucket.slots) for bucket in optimizer.layout)
+    tensors = sum(len(bucket.placements) for bucket in optimizer.layout)
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} thread(s); {tensors} parameters in "
         f"{len(optimizer.layout)} buckets; iteration {wall_s * 1e3:.2f} ms, of which the main "

@@ -29,7 +29,6 @@ from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import CommError, ConfigError, UsageError
 from dearmpi.plan.layout import Bucket
-from dearmpi.plan.timeline import is_active
 from dearmpi.train.agreement import is_agreed
 
 Tell = Callable[[str], None]
@@ -56,15 +55,15 @@ def hold_contest(
     communication alone sends fp32; methods know for themselves.
     """
     config = EngineConfig(comm_dtype=comm_dtype)
-    layout = plan_of(world, subject.build())
-    result = _blank(world, subject, methods, layout, comm_dtype)
+    buckets = buckets_of(world, subject.build())
+    result = _blank(world, subject, methods, buckets, comm_dtype)
     alone = read_method(ALONE)
     num_tuning = least_tuning(methods)
     entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
     for number in range(length.num_rounds):
         warm_up_s = LINK_WARM_UP_S if number == 0 else 0
         result.link += measure_link(
-            world, layout, config, repeats=_LINK_REPEATS, warm_up_s=warm_up_s
+            world, buckets, config, repeats=_LINK_REPEATS, warm_up_s=warm_up_s
         )
         turns = entries if number % 2 == 0 else entries[::-1]  # so that no drift favours one
         for method, row in turns:
@@ -82,7 +81,7 @@ def _blank(
     world: World,
     subject: Subject,
     methods: Sequence[Method],
-    layout: Sequence[Bucket],
+    buckets: Sequence[Bucket],
     comm_dtype: CommDtype,
 ) -> Result:
     """What is known before anything is measured."""
@@ -96,21 +95,21 @@ def _blank(
         alone=Row(ALONE),
         rows=[Row(method.label, comm_dtype=method.comm_dtype) for method in methods],
         link=[],
-        num_buckets=len(layout),
-        payload_bytes=sum(bucket.nbytes for bucket in layout),
+        num_buckets=len(buckets),
+        payload_bytes=sum(bucket.nbytes for bucket in buckets),
         comm_dtype=comm_dtype,
         torch_threads=torch.get_num_threads(),
     )
 
 
-def plan_of(world: World, model: nn.Module) -> tuple[Bucket, ...]:
+def buckets_of(world: World, model: nn.Module) -> tuple[Bucket, ...]:
     """The buckets that the engine sends of ``model`` as it comes (collective)."""
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, world=world, config=EngineConfig()
     )
-    layout = tuple(bucket for bucket in optimizer.layout if is_active(bucket))
+    buckets = tuple(bucket for bucket in optimizer.layout if bucket.trained)
     optimizer.close()
-    return layout
+    return buckets
 
 
 def _describe(result: Result, row: Row, number: int) -> str:

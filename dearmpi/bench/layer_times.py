@@ -8,9 +8,9 @@ from dearmpi.comm.world import World
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.train.agreement import together
 from dearmpi.train.job import Job
-from dearmpi.train.layers import Layer, make_layer, merge
 from dearmpi.train.session import open_session
 from dearmpi.train.settings import PLANNING
+from dearmpi.train.sources import Source, make_source, merge
 from dearmpi.train.stepping import take_step
 from dearmpi.tune.profile import LayerTimer, slowest_profile
 
@@ -18,16 +18,16 @@ _NO_PLAN = {"plan": "none"}  # the profile is over before one is found
 
 
 def measure_layers(
-    world: World, layers: Sequence[Layer], *, num_warmup: int, num_batches: int
+    world: World, sources: Sequence[Source], *, num_warmup: int, num_batches: int
 ) -> ModelProfile:
-    """Train the run that ``layers`` of settings describe, and profile its model (collective).
+    """Train the run that ``sources`` of settings describe, and profile its model (collective).
 
     Of ``num_warmup + num_batches`` steps the first do not count. The slowest rank's times do.
     """
-    if merge(layers).get("plan") in (None, *PLANNING):  # not given: runs may plan by themselves
-        layers = [make_layer("flag", _NO_PLAN), *layers]
-    job = open_session(world, layers).job
-    optimizer, micro_batches = job.optimizer, job.plan.micro_batches
+    if merge(sources).get("plan") in (None, *PLANNING):  # not given: runs may plan by themselves
+        sources = [make_source("flag", _NO_PLAN), *sources]
+    job = open_session(world, sources).job
+    optimizer, micro_batches = job.optimizer, job.batches.micro_batches
     timer = LayerTimer(
         job.task.model,
         params=[param for group in optimizer.param_groups for param in group["params"]],
@@ -52,11 +52,11 @@ def _full_step(job: Job, number: int) -> int:
 
     Where the data are fewer than a batch, every step is alike.
     """
-    per_epoch = max(1, job.plan.num_samples // job.plan.batch_size)
+    per_epoch = max(1, job.batches.num_samples // job.batches.batch_size)
     epoch, step = divmod(number, per_epoch)
-    return epoch * job.plan.steps_per_epoch + step
+    return epoch * job.batches.steps_per_epoch + step
 
 
 def _samples_of_a_pass(job: Job) -> int:
     """Of one micro-batch of a full step, on the rank that has most."""
-    return -(-job.plan.batch_size // (job.world.size * job.plan.micro_batches))
+    return -(-job.batches.batch_size // (job.world.size * job.batches.micro_batches))

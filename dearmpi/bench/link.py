@@ -58,7 +58,7 @@ def _starts(
     """Reduce-scatters in the order of backprop, and all-gathers in that of feed-forward."""
     buffers = [
         # Filled, since zeros come without memory, which the first to write to would wait for.
-        torch.empty(bucket.padded_numel, dtype=getattr(torch, bucket.slots[0].spec.dtype)).fill_(0)
+        torch.empty(bucket.padded_numel, dtype=getattr(torch, bucket.dtype)).fill_(0)
         for bucket in buckets
     ]
     if config.reduce_scatter == "auto":

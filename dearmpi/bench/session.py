@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dearmpi.bench.contest import Keep, Tell, hold_contest, plan_of
+from dearmpi.bench.contest import Keep, Tell, buckets_of, hold_contest
 from dearmpi.bench.length import LINK_WARM_UP_S, Length
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.memory import reuse_pages
@@ -210,7 +210,8 @@ def _communication_s(world: World, workload: Workload, comm_dtype: CommDtype, te
             "--backprop-s, or start several ranks with mpirun"
         )
     tell("measuring communication alone")
-    layout = plan_of(world, ReplayModel(profile_workload(workload, feed_forward_s=0, backprop_s=0)))
+    profile = profile_workload(workload, feed_forward_s=0, backprop_s=0)
+    buckets = buckets_of(world, ReplayModel(profile))
     config = EngineConfig(comm_dtype=comm_dtype)
-    trials = measure_link(world, layout, config, repeats=_NUM_TRIALS, warm_up_s=LINK_WARM_UP_S)
+    trials = measure_link(world, buckets, config, repeats=_NUM_TRIALS, warm_up_s=LINK_WARM_UP_S)
     return float(torch.tensor([trial.total_s for trial in trials]).median())

@@ -204,11 +204,11 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
 
 
 def _describe_length(job: Job) -> str:
-    batch_size, num_samples = job.settings.batch_size, job.plan.num_samples
+    batch_size, num_samples = job.settings.batch_size, job.batches.num_samples
     samples = f"{batch_size} samples"
     if batch_size > num_samples:
         samples = f"{num_samples} samples, all that there are, for a batch size of {batch_size}"
-    epochs = job.total_steps / job.plan.steps_per_epoch
+    epochs = job.total_steps / job.batches.steps_per_epoch
     return f"length: {job.total_steps} steps of {samples} ({epochs:.2f} epochs)"
 
 

@@ -11,17 +11,17 @@ import click
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.measurement import OUT, check_apart, check_place, write
-from dearmpi.cli.run import carry_out_together, read_layers
+from dearmpi.cli.run import carry_out_together, read_sources
 from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
-from dearmpi.train.layers import without
 from dearmpi.train.settings import PLANNING, SETTINGS
+from dearmpi.train.sources import without
 
 if TYPE_CHECKING:
     from dearmpi.cli.rank_log import RankLog
     from dearmpi.comm.world import World
     from dearmpi.plan.profile import ModelProfile
-    from dearmpi.train.layers import Layer
+    from dearmpi.train.sources import Source
 
 _HEADER = ("layer", "tensors", "MB", "feed-forward ms", "backprop ms", "ready ms")
 _MOST_ROWS = 40
@@ -49,15 +49,15 @@ def _profile(
     """
 
     failure: ConfigError | None = None
-    layers: list[Layer] = []
+    sources: list[Source] = []
     try:
         check_lengths(num_warmup, num_batches)
         check_flags(given)
-        layers = [without(layer, _OF_A_RUN) for layer in read_layers(given, os.environ, config)]
+        sources = [without(source, _OF_A_RUN) for source in read_sources(given, os.environ, config)]
     except ConfigError as error:
         failure = error
 
-    def carry_out(world: World, layers: Sequence[Layer], _log: RankLog) -> int:
+    def carry_out(world: World, sources: Sequence[Source], _log: RankLog) -> int:
         from dearmpi.bench.layer_times import measure_layers
         from dearmpi.train.agreement import together
 
@@ -67,12 +67,12 @@ def _profile(
                 check_apart({"--out": out}, read)
             check_place(world, out)
         console = Console(speaks=world.is_root, launched=world.size > 1)
-        profile = measure_layers(world, layers, num_warmup=num_warmup, num_batches=num_batches)
+        profile = measure_layers(world, sources, num_warmup=num_warmup, num_batches=num_batches)
         console.say(*describe_profile(profile))
         write(world, console, out, profile.to_json())
         return 0
 
-    return carry_out_together(failure, layers, carry_out)
+    return carry_out_together(failure, sources, carry_out)
 
 
 profile = RunCommand(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
 from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError, LaunchError
-from dearmpi.train.layers import Layer, make_layer, merge, read_environment, read_file
+from dearmpi.train.sources import Source, make_source, merge, read_environment, read_file
 
 if TYPE_CHECKING:
     from dearmpi.cli.rank_log import RankLog
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dearmpi.comm.world import World
     from dearmpi.train.stop import StopRequest
 
-CarryOut = Callable[["World", Sequence[Layer], "RankLog"], int]
+CarryOut = Callable[["World", Sequence[Source], "RankLog"], int]
 
 EPILOG = """\b
 Each flag may also be given in the environment (--batch-size as DEAR_TRAIN_BATCH_SIZE) or in
@@ -40,12 +40,12 @@ def _run(config: str | None, **given: object) -> int:
       mpirun -n 4 dear-train run --task digits --epochs 20
     """
     failure: ConfigError | None = None
-    layers: list[Layer] = []
+    sources: list[Source] = []
     try:
-        layers = read_layers(given, os.environ, config)
+        sources = read_sources(given, os.environ, config)
     except ConfigError as error:
         failure = error
-    return run_together(failure, layers)
+    return run_together(failure, sources)
 
 
 run = RunCommand(
@@ -58,16 +58,16 @@ run = RunCommand(
 )
 
 
-def read_layers(
+def read_sources(
     given: Mapping[str, object], environment: Mapping[str, str], config: str | None
-) -> list[Layer]:
+) -> list[Source]:
     """What the user chose, by flags, environment and file, those that win first."""
     check_config(config)
     flags = {name: value for name, value in given.items() if value not in (None, ())}
-    layers = [make_layer("flag", flags), read_environment(environment)]
+    sources = [make_source("flag", flags), read_environment(environment)]
     if config is not None:
-        layers.append(read_file(Path(config)))
-    return layers
+        sources.append(read_file(Path(config)))
+    return sources
 
 
 def check_config(config: str | None) -> None:
@@ -76,7 +76,7 @@ def check_config(config: str | None) -> None:
         raise ConfigError("--config is empty; name a file, or leave it out")
 
 
-def run_together(failure: ConfigError | None, layers: Sequence[Layer] = ()) -> int:
+def run_together(failure: ConfigError | None, sources: Sequence[Source] = ()) -> int:
     """Connect the ranks and train with these settings, to the end or to a stop by a signal; or tell
     of a ``failure`` once. Returns the exit code.
     """
@@ -84,17 +84,17 @@ def run_together(failure: ConfigError | None, layers: Sequence[Layer] = ()) -> i
 
     with StopRequest() as stop:
 
-        def train(world: World, layers: Sequence[Layer], log: RankLog) -> int:
+        def train(world: World, sources: Sequence[Source], log: RankLog) -> int:
             from dearmpi.cli.session import run_session
 
-            return run_session(world, layers, stop=stop, log=log, command=sys.argv)
+            return run_session(world, sources, stop=stop, log=log, command=sys.argv)
 
-        return carry_out_together(failure, layers, train, stop=stop)
+        return carry_out_together(failure, sources, train, stop=stop)
 
 
 def carry_out_together(
     failure: ConfigError | None,
-    layers: Sequence[Layer],
+    sources: Sequence[Source],
     carry_out: CarryOut,
     *,
     stop: StopRequest | None = None,
@@ -109,7 +109,7 @@ def carry_out_together(
     from dearmpi.train.agreement import share_failure
 
     try:
-        chosen = {} if failure else merge(layers)
+        chosen = {} if failure else merge(sources)
         _try_devices(chosen)
         world = connect(chosen.get("progress"), stall_limits=_stall_limits(chosen))
     except (ConfigError, LaunchError) as error:
@@ -121,7 +121,7 @@ def carry_out_together(
     with rank_log(speaks=world.is_root) as log:
         try:
             share_failure(world, failure)
-            return carry_out(world, layers, log)
+            return carry_out(world, sources, log)
         except (Exception, KeyboardInterrupt) as error:
             return end_run(world, error, log)
 

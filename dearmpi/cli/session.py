@@ -11,18 +11,18 @@ from dearmpi.cli.tracing import open_tracing
 from dearmpi.comm.world import World
 from dearmpi.train.agreement import together
 from dearmpi.train.cap_search import CapSearch
-from dearmpi.train.layers import Layer, describe_overruled
 from dearmpi.train.outcome import Outcome
 from dearmpi.train.plan_file import PlanFile
 from dearmpi.train.run_folder import RunFolder
 from dearmpi.train.session import Session, open_metrics, open_session, own_folder
+from dearmpi.train.sources import Source, describe_overruled
 from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.trainer import Trainer
 
 
 def run_session(
     world: World,
-    layers: Sequence[Layer],
+    sources: Sequence[Source],
     *,
     stop: StopRequest,
     log: RankLog,
@@ -30,8 +30,8 @@ def run_session(
 ) -> int:
     """Run to the end or to a stop (collective); returns the exit code."""
     console = Console(speaks=world.is_root, launched=world.size > 1)
-    console.say_all(describe_overruled(layers))  # even if the run is then refused
-    session = open_session(world, layers)
+    console.say_all(describe_overruled(sources))  # even if the run is then refused
+    session = open_session(world, sources)
     console.say_all(session.notes)
     with own_folder(session, command) as folder:
         return _run(session, folder, console, stop, log)

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from dearmpi.train.layers import CONFIG_VARIABLE
 from dearmpi.train.setting import Setting
 from dearmpi.train.settings import SETTINGS, RunSettings
+from dearmpi.train.sources import CONFIG_VARIABLE
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _FLAG_WIDTH = 30

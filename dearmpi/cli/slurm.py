@@ -10,11 +10,11 @@ from typing import Any, get_args
 import click
 
 from dearmpi.cli.batch_script import BatchScript, Launcher
-from dearmpi.cli.run import check_config, read_layers, run
+from dearmpi.cli.run import check_config, read_sources, run
 from dearmpi.engine.settings import check_plan
 from dearmpi.errors import ConfigError, LaunchError
-from dearmpi.train.layers import merge
 from dearmpi.train.settings import RunSettings
+from dearmpi.train.sources import merge
 
 _COUNT = click.IntRange(min=1)
 
@@ -98,7 +98,7 @@ def _check_arguments(arguments: tuple[str, ...]) -> None:
     given = run.make_context("dear-train run", list(arguments)).params
     config = given.pop("config")
     check_config(config)
-    chosen = merge(read_layers(given, os.environ, None))
+    chosen = merge(read_sources(given, os.environ, None))
     if config is None:  # it may give more, and need not be here yet
         _check_combination(chosen)
 

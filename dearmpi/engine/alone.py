@@ -12,7 +12,7 @@ from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.join import Joining
 from dearmpi.engine.roll_call import Loads
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.engine.spans import Spans
 
 
@@ -30,7 +30,7 @@ class AloneEngine:
 
     def step(self, *, joined: bool = False) -> None:
         """Update."""
-        with self._spans.span(Lane.UPDATE, "update"):
+        with self._spans.span(Track.UPDATE, "update"):
             self._optimizer.step()
 
     def synchronize(self) -> None:

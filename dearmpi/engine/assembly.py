@@ -268,7 +268,7 @@ def _place_shards(
     if not on_host:
         return [ResidentShard(bucket, rank=rank) for bucket in buckets]
     assert isinstance(side, DeviceSideStream), "without a device this is refused"
-    most_bytes = max(bucket.plan.nbytes // bucket.plan.world_size for bucket in buckets)
+    most_bytes = max(bucket.spec.nbytes // bucket.spec.world_size for bucket in buckets)
     memory = HostMemory(side, most_bytes=most_bytes)
     return [HostShard(bucket, rank=rank, memory=memory) for bucket in buckets]
 
@@ -280,11 +280,11 @@ def _choose_reduce_scatter(
     if config.reduce_scatter != "auto":
         return config.reduce_scatter
     # A frozen bucket may never need the memory that its gradients would take.
-    trained = [bucket for bucket in buckets if bucket.plan.trained] or buckets
-    buffer = max(trained, key=lambda bucket: bucket.plan.nbytes).gradients.data
+    trained = [bucket for bucket in buckets if bucket.spec.trained] or buckets
+    buffer = max(trained, key=lambda bucket: bucket.spec.nbytes).gradients.data
     side.follow()  # it may be new
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
-    dtypes = {slot.spec.dtype for bucket in buckets for slot in bucket.plan.slots}
+    dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
     can_be_native = dtypes <= {"float32", "float64"}
     return fastest_reduce_scatter(
         world,

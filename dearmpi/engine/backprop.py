@@ -153,7 +153,7 @@ class Backprop:
         if self._cycle.stepped:
             self.begin_cycle()
         if slot not in bucket.expected:
-            raise refusal.unfrozen_late(bucket.plan.names[slot])
+            raise refusal.unfrozen_late(bucket.spec.names[slot])
         launched = bucket.index in self._cycle.launched
         if launched or (self._launches and bucket.has_gradient(slot)):
             self._reopen()

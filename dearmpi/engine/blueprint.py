@@ -180,7 +180,7 @@ def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -
     options, state = describe_options(optimizer), describe_state(optimizer, names)
     facts = {
         "settings": repr(blueprint.config),
-        "model": repr([bucket.slots for bucket in blueprint.layout]),
+        "model": repr([bucket.placements for bucket in blueprint.layout]),
         "optimizer": f"{type(optimizer).__name__} {groups}",
         "optimizer option": repr(options),
         "optimizer state": repr(state),

@@ -37,7 +37,7 @@ class BucketRuntime:
 
     def __init__(
         self,
-        plan: Bucket,
+        spec: Bucket,
         params: Sequence[nn.Parameter],
         *,
         rank: int,
@@ -45,8 +45,8 @@ class BucketRuntime:
         parameters: Arena | None,
     ) -> None:
         """``parameters``: where they move to; None to leave them where they are."""
-        self.plan = plan
-        self.index = plan.index
+        self.spec = spec
+        self.index = spec.index
         self.params = tuple(params)
         self._rank = rank
         self._arena = gradients
@@ -70,7 +70,7 @@ class BucketRuntime:
         self._addresses = [param.data_ptr() for param in self.params]
         self.stand_ins = tuple(
             GradientUnderWay.of(param, name)
-            for param, name in zip(self.params, plan.names, strict=True)
+            for param, name in zip(self.params, spec.names, strict=True)
         )
 
     @property
@@ -132,12 +132,12 @@ class BucketRuntime:
 
     def names_with_gradients(self) -> dict[str, bool]:
         """Parameters that have had a gradient in any step, and whether it is zero now."""
-        return {self.plan.names[slot]: slot in self._zeroed for slot in self._ever}
+        return {self.spec.names[slot]: slot in self._zeroed for slot in self._ever}
 
     def recall_gradients(self, names: Mapping[str, bool]) -> None:
         """Those in ``names`` have had one, in buckets of before, and it is zero now or not."""
-        self._ever |= {slot for slot, name in enumerate(self.plan.names) if name in names}
-        self._zeroed |= {slot for slot in self._ever if names.get(self.plan.names[slot])}
+        self._ever |= {slot for slot, name in enumerate(self.spec.names) if name in names}
+        self._zeroed |= {slot for slot in self._ever if names.get(self.spec.names[slot])}
 
     def close_gradients(self) -> None:
         """No more gradients will come: those accumulated earlier count, the rest are zero."""
@@ -178,7 +178,7 @@ class BucketRuntime:
         arrived = self._arrived if self.state is BucketState.IDLE else ()
         for slot in self._stood_in.union(arrived):
             if self.params[slot].grad is not self.stand_ins[slot]:
-                return self.plan.names[slot]
+                return self.spec.names[slot]
         return ""
 
     def average(self, world_size: int) -> None:
@@ -196,12 +196,12 @@ class BucketRuntime:
         assert self.parameters is not None
         if not self.parameters.data.is_floating_point():
             return
-        first, last = self.plan.shard_range(self._rank)
-        for slot, place in enumerate(self.plan.slots):
+        first, last = self.spec.shard_range(self._rank)
+        for slot, placed in enumerate(self.spec.placements):
             if self.params[slot].requires_grad:
                 for start, stop in (
-                    (place.start, min(place.stop, first)),
-                    (max(place.start, last), place.stop),
+                    (placed.start, min(placed.stop, first)),
+                    (max(placed.start, last), placed.stop),
                 ):
                     self.parameters.data[start : max(start, stop)].fill_(float("nan"))
 
@@ -228,7 +228,7 @@ class BucketRuntime:
         """Raise UsageError if a parameter was moved out of the storage it had at the start."""
         if [param.data_ptr() for param in self.params] == self._addresses:
             return
-        for param, address, name in zip(self.params, self._addresses, self.plan.names, strict=True):
+        for param, address, name in zip(self.params, self._addresses, self.spec.names, strict=True):
             if param.data_ptr() != address:
                 raise refusal.moved(name)
 
@@ -240,7 +240,7 @@ class BucketRuntime:
             return
         for slot in self._slots - self.expected:
             if _is_same(self.params[slot].grad, self._gradients.views[slot]):
-                raise refusal.frozen_with_gradient(self.plan.names[slot])
+                raise refusal.frozen_with_gradient(self.spec.names[slot])
 
     def _blank_frozen(self) -> None:
         """Zero what nobody writes, where MPI has left who knows what: norms are of whole shards."""
@@ -256,7 +256,7 @@ class BucketRuntime:
 
     def _make_buffer(self, arena: Arena) -> FlatBuffer:
         likes = [param.detach() for param in self.params]
-        return FlatBuffer(self.plan, likes, rank=self._rank, arena=arena)
+        return FlatBuffer(self.spec, likes, rank=self._rank, arena=arena)
 
     def _move_parameters(self, arena: Arena) -> FlatBuffer:
         """Make the parameters views of a flat buffer."""
@@ -276,9 +276,9 @@ class BucketRuntime:
     def _usable_gradient(self, slot: int) -> Tensor:
         grad = self.params[slot].grad
         if grad is None:
-            raise refusal.taken(self.plan.names[slot])
+            raise refusal.taken(self.spec.names[slot])
         if grad.layout is not torch.strided:
-            raise refusal.sparse(self.plan.names[slot])
+            raise refusal.sparse(self.spec.names[slot])
         return grad.detach() if grad.requires_grad else grad  # which create_graph=True makes it do
 
 

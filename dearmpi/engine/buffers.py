@@ -54,8 +54,8 @@ class FlatBuffer:
     def __init__(self, bucket: Bucket, like: Sequence[Tensor], *, rank: int, arena: Arena) -> None:
         self.data = arena.take(bucket, like[0])
         self.views = [
-            shaped_like(tensor, _apart(self.data, slot.start, slot.stop), 0)
-            for slot, tensor in zip(bucket.slots, like, strict=True)
+            shaped_like(tensor, _apart(self.data, placed.start, placed.stop), 0)
+            for placed, tensor in zip(bucket.placements, like, strict=True)
         ]
         start, stop = bucket.shard_range(rank)
         self.shard = self.data[: bucket.numel][start:stop]

@@ -53,7 +53,7 @@ class Checks:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             pending = [bucket for bucket in self._buckets if bucket.pending]
             if pending and any(_has_nan(tensor) for tensor in _tensors(output)):
-                names = [name for bucket in pending for name in bucket.plan.names]
+                names = [name for bucket in pending for name in bucket.spec.names]
                 raise UsageError(
                     f"module {name} computed NaN while {len(names)} parameters were under way "
                     f"({', '.join(names[:4])} ...): it seems to read one through a reference that "

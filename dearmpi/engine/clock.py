@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dearmpi.comm.api import Request
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.engine.spans import Spans
 
 
@@ -69,7 +69,7 @@ class CommunicationClock:
         """Inside, the main thread waits for ``what``."""
         start = time.perf_counter()
         try:
-            with self._spans.span(Lane.WAIT, what):
+            with self._spans.span(Track.WAIT, what):
                 yield
         finally:
             self._exposed_s += time.perf_counter() - start

@@ -39,7 +39,7 @@ class HostShard:
     def __init__(self, bucket: BucketRuntime, *, rank: int, memory: HostMemory) -> None:
         """Raises DeviceError if there is no pinned memory for the parameters."""
         assert bucket.parameters is not None
-        self.start, _ = bucket.plan.shard_range(rank)
+        self.start, _ = bucket.spec.shard_range(rank)
         self._bucket, self._memory = bucket, memory
         self._there = bucket.parameters.shard
         pinned = memory.side.device.new_pinned(self._there.nbytes)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.layers import Layer, find_layers, node_behind
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.engine.spans import Spans
 from dearmpi.tune.own_hook import OwnHook
 
@@ -116,7 +116,7 @@ class LayerSpans:
         recorder, iteration = self._spans.recorder, self._spans.iteration
         if recorder is not None:
             for span in self._over:
-                recorder.add(Span(Lane.COMPUTE, *span, iteration))
+                recorder.add(Span(Track.COMPUTE, *span, iteration))
         self._over.clear()
         self._gradients.clear()
         self._running.clear()  # what is left has failed

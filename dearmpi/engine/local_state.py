@@ -69,13 +69,12 @@ def _cut_run(update: ShardUpdate, run: Run) -> list[StatePiece]:
         return []
     tensors = {key: v for key, v in state.items() if is_elementwise_tensor(v, run.values)}
     scalars = {key: value for key, value in state.items() if key not in tensors}
-    origin = run.pieces[0][1]
-    plan = update.bucket.plan
+    spec, origin = update.bucket.spec, run.start
     return [
         StatePiece(
-            name=plan.names[slot],
+            name=spec.names[slot],
             param=update.bucket.params[slot],
-            start=start - plan.slots[slot].start,
+            start=start - spec.placements[slot].start,
             tensors={key: value[start - origin : stop - origin] for key, value in tensors.items()},
             scalars=scalars,
         )

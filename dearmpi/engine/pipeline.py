@@ -24,7 +24,7 @@ from dearmpi.engine.late_buckets import LateBuckets
 from dearmpi.engine.replicas import Replicas
 from dearmpi.engine.roll_call import Loads, RollCall
 from dearmpi.engine.side_stream import SideStream
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import Options, Update
 from dearmpi.engine.wire_range import check_gradients, check_parameters
@@ -99,7 +99,7 @@ class Pipeline:
         """Submit the reduce-scatter of a READY bucket."""
         self.cycle.launched.add(bucket.index)
         bucket.move_to(BucketState.REDUCING)
-        self.spans.launched(bucket.plan)
+        self.spans.launched(bucket.spec)
         self._reduce_channel.submit(
             f"RS{bucket.index}", partial(self._start_reduce, bucket), partial(self._reduced, bucket)
         )
@@ -176,15 +176,15 @@ class Pipeline:
         if self._replicas is not None:
             self._replicas.reduces.append(bucket.index)
         return self._start(
-            Lane.REDUCE_SCATTER,
+            Track.REDUCE_SCATTER,
             bucket,
             lambda: collectives.start_reduce_scatter(
                 bucket.gradients.data, self._reduce_scatter, wire_dtype=self._wire_dtype
             ),
         )
 
-    def _start(self, lane: Lane, bucket: BucketRuntime, start: Callable[[], Request]) -> Request:
-        return self.spans.operation(lane, bucket.plan, partial(self.clock.post, start))
+    def _start(self, track: Track, bucket: BucketRuntime, start: Callable[[], Request]) -> Request:
+        return self.spans.operation(track, bucket.spec, partial(self.clock.post, start))
 
     def _reduced(self, bucket: BucketRuntime) -> None:
         self.clock.completed()
@@ -224,7 +224,7 @@ class Pipeline:
         assert self.cycle.options is not None
         with self.side.running():
             check_gradients(bucket, self._wire_dtype)
-            with self.spans.update(bucket.plan):
+            with self.spans.update(bucket.spec):
                 self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
             bucket.move_to(BucketState.UPDATED)
             if self._gathers_gradients:
@@ -272,7 +272,7 @@ class Pipeline:
         gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
         assert gathered is not None
         return self._start(
-            Lane.ALL_GATHER,
+            Track.ALL_GATHER,
             bucket,
             lambda: collectives.start_all_gather(
                 gathered.data, all_gather_for(self._reduce_scatter), wire_dtype=self._wire_dtype

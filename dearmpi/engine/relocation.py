@@ -23,11 +23,11 @@ from dearmpi.comm.transfer import Transfer
 from dearmpi.comm.world import World
 from dearmpi.engine.local_state import read_pieces, read_whole
 from dearmpi.engine.parcel import Parcels, Part
-from dearmpi.engine.shard_update import ShardUpdate
+from dearmpi.engine.shard_update import Piece, ShardUpdate
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.state import State, describe, read_scalar
 from dearmpi.engine.whole_update import WholeUpdate
-from dearmpi.plan.layout import Bucket, BucketLayout, Slot
+from dearmpi.plan.layout import Bucket, BucketLayout, Placement
 
 Updates = Sequence[ShardUpdate | WholeUpdate]
 
@@ -44,16 +44,16 @@ class Stretch:
     stop: int
 
 
-def stretches(bucket: Bucket, slot: Slot) -> list[Stretch]:
-    """Who owns which elements of the parameter in ``slot``, by rank."""
+def stretches(bucket: Bucket, placed: Placement) -> list[Stretch]:
+    """Who owns which elements of the parameter in ``placed``, by rank."""
     numel = bucket.shard_numel
     return [
         Stretch(
             rank,
-            max(0, rank * numel - slot.start),
-            min(slot.stop, (rank + 1) * numel) - slot.start,
+            max(0, rank * numel - placed.start),
+            min(placed.stop, (rank + 1) * numel) - placed.start,
         )
-        for rank in range(slot.start // numel, (slot.stop - 1) // numel + 1)
+        for rank in range(placed.start // numel, (placed.stop - 1) // numel + 1)
     ]
 
 
@@ -98,11 +98,13 @@ class Relocation:
         self._rank = world.rank
         self._whole = read_whole(updates)
         self._owners = {
-            s.spec.name: stretches(bucket, s) for bucket in layout for s in bucket.slots
+            placed.spec.name: stretches(bucket, placed)
+            for bucket in layout
+            for placed in bucket.placements
         }
         shards = [update for update in updates if isinstance(update, ShardUpdate)]
         self._described = _describe(world, shards)
-        listed = [list(self._list_parts(update.bucket.plan)) for update in shards]
+        listed = [list(self._list_parts(update.bucket.spec)) for update in shards]
         parts = [part for of_bucket in listed for part in of_bucket]
         self._receives = [part for part in parts if part.target == self._rank]
         sends = [(part.target, part) for part in parts if part.source == self._rank]
@@ -154,9 +156,9 @@ class Relocation:
 
     def _list_parts(self, bucket: Bucket) -> Iterator[Part]:
         """What this rank sends or receives of an old bucket, in an order that all ranks have."""
-        for slot in bucket.slots:
-            name = slot.spec.name
-            for old, new in product(stretches(bucket, slot), self._owners[name]):
+        for placed in bucket.placements:
+            name = placed.spec.name
+            for old, new in product(stretches(bucket, placed), self._owners[name]):
                 start, stop = max(old.start, new.start), min(old.stop, new.stop)
                 if start < stop and self._rank in (old.rank, new.rank):
                     entries = self._described[old.rank].get(name, {})
@@ -198,10 +200,10 @@ def _place(
     if isinstance(update, WholeUpdate):
         update.set_states(whole)
         return
-    names = update.bucket.plan.names
+    names = update.bucket.spec.names
 
-    def of(pieces: Sequence[tuple[int, int, int]]) -> list[Share]:
-        return [shares[names[slot]] for slot, _, _ in pieces]
+    def of(pieces: Sequence[Piece]) -> list[Share]:
+        return [shares[names[piece.slot]] for piece in pieces]
 
     alike = all(_is_alike(of(run.pieces)) for run in update.runs)
     if not alike:

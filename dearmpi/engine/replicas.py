@@ -31,7 +31,7 @@ class Replicas:
         self, buckets: Sequence[BucketRuntime], *, rank: int, size: int, every: int
     ) -> None:
         self._buckets, self._rank, self._size, self._every = tuple(buckets), rank, size, every
-        names = [name for bucket in buckets for name in bucket.plan.names]
+        names = [name for bucket in buckets for name in bucket.spec.names]
         self._subjects = (*names, "the order of collectives", "a hyperparameter")
         self.num_steps = 0
         self.reduces: list[int] = []
@@ -50,7 +50,7 @@ class Replicas:
     def arrived(self, bucket: BucketRuntime) -> None:
         """Parameters of ``bucket`` are those after the step, and nobody else reads them yet."""
         if self.is_due:
-            for name, param in zip(bucket.plan.names, bucket.params, strict=True):
+            for name, param in zip(bucket.spec.names, bucket.params, strict=True):
                 self._hashes[name] = _hash_of(param.detach())
 
     def stepped(self, options: str, idle: Iterable[BucketRuntime]) -> None:

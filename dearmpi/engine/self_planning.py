@@ -19,14 +19,13 @@ from torch import nn
 from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter
 from dearmpi.engine.blueprint import Blueprint
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.engine.spans import Spans
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.cost import Costs
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.planner import plan_of
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.timeline import is_active
 from dearmpi.tune.calibrate import calibrate
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 from dearmpi.tune.profile import LayerTimer, slowest_profile
@@ -85,7 +84,7 @@ class SelfPlanning:
         config = in_use.config
         self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
-        self._crossings: dict[Lane, list[Crossed]] = defaultdict(list)
+        self._crossings: dict[Track, list[Crossed]] = defaultdict(list)
         self._num_steps = self._due_step = self._steps_between_looks = 0
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
@@ -96,7 +95,7 @@ class SelfPlanning:
             wire_dtype=config.wire_dtype,
             most_bytes=sum(bucket.nbytes for bucket in in_use.layout),  # nothing larger travels
         ).costs
-        specs = [slot.spec for bucket in in_use.layout for slot in bucket.slots]
+        specs = [placed.spec for bucket in in_use.layout for placed in bucket.placements]
         self._costs = costs if config.wire_dtype is None else costs.of_fp32_for(specs)
         self.pause = Pause(measuring_s=time.perf_counter() - begin_s)
         self.problem = ""
@@ -107,13 +106,13 @@ class SelfPlanning:
         """A span is over; those of updates and collectives count."""
         if span.nbytes is None:
             return
-        if span.lane is Lane.UPDATE:
+        if span.track is Track.UPDATE:
             self._updates[span.nbytes].append(span.stop_s - span.start_s)
             return
-        reduces = span.lane is Lane.REDUCE_SCATTER
+        reduces = span.track is Track.REDUCE_SCATTER
         link = self._costs.reduce_scatter if reduces else self._costs.all_gather
         crossing = Crossed(span.start_s, span.stop_s, link.wire_s(span.nbytes))
-        self._crossings[span.lane].append(crossing)
+        self._crossings[span.track].append(crossing)
 
     def stepped(self) -> Plan | None:
         """A step was taken; the plan, if it is time to take it up (collective at times)."""
@@ -156,7 +155,7 @@ class SelfPlanning:
             raise UsageError(f"rank {rank} cannot plan: {text}")
         profile, costs = slowest_profile(world, own), self._as_seen()
         if micro_batches == 1:  # else the typical pass, which the profile tells of, hands none over
-            num_buckets = sum(map(is_active, self._in_use.layout))
+            num_buckets = sum(bucket.trained for bucket in self._in_use.layout)
             profile = profile.with_shorter_backprop(num_buckets * costs.main_thread_s)
         return profile, costs
 
@@ -226,7 +225,8 @@ class SelfPlanning:
         """Costs with those of updates, by the bytes that a rank updates of a bucket, and with a
         wire that is as fast as any that the slowest rank has seen (collective).
         """
-        own = [wire_pace(self._crossings[lane]) for lane in (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)]
+        network = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
+        own = [wire_pace(self._crossings[track]) for track in network]
         reduces, gathers = self._world.all_reduce(own, "max")
         costs = self._costs.with_slopes(reduce_scatter=reduces, all_gather=gathers)
         size = self._world.size if self._in_use.config.gather == "parameters" else 1

@@ -39,7 +39,7 @@ class ResidentShard:
 
     def __init__(self, bucket: BucketRuntime, *, rank: int) -> None:
         assert bucket.parameters is not None
-        self.start, _ = bucket.plan.shard_range(rank)
+        self.start, _ = bucket.spec.shard_range(rank)
         self.parameters = bucket.parameters.shard
         self._bucket = bucket
 

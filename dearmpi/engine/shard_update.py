@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +25,33 @@ from dearmpi.engine.update import (
 )
 
 
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a flat buffer, of the parameter in ``slot``."""
+
+    slot: int
+    start: int
+    stop: int
+
+
 class Run:
     """Neighbouring elements of a shard that one optimizer treats as a single 1-D tensor.
 
-    pieces: (slot, start, stop): elements of the flat buffer that belong to that slot.
+    start, stop: the elements of the flat buffer. pieces: the same, parameter by parameter.
     """
 
     def __init__(
         self,
         shard: Shard,
         group: int,
-        pieces: Sequence[tuple[int, int, int]],
+        pieces: Sequence[Piece],
         *,
         masters: MasterRule,
     ) -> None:
         self.group = group
         self.pieces = tuple(pieces)
         self._shard = shard
-        self._range = slice(pieces[0][1] - shard.start, pieces[-1][2] - shard.start)
+        self.start, self.stop = pieces[0].start, pieces[-1].stop
+        self._range = slice(self.start - shard.start, self.stop - shard.start)
         self.values = shard.parameters[self._range]
         self.master = masters.copy_of(self.values)
         if self.master is not None:
@@ -56,7 +65,7 @@ class Run:
     @property
     def slots(self) -> frozenset[int]:
         """The slots that have elements here."""
-        return frozenset(slot for slot, _, _ in self.pieces)
+        return frozenset(piece.slot for piece in self.pieces)
 
 
 class ShardUpdate:
@@ -84,16 +93,16 @@ class ShardUpdate:
         self.runs: list[Run] = []
         self._optimizer = clone(optimizer, [], defaultdict(dict))
         first, last = shard.start, shard.start + len(shard.parameters)
-        pieces: list[tuple[int, int, int]] = []
-        for slot, place in enumerate(bucket.plan.slots):
-            start, stop = max(first, place.start), min(last, place.stop)
+        pieces: list[Piece] = []
+        for slot, placed in enumerate(bucket.spec.placements):
+            start, stop = max(first, placed.start), min(last, placed.stop)
             if start >= stop:
                 continue
             group = group_of[bucket.params[slot]]
-            if pieces and group_of[bucket.params[pieces[-1][0]]] != group:
+            if pieces and group_of[bucket.params[pieces[-1].slot]] != group:
                 self._add_run(pieces, group_of)
                 pieces = []
-            pieces.append((slot, start, stop))
+            pieces.append(Piece(slot, start, stop))
         if pieces:
             self._add_run(pieces, group_of)
 
@@ -135,11 +144,11 @@ class ShardUpdate:
         for run in self.runs:
             state = self.state_of(run)
             self.set_state(run, {})
-            origin = run.pieces[0][1]
             for piece in run.pieces:
                 part = self._make_run(run.group, [piece])
                 runs.append(part)
-                self.set_state(part, cut(state, run.values, piece[1] - origin, piece[2] - origin))
+                start, stop = piece.start - run.start, piece.stop - run.start
+                self.set_state(part, cut(state, run.values, start, stop))
         self.runs = runs
 
     def merge(self) -> None:
@@ -187,7 +196,7 @@ class ShardUpdate:
         else:
             self._optimizer.state.pop(run.values, None)
 
-    def _make_run(self, group: int, pieces: Sequence[tuple[int, int, int]]) -> Run:
+    def _make_run(self, group: int, pieces: Sequence[Piece]) -> Run:
         return Run(self._shard, group, pieces, masters=self._masters)
 
     def _can_join(self, first: Run, second: Run) -> bool:
@@ -199,10 +208,8 @@ class ShardUpdate:
             for key, value in left.items()
         )
 
-    def _add_run(
-        self, pieces: list[tuple[int, int, int]], group_of: Mapping[nn.Parameter, int]
-    ) -> None:
-        group = group_of[self.bucket.params[pieces[0][0]]]
+    def _add_run(self, pieces: list[Piece], group_of: Mapping[nn.Parameter, int]) -> None:
+        group = group_of[self.bucket.params[pieces[0].slot]]
         self.runs.append(self._make_run(group, pieces))
 
 

@@ -6,8 +6,8 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 
-class Lane(IntEnum):
-    """What a span is part of; in a trace each lane is a track of its own."""
+class Track(IntEnum):
+    """What a span is part of, drawn in a line of its own."""
 
     COMPUTE = 1
     WAIT = 2
@@ -19,11 +19,11 @@ class Lane(IntEnum):
 
     @property
     def label(self) -> str:
-        """The lane in words."""
+        """The track in words."""
         return _LABELS[self]
 
 
-_LABELS = {lane: lane.name.lower().replace("_", "-") for lane in Lane}
+_LABELS = {track: track.name.lower().replace("_", "-") for track in Track}
 
 
 class Span(NamedTuple):
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     progress_s: when the first part of a collective had arrived, where the algorithm can tell.
     """
 
-    lane: Lane
+    track: Track
     name: str
     start_s: float
     stop_s: float

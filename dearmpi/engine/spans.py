@@ -10,10 +10,10 @@ from types import TracebackType
 from torch.autograd import profiler
 
 from dearmpi.comm.api import Request
-from dearmpi.engine.span import Lane, Recorder, Span
+from dearmpi.engine.span import Recorder, Span, Track
 from dearmpi.plan.layout import Bucket
 
-_OPERATIONS = {Lane.REDUCE_SCATTER: "RS", Lane.ALL_GATHER: "AG", Lane.UPDATE: "U"}
+_OPERATIONS = {Track.REDUCE_SCATTER: "RS", Track.ALL_GATHER: "AG", Track.UPDATE: "U"}
 _UNSEEN = nullcontext()
 
 
@@ -30,12 +30,12 @@ class Spans:
         self._launched: dict[int, tuple[int, float]] = {}
 
     def span(
-        self, lane: Lane, name: str, *, bucket: Bucket | None = None
+        self, track: Track, name: str, *, bucket: Bucket | None = None
     ) -> AbstractContextManager[None]:
         """A context in which ``name`` happens, to ``bucket`` if one is given."""
         if self.recorder is None and not is_profiling():
             return _UNSEEN
-        return _Watch(self._begin(lane, name, bucket), self.recorder)
+        return _Watch(self._begin(track, name, bucket), self.recorder)
 
     def launched(self, bucket: Bucket) -> None:
         """The main thread submits ``bucket``: what happens to it belongs to this iteration."""
@@ -46,25 +46,25 @@ class Spans:
         """A context in which ``bucket`` is updated."""
         if self.recorder is None and not is_profiling():
             return _UNSEEN
-        return self.span(Lane.UPDATE, _label(Lane.UPDATE, bucket), bucket=bucket)
+        return self.span(Track.UPDATE, _label(Track.UPDATE, bucket), bucket=bucket)
 
-    def operation(self, lane: Lane, bucket: Bucket, start: Callable[[], Request]) -> Request:
+    def operation(self, track: Track, bucket: Bucket, start: Callable[[], Request]) -> Request:
         """Start a collective on ``bucket``; its span ends once the request is complete."""
         if self.recorder is None and not is_profiling():
             return start()
-        span = self._begin(lane, _label(lane, bucket), bucket)
-        if lane is Lane.REDUCE_SCATTER and bucket.index in self._launched:
+        span = self._begin(track, _label(track, bucket), bucket)
+        if track is Track.REDUCE_SCATTER and bucket.index in self._launched:
             span = span._replace(queued_s=self._launched[bucket.index][1])
         with profiled(f"{span.name} posted"):
             request = start()
         return _WatchedRequest(request, span, self.recorder)
 
-    def _begin(self, lane: Lane, name: str, bucket: Bucket | None) -> Span:
+    def _begin(self, track: Track, name: str, bucket: Bucket | None) -> Span:
         now_s = time.perf_counter()
         if bucket is None:
-            return Span(lane, name, now_s, now_s, self.iteration)
+            return Span(track, name, now_s, now_s, self.iteration)
         iteration, _ = self._launched.get(bucket.index, (self.iteration, now_s))
-        return Span(lane, name, now_s, now_s, iteration, bucket.index, bucket.nbytes)
+        return Span(track, name, now_s, now_s, iteration, bucket.index, bucket.nbytes)
 
 
 class _Watch:
@@ -140,5 +140,5 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(f"dearmpi {name}") if is_profiling() else _UNSEEN
 
 
-def _label(lane: Lane, bucket: Bucket) -> str:
-    return f"{_OPERATIONS[lane]}{bucket.index}"
+def _label(track: Track, bucket: Bucket) -> str:
+    return f"{_OPERATIONS[track]}{bucket.index}"

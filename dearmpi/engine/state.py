@@ -72,7 +72,7 @@ def load_state(
         if isinstance(update, ShardUpdate):
             _check_shapes(update, states, elementwise)
     for update in updates:
-        names = update.bucket.plan.names
+        names = update.bucket.spec.names
         if isinstance(update, WholeUpdate):
             own = _copied({name: states[name] for name in names if name in states})
             update.set_states(own, elementwise=elementwise)
@@ -80,7 +80,7 @@ def load_state(
         update.split()
         for run in update.runs:
             ((slot, start, stop),) = run.pieces
-            origin = update.bucket.plan.slots[slot].start
+            origin = update.bucket.spec.placements[slot].start
             state = states.get(names[slot], {})
             param = update.bucket.params[slot]
             entries = _spread_scalars(state, elementwise) if param.dim() == 0 else state
@@ -98,8 +98,8 @@ def describe(update: ShardUpdate) -> dict[str, dict[str, Any]]:
         entries = {
             key: _describe_entry(value, run.values) for key, value in update.state_of(run).items()
         }
-        for slot, _, _ in run.pieces:
-            described[update.bucket.plan.names[slot]] = entries
+        for piece in run.pieces:
+            described[update.bucket.spec.names[piece.slot]] = entries
     return described
 
 
@@ -133,14 +133,14 @@ def _gather_bucket(
         (key, dtype): _gather_flat(world, update, key, getattr(torch, dtype))
         for key, dtype in sorted(kinds)
     }
-    for slot, place in enumerate(bucket.plan.slots):
-        for key, entry in names.get(place.spec.name, {}).items():
+    for slot, placed in enumerate(bucket.spec.placements):
+        for key, entry in names.get(placed.spec.name, {}).items():
             if "tensor" in entry:
-                view = shaped_like(bucket.params[slot], flat[key, entry["tensor"]], place.start)
+                view = shaped_like(bucket.params[slot], flat[key, entry["tensor"]], placed.start)
                 value: Any = view.clone()
             else:
                 value = read_scalar(entry)
-            whole[place.spec.name][key] = value
+            whole[placed.spec.name][key] = value
     return whole
 
 
@@ -151,7 +151,7 @@ def _gather_flat(world: World, update: ShardUpdate, key: str, dtype: torch.dtype
     for run in update.runs:
         value = update.state_of(run).get(key)
         if isinstance(value, Tensor):
-            flat[run.pieces[0][1] : run.pieces[-1][2]] = value
+            flat[run.start : run.stop] = value
     through_host(flat, world.all_gather)
     return flat
 
@@ -168,7 +168,7 @@ def _check_shapes(
     update: ShardUpdate, states: Mapping[str, State], elementwise: frozenset[str]
 ) -> None:
     """Raise CheckpointError on every rank, whichever of them own the elements."""
-    for name, param in zip(update.bucket.plan.names, update.bucket.params, strict=True):
+    for name, param in zip(update.bucket.spec.names, update.bucket.params, strict=True):
         for key, value in states.get(name, {}).items():
             if not isinstance(value, Tensor) or (value.dim() == 0 and key not in elementwise):
                 continue

@@ -69,7 +69,7 @@ class WholeUpdate:
         """The optimizer's state by parameter name."""
         states: dict[str, dict[str, Any]] = {}
         for slot, (name, alias) in enumerate(
-            zip(self.bucket.plan.names, self._aliases, strict=True)
+            zip(self.bucket.spec.names, self._aliases, strict=True)
         ):
             state = dict(self._optimizer.state.get(alias, {}))
             if slot in self._masters and self._masters[slot].stepped:
@@ -87,7 +87,7 @@ class WholeUpdate:
         """Replace the optimizer's state; ``elementwise`` as in ``load_state``."""
         self._optimizer.state.clear()
         for slot, (name, alias) in enumerate(
-            zip(self.bucket.plan.names, self._aliases, strict=True)
+            zip(self.bucket.spec.names, self._aliases, strict=True)
         ):
             state = beside(states.get(name, {}), alias, self._scalars[self._groups[slot]])
             if slot in self._masters:

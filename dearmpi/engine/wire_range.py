@@ -55,5 +55,5 @@ def _largest(shard: Tensor) -> float:
 
 
 def _name(bucket: BucketRuntime) -> str:
-    first, last = bucket.plan.names[0], bucket.plan.names[-1]
+    first, last = bucket.spec.names[0], bucket.spec.names[-1]
     return first if first == last else f"{first} .. {last}"

@@ -11,7 +11,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.methods import Method
 from dearmpi.plan.network import Network
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.timeline import Timeline, is_active
+from dearmpi.plan.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def compare(
     rows = []
     for method in methods:
         setup = method.prepare(profile, costs)
-        num_buckets = sum(map(is_active, setup.layout))  # frozen ones do not travel
+        num_buckets = sum(bucket.trained for bucket in setup.layout)  # frozen ones do not travel
         rows.append(Row(method, num_buckets, setup.run()))
     return Comparison(profile, network, world_size, tuple(rows), wire_s)
 

@@ -44,8 +44,8 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A parameter's place in its bucket: elements ``start`` to ``stop`` of the flat buffer."""
+class Placement:
+    """Where a parameter lies in its bucket: elements ``start`` to ``stop`` of the flat buffer."""
 
     spec: ParamSpec
     start: int
@@ -61,13 +61,13 @@ class Bucket:
     """Parameters fused into one collective, cut into equal shards, one per rank."""
 
     index: int
-    slots: tuple[Slot, ...]
+    placements: tuple[Placement, ...]
     world_size: int
 
     @property
     def numel(self) -> int:
         """Elements that belong to parameters."""
-        return self.slots[-1].stop
+        return self.placements[-1].stop
 
     @property
     def shard_numel(self) -> int:
@@ -81,13 +81,18 @@ class Bucket:
 
     @property
     def trained(self) -> bool:
-        """Whether its parameters were to be trained at the start; all or none are."""
-        return self.slots[0].spec.trained
+        """Whether its parameters were to be trained at the start; if not, it lies idle."""
+        return self.placements[0].spec.trained
+
+    @property
+    def dtype(self) -> str:
+        """Of its parameters, by torch's name; they have one."""
+        return self.placements[0].spec.dtype
 
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return self.slots[0].spec.itemsize
+        return self.placements[0].spec.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +102,7 @@ class Bucket:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the parameters, in feed-forward order."""
-        return tuple(slot.spec.name for slot in self.slots)
+        return tuple(placed.spec.name for placed in self.placements)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Elements of the flat buffer that ``rank`` owns, padding included: (start, stop)."""
@@ -137,7 +142,7 @@ class BucketLayout:
             first, last = bucket.names[0], bucket.names[-1]
             span = first if first == last else f"{first} .. {last}"
             lines.append(
-                f"bucket {bucket.index}: {len(bucket.slots)} tensors, "
+                f"bucket {bucket.index}: {len(bucket.placements)} tensors, "
                 f"{bucket.nbytes / 2**20:.2f} MiB, shard {bucket.shard_numel}, "
                 f"padding {bucket.padded_numel - bucket.numel}: {span}"
             )
@@ -154,7 +159,7 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
     for index, group in enumerate(groups):
         if not group:
             raise ConfigError(f"bucket {index} holds no parameter")
-        slots, start = [], 0
+        placements, start = [], 0
         for spec in group:
             if spec.numel == 0:
                 raise ConfigError(
@@ -165,7 +170,7 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
                     f"bucket {index} mixes {group[0].name} {group[0].storage_kind} "
                     f"with {spec.name} {spec.storage_kind} (dtype, device, trained)"
                 )
-            slots.append(Slot(spec, start))
+            placements.append(Placement(spec, start))
             start += spec.numel
-        buckets.append(Bucket(index, tuple(slots), world_size))
+        buckets.append(Bucket(index, tuple(placements), world_size))
     return BucketLayout(tuple(buckets), world_size)

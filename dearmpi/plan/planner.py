@@ -17,7 +17,7 @@ from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.problem import Problem
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.plan.schedule import AllGather, Schedule
-from dearmpi.plan.timeline import is_active, simulate
+from dearmpi.plan.timeline import simulate
 
 _CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact
 
@@ -96,7 +96,7 @@ def plan_of(
             bound_s=least_iteration_s(profile, costs, eager=eager, gather=gather),
         ),
         origin=f"{origin} for {profile.workload.name} on {profile.device}",
-        idle=tuple(index for index, bucket in enumerate(layout) if not is_active(bucket)),
+        idle=tuple(index for index, bucket in enumerate(layout) if not bucket.trained),
         gather=gather,
     )
     plan.layout(specs, layout.world_size)

@@ -17,7 +17,7 @@ from dearmpi.config import Gather
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.flow import Flow, Load, Passage
-from dearmpi.plan.layout import Bucket, BucketLayout
+from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.profile import ModelProfile
 from dearmpi.plan.schedule import Schedule
 from dearmpi.plan.wire import MOST_ROUNDS, Transfer
@@ -158,7 +158,7 @@ def _make_loads(
     """What each bucket brings; None of those that take no part. ready_s: by bucket."""
     return [
         make_load(bucket.numel, bucket.itemsize, costs, ready_s=seconds, gather=gather)
-        if is_active(bucket)
+        if bucket.trained
         else None
         for bucket, seconds in zip(layout, ready_s, strict=True)
     ]
@@ -198,11 +198,6 @@ def least_s(transfers: Sequence[Transfer], window: int) -> float:
     )
 
 
-def is_active(bucket: Bucket) -> bool:
-    """Whether the bucket takes part: buckets of frozen parameters lie idle."""
-    return bucket.slots[0].spec.trained
-
-
 @dataclass(frozen=True, slots=True)
 class _Backprop:
     """Backprop, during which the main thread hands over each bucket as it becomes ready.
@@ -219,7 +214,7 @@ def _run_backprop(profile: ModelProfile, layout: BucketLayout, costs: Costs) -> 
     layers, first_users = profile.workload.layers, profile.workload.first_users()
     completed: list[list[int]] = [[] for _ in layers]
     for bucket in layout:
-        if is_active(bucket):
+        if bucket.trained:
             completed[min(first_users[name] for name in bucket.names)].append(bucket.index)
     spans, ready_s, now = [], [0.0] * len(layout), 0.0
     for place in reversed(range(len(layers))):

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.report.interval import Interval, intersect, total, union
 from dearmpi.report.recording import Recording, Window, spans_by_window
 
-_NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
+_NETWORK = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def measure_exposure(spans: Sequence[Span], windows: Sequence[Window]) -> Exposu
     exposed: dict[int, float] = {}
     communication_s = first_s = idle_s = 0.0
     for window, within in zip(windows, spans_by_window(spans, windows), strict=True):
-        operations = [span for span in within if span.lane in _NETWORK]
+        operations = [span for span in within if span.track in _NETWORK]
         for length_s, active in _pieces((window.start_s, window.stop_s), operations):
             _share_out(length_s, active, network)
             communication_s += length_s if active else 0.0
@@ -97,7 +97,7 @@ def shared_wait(recording: Recording) -> float:
 
 
 def _waits(spans: Sequence[Span], window: Window) -> list[Interval]:
-    clipped = (window.clip(span) for span in spans if span.lane is Lane.WAIT)
+    clipped = (window.clip(span) for span in spans if span.track is Track.WAIT)
     return union(interval for interval in clipped if interval is not None)
 
 
@@ -121,7 +121,7 @@ def _share_out(seconds: float, active: Sequence[Span], by_bucket: dict[int, floa
 
 
 def _only_first(active: Sequence[Span]) -> bool:
-    reduced = {_bucket(span) for span in active if span.lane is Lane.REDUCE_SCATTER}
+    reduced = {_bucket(span) for span in active if span.track is Track.REDUCE_SCATTER}
     return any(_bucket(span) == 0 for span in active) and reduced <= {0}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.report.exposure import Exposure, measure_exposure, shared_wait
 from dearmpi.report.history import History
 from dearmpi.report.recording import Recording, spans_by_window
@@ -181,18 +181,18 @@ def _traced_ranks(recording: Recording) -> dict[int, RankTimes]:
         windows = recording.windows(rank)
         if not windows:
             continue
-        sums = {lane: [0.0] * len(windows) for lane in (Lane.WAIT, Lane.DATA)}
+        sums = {track: [0.0] * len(windows) for track in (Track.WAIT, Track.DATA)}
         for place, within in enumerate(spans_by_window(spans, windows)):
             for span in within:
                 clipped = windows[place].clip(span)
-                if span.lane in sums and clipped is not None:
-                    sums[span.lane][place] += clipped[1] - clipped[0]
+                if span.track in sums and clipped is not None:
+                    sums[span.track][place] += clipped[1] - clipped[0]
         found[rank] = RankTimes(
             rank,
             recording.hosts.get(rank, ""),
             median(window.length_s for window in windows),
-            median(sums[Lane.WAIT]),
-            median(sums[Lane.DATA]),
+            median(sums[Track.WAIT]),
+            median(sums[Track.DATA]),
         )
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dearmpi.config import EngineConfig
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.plan.timeline import Timeline
 from dearmpi.report.bars import Bar, draw_bars
 from dearmpi.report.exposure import BucketTime
@@ -18,7 +18,7 @@ from dearmpi.report.run import Run
 from dearmpi.report.section import Section
 from dearmpi.report.shape import Picture
 from dearmpi.report.strip import draw_strip
-from dearmpi.report.tracks import Track, draw_tracks
+from dearmpi.report.tracks import TrackGroup, draw_tracks
 from dearmpi.report.unit import share_text, size_text, time_text, time_unit
 
 MOST_TRACKS = 4
@@ -40,8 +40,8 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     times = {one.rank: one for one in figures.ranks}
     ranks = _choose_ranks(sorted(recording.spans), figures)
 
-    tracks = [
-        Track(
+    groups = [
+        TrackGroup(
             times[rank].label if rank in times else f"rank {rank}",
             recording.spans[rank],
             window,
@@ -59,7 +59,7 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     timeline = _replica(run, figures)
     if timeline is not None:
         exposed = f"waits {time_text(timeline.exposed_s)}"
-        tracks.append(Track("simulated", *replica_spans(timeline), exposed))
+        groups.append(TrackGroup("simulated", *replica_spans(timeline), exposed))
         caption += (
             " Simulated, with these buckets, a link that carries what this one did while it was "
             f"busy, and no rank late: {time_text(timeline.iteration_s)}."
@@ -67,7 +67,7 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     title = f"Iteration {window.iteration} of {run.name}, by rank"
     return Section(
         "One iteration",
-        lambda width: draw_tracks("iteration", title, tracks, width=width),
+        lambda width: draw_tracks("iteration", title, groups, width=width),
         caption,
     )
 
@@ -99,7 +99,7 @@ def _choose_ranks(ranks: list[int], figures: Figures) -> list[int]:
 
 
 def _waited(run: Run, rank: int, window: Window) -> float:
-    waits = [span for span in run.recording.spans[rank] if span.lane is Lane.WAIT]
+    waits = [span for span in run.recording.spans[rank] if span.track is Track.WAIT]
     clipped = (window.clip(span) for span in waits)
     return total(union(part for part in clipped if part is not None))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.timeline import Timeline
 from dearmpi.report.interval import total
 from dearmpi.report.replica import replica_spans
 from dearmpi.report.shape import Picture
-from dearmpi.report.tracks import Track, draw_tracks
+from dearmpi.report.tracks import TrackGroup, draw_tracks
 from dearmpi.report.unit import count_text, time_text
 
 _WIDTH = 900.0
@@ -21,9 +21,9 @@ def draw_plan(plan: Plan, timeline: Timeline, *, micro_batches: int = 1) -> Pict
     """
     length, ranks = time_text(timeline.iteration_s), count_text(plan.world_size, "rank")
     spans, window = replica_spans(timeline)
-    waits_s = total(part for s in spans if s.lane is Lane.WAIT and (part := window.clip(s)))
+    waits_s = total(part for s in spans if s.track is Track.WAIT and (part := window.clip(s)))
     hands_over = any(s.name.startswith("H") for s in timeline.spans)
-    track = Track(
+    group = TrackGroup(
         f"simulated {'iteration' if micro_batches == 1 else 'micro-batch'} over {ranks}: {length}"
         + (", backprop with handing buckets over" if hands_over else ""),
         spans,
@@ -35,4 +35,4 @@ def draw_plan(plan: Plan, timeline: Timeline, *, micro_batches: int = 1) -> Pict
         whole = time_text(plan.prediction.iteration_s)
         what = f"An iteration of {whole}, of which the last micro-batch: {length}"
     title = f"{what} over {ranks}, simulated"
-    return draw_tracks("plan", title, [track], width=_WIDTH)
+    return draw_tracks("plan", title, [group], width=_WIDTH)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
 
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.report.interval import Interval
 from dearmpi.report.trace import Event, Traces
 from dearmpi.report.trace_writer import SLOT_STRIDE
 
-_OF_BUCKETS = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
+_OF_BUCKETS = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Recording:
         """
         ends: dict[int, float] = {}
         for span in self.spans[rank]:
-            if span.lane is Lane.COMPUTE and span.name.startswith("B"):
+            if span.track is Track.COMPUTE and span.name.startswith("B"):
                 ends[span.iteration] = max(span.stop_s, ends.get(span.iteration, span.stop_s))
         return tuple(
             Window(number, ends[number - 1], stop_s)
@@ -96,7 +96,7 @@ class Window:
         computed = sorted(
             (part, span.name[:1])
             for span in spans
-            if span.lane is Lane.COMPUTE and (part := self.clip(span))
+            if span.track is Track.COMPUTE and (part := self.clip(span))
         )
         found = []
         for kind, group in groupby(computed, key=lambda pair: pair[1]):
@@ -156,16 +156,16 @@ def _span(event: Event) -> Span | None:
     try:
         if event["ph"] != "X":
             return None
-        lane = Lane(event["tid"] % SLOT_STRIDE)
+        track = Track(event["tid"] % SLOT_STRIDE)
         start_s, length_s = event["ts"] / 1e6, event["dur"] / 1e6
         args = event["args"]
-        if lane in _OF_BUCKETS and type(args["bucket"]) is not int:
+        if track in _OF_BUCKETS and type(args["bucket"]) is not int:
             return None
         if type(args["iteration"]) is not int or not 0 <= length_s < math.inf:
             return None
         queued_us = args.get("queued_us")
         return Span(
-            lane,
+            track,
             str(event["name"]),
             start_s,
             start_s + length_s,

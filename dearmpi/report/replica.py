@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from dearmpi.config import Gather, ScheduleName
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
@@ -24,13 +24,13 @@ from dearmpi.plan.workload import LayerSpec, Workload
 from dearmpi.report.interval import Interval, subtract, total, union
 from dearmpi.report.recording import Recording, Window, spans_by_window
 
-_LANES = {
-    "compute": Lane.COMPUTE,
-    "reduce-scatter": Lane.REDUCE_SCATTER,
-    "update": Lane.UPDATE,
-    "all-gather": Lane.ALL_GATHER,
+_TRACKS = {
+    "compute": Track.COMPUTE,
+    "reduce-scatter": Track.REDUCE_SCATTER,
+    "update": Track.UPDATE,
+    "all-gather": Track.ALL_GATHER,
 }
-_NETWORK = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)
+_NETWORK = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
 
 
 def replicate(
@@ -65,7 +65,7 @@ def replicate(
         backward_s=median(one.computed_s("B") for one in iterations),
     )
     world_size = recording.world_size
-    update_s = median([s.stop_s - s.start_s for s in spans if s.lane is Lane.UPDATE] or [0.0])
+    update_s = median([s.stop_s - s.start_s for s in spans if s.track is Track.UPDATE] or [0.0])
     try:
         return simulate(
             *_lay_out(sizes, times, world_size),
@@ -117,13 +117,13 @@ def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:
     and the window that they fill. Handing a bucket over is backprop, as in what is measured.
     """
     spans = [
-        Span(_LANES[s.lane], _pass(s.name), s.start_s, s.stop_s, 0, _bucket(s.name))
+        Span(_TRACKS[s.lane], _pass(s.name), s.start_s, s.stop_s, 0, _bucket(s.name))
         for s in timeline.spans
     ]
     length_s = timeline.iteration_s
-    computed = union((s.start_s, s.stop_s) for s in spans if s.lane is Lane.COMPUTE)
+    computed = union((s.start_s, s.stop_s) for s in spans if s.track is Track.COMPUTE)
     gaps = subtract([(0.0, length_s)], computed)
-    spans += [Span(Lane.WAIT, "", start, stop, 0) for start, stop in gaps]
+    spans += [Span(Track.WAIT, "", start, stop, 0) for start, stop in gaps]
     # Steady iterations follow each other: what happens before backprop ends comes round again.
     again = [s._replace(start_s=s.start_s + length_s, stop_s=s.stop_s + length_s) for s in spans]
     window = Window(0, timeline.step_s, timeline.step_s + length_s)
@@ -147,14 +147,14 @@ class _Iteration:
     spans: list[Span]
     passes: dict[str, Interval]
 
-    def parts(self, *lanes: Lane) -> list[tuple[Span, Interval]]:
-        """The spans of ``lanes``, with what of them lies within."""
-        own = (span for span in self.spans if span.lane in lanes)
+    def parts(self, *tracks: Track) -> list[tuple[Span, Interval]]:
+        """The spans of ``tracks``, with what of them lies within."""
+        own = (span for span in self.spans if span.track in tracks)
         return [(span, part) for span in own if (part := self.window.clip(span))]
 
     def computed_s(self, kind: str) -> float:
         """The length of a pass, without waits and data."""
-        holes = union(part for _, part in self.parts(Lane.WAIT, Lane.DATA))
+        holes = union(part for _, part in self.parts(Track.WAIT, Track.DATA))
         return total(subtract([self.passes[kind]], holes))
 
 
@@ -177,7 +177,7 @@ def _ready_s(
     found: dict[int | None, list[float]] = {bucket: [] for bucket in range(num_buckets)}
     for span in spans:
         is_known = span.bucket in found and span.iteration in begin_s
-        if span.lane is Lane.REDUCE_SCATTER and is_known and span.queued_s is not None:
+        if span.track is Track.REDUCE_SCATTER and is_known and span.queued_s is not None:
             found[span.bucket].append(span.queued_s - begin_s[span.iteration])
     return [median(times_s) for times_s in found.values()] if all(found.values()) else None
 

@@ -21,12 +21,12 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 
 MOST_SPANS = 200_000  # of one rank: about 30 MB, more than a viewer handles well
-SLOT_STRIDE = 10  # the second of two overlapping spans goes to track lane + 10, and so on
+SLOT_STRIDE = 10  # the second of two overlapping spans goes to track + 10, and so on
 _END = b"\n]\n"
-_COMPUTE = Lane.COMPUTE
+_COMPUTE = Track.COMPUTE
 _SLICE, _NAP_S = 16, 2e-4  # spans that are put into words at once, and the rest after it
 
 
@@ -134,19 +134,19 @@ class TraceWriter:
         rank, origin_s, take = self._header.rank, self._header.origin_s, self._spans.popleft
         for _ in range(count):
             span = take()
-            lane, name, *_ = span
+            track, name, *_ = span
             # Layers lie within layers or apart, which viewers show on one track.
-            tid = _COMPUTE if lane is _COMPUTE else self._find_track(span, lines)
+            tid = _COMPUTE if track is _COMPUTE else self._find_track(span, lines)
             lines.append(_span_line(span, _head(rank, tid, name), origin_s))
 
     def _find_track(self, span: Span, lines: list[str]) -> int:
         """One on which ``span`` overlaps no other, since viewers would drop it; named if new."""
         assert self._header is not None
-        tid = int(span.lane)
+        tid = int(span.track)
         while span.start_s < self._busy_until.get(tid, span.start_s):
             tid += SLOT_STRIDE
         if tid >= SLOT_STRIDE and tid not in self._busy_until:
-            label = f"{span.lane.label} ({tid // SLOT_STRIDE + 1})"
+            label = f"{span.track.label} ({tid // SLOT_STRIDE + 1})"
             lines += _to_lines(_name_track(self._header.rank, tid, label))
         self._busy_until[tid] = span.stop_s
         return tid
@@ -196,7 +196,9 @@ def describe(header: TraceHeader) -> list[dict[str, Any]]:
         "plan": {"schedule": header.schedule, "bucket_bytes": list(header.bucket_bytes)},
     }
     events = [{"ph": "M", "pid": rank, "name": name, "args": args} for name, args in facts.items()]
-    return events + [event for lane in Lane for event in _name_track(rank, int(lane), lane.label)]
+    for track in Track:
+        events += _name_track(rank, int(track), track.label)
+    return events
 
 
 def _name_track(rank: int, tid: int, name: str) -> list[dict[str, Any]]:
@@ -233,7 +235,7 @@ def _span_line(span: Span, head: str, origin_s: float) -> str:
 @cache  # names are few, and come in every iteration
 def _head(rank: int, tid: int, name: str) -> str:
     """The part of an event that is the same in every iteration."""
-    quoted, label = json.dumps(name), Lane(tid % SLOT_STRIDE).label
+    quoted, label = json.dumps(name), Track(tid % SLOT_STRIDE).label
     return f'{{"ph":"X","pid":{rank},"tid":{tid},"name":{quoted},"cat":"{label}"'
 
 

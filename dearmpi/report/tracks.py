@@ -1,11 +1,11 @@
-"""Tracks: an iteration over time, as lanes of computation and network, one below the other."""
+"""Tracks: an iteration over time, its computation and its network, one below the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.report.axis import Axis, tick_step, tick_text
 from dearmpi.report.interval import Interval, subtract, union
 from dearmpi.report.legend import Key, draw_legend
@@ -25,13 +25,13 @@ _KEYS = (
 )
 _PASSES = {"F": "feed-forward", "B": "backprop"}
 _BESIDES = {
-    Lane.DATA: Key("loads data", "data"),
-    Lane.CHECKPOINT: Key("saves a checkpoint", "ink"),
+    Track.DATA: Key("loads data", "data"),
+    Track.CHECKPOINT: Key("saves a checkpoint", "ink"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Track:
+class TrackGroup:
     """One rank's spans. window: what is shown of them. note: said at its right end."""
 
     label: str
@@ -39,51 +39,51 @@ class Track:
     window: Window
     note: str = ""
 
-    def parts(self, lane: Lane) -> list[tuple[Span, Interval]]:
-        """The spans of ``lane`` in order, with what the window shows of them, from its start."""
+    def parts(self, track: Track) -> list[tuple[Span, Interval]]:
+        """The spans of ``track`` in order, with what the window shows of them, from its start."""
         origin = self.window.start_s
         found = [
             (span, (part[0] - origin, part[1] - origin))
             for span in self.spans
-            if span.lane is lane and (part := self.window.clip(span))
+            if span.track is track and (part := self.window.clip(span))
         ]
         return sorted(found, key=lambda pair: pair[1])
 
 
-def draw_tracks(name: str, title: str, tracks: Sequence[Track], *, width: float) -> Picture:
-    """``tracks`` (at least one), each from the start of its own window, on one scale."""
+def draw_tracks(name: str, title: str, groups: Sequence[TrackGroup], *, width: float) -> Picture:
+    """``groups`` (at least one), each from the start of its own window, on one scale."""
     narrow = width < 600
     names = _SHORT_NAMES if narrow else _NAMES
     left = max(map(text_width, names)) + 6
-    longest_s = max(track.window.length_s for track in tracks)
+    longest_s = max(group.window.length_s for group in groups)
     x = Axis(0.0, longest_s, left, width - 1)
     pixel_s = longest_s / width
-    besides = [key for lane, key in _BESIDES.items() if _longest(tracks, lane) > pixel_s]
+    besides = [key for track, key in _BESIDES.items() if _longest(groups, track) > pixel_s]
     shapes, y = draw_legend([*_KEYS, *besides], width=width, top=0)
     shapes.append(Label(0, y + 8, "Colours and numbers: buckets", colour="faint"))
     y += 20
     top = y
-    for track in tracks:
-        room = width - text_width(track.note) - _BETWEEN
-        shapes.append(label_within(room, 0, y + 13, track.label))
-        shapes.append(Label(width, y + 13, track.note, "end", "faint"))
+    for group in groups:
+        room = width - text_width(group.note) - _BETWEEN
+        shapes.append(label_within(room, 0, y + 13, group.label))
+        shapes.append(Label(width, y + 13, group.note, "end", "faint"))
         y += _HEAD
         for row, row_name in enumerate(names):
             shapes.append(Label(left - 6, y + 15, row_name, "end", "faint"))
             shapes.append(Line(((left, y + _ROW), (width, y + _ROW)), "grid", 1))
             if row == 0:
-                shapes += _draw_compute(track, x, y)
+                shapes += _draw_compute(group, x, y)
             else:
-                lane = (Lane.REDUCE_SCATTER, Lane.ALL_GATHER)[row - 1]
-                shapes += _draw_network(track, lane, x, y)
+                track = (Track.REDUCE_SCATTER, Track.ALL_GATHER)[row - 1]
+                shapes += _draw_network(group, track, x, y)
             y += _ROW + _BETWEEN
         y += _TAIL
     axis = _draw_axis(x, longest_s, top + _HEAD, y - _TAIL, most=4 if narrow else 9)
     return Picture(name, title, width, y + 28, (*axis, *shapes))
 
 
-def _longest(tracks: Sequence[Track], lane: Lane) -> float:
-    parts = (part for track in tracks for _, part in track.parts(lane))
+def _longest(groups: Sequence[TrackGroup], track: Track) -> float:
+    parts = (part for group in groups for _, part in group.parts(track))
     return max((stop - start for start, stop in parts), default=0.0)
 
 
@@ -102,18 +102,18 @@ def _draw_axis(x: Axis, axis_s: float, top: float, bottom: float, *, most: int) 
     return [*shapes, Label(middle, bottom + 33, text, "middle", "faint")]
 
 
-def _draw_compute(track: Track, x: Axis, y: float) -> list[Shape]:
+def _draw_compute(group: TrackGroup, x: Axis, y: float) -> list[Shape]:
     """What the main thread does; waits, and what is done besides, are cut out of a pass."""
-    waits = union(part for _, part in track.parts(Lane.WAIT))
-    besides = {lane: union(part for _, part in track.parts(lane)) for lane in _BESIDES}
+    waits = union(part for _, part in group.parts(Track.WAIT))
+    besides = {track: union(part for _, part in group.parts(track)) for track in _BESIDES}
     cut = union([*waits, *(part for parts in besides.values() for part in parts)])
     shapes: list[Shape] = []
-    origin = track.window.start_s
-    for kind, (start, stop) in track.window.passes(track.spans):
+    origin = group.window.start_s
+    for kind, (start, stop) in group.window.passes(group.spans):
         left = subtract([(start - origin, stop - origin)], cut)
         shapes += _boxes(left, x, y, _PASSES[kind], _PASSES[kind], hatched=False)
-    for lane, key in _BESIDES.items():
-        left = subtract(besides[lane], waits)
+    for track, key in _BESIDES.items():
+        left = subtract(besides[track], waits)
         shapes += _boxes(left, x, y, key.colour, key.name, hatched=False)
     return shapes + _boxes(waits, x, y, "lost", "waits for communication", hatched=True)
 
@@ -141,9 +141,9 @@ def _boxes(
     ]
 
 
-def _draw_network(track: Track, lane: Lane, x: Axis, y: float) -> list[Shape]:
-    """Operations of one lane; those in flight at once lie side by side."""
-    parts = track.parts(lane)
+def _draw_network(group: TrackGroup, track: Track, x: Axis, y: float) -> list[Shape]:
+    """Operations of one track; those in flight at once lie side by side."""
+    parts = group.parts(track)
     ends: list[float] = []
     slots = []
     for _, (start, stop) in parts:

@@ -69,7 +69,7 @@ class EpochOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPlan:
+class Batches:
     """The share of one rank in every step of every epoch.
 
     num_samples: length of the data set; every sample is used exactly once per epoch.

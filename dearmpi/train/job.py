@@ -21,7 +21,7 @@ from dearmpi.plan.plan import Plan, read_plan
 from dearmpi.train.agreement import AgreedError, together
 from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
 from dearmpi.train.checkpoint.snapshot import Snapshot
-from dearmpi.train.data import BatchPlan
+from dearmpi.train.data import Batches
 from dearmpi.train.evaluation import Evaluator, probe_metrics
 from dearmpi.train.lr_schedule import LrCurve, lr_curve
 from dearmpi.train.metrics import check_names
@@ -52,23 +52,23 @@ class Job:
     optimizer: DistributedOptimizer
     base_lrs: tuple[float, ...]
     curve: LrCurve
-    plan: BatchPlan
+    batches: Batches
     start_step: int
     total_steps: int
     evaluator: Evaluator | None
 
     def position(self, step: int) -> tuple[int, int]:
         """Epoch and step within it of step number ``step``, from 0."""
-        return divmod(step, self.plan.steps_per_epoch)
+        return divmod(step, self.batches.steps_per_epoch)
 
     def units(self, num_samples: float) -> float:
         """What throughput counts, for that many samples."""
         return num_samples * self.task.units_per_sample
 
 
-def make_plan(settings: RunSettings, task: Task, world: World) -> BatchPlan:
+def share_samples(settings: RunSettings, task: Task, world: World) -> Batches:
     """How this rank shares the samples. Raises ConfigError or DataError where they do not do."""
-    return BatchPlan(
+    return Batches(
         len(task.train_data),
         settings.batch_size,
         world.size,
@@ -93,11 +93,11 @@ def prepare(
     Raises AgreedError where that fails, on any rank, and MismatchError where ranks differ.
     """
     with together(world):
-        plan = make_plan(settings, task, world)
-        total_steps = settings.max_steps or (settings.epochs or 1) * plan.steps_per_epoch
-        _check_passes(plan, task, total_steps)
+        batches = share_samples(settings, task, world)
+        total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
+        _check_passes(batches, task, total_steps)
         _fill_model(task, settings, snapshot)
-        evaluator = _evaluator(settings, task, plan)
+        evaluator = _evaluator(settings, task, batches)
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
@@ -112,24 +112,25 @@ def prepare(
         device=device_of(task.model),
         optimizer=optimizer,
         base_lrs=base_lrs,
-        curve=lr_curve(settings, total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),
-        plan=plan,
+        curve=lr_curve(settings, total_steps=total_steps, steps_per_epoch=batches.steps_per_epoch),
+        batches=batches,
         start_step=start_step,
         total_steps=total_steps,
         evaluator=evaluator,
     )
 
 
-def _check_passes(plan: BatchPlan, task: Task, total_steps: int) -> None:
+def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
     """Raise ConfigError where ranks would wait in a model's layers for those without samples."""
-    passes = plan.last_passes()
+    passes = batches.last_passes()
     waits = any(isinstance(module, SyncBatchNorm) for module in task.model.modules())
-    if waits and total_steps >= plan.steps_per_epoch and min(passes) < max(passes):
+    if waits and total_steps >= batches.steps_per_epoch and min(passes) < max(passes):
         few, many = passes.index(min(passes)), passes.index(max(passes))
         raise ConfigError(
             f"the last batch of an epoch gives rank {few} {min(passes)} micro-batches and rank "
             f"{many} {max(passes)}, but SyncBatchNorm needs all ranks in each of them; choose a "
-            f"--batch-size of which {plan.num_samples} samples leave none or more, or fewer ranks"
+            f"--batch-size of which {batches.num_samples} samples leave none or more, or fewer "
+            "ranks"
         )
 
 
@@ -266,10 +267,10 @@ def _set_random_state(
             restore_random_state(states[world.rank])
 
 
-def _evaluator(settings: RunSettings, task: Task, plan: BatchPlan) -> Evaluator | None:
+def _evaluator(settings: RunSettings, task: Task, batches: Batches) -> Evaluator | None:
     if task.eval_data is None:
         return None
-    share = plan.world_size * plan.micro_batches
+    share = batches.world_size * batches.micro_batches
     names = probe_metrics(task, settings.precision)
     check_names(names)
     return Evaluator(

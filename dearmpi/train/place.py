@@ -25,7 +25,7 @@ class Place:
     checkpoint: what to go on from; None at a run's beginning.
     continued: whether the folder may hold the earlier part of this run.
     goes_on: from the newest checkpoint that there is in it, if there is one.
-    source: the checkpoint of another run that this one begins from, if so.
+    begun_from: the checkpoint of another run that this one begins from, if so.
     notes: what people should know about the choice.
     """
 
@@ -34,7 +34,7 @@ class Place:
     checkpoint: Path | None = None
     continued: bool = False
     notes: tuple[str, ...] = ()
-    source: Path | None = None
+    begun_from: Path | None = None
     goes_on: bool = False
 
 
@@ -54,14 +54,14 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
                     None if place.checkpoint is None else str(place.checkpoint),
                     place.continued,
                     place.notes,
-                    None if place.source is None else str(place.source),
+                    None if place.begun_from is None else str(place.begun_from),
                     place.goes_on,
                 ]
             )
-    root, name, checkpoint, continued, notes, source, goes_on = json.loads(
+    root, name, checkpoint, continued, notes, begun_from, goes_on = json.loads(
         world.broadcast_text(text)
     )
-    found, begun = (None if path is None else Path(path) for path in (checkpoint, source))
+    found, begun = (None if path is None else Path(path) for path in (checkpoint, begun_from))
     with together(world):
         if found is not None and not found.is_dir():
             raise CheckpointError(
@@ -119,7 +119,7 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
     checkpoint = resolve(Path(resume))
     notes = () if checkpoint == Path(resume) else _passed_over(survey(Path(resume)))
     if name is not None:
-        return _new(Place(root, name, checkpoint, notes=notes, source=checkpoint.absolute()))
+        return _new(Place(root, name, checkpoint, notes=notes, begun_from=checkpoint.absolute()))
     # Only a link to a checkpoint is followed: what else is one may be there on rank 0's host alone.
     own = checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
     if not belongs_to_run(own):
@@ -147,10 +147,10 @@ def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
     """The run ``name`` if it was begun from ``resume``: the very command that began it, which a
     scheduler gives again and again, goes on with it.
     """
-    source = RunFolder(root / name).read_source()
-    if source is None or resume.absolute() not in (source, source.parent.parent):
+    begun_from = RunFolder(root / name).read_begun_from()
+    if begun_from is None or resume.absolute() not in (begun_from, begun_from.parent.parent):
         return None
-    return _go_on(root, name, source)
+    return _go_on(root, name, begun_from)
 
 
 def _find_latest(root: Path, name: str | None) -> Place:
@@ -159,21 +159,23 @@ def _find_latest(root: Path, name: str | None) -> Place:
             "--resume auto needs --name NAME: it goes on with the run of that name where there is "
             "one, and starts it where there is none"
         )
-    return _go_on(root, name, RunFolder(root / name).read_source())
+    return _go_on(root, name, RunFolder(root / name).read_begun_from())
 
 
-def _go_on(root: Path, name: str, source: Path | None) -> Place:
-    """The run ``name`` from its newest checkpoint; before its first from ``source``, if any."""
+def _go_on(root: Path, name: str, begun_from: Path | None) -> Place:
+    """The run ``name`` from its newest checkpoint; before its first from ``begun_from``, if any."""
     found = survey(root / name)
     _check_usable(found, root / name)
-    if found.latest is None and source is not None and not source.is_dir():
+    if found.latest is None and begun_from is not None and not begun_from.is_dir():
         raise CheckpointError(
-            f"the run in {root / name} was begun from {source}, which is gone, and has no "
+            f"the run in {root / name} was begun from {begun_from}, which is gone, and has no "
             "checkpoint of its own yet; begin another run with another --name"
         )
     notes = _passed_over(found)
-    checkpoint = found.latest or source
-    return Place(root, name, checkpoint, continued=True, notes=notes, source=source, goes_on=True)
+    checkpoint = found.latest or begun_from
+    return Place(
+        root, name, checkpoint, continued=True, notes=notes, begun_from=begun_from, goes_on=True
+    )
 
 
 def _check_usable(found: Survey, run: Path) -> None:

@@ -103,7 +103,7 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def source(self) -> Path:
+    def begun_from(self) -> Path:
         return self.path / "begun-from"
 
     @property
@@ -152,14 +152,14 @@ class RunFolder:
         except OSError as error:
             raise DearError(f"cannot remove {self.plan}: {error.strerror}") from error
 
-    def write_source(self, checkpoint: Path) -> None:
+    def write_begun_from(self, checkpoint: Path) -> None:
         """Remember the checkpoint of another run that this one was begun from."""
-        _write(self.source, json.dumps(str(checkpoint)) + "\n")
+        _write(self.begun_from, json.dumps(str(checkpoint)) + "\n")
 
-    def read_source(self) -> Path | None:
+    def read_begun_from(self) -> Path | None:
         """That checkpoint; None where the run was not begun from any."""
         try:
-            return Path(json.loads(self.source.read_text(encoding="utf-8")))
+            return Path(json.loads(self.begun_from.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 

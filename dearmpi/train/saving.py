@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.engine.broadcast import broadcast_buffers
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.errors import CheckpointError, NonFiniteLossError
 from dearmpi.train import checkpoint
 from dearmpi.train.agreement import share_failure, together
@@ -99,7 +99,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until nothing is being written any more."""
         if not self._is_idle:
-            with self._job.optimizer.spans.span(Lane.CHECKPOINT, "checkpoint"):
+            with self._job.optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
                 self._end_stages()
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def take_part(job: Job, step: int) -> tuple[Snapshot, Part]:
         "task": job.task.name,
         "epoch": epoch,
         "step_in_epoch": step_in_epoch,
-        "num_samples": job.plan.num_samples,
+        "num_samples": job.batches.num_samples,
         "data_digest": job.task.data_digest,
         "world_size": job.world.size,
         "lr_factor": job.curve.factor(step),

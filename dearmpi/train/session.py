@@ -32,18 +32,7 @@ from dearmpi.train.fingerprint import (
     data_fingerprints,
     model_fingerprints,
 )
-from dearmpi.train.job import Job, check_position, make_plan, prepare
-from dearmpi.train.layers import (
-    BEFORE_THE_TASK,
-    OF_DEVICES,
-    Layer,
-    before_task,
-    from_checkpoint,
-    from_task,
-    merge,
-    resolve,
-    without,
-)
+from dearmpi.train.job import Job, check_position, prepare, share_samples
 from dearmpi.train.metrics import MetricsLog
 from dearmpi.train.occupation import occupied
 from dearmpi.train.optimizers import OptimizerChoice, choose_optimizer
@@ -51,6 +40,17 @@ from dearmpi.train.place import Place, agree_on_place, check_shared, check_uncha
 from dearmpi.train.run_folder import RunFolder
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings, check_resumable
+from dearmpi.train.sources import (
+    BEFORE_THE_TASK,
+    OF_DEVICES,
+    Source,
+    before_task,
+    from_checkpoint,
+    from_task,
+    merge,
+    resolve,
+    without,
+)
 from dearmpi.train.task import Task
 from dearmpi.train.tasks import build_task
 from dearmpi.train.threads import ThreadChoice, choose_threads
@@ -88,33 +88,33 @@ class Session:
         )
 
 
-def open_session(world: World, layers: Sequence[Layer]) -> Session:
+def open_session(world: World, sources: Sequence[Source]) -> Session:
     """Build and compare everything that a run needs (collective).
 
-    layers: what the user chose. Raises AgreedError or MismatchError on all ranks alike.
+    sources: what the user chose. Raises AgreedError or MismatchError on all ranks alike.
     """
-    compare(world, {"code": code_fingerprint(), **argument_fingerprints(merge(layers))})
-    place = agree_on_place(world, merge(layers), default_root=RunSettings().run_folder)
+    compare(world, {"code": code_fingerprint(), **argument_fingerprints(merge(sources))})
+    place = agree_on_place(world, merge(sources), default_root=RunSettings().run_folder)
     with together(world):
         snapshot = None if place.checkpoint is None else checkpoint.load(place.checkpoint)
         if snapshot is not None:
-            stored = _stored_layer(snapshot, origin=str(place.checkpoint))
-            layers = [*layers, stored]
+            stored = _stored_source(snapshot, origin=str(place.checkpoint))
+            sources = [*sources, stored]
             # Before the task is built, to which the options of another one mean nothing.
-            check_resumable(stored.values, before_task(layers), names=BEFORE_THE_TASK)
-        basis = before_task(layers)
+            check_resumable(stored.values, before_task(sources), names=BEFORE_THE_TASK)
+        basis = before_task(sources)
     threads = choose_threads(world, asked=basis.threads, progress_thread=world.has_progress_thread)
     device = choose_device(world, basis.device)
     if device.device.type == "cpu":  # where a run that was begun on devices may go on
-        layers = [without(a, OF_DEVICES) if a.source == "checkpoint" else a for a in layers]
+        sources = [without(a, OF_DEVICES) if a.kind == "checkpoint" else a for a in sources]
     with together(world):
         allow_deterministic_only(basis.deterministic)
         seed_all(basis.seed)
         task = build_task(basis.task, basis.all_task_options)
         task.model.to(device.device)
-        settings, choice = settle(layers, task, snapshot)
+        settings, choice = settle(sources, task, snapshot)
         settings = replace(settings, run_folder=str(place.root), name=place.name)
-        make_plan(settings, task, world)
+        share_samples(settings, task, world)
     fingerprints = argument_fingerprints(settings.as_plain()) | data_fingerprints(task)
     compare(world, fingerprints | model_fingerprints(task.model.state_dict()))
     kept = RunFolder(place.root / place.name).plan if _has_planned(place, snapshot) else None
@@ -127,7 +127,7 @@ def open_session(world: World, layers: Sequence[Layer]) -> Session:
     return Session(place, job, threads, device, untraced)
 
 
-def _stored_layer(snapshot: Snapshot, *, origin: str) -> Layer:
+def _stored_source(snapshot: Snapshot, *, origin: str) -> Source:
     return from_checkpoint(snapshot.meta.get("config", {}), origin=origin)
 
 
@@ -138,14 +138,14 @@ def _has_planned(place: Place, snapshot: Snapshot | None) -> bool:
 
 
 def settle(
-    layers: Sequence[Layer], task: Task, snapshot: Snapshot | None
+    sources: Sequence[Source], task: Task, snapshot: Snapshot | None
 ) -> tuple[RunSettings, OptimizerChoice]:
     """The run's settings, with the task's recommendations in the place of what is not chosen.
 
     Raises ConfigError for what has no effect or cannot be had, and where the run to resume has
     other settings; CheckpointError where it had other data.
     """
-    settings = resolve([*layers, from_task(task.defaults, task=task.name)])
+    settings = resolve([*sources, from_task(task.defaults, task=task.name)])
     choice = choose_optimizer(settings)
     settings = replace(settings, lr=choice.lr, optimizer=choice.kind.__name__)
     if settings.epochs is None and settings.max_steps is None:
@@ -161,7 +161,7 @@ def settle(
             "--tensorboard"
         )
     if snapshot is not None:
-        check_resumable(_stored_layer(snapshot, origin="the checkpoint").values, settings)
+        check_resumable(_stored_source(snapshot, origin="the checkpoint").values, settings)
         check_position(snapshot, task)
     return settings, choice
 
@@ -186,9 +186,9 @@ def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
 
 
 def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> None:
-    world, source = session.job.world, session.place.source
-    if source is not None:
-        folder.write_source(source)
+    world, begun_from = session.job.world, session.place.begun_from
+    if begun_from is not None:
+        folder.write_begun_from(begun_from)
     folder.write_config(yaml.safe_dump(session.job.settings.as_plain(), sort_keys=False))
     folder.write_environment(
         describe_environment(

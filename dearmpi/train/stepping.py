@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.errors import NonFiniteLossError, TaskError
 from dearmpi.train.data import MicroBatch, load_batch
 from dearmpi.train.job import Job
@@ -48,7 +48,7 @@ def take_step(job: Job, step: int) -> StepResult:
 def _step(job: Job, step: int, loader: _Loader) -> StepResult:
     lr = set_lr(job, step)
     job.optimizer.zero_grad()
-    *early, last = job.plan.step(*job.position(step))
+    *early, last = job.batches.step(*job.position(step))
     skips = job.settings.on_nan == "skip"
     buffers = _copy_buffers(job.task.model) if skips else {}
     loss = 0.0
@@ -88,7 +88,7 @@ class _Loader:
     def load(self, share: MicroBatch) -> Any:
         """The samples of ``share``, where they are to be computed with."""
         job, begin_s = self.job, time.perf_counter()
-        with job.optimizer.spans.span(Lane.DATA, "data"):
+        with job.optimizer.spans.span(Track.DATA, "data"):
             batch = load_batch(job.task, job.task.train_data, share.indices)
             batch = send_batch(convert_batch(batch, job.settings.precision), job.device)
         self.seconds += time.perf_counter() - begin_s

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.errors import NonFiniteLossError
 from dearmpi.train.agreement import AgreedError, is_agreed
 from dearmpi.train.evaluation import Evaluation
@@ -133,9 +133,9 @@ class Trainer:
 
     def _samples_of_step(self) -> int:
         """Samples of the step just taken, over all ranks."""
-        plan = self._job.plan
+        batches = self._job.batches
         _, index = self._job.position(self._step - 1)
-        return min(plan.batch_size, plan.num_samples - index * plan.batch_size)
+        return min(batches.batch_size, batches.num_samples - index * batches.batch_size)
 
     def _count_skip(self, result: StepResult) -> None:
         self._skips_in_a_row = self._skips_in_a_row + 1 if result.skipped else 0
@@ -148,7 +148,7 @@ class Trainer:
 
     def _read_totals(self, *, pending: int) -> None:
         """Phase 2, for all steps but the last ``pending``."""
-        with self._job.optimizer.spans.span(Lane.WAIT, "the totals of all ranks"):
+        with self._job.optimizer.spans.span(Track.WAIT, "the totals of all ranks"):
             totals = self._tally.read(pending=pending)
         for total in totals:
             self._stopping = self._stopping or total.num_stops > 0
@@ -186,7 +186,7 @@ class Trainer:
             return False
         interval = self._job.settings.eval_interval
         if interval is None:
-            interval = self._job.plan.steps_per_epoch
+            interval = self._job.batches.steps_per_epoch
         return self._at_end() or (interval > 0 and self._step % interval == 0)
 
     def _save_due(self) -> bool:
@@ -244,7 +244,7 @@ class Trainer:
     def _save(self) -> None:
         """Phase 3."""
         self._read_all_totals()
-        with self._job.optimizer.spans.span(Lane.CHECKPOINT, "checkpoint"):
+        with self._job.optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
             self._catch_up()
             self._saver.start(self._step)
 

@@ -10,7 +10,7 @@ from dearmpi.tune.stopwatch import Mark, Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Leg:
     """From one layer's start to the next one's arrival. layer: None before the first layer."""
 
     layer: str | None
@@ -26,7 +26,7 @@ class Pass:
         was complete.
     """
 
-    spans: list[Span] = field(default_factory=list)
+    legs: list[Leg] = field(default_factory=list)
     ended: Mark = None
     ready: dict[str, Mark] = field(default_factory=dict)
 
@@ -64,11 +64,11 @@ def _feed_forward(one: Pass, stopwatch: Stopwatch) -> tuple[dict[str, float], fl
     """Each layer's time, and what belongs to none; what precedes a layer's use is its own."""
     times: dict[str, float] = {}
     before_s = 0.0
-    for span in one.spans:
-        seconds = stopwatch.seconds(span.start, span.stop)
-        if span.layer is None:
+    for leg in one.legs:
+        seconds = stopwatch.seconds(leg.start, leg.stop)
+        if leg.layer is None:
             before_s += seconds
             continue
-        times[span.layer] = times.get(span.layer, 0.0) + before_s + seconds
+        times[leg.layer] = times.get(leg.layer, 0.0) + before_s + seconds
         before_s = 0.0
     return times, before_s

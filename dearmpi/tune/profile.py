@@ -20,7 +20,7 @@ from dearmpi.plan.profile import LayerTimes, ModelProfile, parse_profile
 from dearmpi.plan.workload import Workload
 from dearmpi.tune.layers import build_layers, find_homes
 from dearmpi.tune.own_hook import OwnHook
-from dearmpi.tune.passes import Pass, Span, summarize
+from dearmpi.tune.passes import Leg, Pass, summarize
 from dearmpi.tune.stopwatch import Mark, Stopwatch, no_wait, stopwatch_for
 
 
@@ -192,7 +192,7 @@ class LayerTimer:
 
     def _close(self, stop: Mark) -> None:
         if self._open is not None:
-            self._pass.spans.append(Span(*self._open, stop))
+            self._pass.legs.append(Leg(*self._open, stop))
             self._open = None
 
 

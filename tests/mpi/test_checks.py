@@ -30,7 +30,7 @@ def test_a_module_that_reads_a_parameter_under_way_is_named(world: World) -> Non
     model.add_module("reader", reader)
     optimizer = distribute(model, world, check_every=1000)
     buckets = [update.bucket for update in optimizer._assembly.updates]
-    bucket = next(bucket for bucket in buckets if "1.weight" in bucket.plan.names)
+    bucket = next(bucket for bucket in buckets if "1.weight" in bucket.spec.names)
     bucket.poison()  # as a step does, before the update
     bucket.pending = True
     with pytest.raises(UsageError, match=r"(?s)module reader .*NaN .* under way .*1\.weight"):

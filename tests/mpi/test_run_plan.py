@@ -15,7 +15,7 @@ from dearmpi.plan.plan import Plan, read_plan
 from dearmpi.train import metrics
 from dearmpi.train.agreement import AgreedError
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN
-from dearmpi.train.layers import make_layer
+from dearmpi.train.sources import make_source
 from dearmpi.train.stop import StopRequest
 from tests.mpi.task_file import task_file
 
@@ -50,7 +50,7 @@ def folder(world: World, shared_tmp_path: Path) -> Iterator[Path]:
 def run(world: World, folder: Path, name: str, **given: object) -> Path:
     values = {"task": f"{folder}/curve.py:make", "run_folder": str(folder), "name": name, **given}
     with rank_log(speaks=False) as log, StopRequest() as stop:
-        layer = make_layer("flag", {"log_interval": 1, **values})
+        layer = make_source("flag", {"log_interval": 1, **values})
         assert run_session(world, [layer], stop=stop, log=log, command=["dear-train"]) == 0
     world.barrier()
     return folder / name

@@ -12,7 +12,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.engine import self_planning
 from dearmpi.engine.self_planning import MOST_STEPS
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.plan import Plan
@@ -151,7 +151,7 @@ def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(
     takes_s = 0.5 if world.rank else 0.75
     for number in range(42):
         start_s = 1e6 + number * takes_s
-        planning.add(Span(Lane.REDUCE_SCATTER, "RS", start_s, start_s + takes_s, 1, 0, nbytes))
+        planning.add(Span(Track.REDUCE_SCATTER, "RS", start_s, start_s + takes_s, 1, 0, nbytes))
     _, costs = planning.measure()
     found = costs.reduce_scatter
     assert found.beta_s_per_byte == pytest.approx(0.75 * link.beta_s_per_byte, rel=0.01)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import dearmpi
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.report.trace import read_trace, read_traces, trace_path
 from dearmpi.report.trace_merge import merge
 from dearmpi.report.trace_writer import SLOT_STRIDE
@@ -124,8 +124,8 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
 def check_data(events: list[dict[str, Any]]) -> None:
     """A wait counts as communication, and not as data too."""
     lanes = [
-        [(e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] % SLOT_STRIDE == lane]
-        for lane in (Lane.DATA, Lane.WAIT)
+        [(e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] % SLOT_STRIDE == track]
+        for track in (Track.DATA, Track.WAIT)
     ]
     for start, stop in lanes[0]:
         assert all(stop <= begun or ended <= start for begun, ended in lanes[1])

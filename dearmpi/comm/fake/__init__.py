@@ -17,6 +17,6 @@ from dearmpi.comm.fake.clock import FakeClock
 from dearmpi.comm.fake.collectives import FakeCollectives
 from dearmpi.comm.fake.fault import Action, Fault
 from dearmpi.comm.fake.hub import FakeHub
-from dearmpi.comm.fake.record import Record, Span
+from dearmpi.comm.fake.record import Carried, Record
 
-__all__ = ["Action", "FakeClock", "FakeCollectives", "FakeHub", "Fault", "Record", "Span"]
+__all__ = ["Action", "FakeClock", "FakeCollectives", "FakeHub", "Fault", "Record", "Carried"]

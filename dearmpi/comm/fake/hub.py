@@ -13,7 +13,7 @@ from dearmpi.comm.fake.contents import as_sent, combine, nbytes_of, signature_of
 from dearmpi.comm.fake.fault import Fault
 from dearmpi.comm.fake.letters import Letters
 from dearmpi.comm.fake.operation import Operation
-from dearmpi.comm.fake.record import Record, Span
+from dearmpi.comm.fake.record import Carried, Record
 from dearmpi.errors import CommError
 
 
@@ -42,7 +42,7 @@ class FakeHub:
         self.clock = clock
         self.check_buffers = check_buffers
         self.records: list[Record] = []
-        self.spans: list[Span] = []
+        self.carried: list[Carried] = []
         self.most_in_flight: Counter[tuple[int, int]] = Counter()  # by rank and communicator
         self.failure = ""
         self.lock = threading.Lock()
@@ -161,7 +161,7 @@ class FakeHub:
             start_s = max(now_s, self._wire_free_s)
             operation.done_at_s = start_s + self._seconds(operation.label, nbytes)
             self._wire_free_s = operation.done_at_s
-            self.spans.append(Span(operation.label, start_s, operation.done_at_s))
+            self.carried.append(Carried(operation.label, start_s, operation.done_at_s))
         if operation.kind != "DUP":
             parts = [operation.contents[rank] for rank in range(self.size)]
             operation.result = combine(operation.kind, operation.detail, parts)

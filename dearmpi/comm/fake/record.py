@@ -15,7 +15,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Carried:
     """``label`` occupied the wire of the hub from ``start_s`` to ``stop_s`` on its clock."""
 
     label: str

@@ -10,7 +10,7 @@ from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
 from dearmpi.comm.world import World
 from dearmpi.train import checkpoint
-from dearmpi.train.layers import make_layer
+from dearmpi.train.sources import make_source
 from dearmpi.train.stop import StopRequest
 
 NUM_SAMPLES, BATCH_SIZE = 43, 10  # the last of five batches holds 3: some ranks may have none
@@ -93,7 +93,7 @@ def run(world: World, folder: Path, name: str, **given: object) -> int:
         **given,
     }
     with rank_log(speaks=world.is_root) as log, StopRequest() as stop:
-        layer = make_layer("flag", values)
+        layer = make_source("flag", values)
         return run_session(world, [layer], stop=stop, log=log, command=["dear-train", "run"])
 
 

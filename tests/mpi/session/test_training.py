@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.train import metrics, tally
-from dearmpi.train.data import BatchPlan
+from dearmpi.train.data import Batches
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.stop import EXIT_PREEMPTED
 from tests.mpi.session.points import BATCH_SIZE, NUM_SAMPLES, TASK, run, saved_model
@@ -26,12 +26,12 @@ def plain_training(num_steps: int, *, dtype: torch.dtype) -> dict[str, Tensor]:
     seed_all(0)
     model: nn.Module = names["make_model"](0.0).to(dtype)  # type: ignore[operator]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    plan = BatchPlan(NUM_SAMPLES, BATCH_SIZE, world_size=1, rank=0)
+    batches = Batches(NUM_SAMPLES, BATCH_SIZE, world_size=1, rank=0)
     generator = torch.Generator().manual_seed(NUM_SAMPLES)
     inputs = torch.randn(NUM_SAMPLES, 6, generator=generator).to(dtype)
     targets = torch.stack([row.float().sum().sin().to(dtype).reshape(1) for row in inputs])
     for step in range(num_steps):
-        indices = list(plan.step(*divmod(step, plan.steps_per_epoch))[0].indices)
+        indices = list(batches.step(*divmod(step, batches.steps_per_epoch))[0].indices)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs[indices]), targets[indices])
         torch.autograd.backward(loss)

@@ -9,13 +9,13 @@ import torch
 
 import dearmpi
 from dearmpi.cli.main import main
-from dearmpi.cli.run import read_layers
+from dearmpi.cli.run import read_sources
 from dearmpi.cli.settings import setting_options
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint import Snapshot
-from dearmpi.train.layers import merge
 from dearmpi.train.settings import SETTINGS
+from dearmpi.train.sources import merge
 from tests.unit.cli.bare import run_bare
 
 
@@ -59,20 +59,20 @@ def test_flags_become_settings_and_what_is_not_given_stays_open() -> None:
     names = {option.name for option in setting_options()}
     given: dict[str, object] = {name: None for name in names if name in SETTINGS}
     given |= {"lr": "1e-3", "task_options": ("width=8", "depth=2"), "optimizer_options": ()}
-    layers = read_layers(given, {}, None)
-    assert merge(layers) == {"lr": 1e-3, "task_options": {"width": "8", "depth": "2"}}
+    sources = read_sources(given, {}, None)
+    assert merge(sources) == {"lr": 1e-3, "task_options": {"width": "8", "depth": "2"}}
 
 
 def test_the_file_is_read_below_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("seed: 1\nwindow: 1\n")
-    layers = read_layers({"keep": "1"}, {"DEAR_TRAIN_SEED": "2"}, str(path))
-    assert merge(layers) == {"keep": 1, "seed": 2, "window": 1}
+    sources = read_sources({"keep": "1"}, {"DEAR_TRAIN_SEED": "2"}, str(path))
+    assert merge(sources) == {"keep": 1, "seed": 2, "window": 1}
 
 
 def test_a_wrong_value_is_refused_by_its_flag() -> None:
     with pytest.raises(ConfigError, match="--window is 'two'; it must be a whole number"):
-        read_layers({"window": "two"}, {}, None)
+        read_sources({"window": "two"}, {}, None)
 
 
 def test_a_checkpoint_is_shown_and_exported(

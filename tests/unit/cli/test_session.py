@@ -20,8 +20,8 @@ from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
 from dearmpi.train import checkpoint, session, tally
 from dearmpi.train.agreement import AgreedError
-from dearmpi.train.layers import make_layer
 from dearmpi.train.session import open_session
+from dearmpi.train.sources import make_source
 from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.task import Task
 from dearmpi.train.tasks import build_task
@@ -76,8 +76,8 @@ def task_file(tmp_path: Path) -> Path:
 def run(world: World, task_file: Path, **given: object) -> int:
     values = {"task": f"{task_file}:make", "run_folder": str(task_file.parent / "runs"), **given}
     with rank_log(speaks=True) as log, StopRequest() as stop:
-        layer = make_layer("flag", values)
-        return run_session(world, [layer], stop=stop, log=log, command=["dear-train", "run"])
+        source = make_source("flag", values)
+        return run_session(world, [source], stop=stop, log=log, command=["dear-train", "run"])
 
 
 def files(folder: Path) -> dict[Path, bytes]:
@@ -144,8 +144,8 @@ def test_a_written_config_is_a_config_file_for_the_same_run(alone: World, task_f
     runs = task_file.parent / "runs"
     config = yaml.safe_load((runs / "a" / "config.yaml").read_text())
     with rank_log(speaks=False) as log, StopRequest() as stop:
-        layers = [make_layer("flag", {"name": "b"}), make_layer("file", config, origin="f")]
-        run_session(alone, layers, stop=stop, log=log, command=[])
+        sources = [make_source("flag", {"name": "b"}), make_source("file", config, origin="f")]
+        run_session(alone, sources, stop=stop, log=log, command=[])
     a, b = (runs / name / "checkpoints" / "step-00000006" for name in "ab")
     assert same_state(a, b)
 
@@ -273,9 +273,9 @@ def test_other_data_are_noticed_at_resume(alone: World, task_file: Path) -> None
 def test_ranks_with_other_arguments_learn_both_values(task_file: Path) -> None:
     def work(world: World) -> str:
         lr = "0.1" if world.rank == 0 else "0.2"
-        layer = make_layer("flag", {"task": f"{task_file}:make", "lr": lr})
+        source = make_source("flag", {"task": f"{task_file}:make", "lr": lr})
         with pytest.raises(MismatchError) as caught:
-            open_session(world, [layer])
+            open_session(world, [source])
         return str(caught.value)
 
     for told in run_ranks(2, work):
@@ -297,7 +297,7 @@ def test_ranks_with_more_samples_than_others_are_told_how_many(
     def work(world: World) -> str:
         own.rank = world.rank
         with pytest.raises(MismatchError) as caught:
-            open_session(world, [make_layer("flag", {"task": f"{task_file}:make"})])
+            open_session(world, [make_source("flag", {"task": f"{task_file}:make"})])
         return str(caught.value)
 
     for told in run_ranks(2, work):

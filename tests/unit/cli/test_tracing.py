@@ -16,7 +16,7 @@ from dearmpi.comm.world import World
 from dearmpi.report.trace import trace_path
 from dearmpi.report.trace_merge import merge
 from dearmpi.train.agreement import AgreedError
-from dearmpi.train.layers import make_layer, read_file
+from dearmpi.train.sources import make_source, read_file
 from dearmpi.train.stop import StopRequest
 
 TASK = """
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 def run(world: World, folder: Path, **given: object) -> Path:
     values = {"task": f"{folder}/line.py:make", "run_folder": str(folder), "name": "a", **given}
     with rank_log(speaks=False) as log, StopRequest() as stop:
-        layer = make_layer("flag", values)
+        layer = make_source("flag", values)
         assert run_session(world, [layer], stop=stop, log=log, command=["dear-train"]) == 0
     return folder / "a"
 
@@ -131,7 +131,7 @@ def test_a_place_where_no_trace_can_be_written_is_told_without_a_traceback(
 )
 def test_a_wrong_range_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        make_layer("flag", {"trace": text})
+        make_source("flag", {"trace": text})
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,9 @@ def test_a_view_is_a_storage_of_its_own_on_the_memory_of_its_bucket() -> None:
     tensors = [torch.zeros(3), torch.zeros(2, 5)]
     bucket = bucket_of(tensors, 2)
     buffer = FlatBuffer(bucket, tensors, rank=0, arena=Arena([bucket]))
-    for slot, view in zip(bucket.slots, buffer.views, strict=True):
+    for placed, view in zip(bucket.placements, buffer.views, strict=True):
         assert view.untyped_storage().nbytes() == view.nbytes
-        assert view.data_ptr() == buffer.data[slot.start :].data_ptr()
+        assert view.data_ptr() == buffer.data[placed.start :].data_ptr()
 
 
 GATHER_PARAMETERS = "READY REDUCING REDUCED UPDATING UPDATED GATHERING GATHERED IDLE"

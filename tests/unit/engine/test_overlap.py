@@ -55,8 +55,8 @@ class Stage:
 
     def finish(self, label: str) -> None:
         """Let time pass until operation ``label`` is complete."""
-        wait_for(lambda: label in {span.label for span in list(self.hub.spans)}, label)
-        stop_s = next(span.stop_s for span in self.hub.spans if span.label == label)
+        wait_for(lambda: label in {span.label for span in list(self.hub.carried)}, label)
+        stop_s = next(span.stop_s for span in self.hub.carried if span.label == label)
         self.clock.advance(stop_s - self.clock.now())
 
     @contextmanager

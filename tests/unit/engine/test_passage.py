@@ -15,7 +15,7 @@ from dearmpi.comm.fake import FakeClock, FakeHub
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.span import Lane as Track
+from dearmpi.engine.span import Track
 from dearmpi.engine.spans import Spans
 from dearmpi.plan.layout import ParamSpec, build_layout
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
@@ -126,7 +126,7 @@ def test_what_waits_for_the_device_is_not_on_the_network_yet(
         model.backward()
         optimizer.step()
         assert optimizer.times.communication_s < time.perf_counter() - opened_s[0]
-        reduced = [span for span in heard.spans if span.lane is Track.REDUCE_SCATTER]
+        reduced = [span for span in heard.spans if span.track is Track.REDUCE_SCATTER]
         for span in reduced:
             assert span.queued_s is not None
             assert span.queued_s < opened_s[0] <= span.start_s <= span.stop_s

@@ -158,10 +158,10 @@ def test_the_old_buffers_are_gone_at_once() -> None:
 def test_every_element_of_a_parameter_has_one_owner() -> None:
     specs = [ParamSpec(f"p{n}", (n,)) for n in (1, 7, 30, 2)]
     for bucket in build_layout([specs], 4):
-        for slot in bucket.slots:
-            parts = stretches(bucket, slot)
+        for placed in bucket.placements:
+            parts = stretches(bucket, placed)
             assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-            assert parts[-1].stop == slot.spec.numel
+            assert parts[-1].stop == placed.spec.numel
             for part in parts:
                 first, last = bucket.shard_range(part.rank)
-                assert first <= slot.start + part.start < slot.start + part.stop <= last
+                assert first <= placed.start + part.start < placed.start + part.stop <= last

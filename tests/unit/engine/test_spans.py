@@ -14,7 +14,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.engine.layer_spans import LayerSpans
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.engine.spans import Spans
 from tests.unit.engine.chain import Chain
 from tests.unit.engine.heard import Heard
@@ -53,8 +53,8 @@ def test_a_bucket_is_reduced_then_updated_then_gathered(settings: dict[str, Any]
                 assert reduced.queued_s is not None and reduced.queued_s <= reduced.start_s
                 assert reduced.start_s <= reduced.stop_s <= updated.start_s
                 assert updated.stop_s <= gathered.start_s <= gathered.stop_s
-                assert (reduced.lane, updated.lane) == (Lane.REDUCE_SCATTER, Lane.UPDATE)
-                assert (gathered.bucket, gathered.lane) == (bucket, Lane.ALL_GATHER)
+                assert (reduced.track, updated.track) == (Track.REDUCE_SCATTER, Track.UPDATE)
+                assert (gathered.bucket, gathered.track) == (bucket, Track.ALL_GATHER)
                 assert reduced.nbytes == gathered.nbytes == 4 * 16 * (bucket + 1) * (bucket + 2)
         assert {span.iteration for span in heard.spans} == {1, 2, 3}
 
@@ -67,7 +67,7 @@ def test_gathered_gradients_are_updated_after_the_gather() -> None:
 
 def test_waits_of_the_main_thread_are_told() -> None:
     for heard in run_ranks(2, lambda world: train(world, schedule="serial")):
-        waits = [span.name for span in heard.spans if span.lane is Lane.WAIT]
+        waits = [span.name for span in heard.spans if span.track is Track.WAIT]
         assert "the last step's gathers" in waits
 
 
@@ -149,7 +149,7 @@ def test_layers_are_told_in_feed_forward_and_backprop() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     heard, _ = watch(model, torch.ones(2, 4))
     assert heard.names() == ["F 0", "F 2", "B 2", "B 0"]
-    assert {(span.lane, span.iteration) for span in heard.spans} == {(Lane.COMPUTE, 7)}
+    assert {(span.track, span.iteration) for span in heard.spans} == {(Track.COMPUTE, 7)}
     check_nesting(heard.spans)
 
 

@@ -31,16 +31,16 @@ def test_every_element_has_exactly_one_place(
     groups: list[list[tuple[int, ...]]], world_size: int
 ) -> None:
     layout = build_layout(named(groups), world_size)
-    placed = Counter(
+    owners = Counter(
         (bucket.index, element)
         for bucket in layout
-        for slot in bucket.slots
-        for element in range(slot.start, slot.stop)
+        for placed in bucket.placements
+        for element in range(placed.start, placed.stop)
     )
-    assert set(placed.values()) == {1}
+    assert set(owners.values()) == {1}
     for bucket, group in zip(layout, named(groups), strict=True):
         assert bucket.numel == sum(spec.numel for spec in group)
-        assert {e for index, e in placed if index == bucket.index} == set(range(bucket.numel))
+        assert {e for index, e in owners if index == bucket.index} == set(range(bucket.numel))
         assert bucket.names == tuple(spec.name for spec in group)
 
 
@@ -66,7 +66,7 @@ def test_padding_fills_up_to_the_next_multiple() -> None:
     (bucket,) = build_layout([[spec("w", 2, 5), spec("b")]], world_size=4)
     assert (bucket.numel, bucket.padded_numel, bucket.shard_numel) == (11, 12, 3)
     assert bucket.nbytes == 48
-    assert [(slot.start, slot.stop) for slot in bucket.slots] == [(0, 10), (10, 11)]
+    assert [(placed.start, placed.stop) for placed in bucket.placements] == [(0, 10), (10, 11)]
     assert bucket.shard_range(3) == (9, 12)
 
 
@@ -120,4 +120,4 @@ def test_a_layout_holds_buckets_of_its_own_world_in_order() -> None:
     with pytest.raises(AssertionError):
         BucketLayout((bucket,), world_size=4)
     with pytest.raises(AssertionError):
-        BucketLayout((Bucket(1, bucket.slots, 2),), world_size=2)
+        BucketLayout((Bucket(1, bucket.placements, 2),), world_size=2)

@@ -76,5 +76,5 @@ def test_bytescheduler_cuts_tensors_as_the_authors_had_it() -> None:
     (method,) = [one for one in unfused_methods() if one.name == "bytescheduler"]
     costs = PRESETS[0].at(WORLD_SIZE)
     setup = method.build(paper_profile(read_workload("bert_base")), costs, None)
-    largest = max(slot.spec.numel for bucket in setup.layout for slot in bucket.slots)
+    largest = max(placed.spec.numel for bucket in setup.layout for placed in bucket.placements)
     assert 3_900_000 < largest <= 4_000_000

@@ -254,7 +254,7 @@ def test_kinds_keep_apart_and_frozen_parameters_lie_idle() -> None:
     profile = profile_workload(workload, feed_forward_s=0.01, backprop_s=0.02)
     made = make_plan(profile, HOSTS, world_size=4, eager=True)
     layout = made.layout(workload.params(), 4)
-    assert len({bucket.slots[0].spec.storage_kind for bucket in layout}) == 3
+    assert len({bucket.placements[0].spec.storage_kind for bucket in layout}) == 3
     assert made.buckets[-1] == tuple(f"{i}.frozen" for i in range(4))
     timeline = simulate(profile, layout, made.schedule, HOSTS, eager=True, window=made.window)
     assert made.prediction.iteration_s == timeline.iteration_s

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.report.trace import trace_path
 from dearmpi.report.trace_writer import TraceHeader, TraceWriter
 
@@ -52,47 +52,47 @@ class ExampleRun:
         return found
 
     def _collective(
-        self, lane: Lane, bucket: int, start_s: float, stop_s: float, iteration: int
+        self, track: Track, bucket: int, start_s: float, stop_s: float, iteration: int
     ) -> Span:
-        name = ("RS" if lane is Lane.REDUCE_SCATTER else "AG") + str(bucket)
+        name = ("RS" if track is Track.REDUCE_SCATTER else "AG") + str(bucket)
         size = 2**20 * (1 + bucket)
-        return Span(lane, name, start_s, stop_s, iteration, bucket, size, queued_s=start_s)
+        return Span(track, name, start_s, stop_s, iteration, bucket, size, queued_s=start_s)
 
     def _iteration(self, rank: int, number: int, now: float) -> list[Span]:
         count = self.num_buckets
         found: list[Span] = []
         stop = now + self.wait_s(rank)
-        found.append(Span(Lane.WAIT, "bucket 0", now, stop, number))
+        found.append(Span(Track.WAIT, "bucket 0", now, stop, number))
         first = stop - self.first_s
         middle = first + self.first_s / 2
         if number > 1:
             found += [
-                self._collective(Lane.REDUCE_SCATTER, 1, now, first, number - 1),
-                self._collective(Lane.REDUCE_SCATTER, 0, first, middle, number - 1),
-                self._collective(Lane.ALL_GATHER, 0, middle, stop, number - 1),
+                self._collective(Track.REDUCE_SCATTER, 1, now, first, number - 1),
+                self._collective(Track.REDUCE_SCATTER, 0, first, middle, number - 1),
+                self._collective(Track.ALL_GATHER, 0, middle, stop, number - 1),
             ]
         forward_s = self.forward_s + self.slow.get(rank, 0.0) / 2
         backward_s = self.backward_s + self.slow.get(rank, 0.0) / 2
         share = forward_s / count
         for bucket in range(count):
             start = stop + share * bucket
-            found.append(Span(Lane.COMPUTE, f"F layer{bucket}", start, start + share, number))
+            found.append(Span(Track.COMPUTE, f"F layer{bucket}", start, start + share, number))
             if number > 1 and bucket:
                 gather = start - share / 2
                 found.append(
-                    self._collective(Lane.ALL_GATHER, bucket, gather, gather + share, number - 1)
+                    self._collective(Track.ALL_GATHER, bucket, gather, gather + share, number - 1)
                 )
         stop += forward_s
-        found.append(Span(Lane.DATA, "data", stop, stop + self.data_s, number))
+        found.append(Span(Track.DATA, "data", stop, stop + self.data_s, number))
         stop += self.data_s
         share = backward_s / count
         for place, bucket in enumerate(reversed(range(count))):
             start = stop + share * place
-            found.append(Span(Lane.COMPUTE, f"B layer{bucket}", start, start + share, number))
+            found.append(Span(Track.COMPUTE, f"B layer{bucket}", start, start + share, number))
             if bucket > 1:
                 begin = start + share
                 found.append(
-                    self._collective(Lane.REDUCE_SCATTER, bucket, begin, begin + share, number)
+                    self._collective(Track.REDUCE_SCATTER, bucket, begin, begin + share, number)
                 )
         return found
 

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.report.exposure import measure_exposure, shared_wait
 from dearmpi.report.interval import subtract, total, union
 from dearmpi.report.recording import Recording, Window, spans_by_window
 
-RS, AG, WAIT = Lane.REDUCE_SCATTER, Lane.ALL_GATHER, Lane.WAIT
+RS, AG, WAIT = Track.REDUCE_SCATTER, Track.ALL_GATHER, Track.WAIT
 WINDOW = Window(1, 0.0, 10.0)
 
 
-def _network(lane: Lane, bucket: int, start_s: float, stop_s: float) -> Span:
-    return Span(lane, "", start_s, stop_s, 1, bucket)
+def _network(track: Track, bucket: int, start_s: float, stop_s: float) -> Span:
+    return Span(track, "", start_s, stop_s, 1, bucket)
 
 
 def _wait(start_s: float, stop_s: float) -> Span:
@@ -61,7 +61,7 @@ def test_means_are_over_all_windows_and_nothing_outside_counts() -> None:
 
 def test_a_wait_is_shared_while_all_ranks_wait() -> None:
     def rank(*waits: tuple[float, float]) -> tuple[Span, ...]:
-        ends = [Span(Lane.COMPUTE, "B fc", stop - 1, stop, stop) for stop in (1, 11)]
+        ends = [Span(Track.COMPUTE, "B fc", stop - 1, stop, stop) for stop in (1, 11)]
         ends[1] = ends[1]._replace(iteration=2)
         return (*ends, *(_wait(*wait) for wait in waits))
 
@@ -111,7 +111,7 @@ def test_union_closes_gaps_that_are_small_enough() -> None:
 def test_an_iteration_reaches_from_backprop_to_backprop() -> None:
     def passes(rank_s: float) -> tuple[Span, ...]:
         return tuple(
-            Span(Lane.COMPUTE, f"{kind} fc", start, start + 1.0, number)
+            Span(Track.COMPUTE, f"{kind} fc", start, start + 1.0, number)
             for number, begin in ((4, 0.0), (5, 3.0 + rank_s), (6, 8.0))
             for kind, start in (("F", begin), ("B", begin + 1.0))
         )

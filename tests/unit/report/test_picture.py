@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.errors import ConfigError
 from dearmpi.plan.comparison import compare
 from dearmpi.plan.methods import parse_method
@@ -25,7 +25,7 @@ from dearmpi.report.legend import Key, draw_legend
 from dearmpi.report.palette import DARK, LIGHT, bucket_colour
 from dearmpi.report.recording import Window
 from dearmpi.report.shape import DASHES, Box, Label, Line, Picture, text_width
-from dearmpi.report.tracks import Track, draw_tracks
+from dearmpi.report.tracks import TrackGroup, draw_tracks
 
 NASTY = "<script>alert('x')</script> & \"so\""
 KEYS = [Key("computes", "plain")]
@@ -96,10 +96,10 @@ def test_every_method_of_a_comparison_looks_different(palette: dict[str, str]) -
 def test_a_long_host_leaves_room_for_what_is_said_of_it(width: float) -> None:
     host = "rank 11 on gpu-node-0123.cluster.of-some-institute.example.org"
     note = "waits 123 ms"
-    spans = (Span(Lane.COMPUTE, "B fc", 0.0, 1.0, 1),)
+    spans = (Span(Track.COMPUTE, "B fc", 0.0, 1.0, 1),)
     for drawn in (
         draw_bars("x", "x", [Bar(host, (1.0,), note)], keys=KEYS, unit="s", width=width),
-        draw_tracks("x", "x", [Track(host, spans, Window(1, 0, 1), note)], width=width),
+        draw_tracks("x", "x", [TrackGroup(host, spans, Window(1, 0, 1), note)], width=width),
     ):
         labels = [shape for shape in drawn.shapes if isinstance(shape, Label)]
         (label,) = [one for one in labels if one.text.startswith("rank 11 on gpu-node")]
@@ -229,11 +229,11 @@ def _luminance(colour: str) -> float:
 
 def test_a_checkpoint_shows_in_an_iteration_where_it_is_not_waiting_for_others() -> None:
     spans = (
-        Span(Lane.CHECKPOINT, "checkpoint", 0.0, 0.6, 1),
-        Span(Lane.WAIT, "bucket 0", 0.0, 0.2, 1),
-        Span(Lane.COMPUTE, "B fc", 0.6, 1.0, 1),
+        Span(Track.CHECKPOINT, "checkpoint", 0.0, 0.6, 1),
+        Span(Track.WAIT, "bucket 0", 0.0, 0.2, 1),
+        Span(Track.COMPUTE, "B fc", 0.6, 1.0, 1),
     )
-    drawn = draw_tracks("x", "x", [Track("rank 0", spans, Window(1, 0, 1))], width=920.0)
+    drawn = draw_tracks("x", "x", [TrackGroup("rank 0", spans, Window(1, 0, 1))], width=920.0)
     hints = [shape.hint for shape in drawn.shapes if isinstance(shape, Box)]
     assert "saves a checkpoint: 400 ms" in hints
     assert "saves a checkpoint" in [s.text for s in drawn.shapes if isinstance(s, Label)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.schedule import Wait, build_schedule
@@ -71,13 +71,13 @@ def test_spans_fill_an_iteration(tmp_path: Path) -> None:
     assert timeline is not None
     spans, window = replica_spans(timeline)
     assert window.length_s == timeline.iteration_s
-    for lanes, seconds in (
-        ((Lane.COMPUTE, Lane.WAIT), timeline.iteration_s),
-        ((Lane.WAIT,), timeline.exposed_s),
+    for tracks, seconds in (
+        ((Track.COMPUTE, Track.WAIT), timeline.iteration_s),
+        ((Track.WAIT,), timeline.exposed_s),
     ):
-        parts = union(part for s in spans if s.lane in lanes and (part := window.clip(s)))
+        parts = union(part for s in spans if s.track in tracks and (part := window.clip(s)))
         assert total(parts) == pytest.approx(seconds)
-    shown = {s.bucket for s in spans if s.lane is Lane.ALL_GATHER and window.clip(s)}
+    shown = {s.bucket for s in spans if s.track is Track.ALL_GATHER and window.clip(s)}
     assert shown == {0, 1, 2, 3}
 
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
     other = Recording(recording.spans, recording.hosts, recording.bucket_bytes, "of a plan")
     assert replicate(other, 0, window=2) is None
     (begin,) = [s.start_s for s in recording.spans[0] if s.name == "B layer0" and s.iteration == 3]
-    again = Span(Lane.COMPUTE, "F layer0", begin - 0.01, begin, 3)
+    again = Span(Track.COMPUTE, "F layer0", begin - 0.01, begin, 3)
     twice = {rank: (*spans, again) for rank, spans in recording.spans.items()}
     more = Recording(twice, recording.hosts, recording.bucket_bytes, "dear")
     assert replicate(more, 0, window=2) is None

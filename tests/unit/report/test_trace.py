@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dearmpi.cli.main import main
-from dearmpi.engine.span import Lane, Span
+from dearmpi.engine.span import Span, Track
 from dearmpi.errors import ConfigError
 from dearmpi.report.trace import read_trace, read_traces, trace_path
 from dearmpi.report.trace_merge import merge
@@ -31,12 +31,12 @@ HEADER = TraceHeader(
 
 
 def compute(start_s: float, stop_s: float) -> Span:
-    return Span(Lane.COMPUTE, "F layer", start_s, stop_s, 5)
+    return Span(Track.COMPUTE, "F layer", start_s, stop_s, 5)
 
 
 def reduce(bucket: int, start_s: float, stop_s: float) -> Span:
     return Span(
-        Lane.REDUCE_SCATTER, f"RS{bucket}", start_s, stop_s, 5, bucket, 64, start_s - 1, start_s
+        Track.REDUCE_SCATTER, f"RS{bucket}", start_s, stop_s, 5, bucket, 64, start_s - 1, start_s
     )
 
 
@@ -64,7 +64,7 @@ def test_spans_that_touch_do_not_overlap_by_a_nanosecond(tmp_path: Path) -> None
     assert all(a + length == b for (a, length), (b, _) in zip(begun, begun[1:], strict=False))
 
 
-def test_a_span_is_written_with_its_lane_times_and_bucket(tmp_path: Path) -> None:
+def test_a_span_is_written_with_its_track_times_and_bucket(tmp_path: Path) -> None:
     path = write(tmp_path, HEADER, compute(100.0, 100.5), reduce(1, 101.0, 101.25))
     layer, operation = spans_of(path)
     assert layer == {

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dearmpi.errors import ConfigError, DataError, TaskError
-from dearmpi.train.data import BatchPlan, MicroBatch, cut, evaluation_shares, load_batch
+from dearmpi.train.data import Batches, MicroBatch, cut, evaluation_shares, load_batch
 from dearmpi.train.task import Samples, Task
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a run, as BatchPlan's first arguments."""
+    """Sizes of a run, as Batches's first arguments."""
 
     num_samples: int
     batch_size: int
@@ -27,8 +27,8 @@ class Shape:
     micro_batches: int
     seed: int
 
-    def plan(self, rank: int) -> BatchPlan:
-        return BatchPlan(
+    def batches(self, rank: int) -> Batches:
+        return Batches(
             self.num_samples,
             self.batch_size,
             self.world_size,
@@ -38,7 +38,7 @@ class Shape:
         )
 
     def step(self, epoch: int, step: int) -> list[tuple[MicroBatch, ...]]:
-        return [self.plan(rank).step(epoch, step) for rank in range(self.world_size)]
+        return [self.batches(rank).step(epoch, step) for rank in range(self.world_size)]
 
 
 @st.composite
@@ -59,7 +59,7 @@ def order_of_epoch(shape: Shape, epoch: int) -> list[int]:
     """Samples of an epoch, step by step, rank by rank."""
     return [
         index
-        for step in range(shape.plan(0).steps_per_epoch)
+        for step in range(shape.batches(0).steps_per_epoch)
         for of_rank in shape.step(epoch, step)
         for micro_batch in of_rank
         for index in micro_batch.indices
@@ -73,7 +73,7 @@ def test_every_sample_is_used_exactly_once_per_epoch(shape: Shape, epoch: int) -
 
 @given(shapes(), st.integers(0, 3))
 def test_every_step_has_the_same_samples_at_any_world_size(shape: Shape, epoch: int) -> None:
-    alone = BatchPlan(shape.num_samples, shape.batch_size, 1, 0, seed=shape.seed)
+    alone = Batches(shape.num_samples, shape.batch_size, 1, 0, seed=shape.seed)
     for step in range(alone.steps_per_epoch):
         shared = [i for of_rank in shape.step(epoch, step) for m in of_rank for i in m.indices]
         assert tuple(shared) == alone.step(epoch, step)[0].indices
@@ -82,7 +82,7 @@ def test_every_step_has_the_same_samples_at_any_world_size(shape: Shape, epoch: 
 @given(shapes())
 def test_weights_average_over_ranks_to_the_mean_over_the_steps_samples(shape: Shape) -> None:
     losses = torch.rand(shape.num_samples, dtype=torch.float64)
-    for step in range(shape.plan(0).steps_per_epoch):
+    for step in range(shape.batches(0).steps_per_epoch):
         all_micro_batches = [m for of_rank in shape.step(0, step) for m in of_rank]
         used = [index for m in all_micro_batches for index in m.indices]
         weighted = sum(
@@ -94,7 +94,7 @@ def test_weights_average_over_ranks_to_the_mean_over_the_steps_samples(shape: Sh
 
 @given(shapes())
 def test_only_the_last_batch_of_an_epoch_is_partial_and_shares_are_even(shape: Shape) -> None:
-    steps = shape.plan(0).steps_per_epoch
+    steps = shape.batches(0).steps_per_epoch
     for step in range(steps):
         micro_batches = [m for of_rank in shape.step(0, step) for m in of_rank]
         sizes = [len(m.indices) for m in micro_batches]
@@ -108,26 +108,26 @@ def test_only_the_last_batch_of_an_epoch_is_partial_and_shares_are_even(shape: S
 
 def test_the_order_changes_with_the_epoch_and_with_the_seed() -> None:
     def first(seed: int, epoch: int) -> tuple[int, ...]:
-        return BatchPlan(1000, 100, 1, 0, seed=seed).step(epoch, 0)[0].indices
+        return Batches(1000, 100, 1, 0, seed=seed).step(epoch, 0)[0].indices
 
     assert len({first(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
 
 
 def test_going_back_to_an_epoch_gives_its_order_again() -> None:
-    plan = BatchPlan(100, 10, 2, 1, seed=7)
-    before = plan.step(0, 3)
-    plan.step(1, 0)
-    assert plan.step(0, 3) == before
+    batches = Batches(100, 10, 2, 1, seed=7)
+    before = batches.step(0, 3)
+    batches.step(1, 0)
+    assert batches.step(0, 3) == before
 
 
 def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
-    plan = BatchPlan(10, 4, 2, 1, shuffle=False)
-    assert [plan.step(5, step)[0].indices for step in range(3)] == [(2, 3), (6, 7), (9,)]
+    batches = Batches(10, 4, 2, 1, shuffle=False)
+    assert [batches.step(5, step)[0].indices for step in range(3)] == [(2, 3), (6, 7), (9,)]
 
 
 def test_a_last_batch_smaller_than_the_world_leaves_empty_micro_batches() -> None:
-    plans = [BatchPlan(9, 4, 4, rank, shuffle=False) for rank in range(4)]
-    last = [plan.step(0, 2)[0] for plan in plans]
+    every = [Batches(9, 4, 4, rank, shuffle=False) for rank in range(4)]
+    last = [batches.step(0, 2)[0] for batches in every]
     assert [m.indices for m in last] == [(), (), (), (8,)]
     assert [m.weight for m in last] == [0, 0, 0, 4]
 
@@ -154,22 +154,22 @@ def test_impossible_sizes_are_refused_with_the_numbers(
         "micro_batches": 2,
     }
     with pytest.raises(error) as raised:
-        BatchPlan(**{**sizes, **changes})
+        Batches(**{**sizes, **changes})
     assert all(number in str(raised.value) for number in numbers)
 
 
 @pytest.mark.parametrize(("epoch", "step"), [(0, 5), (0, -1), (-1, 0)])
 def test_a_position_outside_the_epoch_is_refused(epoch: int, step: int) -> None:
     with pytest.raises(ConfigError, match="0 to 4"):
-        BatchPlan(50, 10, 1, 0).step(epoch, step)
+        Batches(50, 10, 1, 0).step(epoch, step)
 
 
 def test_millions_of_samples_are_held_as_numbers_of_four_bytes() -> None:
-    plan = BatchPlan(3_000_000, 32, 2, 0)
-    (micro_batch,) = plan.step(0, plan.steps_per_epoch - 1)
+    batches = Batches(3_000_000, 32, 2, 0)
+    (micro_batch,) = batches.step(0, batches.steps_per_epoch - 1)
     assert all(type(index) is int for index in micro_batch.indices)
-    assert plan._order._order is not None
-    assert plan._order._order.nbytes == 12_000_000
+    assert batches._order._order is not None
+    assert batches._order._order.nbytes == 12_000_000
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 6))

@@ -214,8 +214,8 @@ def test_the_command_that_began_a_run_from_another_goes_on_with_it(tmp_path: Pat
     for resume in (other, other / "checkpoints" / "step-00000003"):
         name = f"from-{resume.name}"
         begun = find(tmp_path, resume=str(resume), name=name)
-        assert begun.source is not None and not begun.continued
-        RunFolder.create(tmp_path, name).write_source(begun.source)
+        assert begun.begun_from is not None and not begun.continued
+        RunFolder.create(tmp_path, name).write_begun_from(begun.begun_from)
 
         make_run(tmp_path, "a", 6)  # the other went on meanwhile
         again = find(tmp_path, resume=str(resume), name=name)
@@ -231,22 +231,22 @@ def test_the_command_that_began_a_run_from_another_goes_on_with_it(tmp_path: Pat
 def test_auto_goes_on_from_where_a_run_without_a_checkpoint_was_begun(tmp_path: Path) -> None:
     """Not from random weights, which is what a killed run would become without a word."""
     begun = find(tmp_path, resume=str(make_run(tmp_path, "a", 3)), name="b")
-    assert begun.source is not None
-    RunFolder.create(tmp_path, "b").write_source(begun.source)
+    assert begun.begun_from is not None
+    RunFolder.create(tmp_path, "b").write_begun_from(begun.begun_from)
     again = find(tmp_path, resume="auto", name="b")
-    assert (again.checkpoint, again.source) == (begun.checkpoint, begun.source)
+    assert (again.checkpoint, again.begun_from) == (begun.checkpoint, begun.begun_from)
     make_run(tmp_path, "b", 4)
     own = find(tmp_path, resume="auto", name="b")
     assert own.checkpoint == tmp_path / "b" / "checkpoints" / "step-00000004"
 
 
-def test_a_run_whose_source_is_gone_says_so(tmp_path: Path) -> None:
+def test_a_run_whose_beginning_is_gone_says_so(tmp_path: Path) -> None:
     other = make_run(tmp_path, "a-\udcff", 3)  # a name that is no UTF-8
     begun = find(tmp_path, resume=str(other), name="b")
-    assert begun.source is not None
-    RunFolder.create(tmp_path, "b").write_source(begun.source)
+    assert begun.begun_from is not None
+    RunFolder.create(tmp_path, "b").write_begun_from(begun.begun_from)
     make_run(tmp_path, "a-\udcff", 6)
-    shutil.rmtree(begun.source)
+    shutil.rmtree(begun.begun_from)
     for resume in (str(other), "auto"):
         with pytest.raises(CheckpointError, match="step-00000003, which is gone"):
             find(tmp_path, resume=resume, name="b")

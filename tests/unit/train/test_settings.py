@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from dearmpi.errors import ConfigError
-from dearmpi.train.layers import from_checkpoint, make_layer, read_file, resolve
 from dearmpi.train.settings import SETTINGS, RunSettings, check_resumable
+from dearmpi.train.sources import from_checkpoint, make_source, read_file, resolve
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_wrong_values_are_refused_by_the_name_the_user_gave(
     name: str, value: object, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_layer("flag", {name: value})
+        make_source("flag", {name: value})
     assert message in str(caught.value)
 
 
@@ -161,12 +161,12 @@ def test_a_resumed_run_keeps_options_that_were_not_given() -> None:
 
 def test_with_a_plan_only_what_the_user_says_about_buckets_counts() -> None:
     stored = RunSettings(window=4, bucket_cap_mb=8).as_plain()
-    chosen = [make_layer("flag", {"plan": "auto"}), from_checkpoint(stored, origin="step-1")]
+    chosen = [make_source("flag", {"plan": "auto"}), from_checkpoint(stored, origin="step-1")]
     settings = resolve(chosen)
     assert (settings.window, settings.bucket_cap_mb) == (2, None)
-    searching = resolve([make_layer("flag", {"plan": "bayes"}), chosen[1]])
+    searching = resolve([make_source("flag", {"plan": "bayes"}), chosen[1]])
     assert (searching.window, searching.bucket_cap_mb) == (4, None)
-    assert resolve([make_layer("environment", {"window": "4"}), *chosen]).window == 4  # refused
+    assert resolve([make_source("environment", {"window": "4"}), *chosen]).window == 4  # refused
 
 
 def test_every_setting_has_a_flag_of_its_own() -> None:

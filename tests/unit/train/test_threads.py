@@ -11,8 +11,8 @@ import torch
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.train.layers import make_layer
 from dearmpi.train.session import open_session
+from dearmpi.train.sources import make_source
 from dearmpi.train.threads import (
     RankCores,
     ThreadChoice,
@@ -97,7 +97,7 @@ def test_no_core_is_left_to_a_thread_that_mpi_does_not_allow(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "line.py").write_text(TASK)
-    layer = make_layer("flag", {"task": f"{tmp_path}/line.py:make", "run_folder": str(tmp_path)})
+    layer = make_source("flag", {"task": f"{tmp_path}/line.py:make", "run_folder": str(tmp_path)})
 
     def work(world: World) -> ThreadChoice:
         session = open_session(world, [layer])

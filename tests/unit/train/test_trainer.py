@@ -60,7 +60,7 @@ def test_a_run_is_what_a_plain_loop_over_the_same_samples_computes(
     _, notes = train(job, tmp_path)
     data = Points(20)
     for step in range(6):
-        indices = [i for share in job.plan.step(*divmod(step, 3)) for i in share.indices]
+        indices = [i for share in job.batches.step(*divmod(step, 3)) for i in share.indices]
         optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (step + 1) / 2)
         optimizer.zero_grad()
         loss = squared_error(model, (data.inputs[indices].double(), data.targets[indices].double()))

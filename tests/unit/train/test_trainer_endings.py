@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.span import Lane
+from dearmpi.engine.span import Track
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint, tally
 from dearmpi.train.agreement import AgreedError
@@ -72,7 +72,7 @@ def test_each_wait_for_the_disk_is_told_once(alone: World, tmp_path: Path) -> No
     job = make_job(alone, settings)
     job.optimizer.spans.recorder = heard
     train(job, tmp_path)
-    spans = sorted((s.start_s, s.stop_s) for s in heard.spans if s.lane is Lane.CHECKPOINT)
+    spans = sorted((s.start_s, s.stop_s) for s in heard.spans if s.track is Track.CHECKPOINT)
     assert len(spans) == 6  # four checkpoints, and waits before two evaluations
     assert all(stop_s <= start_s for (_, stop_s), (start_s, _) in itertools.pairwise(spans))
 

@@ -30,7 +30,7 @@ def test_operations_queue_up_on_one_wire() -> None:
         [True, False],
         [True, True],  # 3 s: the second took 2 s more
     ]
-    assert [(s.start_s, s.stop_s) for s in hub.spans] == [(0.0, 1.0), (1.0, 3.0)]
+    assert [(s.start_s, s.stop_s) for s in hub.carried] == [(0.0, 1.0), (1.0, 3.0)]
 
 
 def test_the_wire_is_idle_until_all_ranks_are_there() -> None:
@@ -88,4 +88,4 @@ def test_what_was_posted_can_be_drawn() -> None:
         assert hub.picture(rank, 2) == "RS1 RS0 |"
         assert hub.picture(rank, 3) == "| AG0 AG1"
         assert hub.most_in_flight[rank, 3] == 1
-    assert [span.label for span in hub.spans] == ["RS1", "RS0", "AG0", "AG1"]
+    assert [span.label for span in hub.carried] == ["RS1", "RS0", "AG0", "AG1"]

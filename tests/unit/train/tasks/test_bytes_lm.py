@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.data import BatchPlan, load_batch
+from dearmpi.train.data import Batches, load_batch
 from dearmpi.train.task import Task
 from dearmpi.train.tasks.bytes_lm import Windows, build_bytes_lm, next_byte_loss, printable
 
@@ -25,10 +25,10 @@ def rhyme(tmp_path: Path) -> Path:
 
 
 def train(task: Task, *, steps: int, lr: float) -> None:
-    plan = BatchPlan(len(task.train_data), 16, 1, 0)
+    batches = Batches(len(task.train_data), 16, 1, 0)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=lr)
     for step in range(steps):
-        (share,) = plan.step(*divmod(step, plan.steps_per_epoch))
+        (share,) = batches.step(*divmod(step, batches.steps_per_epoch))
         optimizer.zero_grad()
         loss = task.loss(task.model, load_batch(task, task.train_data, share.indices))
         torch.autograd.backward(loss)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.data import BatchPlan, load_batch
+from dearmpi.train.data import Batches, load_batch
 from dearmpi.train.tasks import build_task
 
 GOOD = """
@@ -169,9 +169,9 @@ def test_the_documented_example_trains(tmp_path: Path) -> None:
     assert isinstance(batch_size, int)
     assert isinstance(rate, float)
     optimizer = torch.optim.Adam(task.model.parameters(), lr=rate)
-    plan = BatchPlan(len(task.train_data), batch_size, 1, 0)
+    batches = Batches(len(task.train_data), batch_size, 1, 0)
     for step in range(100):
-        (share,) = plan.step(*divmod(step, plan.steps_per_epoch))
+        (share,) = batches.step(*divmod(step, batches.steps_per_epoch))
         optimizer.zero_grad()
         loss = task.loss(task.model, load_batch(task, task.train_data, share.indices))
         torch.autograd.backward(loss)

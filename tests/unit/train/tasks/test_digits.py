@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dearmpi.errors import TaskError
-from dearmpi.train.data import BatchPlan, load_batch
+from dearmpi.train.data import Batches, load_batch
 from dearmpi.train.task import Task
 from dearmpi.train.tasks.classify import Labelled
 from dearmpi.train.tasks.digits import build_digits, held_out_of_each_class
@@ -24,14 +24,14 @@ def setting(task: Task, name: str) -> float:
 def train_as_recommended(task: Task, *, epochs: int) -> None:
     """A single-process stand-in of the trainer, with the task's own defaults."""
     rate, warmup = setting(task, "lr"), setting(task, "warmup_steps")
-    plan = BatchPlan(len(task.train_data), int(setting(task, "batch_size")), 1, 0)
+    batches = Batches(len(task.train_data), int(setting(task, "batch_size")), 1, 0)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=rate)
-    num_steps = epochs * plan.steps_per_epoch
+    num_steps = epochs * batches.steps_per_epoch
     for step in range(num_steps):
         decay = 0.5 * (1 + math.cos(math.pi * step / num_steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (step + 1) / warmup) * decay
-        (share,) = plan.step(*divmod(step, plan.steps_per_epoch))
+        (share,) = batches.step(*divmod(step, batches.steps_per_epoch))
         optimizer.zero_grad()
         loss = task.loss(task.model, load_batch(task, task.train_data, share.indices))
         torch.autograd.backward(loss)

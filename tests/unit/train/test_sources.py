@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from dearmpi.errors import ConfigError
-from dearmpi.train.layers import (
-    Layer,
+from dearmpi.train.sources import (
+    Source,
     describe_overruled,
     from_checkpoint,
     from_task,
-    make_layer,
+    make_source,
     merge,
     read_environment,
     read_file,
@@ -33,8 +33,8 @@ TASK = from_task(
 )
 
 
-def flags(**values: object) -> Layer:
-    return make_layer("flag", values)
+def flags(**values: object) -> Source:
+    return make_source("flag", values)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -86,7 +86,7 @@ def test_an_option_that_has_a_setting_is_that_setting() -> None:
     assert chosen.optimizer_options == {"nesterov": True}
     told = from_checkpoint(chosen.as_plain(), origin="c")
     assert resolve([flags(optimizer_options=["lr=0.1"]), told]) == chosen
-    file = make_layer("file", {"data": "a"}, origin="f")
+    file = make_source("file", {"data": "a"}, origin="f")
     assert resolve([flags(task_options=["data=b"]), file]).data == "b"
 
 
@@ -130,13 +130,13 @@ def test_options_of_several_sources_are_merged_by_name() -> None:
 
 
 def test_keys_of_the_file_may_be_written_as_flags_are(tmp_path: Path) -> None:
-    layer = read_file(write(tmp_path, "batch-size: 4\ntask-option: {width: 8}\n"))
-    assert layer.values == {"batch_size": 4, "task_options": {"width": "8"}}
+    source = read_file(write(tmp_path, "batch-size: 4\ntask-option: {width: 8}\n"))
+    assert source.values == {"batch_size": 4, "task_options": {"width": "8"}}
 
 
 def test_a_mapping_may_be_merged_into_the_file(tmp_path: Path) -> None:
-    layer = read_file(write(tmp_path, "batch_size: 4\n<<: {lr: 0.1, batch_size: 8}\n"))
-    assert layer.values == {"batch_size": 4, "lr": 0.1}
+    source = read_file(write(tmp_path, "batch_size: 4\n<<: {lr: 0.1, batch_size: 8}\n"))
+    assert source.values == {"batch_size": 4, "lr": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_a_misspelled_variable_is_refused_with_the_nearest() -> None:
 
 
 def test_pairs_in_a_variable_are_words() -> None:
-    layer = read_environment({"DEAR_TRAIN_TASK_OPTION": "width=8 prompt='def f'"})
-    assert layer.values == {"task_options": {"width": "8", "prompt": "def f"}}
+    source = read_environment({"DEAR_TRAIN_TASK_OPTION": "width=8 prompt='def f'"})
+    assert source.values == {"task_options": {"width": "8", "prompt": "def f"}}
 
 
 def test_settings_that_a_newer_version_lacks_do_not_hinder_a_resume() -> None:

@@ -1,4 +1,4 @@
-"""Layers: where settings come from, and which source wins.
+"""Sources: where settings come from, and which wins.
 
 Flag, environment, file, the checkpoint that is resumed, the task's recommendation, default: in
 this order, setting by setting. Options given as NAME=VALUE are merged, name by name.
@@ -40,23 +40,23 @@ OPTIONS_WITH_SETTINGS = {
     "task_options": {"data"},
 }
 
-Source = Literal["flag", "environment", "file", "checkpoint", "task"]
+SourceKind = Literal["flag", "environment", "file", "checkpoint", "task"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """Settings that one source gives, converted to their types.
+class Source:
+    """Settings as one source gives them, converted to their types.
 
     origin: the file or folder they were read from, if any.
     """
 
-    source: Source
+    kind: SourceKind
     values: Mapping[str, Any]
     origin: str = ""
 
     def label(self, name: str) -> str:
         """What to call the setting ``name`` in a message about this source."""
-        match self.source:
+        match self.kind:
             case "flag":
                 return f"--{SETTINGS[name].flag}"
             case "environment":
@@ -70,11 +70,11 @@ def variable(name: str) -> str:
     return PREFIX + SETTINGS[name].flag.replace("-", "_").upper()
 
 
-def make_layer(source: Source, given: Mapping[str, object], *, origin: str = "") -> Layer:
+def make_source(kind: SourceKind, given: Mapping[str, object], *, origin: str = "") -> Source:
     """Convert what ``given`` holds; None means not given. Raises ConfigError for wrong values and
     for two settings that exclude each other.
     """
-    bare = Layer(source, {}, origin)
+    bare = Source(kind, {}, origin)
     values = {
         name: SETTINGS[name].convert(value, label=bare.label(name))
         for name, value in given.items()
@@ -87,17 +87,17 @@ def make_layer(source: Source, given: Mapping[str, object], *, origin: str = "")
                 "exclude each other; give one of them"
             )
     _unpack(values, bare)
-    return Layer(source, values, origin)
+    return Source(kind, values, origin)
 
 
-def without(layer: Layer, names: Container[str]) -> Layer:
-    """``layer`` with nothing to say about the settings called ``names``."""
-    kept = {name: value for name, value in layer.values.items() if name not in names}
-    return replace(layer, values=kept)
+def without(source: Source, names: Container[str]) -> Source:
+    """``source`` with nothing to say about the settings called ``names``."""
+    kept = {name: value for name, value in source.values.items() if name not in names}
+    return replace(source, values=kept)
 
 
-def _unpack(values: dict[str, Any], bare: Layer) -> None:
-    """Move options that have a setting of their own to that, so that any layer above can win.
+def _unpack(values: dict[str, Any], bare: Source) -> None:
+    """Move options that have a setting of their own to that, so that any source above can win.
 
     Raises ConfigError where both are given, and differ.
     """
@@ -115,7 +115,7 @@ def _unpack(values: dict[str, Any], bare: Layer) -> None:
             values[options] = pairs
 
 
-def read_environment(environment: Mapping[str, str]) -> Layer:
+def read_environment(environment: Mapping[str, str]) -> Source:
     """Settings in variables called DEAR_TRAIN_FLAG; an empty one counts as not given.
 
     Raises ConfigError for a variable of that prefix that is no setting.
@@ -131,10 +131,10 @@ def read_environment(environment: Mapping[str, str]) -> Layer:
                 f"{_nearest(key, names)}"
             )
         given[names[key]] = text
-    return make_layer("environment", given)
+    return make_source("environment", given)
 
 
-def read_file(path: Path) -> Layer:
+def read_file(path: Path) -> Source:
     """Settings in the YAML file at ``path``: a mapping of setting names to values.
 
     Names may be written with dashes, as flags are, and values as they are given there. Raises
@@ -142,7 +142,7 @@ def read_file(path: Path) -> Layer:
     """
     from dearmpi.train.config_file import read_config  # here, so that --help need not wait for YAML
 
-    return make_layer("file", _settings_of(read_config(path), path), origin=str(path))
+    return make_source("file", _settings_of(read_config(path), path), origin=str(path))
 
 
 def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]:
@@ -159,7 +159,7 @@ def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]
     return given
 
 
-def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Layer:
+def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Source:
     """The settings of the run that wrote a checkpoint; those unknown by now are passed over, and
     so are those of its process, and the iterations that it recorded, which have been.
     """
@@ -167,10 +167,10 @@ def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Layer:
     known = {n: value for n, value in stored.items() if n in SETTINGS and n not in passed_over}
     if known.get("cuda_buffers") == "direct":  # MPI was tried as this process was asked to
         del known["cuda_buffers"]
-    return make_layer("checkpoint", known, origin=origin)
+    return make_source("checkpoint", known, origin=origin)
 
 
-def from_task(defaults: Mapping[str, object], *, task: str) -> Layer:
+def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
     """What the task recommends. Raises ConfigError for a recommendation that is no setting, or
     that comes too late.
     """
@@ -183,32 +183,32 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Layer:
                 f"{name} in {origin} has no effect: it is needed before the task is built; leave "
                 f"it out there, and give it as --{SETTINGS[name].flag}"
             )
-    return make_layer("task", defaults, origin=origin)
+    return make_source("task", defaults, origin=origin)
 
 
-def merge(layers: Sequence[Layer]) -> dict[str, Any]:
-    """The winning values; ``layers`` in order, those that win first.
+def merge(sources: Sequence[Source]) -> dict[str, Any]:
+    """The winning values; ``sources`` in order, those that win first.
 
-    A setting excludes its alternatives in the layers below (epochs and max_steps). A checkpoint or
+    A setting excludes its alternatives in the sources below (epochs and max_steps). A checkpoint or
     a task that names another optimizer than the one chosen above has nothing to say about its
-    options, and a layer that names another lr_schedule nothing about the details of that. With a
+    options, and a source that names another lr_schedule nothing about the details of that. With a
     plan, checkpoint and task have nothing to say about what it decides; a user who does is refused.
     """
     merged: dict[str, Any] = {}
-    for layer in layers:
+    for source in sources:
         above = set(merged)
         ignored = {b for a, b in EXCLUSIVE if a in above} | {a for a, b in EXCLUSIVE if b in above}
         chosen = merged.get("optimizer")
-        own = layer.values.get("optimizer", chosen)
-        recommends = layer.source in ("checkpoint", "task")
+        own = source.values.get("optimizer", chosen)
+        recommends = source.kind in ("checkpoint", "task")
         if recommends and chosen is not None and own.lower() != chosen.lower():
             ignored.update(OF_THE_OPTIMIZER)
         curve = merged.get("lr_schedule")
-        if curve is not None and layer.values.get("lr_schedule", curve) != curve:
+        if curve is not None and source.values.get("lr_schedule", curve) != curve:
             ignored.update(OF_THE_STEP_SCHEDULE)
         if recommends:
             ignored.update(_decided_by(merged.get("plan")))
-        for name, value in layer.values.items():
+        for name, value in source.values.items():
             if name in ignored:
                 continue
             if SETTINGS[name].is_pairs:
@@ -218,20 +218,20 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
     return merged
 
 
-def describe_overruled(layers: Sequence[Layer]) -> list[str]:
+def describe_overruled(sources: Sequence[Source]) -> list[str]:
     """A warning for each setting of the run's place that environment or file give in vain, since a
     flag, which may be a batch script's, has another value.
     """
     return [
-        f"warning: {flags.label(name)} {flags.values[name]} overrules {layer.label(name)}, which "
-        f"is {layer.values[name]}; to have that, end the command with {flags.label(name)} "
-        f"{shlex.quote(layer.values[name])}"
-        for flags in layers
-        for layer in layers
+        f"warning: {flags.label(name)} {flags.values[name]} overrules {source.label(name)}, which "
+        f"is {source.values[name]}; to have that, end the command with {flags.label(name)} "
+        f"{shlex.quote(source.values[name])}"
+        for flags in sources
+        for source in sources
         for name in OF_THE_PLACE
-        if flags.source == "flag" and layer.source in ("environment", "file")
-        if name in flags.values and name in layer.values
-        if flags.values[name] != layer.values[name]
+        if flags.kind == "flag" and source.kind in ("environment", "file")
+        if name in flags.values and name in source.values
+        if flags.values[name] != source.values[name]
     ]
 
 
@@ -242,14 +242,14 @@ def _decided_by(plan: str | None) -> tuple[str, ...]:
     return ("bucket_cap_mb",) if plan == "bayes" else DECIDED_BY_PLAN
 
 
-def resolve(layers: Sequence[Layer]) -> RunSettings:
-    """The settings of the run, from ``layers`` in order and the defaults below them."""
-    return RunSettings(**merge(layers))
+def resolve(sources: Sequence[Source]) -> RunSettings:
+    """The settings of the run, from ``sources`` in order and the defaults below them."""
+    return RunSettings(**merge(sources))
 
 
-def before_task(layers: Sequence[Layer]) -> RunSettings:
+def before_task(sources: Sequence[Source]) -> RunSettings:
     """As far as they are needed before the task is built, which may recommend the others."""
-    chosen = merge(layers)
+    chosen = merge(sources)
     return RunSettings(**{name: chosen[name] for name in BEFORE_THE_TASK if name in chosen})
 
 
