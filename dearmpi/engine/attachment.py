@@ -128,14 +128,14 @@ class Attachment:
         self.assembly.compare_replicas()
         times, old = self.times, [update.bucket for update in self.assembly.updates]
         replicas = self.assembly.replicas
-        names = dict(had for bucket in old for had in bucket.names_with_gradients().items())
+        history = dict(had for bucket in old for had in bucket.arrivals.history().items())
         del old  # else their buffers would stay
         self._detach()
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
         self.assembly = self._assemble(config, plan, prepare=relocation.settle)
         custody.adopt(self._optimizer, self.assembly)
         for update in self.assembly.updates:
-            update.bucket.recall_gradients(names)
+            update.bucket.arrivals.recall(history)
         self.assembly.engine.times = times
         if replicas is not None and self.assembly.replicas is not None:
             self.assembly.replicas.num_steps = replicas.num_steps

@@ -62,7 +62,7 @@ class Backprop:
         if not self._synchronizing:
             self._keep_gradient(bucket, slot)
             return
-        if slot not in bucket.awaited:
+        if slot not in bucket.arrivals.awaited:
             self._await_gradient(bucket, slot)
         bucket.streams.add(self._side.current())
         if bucket.take_gradient(slot):
@@ -152,10 +152,10 @@ class Backprop:
         """One that comes first of an iteration, or again, or from nowhere."""
         if self._cycle.stepped:
             self.begin_cycle()
-        if slot not in bucket.expected:
+        if slot not in bucket.arrivals.expected:
             raise refusal.unfrozen_late(bucket.spec.names[slot])
         launched = bucket.index in self._cycle.launched
-        if launched or (self._launches and bucket.has_gradient(slot)):
+        if launched or (self._launches and slot in bucket.arrivals.arrived):
             self._reopen()
 
     def _reopen(self) -> None:

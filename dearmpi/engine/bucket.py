@@ -1,14 +1,15 @@
-"""Bucket at run time: its buffers, which gradients have arrived, and its state."""
+"""Bucket at run time: its buffers, what becomes of gradients in them, and its state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dearmpi.engine import refusal
+from dearmpi.engine.arrivals import Arrivals
 from dearmpi.engine.bucket_state import LEGAL, BucketState
 from dearmpi.engine.buffers import Arena, FlatBuffer
 from dearmpi.engine.device import Event
@@ -21,9 +22,7 @@ class BucketRuntime:
 
     index: number of the bucket, in feed-forward order.
     pending: an optimizer step was taken whose result the parameters do not show yet.
-    missing: slots that had no gradient on this rank in any backprop before the launch.
-    expected: slots that required grad when the iteration started.
-    awaited: those of them whose gradient has not come yet in the backprop that fills the bucket.
+    arrivals: which of its gradients have come.
     compiled: a compiled graph may read the parameters, and waits for nobody.
     arrival: on a device, the event that whoever reads the parameters lets its stream wait for;
         None once it has passed.
@@ -54,18 +53,10 @@ class BucketRuntime:
         self.parameters = None if parameters is None else self._move_parameters(parameters)
         self.state = BucketState.IDLE
         self.pending = False
-        self.missing: frozenset[int] = frozenset()
+        self.arrivals = Arrivals(spec.names)
         self.compiled = False
         self.arrival: Event | None = None
         self.streams: set[Any] = set()
-        self._slots = frozenset(range(len(self.params)))
-        self.expected: frozenset[int] = frozenset()
-        self.awaited: set[int] = set()
-        self._arrived: set[int] = set()
-        self._touched: set[int] = set()
-        self._ever: set[int] = set()
-        self._zeroed: frozenset[int] = frozenset()
-        self._stood_in: set[int] = set()
         self._carried: Tensor | None = None
         self._addresses = [param.data_ptr() for param in self.params]
         self.stand_ins = tuple(
@@ -89,17 +80,12 @@ class BucketRuntime:
         assert state in LEGAL[self.state], f"bucket {self.index}: {self.state} to {state}"
         self.state = state
 
-    def has_gradient(self, slot: int) -> bool:
-        """Whether a gradient of ``slot`` arrived since the bucket was last launched."""
-        return slot in self._arrived
-
     def expect_gradients(self) -> bool:
         """Start an iteration: who requires grad now is expected; True if anyone is."""
-        self.expected = frozenset(s for s, param in enumerate(self.params) if param.requires_grad)
-        self.awaited = set(self.expected)
+        self.arrivals.expect(s for s, param in enumerate(self.params) if param.requires_grad)
         self._check_frozen()
         self._blank_frozen()
-        return bool(self.expected)
+        return bool(self.arrivals.expected)
 
     def keep_gradient(self, slot: int) -> None:
         """Accumulate locally: ``param.grad`` becomes a view, into which autograd then adds."""
@@ -114,51 +100,26 @@ class BucketRuntime:
         param = self.params[slot]
         self._store_gradient(slot, self._usable_gradient(slot))
         param.grad = self.stand_ins[slot]
-        self._arrived.add(slot)
-        self.awaited.discard(slot)
-        if self.awaited:
-            return False
-        self._note_arrived()
-        return True
-
-    def zero_gradients(self, *, set_to_none: bool) -> None:
-        """Note what a parameter without gradient has from now on: none at all, or zero.
-
-        torch leaves out the first in its step, but not the second.
-        """
-        if set_to_none:
-            self._ever.clear()
-        self._zeroed = frozenset(self._ever)
-
-    def names_with_gradients(self) -> dict[str, bool]:
-        """Parameters that have had a gradient in any step, and whether it is zero now."""
-        return {self.spec.names[slot]: slot in self._zeroed for slot in self._ever}
-
-    def recall_gradients(self, names: Mapping[str, bool]) -> None:
-        """Those in ``names`` have had one, in buckets of before, and it is zero now or not."""
-        self._ever |= {slot for slot, name in enumerate(self.spec.names) if name in names}
-        self._zeroed |= {slot for slot in self._ever if names.get(self.spec.names[slot])}
+        return self.arrivals.arrive(slot)
 
     def close_gradients(self) -> None:
         """No more gradients will come: those accumulated earlier count, the rest are zero."""
         for slot, (param, view) in enumerate(zip(self.params, self.gradients.views, strict=True)):
-            if slot in self._arrived:
+            if slot in self.arrivals.arrived:
                 continue
             if param.grad is None or param.grad is self.stand_ins[slot]:
                 view.zero_()
             else:
                 self.take_gradient(slot)
-        self.awaited.clear()
-        self._note_arrived()
+        self.arrivals.close()
 
     def release_gradients(self) -> None:
         """Take the stand-ins away."""
-        for slot in self._stood_in:
+        for slot in self.arrivals.stood_in:
             param = self.params[slot]
             if param.grad is self.stand_ins[slot]:
                 param.grad = None
-        self._ever |= self._stood_in
-        self._stood_in.clear()
+        self.arrivals.release()
 
     def supersede(self) -> None:
         """The next update will change the parameters: whoever goes back through a graph that was
@@ -166,7 +127,8 @@ class BucketRuntime:
 
         Updates write past torch's count of changes, which a view in ``param.data`` does not share.
         """
-        changed = (param for slot, param in enumerate(self.params) if slot not in self.missing)
+        missing = self.arrivals.missing
+        changed = (param for slot, param in enumerate(self.params) if slot not in missing)
         torch.autograd.graph.increment_version(changed)
 
     def find_cleared(self) -> str:
@@ -175,8 +137,8 @@ class BucketRuntime:
         ``model.zero_grad()`` does so, and means to drop gradients that are on their way already.
         """
         # As long as no backprop has closed the bucket, what has arrived has not been noted yet.
-        arrived = self._arrived if self.state is BucketState.IDLE else ()
-        for slot in self._stood_in.union(arrived):
+        arrived = self.arrivals.arrived if self.state is BucketState.IDLE else ()
+        for slot in self.arrivals.stood_in.union(arrived):
             if self.params[slot].grad is not self.stand_ins[slot]:
                 return self.spec.names[slot]
         return ""
@@ -211,17 +173,13 @@ class BucketRuntime:
         """
         self._carried = self.gradients.shard.clone()
         self._blank_frozen()
-        self._arrived.clear()
-        self.awaited = set(self.expected)
+        self.arrivals.reopen()
         self.move_to(BucketState.IDLE)
         return self._carried
 
     def forget(self) -> None:
         """Back to the start of an iteration."""
-        self._arrived.clear()
-        self.awaited.clear()
-        self._touched.clear()
-        self.missing = frozenset()
+        self.arrivals.forget()
         self.move_to(BucketState.IDLE)
 
     def check_storage(self) -> None:
@@ -238,21 +196,15 @@ class BucketRuntime:
         """
         if self._gradients is None:
             return
-        for slot in self._slots - self.expected:
+        for slot in self.arrivals.frozen:
             if _is_same(self.params[slot].grad, self._gradients.views[slot]):
                 raise refusal.frozen_with_gradient(self.spec.names[slot])
 
     def _blank_frozen(self) -> None:
         """Zero what nobody writes, where MPI has left who knows what: norms are of whole shards."""
-        if 0 < len(self.expected) < len(self._slots):
-            for slot in self._slots - self.expected:
+        if 0 < len(self.arrivals.expected) < len(self.params):
+            for slot in self.arrivals.frozen:
                 self.gradients.views[slot].zero_()
-
-    def _note_arrived(self) -> None:
-        """The last gradient before a launch is there. For all at once: hooks run once for each."""
-        self._touched |= self._arrived | self._zeroed
-        self._stood_in |= self._arrived
-        self.missing = self._slots - self._touched
 
     def _make_buffer(self, arena: Arena) -> FlatBuffer:
         likes = [param.detach() for param in self.params]
@@ -268,7 +220,7 @@ class BucketRuntime:
 
     def _store_gradient(self, slot: int, grad: Tensor) -> None:
         view = self.gradients.views[slot]
-        if slot in self._arrived:
+        if slot in self.arrivals.arrived:
             view.add_(grad)
         elif not _is_same(grad, view):
             view.copy_(grad)

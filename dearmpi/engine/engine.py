@@ -123,7 +123,7 @@ class Engine:
         """Drop gradients; those of parameters that have had one become zero, or none."""
         self.backprop.drop()
         for bucket in self._buckets:
-            bucket.zero_gradients(set_to_none=set_to_none)
+            bucket.arrivals.zero(set_to_none=set_to_none)
 
     @contextmanager
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:

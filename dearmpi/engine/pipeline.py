@@ -212,7 +212,7 @@ class Pipeline:
         before = BucketState.GATHERED if self._gathers_gradients else BucketState.REDUCED
         if bucket.state is not before or self.cycle.options is None:
             return
-        if bucket.missing and self.cycle.used is None:
+        if bucket.arrivals.missing and self.cycle.used is None:
             return
         bucket.move_to(BucketState.UPDATING)
         update = partial(self._update, bucket)
@@ -235,11 +235,11 @@ class Pipeline:
 
     def _unused(self, bucket: BucketRuntime) -> frozenset[int]:
         """Slots that had no gradient on any rank."""
-        if not bucket.missing:
+        if not (missing := bucket.arrivals.missing):
             return frozenset()
         assert self.cycle.used is not None
         used = self.cycle.used[bucket.index]
-        return frozenset(slot for slot in bucket.missing if not used[slot])
+        return frozenset(slot for slot in missing if not used[slot])
 
     def _post_gathers(self) -> None:
         """Post all-gathers in the schedule's order, as far as their buckets allow."""

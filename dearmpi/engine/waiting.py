@@ -52,7 +52,7 @@ class Waiting:
         if cycle.stepped:
             return False
         # Who lacks a gradient here may have one elsewhere, which ranks tell each other in step().
-        lacking = any(self._pipeline.buckets[index].missing for index in cycle.active)
+        lacking = any(self._pipeline.buckets[i].arrivals.missing for i in cycle.active)
         return lacking or len(cycle.launched) < len(cycle.active)
 
     def _refuse_endless(self) -> None:

@@ -1,0 +1,96 @@
+"""Arrivals: which gradients of a bucket have come, and what the others count as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+
+class Arrivals:
+    """Sets of slots; a slot is the number of a parameter in its bucket.
+
+    expected: it required grad when the iteration started.
+    awaited: of those, its gradient has not come yet in the backprop that fills the bucket.
+    arrived: a gradient of it is in the buffer, since the iteration started or was reopened.
+    missing: when a backprop last filled the bucket, it had had no gradient on this rank in this
+        iteration, nor a zero that counts as one.
+    stood_in: a stand-in has taken the place of its ``param.grad``, until ``release``.
+
+    One thread at a time writes, as with all of a bucket.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """``names``: the parameters', by slot."""
+        self._names = tuple(names)
+        self._slots = frozenset(range(len(self._names)))
+        self.expected: frozenset[int] = frozenset()
+        self.awaited: set[int] = set()
+        self.arrived: set[int] = set()
+        self.missing: frozenset[int] = frozenset()
+        self.stood_in: set[int] = set()
+        # All that are not missing: with a gradient of some backprop of this iteration, or zeroed.
+        self._touched: set[int] = set()
+        # Had a gradient in some step, since gradients were last set to None.
+        self._ever: set[int] = set()
+        # Those that were among them when gradients were last set to zero, which they now have.
+        self._zeroed: frozenset[int] = frozenset()
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Slots of which no gradient is expected in this iteration."""
+        return self._slots - self.expected
+
+    def expect(self, slots: Iterable[int]) -> None:
+        """An iteration starts, in which these require grad."""
+        self.expected = frozenset(slots)
+        self.awaited = set(self.expected)
+
+    def arrive(self, slot: int) -> bool:
+        """A gradient is in the buffer; True if it was the last one awaited."""
+        self.arrived.add(slot)
+        self.awaited.discard(slot)
+        if self.awaited:
+            return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """No more come in this backprop. For all at once: hooks run once for each."""
+        self.awaited.clear()
+        self._touched |= self.arrived | self._zeroed
+        self.stood_in |= self.arrived
+        self.missing = self._slots - self._touched
+
+    def reopen(self) -> None:
+        """What has arrived is reduced, and a further backprop of the iteration adds to it."""
+        self.arrived.clear()
+        self.awaited = set(self.expected)
+
+    def release(self) -> None:
+        """The stand-ins are gone."""
+        self._ever |= self.stood_in
+        self.stood_in.clear()
+
+    def forget(self) -> None:
+        """Back to the start of an iteration."""
+        self.arrived.clear()
+        self.awaited.clear()
+        self._touched.clear()
+        self.missing = frozenset()
+
+    def zero(self, *, set_to_none: bool) -> None:
+        """Note what a parameter without gradient has from now on: none at all, or zero.
+
+        torch leaves out the first in its step, but not the second.
+        """
+        if set_to_none:
+            self._ever.clear()
+        self._zeroed = frozenset(self._ever)
+
+    def history(self) -> dict[str, bool]:
+        """Names of parameters that have had a gradient in any step, and whether it is zero now."""
+        return {self._names[slot]: slot in self._zeroed for slot in self._ever}
+
+    def recall(self, history: Mapping[str, bool]) -> None:
+        """Go on with the ``history`` that parameters have had in buckets of before."""
+        self._ever |= {slot for slot, name in enumerate(self._names) if name in history}
+        self._zeroed |= {slot for slot in self._ever if history.get(self._names[slot])}
