@@ -40,11 +40,10 @@ from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.update import Options, read_options
+from dearmpi.engine.updates import Updates, shards_of
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
-
-Updates = Sequence[ShardUpdate | WholeUpdate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,11 @@ class Assembly:
     checks: Checks | None = None
     replicas: Replicas | None = None
     side: SideStream = HostSideStream()
+
+    @property
+    def shards(self) -> list[ShardUpdate]:
+        """The updates where they are of shards, else none."""
+        return shards_of(self.updates)
 
     def compare_replicas(self) -> None:
         """After the last step, if that is to be compared: now, and not in the next (collective)."""
@@ -245,6 +249,7 @@ def _build_updates(
     shards: bool,
     masters: MasterRule,
 ) -> Updates:
+    """One for each bucket: all of shards, or all of whole parameters."""
     groups = {
         param: index
         for index, group in enumerate(optimizer.param_groups)

@@ -17,7 +17,6 @@ from dearmpi.engine.assembly import Assembly
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
 from dearmpi.engine.options import describe_options, describe_state
 from dearmpi.engine.probe import elementwise_keys, host_twin
-from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.state import gather_state, load_state
 
 
@@ -32,9 +31,8 @@ def adopt(optimizer: Optimizer, assembly: Assembly) -> None:
     updates = assembly.updates
     if updates:
         states = {n: dict(state[p]) for p, n in names.items() if p in state}
-        whole = not any(isinstance(update, ShardUpdate) for update in updates)
         tried = host_twin(optimizer) if masters.on_host else optimizer
-        elementwise = elementwise_keys(tried, whole=whole)
+        elementwise = elementwise_keys(tried, whole=not assembly.shards)
         with assembly.side.section():
             load_state(updates, states, elementwise=elementwise)
         state.clear()
@@ -63,7 +61,7 @@ def pack(optimizer: Optimizer, assembly: Assembly, world: World) -> dict[str, An
 
     Raises UsageError for shards inside ``join``, where ranks without batches gather nothing.
     """
-    if any(isinstance(update, ShardUpdate) for update in assembly.updates):
+    if assembly.shards:
         assembly.engine.joining.refuse("gathering the optimizer's state")
     packed: dict[str, Any] = optimizer.state_dict()
     if assembly.updates:
@@ -85,15 +83,14 @@ def read_held(optimizer: Optimizer, assembly: Assembly) -> LocalState:
     if not updates:
         held = ((name, optimizer.state.get(param)) for param, name in names.items())
         whole = {name: dict(entries) for name, entries in held if entries}
-    return LocalState(packed["param_groups"], whole, read_pieces(updates))
+    return LocalState(packed["param_groups"], whole, read_pieces(assembly.shards))
 
 
 def hand_back(optimizer: Optimizer, assembly: Assembly) -> bool:
     """Give ``optimizer`` its state back; False where it alone could not go on with it."""
-    updates = assembly.updates
-    if assembly.masters.weights or any(isinstance(u, ShardUpdate) for u in updates):
+    if assembly.masters.weights or assembly.shards:
         return False
-    states = read_whole(updates)
+    states = read_whole(assembly.updates)
     for param, name in assembly.blueprint.names.items():
         if name in states:
             optimizer.state[param] = states[name]

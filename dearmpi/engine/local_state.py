@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dearmpi.engine.shard_update import Run, ShardUpdate
 from dearmpi.engine.update import is_elementwise_tensor
-from dearmpi.engine.whole_update import WholeUpdate
+from dearmpi.engine.updates import Updates, wholes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +43,17 @@ class LocalState:
     pieces: list[StatePiece]
 
 
-def read_whole(updates: Sequence[ShardUpdate | WholeUpdate]) -> dict[str, dict[str, Any]]:
+def read_whole(updates: Updates) -> dict[str, dict[str, Any]]:
     """The state that every rank holds, by parameter name."""
     whole: dict[str, dict[str, Any]] = {}
-    for update in updates:
-        if isinstance(update, WholeUpdate):
-            whole.update(update.states())
+    for update in wholes_of(updates):
+        whole.update(update.states())
     return whole
 
 
-def read_pieces(updates: Sequence[ShardUpdate | WholeUpdate]) -> list[StatePiece]:
+def read_pieces(updates: Sequence[ShardUpdate]) -> list[StatePiece]:
     """The state of the elements that this rank owns."""
-    return [
-        piece
-        for update in updates
-        if isinstance(update, ShardUpdate)
-        for run in update.runs
-        for piece in _cut_run(update, run)
-    ]
+    return [piece for update in updates for run in update.runs for piece in _cut_run(update, run)]
 
 
 def _cut_run(update: ShardUpdate, run: Run) -> list[StatePiece]:

@@ -26,10 +26,8 @@ from dearmpi.engine.parcel import Parcels, Part
 from dearmpi.engine.shard_update import Piece, ShardUpdate
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.state import State, describe, read_scalar
-from dearmpi.engine.whole_update import WholeUpdate
+from dearmpi.engine.updates import Updates, shards_of, wholes_of
 from dearmpi.plan.layout import Bucket, BucketLayout, Placement
-
-Updates = Sequence[ShardUpdate | WholeUpdate]
 
 Descriptions = Mapping[str, Mapping[str, Any]]
 """Parameter name to state key to what it is (``state.describe``)."""
@@ -102,7 +100,7 @@ class Relocation:
             for bucket in layout
             for placed in bucket.placements
         }
-        shards = [update for update in updates if isinstance(update, ShardUpdate)]
+        shards = shards_of(updates)
         self._described = _describe(world, shards)
         listed = [list(self._list_parts(update.bucket.spec)) for update in shards]
         parts = [part for of_bucket in listed for part in of_bucket]
@@ -141,8 +139,10 @@ class Relocation:
             wait()
             shares = self._open(arrived)
             with side.section():
-                for update in updates:
-                    _place(update, self._whole, shares)
+                for whole in wholes_of(updates):
+                    whole.set_states(self._whole)
+                for update in shards_of(updates):
+                    _place(update, shares)
             self._whole = {}  # as large as the state, where every rank holds all of it
 
         self._settle = settle
@@ -193,13 +193,8 @@ def _describe(world: World, updates: Sequence[ShardUpdate]) -> list[Descriptions
     return [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
 
 
-def _place(
-    update: ShardUpdate | WholeUpdate, whole: Mapping[str, State], shares: Mapping[str, Share]
-) -> None:
+def _place(update: ShardUpdate, shares: Mapping[str, Share]) -> None:
     """Replace the state of ``update``."""
-    if isinstance(update, WholeUpdate):
-        update.set_states(whole)
-        return
     names = update.bucket.spec.names
 
     def of(pieces: Sequence[Piece]) -> list[Share]:

@@ -16,24 +16,20 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.engine.buffers import flattened, shaped_like
 from dearmpi.engine.device import through_host
+from dearmpi.engine.local_state import read_whole
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.update import fit, is_elementwise_tensor
-from dearmpi.engine.whole_update import WholeUpdate
+from dearmpi.engine.updates import Updates, shards_of, wholes_of
 from dearmpi.errors import CheckpointError
 
 State = dict[str, Any]
 
 
-def gather_state(world: World, updates: Sequence[ShardUpdate | WholeUpdate]) -> dict[str, State]:
+def gather_state(world: World, updates: Updates) -> dict[str, State]:
     """The whole optimizer state by parameter name, on every rank (collective)."""
-    shards = [update for update in updates if isinstance(update, ShardUpdate)]
-    whole: dict[str, State] = {}
-    for update in updates:
-        if isinstance(update, WholeUpdate):
-            whole.update(_copied(update.states()))
-    if shards:
-        whole.update(_gather_shards(world, shards))
-    return whole
+    if shards := shards_of(updates):
+        return _gather_shards(world, shards)
+    return _copied(read_whole(updates))
 
 
 def _copied(states: Mapping[str, State]) -> dict[str, State]:
@@ -58,7 +54,7 @@ def _gather_shards(world: World, updates: Sequence[ShardUpdate]) -> dict[str, St
 
 
 def load_state(
-    updates: Sequence[ShardUpdate | WholeUpdate],
+    updates: Updates,
     states: Mapping[str, State],
     *,
     elementwise: frozenset[str] = frozenset(),
@@ -68,27 +64,32 @@ def load_state(
     ``elementwise``: names of entries with one value per element, which a scalar parameter's shape
     does not tell. Raises CheckpointError if a tensor's size fits neither parameter nor scalar.
     """
-    for update in updates:  # all before the first is changed
-        if isinstance(update, ShardUpdate):
-            _check_shapes(update, states, elementwise)
-    for update in updates:
+    for update in wholes_of(updates):
         names = update.bucket.spec.names
-        if isinstance(update, WholeUpdate):
-            own = _copied({name: states[name] for name in names if name in states})
-            update.set_states(own, elementwise=elementwise)
-            continue
-        update.split()
-        for run in update.runs:
-            ((slot, start, stop),) = run.pieces
-            origin = update.bucket.spec.placements[slot].start
-            state = states.get(names[slot], {})
-            param = update.bucket.params[slot]
-            entries = _spread_scalars(state, elementwise) if param.dim() == 0 else state
-            like = param.detach().reshape(1) if param.dim() == 0 else param
-            part = _cut_whole(entries, like, start - origin, stop - origin)
-            fitted = {k: fit(v, run.values, elementwise=k in elementwise) for k, v in part.items()}
-            update.set_state(run, fitted)
-        update.merge()
+        own = _copied({name: states[name] for name in names if name in states})
+        update.set_states(own, elementwise=elementwise)
+    shards = shards_of(updates)
+    for shard in shards:  # all before the first is changed
+        _check_shapes(shard, states, elementwise)
+    for shard in shards:
+        _load_shard(shard, states, elementwise)
+
+
+def _load_shard(
+    update: ShardUpdate, states: Mapping[str, State], elementwise: frozenset[str]
+) -> None:
+    bucket = update.bucket
+    update.split()
+    for run in update.runs:
+        ((slot, start, stop),) = run.pieces
+        placed, param = bucket.spec.placements[slot], bucket.params[slot]
+        state = states.get(placed.spec.name, {})
+        entries = _spread_scalars(state, elementwise) if param.dim() == 0 else state
+        like = param.detach().reshape(1) if param.dim() == 0 else param
+        part = _cut_whole(entries, like, start - placed.start, stop - placed.start)
+        fitted = {k: fit(v, run.values, elementwise=k in elementwise) for k, v in part.items()}
+        update.set_state(run, fitted)
+    update.merge()
 
 
 def describe(update: ShardUpdate) -> dict[str, dict[str, Any]]:
