@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 from dearmpi.comm.choose import fastest_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter
-from dearmpi.engine import refusal
 from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.blueprint import Blueprint, draw_blueprint
 from dearmpi.engine.bucket import BucketRuntime
@@ -25,7 +23,7 @@ from dearmpi.engine.hooks import ModelHooks
 from dearmpi.engine.host_shard import HostMemory, HostShard
 from dearmpi.engine.master import HALVES, MasterRule
 from dearmpi.engine.memory import give_back_freed
-from dearmpi.engine.options import find_changed_option
+from dearmpi.engine.options import OptionReader
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.probe import (
     host_twin,
@@ -39,7 +37,6 @@ from dearmpi.engine.shard import ResidentShard, Shard
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.spans import Spans
-from dearmpi.engine.update import Options, read_options
 from dearmpi.engine.updates import Updates, shards_of
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.plan.layout import BucketLayout
@@ -118,10 +115,8 @@ def assemble(
     check_unclaimed(blueprint.names)
     check_optimizer(optimizer, world=world, config=blueprint.config)
     if config.has_buckets(world.size):
-        options = partial(_read_prepared, optimizer, prepare)
-        assembly = _build(
-            blueprint, optimizer, model, world=world, spans=spans, read_options=options
-        )
+        options = OptionReader(optimizer, prepare)
+        assembly = _build(blueprint, optimizer, model, world=world, spans=spans, options=options)
     else:
         assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
     claim(blueprint.names, assembly.engine)
@@ -135,7 +130,7 @@ def _build(
     *,
     world: World,
     spans: Spans,
-    read_options: Callable[[Options | None], Options],
+    options: OptionReader,
 ) -> Assembly:
     names, layout, config = blueprint.names, blueprint.layout, blueprint.config
     every = steps_between_checks(config.check_every)  # refused before anything is attached
@@ -160,7 +155,7 @@ def _build(
         spans=spans,
         replicas=replicas,
     )
-    engine = Engine(world, pipeline, eager=config.eager, read_options=read_options)
+    engine = Engine(world, pipeline, eager=config.eager, options=options)
     return Assembly(
         blueprint,
         engine,
@@ -172,18 +167,6 @@ def _build(
         replicas=replicas,
         side=side,
     )
-
-
-def _read_prepared(
-    optimizer: Optimizer, prepare: Callable[[], None], earlier: Options | None
-) -> Options:
-    """The options of this moment, or those read ``earlier``, which must still hold."""
-    if earlier is not None:
-        if changed := find_changed_option(earlier, optimizer):
-            raise refusal.set_late(changed)
-        return earlier
-    prepare()
-    return read_options(optimizer)
 
 
 def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dearmpi.comm.world import World
@@ -10,8 +10,8 @@ from dearmpi.engine import refusal
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.bucket_state import BucketState
 from dearmpi.engine.cycle import Cycle
+from dearmpi.engine.options import OptionReader
 from dearmpi.engine.pipeline import Pipeline
-from dearmpi.engine.update import Options
 from dearmpi.engine.waiting import Waiting
 from dearmpi.plan.schedule import Launch
 
@@ -19,7 +19,7 @@ from dearmpi.plan.schedule import Launch
 class Backprop:
     """Takes gradients as autograd finishes them, from the first of an iteration to the step.
 
-    eager: as in ``EngineConfig``. read_options: as in ``Engine``.
+    eager: as in ``EngineConfig``. options: as in ``Engine``.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class Backprop:
         waiting: Waiting,
         *,
         eager: bool,
-        read_options: Callable[[Options | None], Options],
+        options: OptionReader,
     ) -> None:
         self._world, self._pipeline, self._waiting = world, pipeline, waiting
         self._polls = waiting.polls
         self._buckets, self._side = pipeline.buckets, pipeline.side
         self._joining = pipeline.joining
         self._launches = pipeline.schedule.launch is Launch.GRADIENTS_READY
-        self._eager, self._read_options = eager, read_options
+        self._eager, self._options = eager, options
         self._synchronizing = True
 
     @property
@@ -134,7 +134,7 @@ class Backprop:
             bucket.streams = {self._side.current()}
             if bucket.expect_gradients():
                 active.add(bucket.index)
-        options = self._read_options(None) if self._eager and not joined else None
+        options = self._options.read() if self._eager and not joined else None
         self._pipeline.num_reduced += 1
         self._pipeline.begin(Cycle(active=frozenset(active), options=options))
 

@@ -18,6 +18,7 @@ from dearmpi.engine.bucket_state import BucketState
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.gradient import without_gradients
+from dearmpi.engine.options import OptionReader
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.update import Options
 from dearmpi.engine.waiting import Waiting
@@ -27,8 +28,8 @@ from dearmpi.plan.schedule import Wait
 class Engine:
     """Reduces gradients, updates and gathers, bucket by bucket, in the pipeline's schedule.
 
-    eager: as in ``EngineConfig``. read_options: the optimizer's options of this moment, before an
-        iteration's first update; later, given those, to see in the step that they still hold.
+    eager: as in ``EngineConfig``. options: reads those of an iteration; with eager updates before
+        the first of them, so that the step has to see that they still hold.
     joining: what ranks tell each other inside ``join``. loads: which states were loaded.
     backprop, waiting: its part until gradients are launched, and where the main thread waits.
     """
@@ -39,18 +40,16 @@ class Engine:
         pipeline: Pipeline,
         *,
         eager: bool,
-        read_options: Callable[[Options | None], Options],
+        options: OptionReader,
     ) -> None:
         self._world = world
         self._pipeline = pipeline
         self._buckets = pipeline.buckets
         self._side = pipeline.side
         self._eager = eager
-        self._read_options = read_options
+        self._options = options
         self.waiting = Waiting(world.progress, pipeline)
-        self.backprop = Backprop(
-            world, pipeline, self.waiting, eager=eager, read_options=read_options
-        )
+        self.backprop = Backprop(world, pipeline, self.waiting, eager=eager, options=options)
         self.joining = pipeline.joining
         self.loads = pipeline.loads
         self.times = IterationTimes()
@@ -71,7 +70,12 @@ class Engine:
         if name := self.backprop.find_cleared():
             raise refusal.cleared(name)
         self.backprop.finish()
-        self._take_step(self._read_options(self._cycle.options), joined=joined)
+        options = self._cycle.options
+        if options is None:
+            options = self._options.read()
+        else:
+            self._options.confirm(options)
+        self._take_step(options, joined=joined)
 
     def _take_step(self, options: Options, *, joined: bool = False) -> None:
         """After ``backprop.finish``."""

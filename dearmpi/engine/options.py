@@ -1,8 +1,8 @@
-"""Options and state of an optimizer, as text in which ranks can compare them."""
+"""Options of an optimizer as updates read them, and with its state as text that ranks compare."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -10,7 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dearmpi.engine import refusal
 from dearmpi.engine.update import Options, read_options
+
+
+class OptionReader:
+    """Gives the updates of each iteration the options that ``optimizer`` has."""
+
+    def __init__(self, optimizer: Optimizer, prepare: Callable[[], None]) -> None:
+        """``prepare``: called before options are read, on the thread that trains."""
+        self._optimizer, self._prepare = optimizer, prepare
+
+    def read(self) -> Options:
+        """The options of this moment, before an iteration's first update."""
+        self._prepare()
+        return read_options(self._optimizer)
+
+    def confirm(self, earlier: Options) -> None:
+        """Raise UsageError unless ``earlier``, by which updates may have been made, still hold."""
+        if changed := find_changed_option(earlier, self._optimizer):
+            raise refusal.set_late(changed)
 
 
 def describe_options(optimizer: Optimizer) -> list[str]:
