@@ -16,8 +16,6 @@ from dearmpi.config import EngineConfig, all_gather_for
 from dearmpi.plan.layout import Bucket
 from dearmpi.tune.driving_thread import drive_on_one_core
 
-__all__ = ["Start", "measure_link", "run_all", "start_gather", "start_reduce"]
-
 
 def measure_link(
     world: World,

@@ -140,7 +140,7 @@ def _build(
     masters = _choose_masters(world, config)
     with side.section():
         updates = _build_updates(
-            optimizer, buckets, rank=world.rank, side=side, shards=shards, masters=masters
+            optimizer, buckets, rank=world.rank, side=side, config=config, masters=masters
         )
     reduce_scatter = _choose_reduce_scatter(world, buckets, config, side)
     replicas = Replicas(buckets, rank=world.rank, size=world.size, every=every) if every else None
@@ -219,8 +219,7 @@ def _choose_masters(world: World, config: EngineConfig) -> MasterRule:
     gathered_as = None
     if config.wire_dtype is not None and config.gather == "parameters" and world.size > 1:
         gathered_as = HALVES[config.wire_dtype]
-    on_host = config.update_on == "host"
-    return MasterRule(config.master_weights or on_host, gathered_as, on_host)
+    return MasterRule(config.master_weights or config.update_on == "host", gathered_as)
 
 
 def _build_updates(
@@ -229,7 +228,7 @@ def _build_updates(
     *,
     rank: int,
     side: SideStream,
-    shards: bool,
+    config: EngineConfig,
     masters: MasterRule,
 ) -> Updates:
     """One for each bucket: all of shards, or all of whole parameters."""
@@ -239,11 +238,11 @@ def _build_updates(
         for param in group["params"]
     }
     scalars = resident_scalars(optimizer)
-    if not shards:
+    if config.gather == "gradients":
         return [
             WholeUpdate(optimizer, b, groups, masters=masters, scalars=scalars) for b in buckets
         ]
-    placed = _place_shards(buckets, rank=rank, side=side, on_host=masters.on_host)
+    placed = _place_shards(buckets, rank=rank, side=side, on_host=config.update_on == "host")
     return [
         ShardUpdate(optimizer, bucket, groups, shard=shard, masters=masters, scalars=scalars)
         for bucket, shard in zip(buckets, placed, strict=True)

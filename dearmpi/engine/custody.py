@@ -23,7 +23,7 @@ from dearmpi.engine.state import gather_state, load_state
 def adopt(optimizer: Optimizer, assembly: Assembly) -> None:
     """Have the updates take the state that ``optimizer`` has, if there are any updates."""
     state, names = optimizer.state, assembly.blueprint.names
-    masters = assembly.masters
+    masters, on_host = assembly.masters, assembly.blueprint.config.update_on == "host"
     with torch.no_grad():
         for param, name in names.items():
             if param in state:
@@ -31,7 +31,7 @@ def adopt(optimizer: Optimizer, assembly: Assembly) -> None:
     updates = assembly.updates
     if updates:
         states = {n: dict(state[p]) for p, n in names.items() if p in state}
-        tried = host_twin(optimizer) if masters.on_host else optimizer
+        tried = host_twin(optimizer) if on_host else optimizer
         elementwise = elementwise_keys(tried, whole=not assembly.shards)
         with assembly.side.section():
             load_state(updates, states, elementwise=elementwise)

@@ -47,6 +47,10 @@ class Facade(Optimizer):
         self._members = [list(group["params"]) for group in groups]
         self._attributes = dict(vars(self._optimizer))
 
+    def _mark_stepped(self) -> None:
+        """A scheduler made for the wrapped optimizer looks whether that one's step was called."""
+        vars(self._optimizer)[_MARK] = True
+
     def _save(self, save: Callable[[], State]) -> State:
         """A state dict by ``save``, with the hooks that torch calls around it."""
         for before in self._optimizer_state_dict_pre_hooks.values():

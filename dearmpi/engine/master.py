@@ -70,13 +70,11 @@ class MasterRule:
     """Which tensors of an optimizer have master copies.
 
     weights: those of half precision. gathered_as: a dtype in which wider ones are gathered, which
-    have one as well; None if they are gathered as they are, or not at all. on_host: the optimizer
-    works in host memory, wherever the parameters are.
+    have one as well; None if they are gathered as they are, or not at all.
     """
 
     weights: bool = False
     gathered_as: torch.dtype | None = None
-    on_host: bool = False
 
     def seen_as(self, stored: Tensor) -> torch.dtype | None:
         """The dtype to which replicas see ``stored`` rounded; None if it needs no copy."""

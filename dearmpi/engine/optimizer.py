@@ -146,8 +146,7 @@ class DistributedOptimizer(Facade):
         self._check_shared()
         self._ranges.follow()
         self._assembly.engine.step()
-        # A scheduler made for the wrapped optimizer looks whether that one's step was called.
-        vars(self._optimizer)["_opt_called"] = True
+        self._mark_stepped()
         self._after_step()
         if self._course.stepped():
             self._share(self._attachment.state())

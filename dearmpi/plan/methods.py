@@ -236,14 +236,6 @@ def _in_order(specs: Sequence[ParamSpec], place: dict[str, int]) -> list[ParamSp
     return sorted(specs, key=lambda spec: place[spec.name])
 
 
-_DDP = Method(
-    "ddp",
-    "buckets of 25 MiB, the first of 1 MiB, all-reduced during backprop",
-    "torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020)",
-    _ddp,
-    takes_cap=True,
-)
-
 METHODS: tuple[Method, ...] = (
     Method("serial", "an all-reduce for each tensor, after backprop", "the plain loop", _serial),
     Method(
@@ -252,7 +244,13 @@ METHODS: tuple[Method, ...] = (
         "Poseidon (Zhang et al., ATC 2017)",
         _wfbp,
     ),
-    _DDP,
+    Method(
+        "ddp",
+        "buckets of 25 MiB, the first of 1 MiB, all-reduced during backprop",
+        "torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020)",
+        _ddp,
+        takes_cap=True,
+    ),
     Method(
         "horovod",
         "what has become ready is fused up to 128 MiB and all-reduced, every 1 ms",
