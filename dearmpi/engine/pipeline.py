@@ -193,12 +193,12 @@ class Pipeline:
         bucket.move_to(BucketState.REDUCED)
         self.cycle.reduced.add(bucket.index)
         self._try_update(bucket)
-        self._post_gathers()
+        self._submit_gathers()
 
     def _step_seen(self) -> None:
         for gather in self.schedule.all_gathers:
             self._try_update(self.buckets[gather.bucket])
-        self._post_gathers()
+        self._submit_gathers()
 
     def _roll_called(self, cycle: Cycle, roll: RollCall) -> None:
         answer = roll.answer()
@@ -231,7 +231,7 @@ class Pipeline:
                 self._finished(bucket)
             else:
                 check_parameters(bucket, self._wire_dtype)
-                self._post_gathers()
+                self._submit_gathers()
 
     def _unused(self, bucket: BucketRuntime) -> frozenset[int]:
         """Slots that had no gradient on any rank."""
@@ -241,22 +241,22 @@ class Pipeline:
         used = self.cycle.used[bucket.index]
         return frozenset(slot for slot in missing if not used[slot])
 
-    def _post_gathers(self) -> None:
-        """Post all-gathers in the schedule's order, as far as their buckets allow."""
+    def _submit_gathers(self) -> None:
+        """Submit all-gathers in the schedule's order, as far as their buckets allow."""
         cycle = self.cycle
         before = BucketState.REDUCED if self._gathers_gradients else BucketState.UPDATED
         if cycle.options is None and self.schedule.wait is not Wait.STEP:
             return  # a further backprop may still add to what has been reduced
         gathers = cycle.all_gathers
-        while cycle.num_gathers < len(gathers):
-            gather = gathers[cycle.num_gathers]
+        while cycle.num_submitted < len(gathers):
+            gather = gathers[cycle.num_submitted]
             if gather.bucket in cycle.active:
                 bucket = self.buckets[gather.bucket]
                 waits = gather.after in cycle.active and gather.after not in cycle.reduced
                 if bucket.state is not before or waits:
                     return
                 self._submit_gather(bucket)
-            cycle.num_gathers += 1
+            cycle.num_submitted += 1
 
     def _submit_gather(self, bucket: BucketRuntime) -> None:
         bucket.move_to(BucketState.GATHERING)
