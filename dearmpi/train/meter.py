@@ -11,8 +11,13 @@ from dearmpi.train.rank_times import RankTimes
 class Sums:
     """What some steps took together; seconds are this rank's.
 
-    waited_s: it waited for other ranks, be it for gradients, parameters or totals. data_s: it
-        loaded data.
+    num_steps: so many were taken.
+    num_samples: all ranks together trained on so many.
+    seconds: from the start of each step to its end, and waits outside of steps.
+    exposed_s: feed-forward, backprop or the step waited for gradients or parameters.
+    communication_s: gradients or parameters were on the network, whether or not anybody waited.
+    waited_s: it waited for other ranks, be it for gradients, parameters or totals.
+    data_s: it loaded data.
     """
 
     num_steps: int = 0
