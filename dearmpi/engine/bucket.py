@@ -24,14 +24,14 @@ class BucketRuntime:
     pending: an optimizer step was taken whose result the parameters do not show yet.
     arrivals: which of its gradients have come.
     compiled: a compiled graph may read the parameters, and waits for nobody.
-    arrival: on a device, the event that whoever reads the parameters lets its stream wait for;
+    mark: on a device, the event that whoever reads the parameters lets its stream wait for;
         None once it has passed.
     stand_ins: what each parameter has for its gradient while that is under way.
     streams: on a device, those on which gradients have been written since the iteration began.
 
     One thread at a time writes: the main one until the reduce-scatter is submitted, then the
     driving one until ``forget``. Only ``pending``, which the main thread sets and the driving one
-    clears, and ``arrival``, the other way round, are written by both.
+    clears, and ``mark``, the other way round, are written by both.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BucketRuntime:
         self.pending = False
         self.arrivals = Arrivals(spec.names)
         self.compiled = False
-        self.arrival: Event | None = None
+        self.mark: Event | None = None
         self.streams: set[Any] = set()
         self._carried: Tensor | None = None
         self._addresses = [param.data_ptr() for param in self.params]

@@ -78,7 +78,7 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         if torch.compiler.is_compiling():
             return  # not to be traced: see CompilationWatch
         watched = self._watched.get(name)
-        if watched is not None and (watched[0].pending or watched[0].arrival is not None):
+        if watched is not None and (watched[0].pending or watched[0].mark is not None):
             watched[1]((watched[0],))
 
     def _wait_all(self) -> None:
@@ -222,6 +222,6 @@ class _PreForward(OwnHook):
         if torch.compiler.is_compiling():
             return
         for bucket in self._owned:
-            if self._polls or bucket.pending or bucket.arrival is not None:
+            if self._polls or bucket.pending or bucket.mark is not None:
                 self._pre_forward(self._owned)
                 return

@@ -293,7 +293,7 @@ class Pipeline:
             with self.side.running():
                 self._replicas.arrived(bucket)
         bucket.forget()
-        bucket.arrival = self.side.mark()
+        bucket.mark = self.side.mark()
         bucket.pending = False
         self.cycle.num_finished += 1
         self._progress.notify()

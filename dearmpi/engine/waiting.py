@@ -38,8 +38,8 @@ class Waiting:
             if bucket.pending:
                 self._refuse_endless()
                 self.until(bucket.is_current, f"the parameters of bucket {bucket.index}")
-            if bucket.arrival is not None and self._side.await_mark(bucket.arrival):
-                bucket.arrival = None
+            if bucket.mark is not None and self._side.await_mark(bucket.mark):
+                bucket.mark = None
 
     def poll(self) -> None:
         """A moment in which communication may go on."""
