@@ -34,11 +34,6 @@ def _check_type(name: str, value: object, kind: type, what: str) -> None:
         raise ConfigError(f"{name} is {value!r}, of type {type(value).__name__}; give {what}")
 
 
-def all_gather_for(reduce_scatter: ReduceScatter) -> AllGather:
-    """The all-gather that goes with ``reduce_scatter``: both of MPI's own, or both of ours."""
-    return "native" if reduce_scatter == "native" else "ring"
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How gradients are reduced and parameters gathered.

@@ -15,10 +15,11 @@ import torch
 from dearmpi.bench.table import align
 from dearmpi.bench.wire import measure_wire
 from dearmpi.comm.channel import Channel
+from dearmpi.comm.halves import Halves, Operation
 from dearmpi.comm.scratch import carrier_of
-from dearmpi.comm.trial import Start, run_all, slowest_median, start_gather, start_reduce
+from dearmpi.comm.trial import Start, run_all, slowest_median
 from dearmpi.comm.world import World
-from dearmpi.config import AllGather, EngineConfig, ReduceScatter, WireDtype
+from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 from dearmpi.report.unit import count_text
 from dearmpi.train.threads import choose_threads
@@ -104,8 +105,10 @@ def measure_collectives(
     rows = []
     for megabytes in sizes_mb:
         count = max(1, int(megabytes * 1e6 / 4 / world.size)) * world.size
-        for name, start in _starts(wire_dtype).items():
-            rows.append(_measure(world, channel, name, count, start, wire_dtype, repeats=repeats))
+        for name, operation in _operations(wire_dtype).items():
+            rows.append(
+                _measure(world, channel, name, count, operation, wire_dtype, repeats=repeats)
+            )
         tell(f"{megabytes:g} MB done")
     channel.close()
     hosts = len(set(world.hosts))
@@ -153,25 +156,16 @@ def describe_collectives(result: CollectivesResult) -> list[str]:
     ]
 
 
-def _starts(wire_dtype: WireDtype | None) -> dict[str, Callable[[torch.Tensor], Start]]:
-    starts: dict[str, Callable[[torch.Tensor], Start]] = {}
+def _operations(wire_dtype: WireDtype | None) -> dict[str, Operation]:
+    """Every reduce-scatter, then every all-gather, by name."""
+    reduces: dict[str, Operation] = {}
+    gathers: dict[str, Operation] = {}
     for algorithm in get_args(ReduceScatter):
-        if algorithm == "native" and wire_dtype is not None:
-            continue  # MPI has no portable half-precision sum
-        starts[f"reduce-scatter {algorithm}"] = partial(_reduce_with, algorithm, wire_dtype)
-    for algorithm in get_args(AllGather):
-        starts[f"all-gather {algorithm}"] = partial(_gather_with, algorithm, wire_dtype)
-    return starts
-
-
-def _reduce_with(
-    algorithm: ReduceScatter, wire_dtype: WireDtype | None, buffer: torch.Tensor
-) -> Start:
-    return partial(start_reduce, buffer, algorithm, wire_dtype=wire_dtype)
-
-
-def _gather_with(algorithm: AllGather, wire_dtype: WireDtype | None, buffer: torch.Tensor) -> Start:
-    return partial(start_gather, buffer, algorithm, wire_dtype=wire_dtype)
+        halves = Halves(algorithm, wire_dtype)
+        if halves.can_reduce:
+            reduces[f"reduce-scatter {algorithm}"] = halves.start_reduce
+        gathers[f"all-gather {halves.all_gather}"] = halves.start_gather
+    return reduces | gathers
 
 
 def _measure(
@@ -179,7 +173,7 @@ def _measure(
     channel: Channel,
     name: str,
     count: int,
-    start: Callable[[torch.Tensor], Start],
+    operation: Operation,
     wire_dtype: WireDtype | None,
     *,
     repeats: int,
@@ -187,7 +181,7 @@ def _measure(
     buffers = [torch.empty(count).fill_(0) for _ in range(4)]
     nbytes = count * buffers[0].element_size()
     length = min(_MOST, max(_FEWEST, round(_BYTES_BACK_TO_BACK / nbytes)))
-    many = [start(buffers[i % len(buffers)]) for i in range(length)]
+    many = [partial(operation, buffers[i % len(buffers)]) for i in range(length)]
     overlap = measure_overlap(world, channel, many[0], repeats=repeats)
     each_s = slowest_median(world, [run_all(world, channel, many) / length for _ in range(repeats)])
     sent_bytes = count * carrier_of(buffers[0], wire_dtype).element_size()

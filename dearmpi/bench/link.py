@@ -10,9 +10,10 @@ import torch
 
 from dearmpi.bench.result import LinkTimes
 from dearmpi.comm.choose import fastest_reduce_scatter
-from dearmpi.comm.trial import Start, run_all, start_gather, start_reduce
+from dearmpi.comm.halves import Halves
+from dearmpi.comm.trial import Start, run_all
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig, all_gather_for
+from dearmpi.config import EngineConfig
 from dearmpi.plan.layout import Bucket
 from dearmpi.tune.driving_thread import drive_on_one_core
 
@@ -64,12 +65,7 @@ def _starts(
         algorithm = fastest_reduce_scatter(world, largest, wire_dtype=config.wire_dtype)
     else:
         algorithm = config.reduce_scatter
-    reduces: list[Start] = [
-        partial(start_reduce, buffer, algorithm, wire_dtype=config.wire_dtype)
-        for buffer in reversed(buffers)
-    ]
-    gathers: list[Start] = [
-        partial(start_gather, buffer, all_gather_for(algorithm), wire_dtype=config.wire_dtype)
-        for buffer in buffers
-    ]
+    halves = Halves(algorithm, config.wire_dtype)
+    reduces: list[Start] = [partial(halves.start_reduce, buffer) for buffer in reversed(buffers)]
+    gathers: list[Start] = [partial(halves.start_gather, buffer) for buffer in buffers]
     return reduces, gathers

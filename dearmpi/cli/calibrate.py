@@ -45,6 +45,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
     """
 
     def measure(world: World, console: Console) -> int:
+        from dearmpi.comm.halves import Halves
         from dearmpi.train.agreement import together
         from dearmpi.train.session import mpi_library
         from dearmpi.tune import calibrate as tuning
@@ -60,7 +61,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
         drive_on_one_core(world)  # as training does
         result = tuning.calibrate(
             world,
-            reduce_scatter=reduce_scatter,
+            Halves(reduce_scatter),
             library=mpi_library(),
             budget_s=seconds,
             warm_up_s=_WARM_UP_S,

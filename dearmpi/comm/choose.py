@@ -6,7 +6,8 @@ from functools import partial
 from typing import get_args
 
 from dearmpi.comm.api import Buffer
-from dearmpi.comm.trial import run_all, start_reduce
+from dearmpi.comm.halves import Halves
+from dearmpi.comm.trial import run_all
 from dearmpi.comm.world import Carry, World, unchanged
 from dearmpi.config import ReduceScatter, WireDtype
 
@@ -31,9 +32,10 @@ def fastest_reduce_scatter(
     channel = world.open_channel("trial", window=1, carry=carry)
     best: dict[ReduceScatter, float] = {}
     for algorithm in get_args(ReduceScatter):
-        if algorithm == "native" and (wire_dtype is not None or not can_be_native):
-            continue  # MPI has no portable half-precision sum
-        start = partial(start_reduce, buffer, algorithm, wire_dtype=wire_dtype)
+        halves = Halves(algorithm, wire_dtype)
+        if not halves.can_reduce or (algorithm == "native" and not can_be_native):
+            continue
+        start = partial(halves.start_reduce, buffer)
         best[algorithm] = min(run_all(world, channel, [start]) for _ in range(_NUM_TRIALS))
     channel.close()
     slowest = world.all_reduce(list(best.values()), "max")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.world import World
-from dearmpi.config import AllGather, ReduceScatter, WireDtype
 
 Start = Callable[[Collectives], Request]
 
@@ -29,25 +27,3 @@ def run_all(world: World, channel: Channel, starts: Sequence[Start]) -> float:
 def slowest_median(world: World, own: Sequence[float]) -> float:
     """The median of the slowest rank's times (collective)."""
     return statistics.median(world.all_reduce(own, "max"))
-
-
-def start_reduce(
-    buffer: Any,
-    algorithm: ReduceScatter,
-    collectives: Collectives,
-    *,
-    wire_dtype: WireDtype | None = None,
-) -> Request:
-    """Post the reduce-scatter of ``buffer``."""
-    return collectives.start_reduce_scatter(buffer, algorithm, wire_dtype=wire_dtype)
-
-
-def start_gather(
-    buffer: Any,
-    algorithm: AllGather,
-    collectives: Collectives,
-    *,
-    wire_dtype: WireDtype | None = None,
-) -> Request:
-    """Post the all-gather of ``buffer``."""
-    return collectives.start_all_gather(buffer, algorithm, wire_dtype=wire_dtype)

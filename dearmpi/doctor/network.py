@@ -19,8 +19,9 @@ import torch
 from dearmpi.bench.collectives import Overlap, measure_overlap
 from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.channel import Channel
+from dearmpi.comm.halves import Halves
 from dearmpi.comm.ring import PointToPoint
-from dearmpi.comm.trial import run_all, start_reduce
+from dearmpi.comm.trial import run_all
 from dearmpi.comm.world import World
 from dearmpi.config import MIB
 from dearmpi.doctor.finding import Finding, ok, warn
@@ -151,7 +152,7 @@ def measure_hiding(world: World, channel: Channel, network: Network) -> tuple[in
     rate = min(link.bits_s for link in network.links)
     nbytes = int(min(most, max(least, rate / 8 * _OVERLAP_S)))
     count = max(1, nbytes // 4 // world.size) * world.size
-    start = partial(start_reduce, torch.zeros(count), "ring")
+    start = partial(Halves("ring").start_reduce, torch.zeros(count))
     return 4 * count, measure_overlap(world, channel, start, repeats=3)
 
 

@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.choose import fastest_reduce_scatter
+from dearmpi.comm.halves import Halves
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig, ReduceScatter
+from dearmpi.config import EngineConfig
 from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.blueprint import Blueprint, draw_blueprint
 from dearmpi.engine.bucket import BucketRuntime
@@ -48,7 +49,7 @@ class Assembly:
     """What belongs together for as long as the buckets stay the same.
 
     blueprint: what all of it was built by.
-    reduce_scatter: the algorithm in use. masters: which tensors have master copies.
+    halves: the collectives in use. masters: which tensors have master copies.
     updates, hooks: none where the wrapped optimizer simply does its work, as in a world of one.
     checks, replicas: only with ``check_every``.
     side: where updates run, and whoever changes their state.
@@ -56,7 +57,7 @@ class Assembly:
 
     blueprint: Blueprint
     engine: Engine | AloneEngine
-    reduce_scatter: ReduceScatter = "ring"
+    halves: Halves = Halves("ring")
     masters: MasterRule = MasterRule()
     updates: Updates = ()
     hooks: ModelHooks | None = None
@@ -142,7 +143,7 @@ def _build(
         updates = _build_updates(
             optimizer, buckets, rank=world.rank, side=side, config=config, masters=masters
         )
-    reduce_scatter = _choose_reduce_scatter(world, buckets, config, side)
+    halves = _choose_halves(world, buckets, config, side)
     replicas = Replicas(buckets, rank=world.rank, size=world.size, every=every) if every else None
     pipeline = Pipeline(
         world,
@@ -150,7 +151,7 @@ def _build(
         updates,
         schedule=blueprint.schedule,
         config=config,
-        reduce_scatter=reduce_scatter,
+        halves=halves,
         side=side,
         spans=spans,
         replicas=replicas,
@@ -159,7 +160,7 @@ def _build(
     return Assembly(
         blueprint,
         engine,
-        reduce_scatter,
+        halves,
         masters,
         updates,
         hooks=_attach_hooks(model, buckets, engine),
@@ -260,12 +261,13 @@ def _place_shards(
     return [HostShard(bucket, rank=rank, memory=memory) for bucket in buckets]
 
 
-def _choose_reduce_scatter(
+def _choose_halves(
     world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, side: SideStream
-) -> ReduceScatter:
+) -> Halves:
     """What was asked for, or what is fastest on the way that gradients take."""
+    wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
     if config.reduce_scatter != "auto":
-        return config.reduce_scatter
+        return Halves(config.reduce_scatter, wire_dtype)
     # A frozen bucket may never need the memory that its gradients would take.
     trained = [bucket for bucket in buckets if bucket.spec.trained] or buckets
     buffer = max(trained, key=lambda bucket: bucket.spec.nbytes).gradients.data
@@ -273,10 +275,11 @@ def _choose_reduce_scatter(
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
     can_be_native = dtypes <= {"float32", "float64"}
-    return fastest_reduce_scatter(
+    fastest = fastest_reduce_scatter(
         world,
         buffer,
         wire_dtype=config.wire_dtype,
         can_be_native=can_be_native,
         carry=side.carry,
     )
+    return Halves(fastest, wire_dtype)

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from dearmpi.comm.halves import Halves
 from dearmpi.comm.world import World
-from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter, all_gather_for
+from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
 from dearmpi.engine.alone_collectives import AloneDeviceCollectives
 from dearmpi.engine.device import Device, device_of
 from dearmpi.engine.direct import DirectCollectives
@@ -85,7 +86,7 @@ def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
     if reduce_scatter == "auto":
         return OPERATIONS
     # Gathering by a ring takes the same sends and receives as reducing by one.
-    gather = ALL_GATHER if all_gather_for(reduce_scatter) == "native" else "ring"
+    gather = ALL_GATHER if Halves(reduce_scatter).all_gather == "native" else "ring"
     return tuple(dict.fromkeys((gather, reduce_scatter)))
 
 

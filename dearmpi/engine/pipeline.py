@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from dearmpi.comm.api import Collectives, Completed, Request
+from dearmpi.comm.halves import Halves
 from dearmpi.comm.lane import Work
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig, ReduceScatter, all_gather_for
+from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.bucket_state import BucketState
 from dearmpi.engine.clock import CommunicationClock
@@ -49,12 +50,12 @@ class Pipeline:
         *,
         schedule: Schedule,
         config: EngineConfig,
-        reduce_scatter: ReduceScatter,
+        halves: Halves,
         side: SideStream,
         spans: Spans,
         replicas: Replicas | None,
     ) -> None:
-        """``reduce_scatter`` is the algorithm chosen; ``config`` may still say ``auto``.
+        """``halves`` are the collectives chosen; ``config`` may still say ``auto``.
 
         side: where on a device the driving thread works. replicas: only where checks are made.
         """
@@ -63,8 +64,7 @@ class Pipeline:
         self.buckets = tuple(buckets)
         self._updates = tuple(updates)
         self.schedule = schedule
-        self._reduce_scatter: ReduceScatter = reduce_scatter
-        self._wire_dtype = config.wire_dtype if world.size > 1 else None
+        self._halves = halves
         self._gathers_gradients = config.gather == "gradients"
         self.side = side
         # What carries a device's tensors keeps to the window on the network, and to this order.
@@ -175,13 +175,8 @@ class Pipeline:
     def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         if self._replicas is not None:
             self._replicas.reduces.append(bucket.index)
-        return self._start(
-            Track.REDUCE_SCATTER,
-            bucket,
-            lambda: collectives.start_reduce_scatter(
-                bucket.gradients.data, self._reduce_scatter, wire_dtype=self._wire_dtype
-            ),
-        )
+        start = partial(self._halves.start_reduce, bucket.gradients.data, collectives)
+        return self._start(Track.REDUCE_SCATTER, bucket, start)
 
     def _start(self, track: Track, bucket: BucketRuntime, start: Callable[[], Request]) -> Request:
         return self.spans.operation(track, bucket.spec, partial(self.clock.post, start))
@@ -223,14 +218,14 @@ class Pipeline:
     def _update(self, bucket: BucketRuntime) -> None:
         assert self.cycle.options is not None
         with self.side.running():
-            check_gradients(bucket, self._wire_dtype)
+            check_gradients(bucket, self._halves.wire_dtype)
             with self.spans.update(bucket.spec):
                 self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
             bucket.move_to(BucketState.UPDATED)
             if self._gathers_gradients:
                 self._finished(bucket)
             else:
-                check_parameters(bucket, self._wire_dtype)
+                check_parameters(bucket, self._halves.wire_dtype)
                 self._submit_gathers()
 
     def _unused(self, bucket: BucketRuntime) -> frozenset[int]:
@@ -271,13 +266,8 @@ class Pipeline:
             self._replicas.gathers.append(bucket.index)
         gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
         assert gathered is not None
-        return self._start(
-            Track.ALL_GATHER,
-            bucket,
-            lambda: collectives.start_all_gather(
-                gathered.data, all_gather_for(self._reduce_scatter), wire_dtype=self._wire_dtype
-            ),
-        )
+        start = partial(self._halves.start_gather, gathered.data, collectives)
+        return self._start(Track.ALL_GATHER, bucket, start)
 
     def _gathered(self, bucket: BucketRuntime) -> None:
         self.clock.completed()

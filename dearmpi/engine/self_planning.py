@@ -16,8 +16,8 @@ from statistics import median
 
 from torch import nn
 
+from dearmpi.comm.halves import Halves
 from dearmpi.comm.world import World
-from dearmpi.config import ReduceScatter
 from dearmpi.engine.blueprint import Blueprint
 from dearmpi.engine.span import Span, Track
 from dearmpi.engine.spans import Spans
@@ -75,7 +75,7 @@ class SelfPlanning:
         in_use: Blueprint,
         *,
         world: World,
-        reduce_scatter: ReduceScatter,
+        halves: Halves,
         waited: Callable[[], float],
         spans: Spans,
     ) -> None:
@@ -91,8 +91,7 @@ class SelfPlanning:
         begin_s = time.perf_counter()
         costs = calibrate(
             world,
-            reduce_scatter=reduce_scatter,
-            wire_dtype=config.wire_dtype,
+            halves,
             most_bytes=sum(bucket.nbytes for bucket in in_use.layout),  # nothing larger travels
         ).costs
         specs = [placed.spec for bucket in in_use.layout for placed in bucket.placements]

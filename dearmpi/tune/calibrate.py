@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from dearmpi.comm.channel import Channel
-from dearmpi.comm.trial import Start, run_all, start_gather, start_reduce
+from dearmpi.comm.halves import Halves, Operation
+from dearmpi.comm.trial import run_all
 from dearmpi.comm.world import World
-from dearmpi.config import ReduceScatter, WireDtype, all_gather_for
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, parse_calibration
 from dearmpi.tune.ladder import LADDER, WINDOWS, Run, climb
 
-Operation = Callable[[torch.Tensor], Start]
-
 
 def calibrate(
     world: World,
+    halves: Halves,
     *,
-    reduce_scatter: ReduceScatter = "ring",
-    wire_dtype: WireDtype | None = None,
     library: str = "",
     budget_s: float = 1,
     warm_up_s: float = 0,
@@ -32,29 +28,24 @@ def calibrate(
 
     As in training, operations follow one another, with one and with two of them in flight; the
     least of the slowest rank's times counts. The result is the same on all ranks (collective).
-    wire_dtype: in what the fp32 buffers are sent, whose bytes count. library: the MPI library, in
-    words. budget_s: what all measurements together may take. warm_up_s: for how long to measure
-    before that in vain, since new TCP connections carry less at first. most_bytes: of one buffer;
-    a few are in use at once. Two sizes are measured even if that takes longer, or more.
+    halves: how the fp32 buffers are sent, whose bytes count. library: the MPI library, in words.
+    budget_s: what all measurements together may take. warm_up_s: for how long to measure before
+    that in vain, since new TCP connections carry less at first. most_bytes: of one buffer; a few
+    are in use at once. Two sizes are measured even if that takes longer, or more.
 
     Raises ConfigError in a world of one, in which nothing is sent.
     """
     if world.size == 1:
         raise ConfigError("one rank has no collectives to measure; start several with mpirun")
     channels = {window: world.open_channel("trial", window=window) for window in WINDOWS}
-    operations: tuple[Operation, ...] = (
-        lambda buffer: partial(start_reduce, buffer, reduce_scatter, wire_dtype=wire_dtype),
-        lambda buffer: partial(
-            start_gather, buffer, all_gather_for(reduce_scatter), wire_dtype=wire_dtype
-        ),
-    )
+    operations = (halves.start_reduce, halves.start_gather)
     prepared = [partial(_prepare, world, channels, operation) for operation in operations]
     if warm_up_s > 0:
         climb(world, prepared, budget_s=warm_up_s, most_bytes=most_bytes)
     reduces, gathers = climb(world, prepared, budget_s=budget_s, most_bytes=most_bytes)
     for channel in channels.values():
         channel.close()
-    own = Calibration(world.hosts, library, reduce_scatter, reduces, gathers)
+    own = Calibration(world.hosts, library, halves.reduce_scatter, reduces, gathers)
     return parse_calibration(world.broadcast_text(own.to_json()), "the calibration of rank 0")
 
 
@@ -63,7 +54,7 @@ def _prepare(
 ) -> Run:
     # Filled, since a page that nobody has written to is slow at first.
     starts = [
-        operation(torch.empty(numel, dtype=torch.float32, device="cpu").fill_(0.0))
+        partial(operation, torch.empty(numel, dtype=torch.float32, device="cpu").fill_(0.0))
         for _ in range(count)
     ]
     return lambda num, window: run_all(world, channels[window], starts[:num])

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from dearmpi import DistributedOptimizer
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.result import LinkTimes
-from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.api import Request
+from dearmpi.comm.fake import FakeCollectives, FakeHub
+from dearmpi.comm.halves import Halves
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.config import CommDtype, EngineConfig
+from dearmpi.config import CommDtype, EngineConfig, ReduceScatter
 from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.tune.calibrate import calibrate
 
 LAYOUT = build_layout([[ParamSpec("a", (800,))], [ParamSpec("b", (400,))]], 2)
 REPEATS = 2
@@ -54,3 +61,49 @@ def test_connections_between_hosts_are_used_for_a_while_before_it_counts() -> No
     assert len(sent("fp32", hosts=("a", "b"))) == usual
     assert len(sent("fp32", hosts=("a", "b"), warm_up_s=0.2)) > 2 * usual
     assert len(sent("fp32", warm_up_s=0.2)) == usual
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "comm_dtype"), [("native", "fp32"), ("ring", "bf16"), ("exchange", "fp16")]
+)
+def test_what_is_measured_is_what_training_sends(
+    algorithm: ReduceScatter, comm_dtype: CommDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both collectives by the same algorithm, in the same dtype."""
+    posted: set[tuple[Any, ...]] = set()
+    for name in ("start_reduce_scatter", "start_all_gather"):
+        monkeypatch.setattr(FakeCollectives, name, _noting(name, posted))
+    config = EngineConfig(reduce_scatter=algorithm, comm_dtype=comm_dtype)
+
+    def train(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, config=config)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+    def sent_by(rank: Callable[[World], Any]) -> set[tuple[Any, ...]]:
+        posted.clear()
+        run_ranks(2, rank)
+        return set(posted)
+
+    trained = sent_by(train)
+    assert {name for name, *_ in trained} == {"start_reduce_scatter", "start_all_gather"}
+    assert len(trained) == 2
+    assert sent_by(lambda world: measure_link(world, list(LAYOUT), config, repeats=1)) == trained
+    halves = Halves(algorithm, config.wire_dtype)
+    assert sent_by(lambda world: calibrate(world, halves, budget_s=0.0)) == trained
+
+
+def _noting(name: str, posted: set[tuple[Any, ...]]) -> Callable[..., Request]:
+    """The collective ``name``, which notes how it sends a tensor, and not what the world tells."""
+    start = getattr(FakeCollectives, name)
+
+    def note(self: Any, buffer: Any, algorithm: str = "native", **options: Any) -> Request:
+        if isinstance(buffer, torch.Tensor):
+            posted.add((name, algorithm, options.get("wire_dtype")))
+        request: Request = start(self, buffer, algorithm, **options)
+        return request
+
+    return note

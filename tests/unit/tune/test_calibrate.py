@@ -4,6 +4,7 @@ import pytest
 
 from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.halves import Halves
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
@@ -12,6 +13,7 @@ from dearmpi.tune.calibration import Calibration
 from dearmpi.tune.ladder import Rung
 
 ALPHA_S, BETA = 2e-3, 1e-8
+RING = Halves("ring")
 
 
 def seconds(label: str, nbytes: int) -> float:
@@ -20,7 +22,7 @@ def seconds(label: str, nbytes: int) -> float:
 
 
 def measure(world: World, budget_s: float = 0.5) -> Calibration:
-    return calibrate(world, reduce_scatter="exchange", library="none at all", budget_s=budget_s)
+    return calibrate(world, Halves("exchange"), library="none at all", budget_s=budget_s)
 
 
 def test_all_ranks_agree_on_what_the_wire_needs_at_least() -> None:
@@ -53,7 +55,7 @@ def test_buffers_are_no_larger_than_what_is_ever_sent() -> None:
     most_bytes = 3 << 20
 
     def rank(world: World) -> Calibration:
-        return calibrate(world, budget_s=60.0, most_bytes=most_bytes)
+        return calibrate(world, RING, budget_s=60.0, most_bytes=most_bytes)
 
     for result in run_ranks(2, rank):
         sizes = [times.nbytes for times in (*result.all_gather, *result.reduce_scatter)]
@@ -71,7 +73,7 @@ def test_what_new_connections_lose_is_over_after_the_warm_up() -> None:
         calls.clear()
         hub = FakeHub(2, seconds=on_a_new_connection)
         results = run_ranks(
-            2, lambda world: calibrate(world, budget_s=0.0, warm_up_s=warm_up_s), hub=hub
+            2, lambda world: calibrate(world, RING, budget_s=0.0, warm_up_s=warm_up_s), hub=hub
         )
         return results[0].all_gather[0].alone_s
 
@@ -91,5 +93,5 @@ def test_sizes_are_whole_shards() -> None:
 def test_a_world_of_one_is_refused() -> None:
     world = World(AloneCollectives(), progress="poll")
     with pytest.raises(ConfigError, match="start several with mpirun"):
-        calibrate(world)
+        calibrate(world, RING)
     world.close()
