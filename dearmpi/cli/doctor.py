@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.failure import complain, end_run, is_first_process
+from dearmpi.cli.failure import complain, end_run, is_first_process, process_name
 from dearmpi.cli.measurement import check_writable, write_file
 from dearmpi.cli.rank_log import rank_log
-from dearmpi.comm.launch import announced_rank
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
@@ -102,8 +100,7 @@ def _tell_broken_packages(error: Exception, console: Console, json_path: Path | 
     )
     console.say(*describe(finding))
     if not is_first_process():  # the others wait for this rank, and cannot tell why
-        place = f"[rank {announced_rank(os.environ)} on {os.uname().nodename}] "
-        complain("\n".join(describe(finding)), prefix=place)
+        complain("\n".join(describe(finding)), prefix=f"{process_name()} ")
     code = exit_code([finding])
     _write(json_path, {"findings": [asdict(finding)], "exit_code": code})
     return code

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import dearmpi
 from dearmpi.cli.rank_log import RankLog
 from dearmpi.comm import last_words
-from dearmpi.comm.launch import announced_rank
-from dearmpi.errors import CommError, DearError
+from dearmpi.comm.launch import announced_rank, announced_size
+from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
@@ -49,6 +49,18 @@ def end_run(world: World, error: BaseException, log: RankLog) -> int:
     world.abort(code)
 
 
+def complain_alone(error: DearError) -> None:
+    """Tell of ``error`` where there is no world in which to agree on who does.
+
+    Wrong settings and a wrong launch are met by every rank, and told by the first of them; anything
+    else may be met by one alone.
+    """
+    if announced_size(os.environ) > 1 and not isinstance(error, (ConfigError, LaunchError)):
+        complain(f"error: {error}", prefix=f"{process_name()} ")
+    elif is_first_process():
+        complain(f"error: {error}")
+
+
 def complain(message: str, *, prefix: str = "dear-train: ") -> None:
     """Print ``message`` on standard error, each line with ``prefix``, at once."""
     last_words.flush()
@@ -70,6 +82,11 @@ def describe(error: BaseException, log: Path | None) -> str:
 def is_first_process() -> bool:
     """Whether the launcher calls this process rank 0; so does a process without a launcher."""
     return announced_rank(os.environ) == "0"
+
+
+def process_name() -> str:
+    """``[rank 1 on n2]``, as the launcher calls this process."""
+    return f"[rank {announced_rank(os.environ)} on {os.uname().nodename}]"
 
 
 def _origin(error: BaseException) -> str:

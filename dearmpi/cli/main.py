@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
@@ -79,7 +80,11 @@ def _refuse(error: click.ClickException) -> int:
 
     context = getattr(error, "ctx", None)
     hint = "" if context is None else f"\n{context.get_usage()}"
-    return run_together(ConfigError(f"{error.format_message()}{hint}"))
+
+    def refuse() -> NoReturn:
+        raise ConfigError(f"{error.format_message()}{hint}")
+
+    return run_together(refuse)
 
 
 if __name__ == "__main__":

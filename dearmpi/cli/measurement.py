@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
-from dearmpi.cli.rank_log import rank_log
-from dearmpi.errors import ConfigError, DearError
+from dearmpi.cli.ranks import on_ranks
+from dearmpi.errors import ConfigError
 from dearmpi.train import durable
 
 if TYPE_CHECKING:
+    from dearmpi.cli.rank_log import RankLog
     from dearmpi.comm.watchdog import StallLimits
     from dearmpi.comm.world import World
 
@@ -31,17 +32,10 @@ def measure_together(
     """
     from dearmpi.comm.world import connect
 
-    try:
-        world = connect(stall_limits=stall_limits)
-    except DearError as error:
-        if is_first_process():
-            complain(f"error: {error}")
-        return exit_code(error)
-    with rank_log(speaks=world.is_root) as log:
-        try:
-            return measure(world, Console(speaks=world.is_root, launched=world.size > 1))
-        except (Exception, KeyboardInterrupt) as error:
-            return end_run(world, error, log)
+    def carry_out(world: World, _log: RankLog) -> int:
+        return measure(world, Console(speaks=world.is_root, launched=world.size > 1))
+
+    return on_ranks(carry_out, connect=partial(connect, stall_limits=stall_limits))
 
 
 def check_place(world: World, *paths: Path | None) -> None:

@@ -48,14 +48,10 @@ def _profile(
     result.
     """
 
-    failure: ConfigError | None = None
-    sources: list[Source] = []
-    try:
+    def read() -> list[Source]:
         check_lengths(num_warmup, num_batches)
         check_flags(given)
-        sources = [without(source, _OF_A_RUN) for source in read_sources(given, os.environ, config)]
-    except ConfigError as error:
-        failure = error
+        return [without(source, _OF_A_RUN) for source in read_sources(given, os.environ, config)]
 
     def carry_out(world: World, sources: Sequence[Source], _log: RankLog) -> int:
         from dearmpi.bench.layer_times import measure_layers
@@ -72,7 +68,7 @@ def _profile(
         write(world, console, out, profile.to_json())
         return 0
 
-    return carry_out_together(failure, sources, carry_out)
+    return carry_out_together(read, carry_out)
 
 
 profile = RunCommand(

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dearmpi.cli.failure import complain, end_run, exit_code, is_first_process
+from dearmpi.cli.failure import is_first_process
+from dearmpi.cli.ranks import on_ranks
 from dearmpi.cli.settings import RunCommand, setting_options
-from dearmpi.errors import ConfigError, LaunchError
+from dearmpi.errors import ConfigError
 from dearmpi.train.sources import Source, make_source, merge, read_environment, read_file
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dearmpi.comm.world import World
     from dearmpi.train.stop import StopRequest
 
+ReadSources = Callable[[], Sequence[Source]]
 CarryOut = Callable[["World", Sequence[Source], "RankLog"], int]
 
 EPILOG = """\b
@@ -39,13 +41,7 @@ def _run(config: str | None, **given: object) -> int:
       dear-train run --task digits
       mpirun -n 4 dear-train run --task digits --epochs 20
     """
-    failure: ConfigError | None = None
-    sources: list[Source] = []
-    try:
-        sources = read_sources(given, os.environ, config)
-    except ConfigError as error:
-        failure = error
-    return run_together(failure, sources)
+    return run_together(lambda: read_sources(given, os.environ, config))
 
 
 run = RunCommand(
@@ -76,9 +72,9 @@ def check_config(config: str | None) -> None:
         raise ConfigError("--config is empty; name a file, or leave it out")
 
 
-def run_together(failure: ConfigError | None, sources: Sequence[Source] = ()) -> int:
-    """Connect the ranks and train with these settings, to the end or to a stop by a signal; or tell
-    of a ``failure`` once. Returns the exit code.
+def run_together(read: ReadSources) -> int:
+    """Connect the ranks and train with the settings that ``read`` finds, to the end or to a stop by
+    a signal. Returns the exit code.
     """
     from dearmpi.train.stop import StopRequest
 
@@ -89,41 +85,38 @@ def run_together(failure: ConfigError | None, sources: Sequence[Source] = ()) ->
 
             return run_session(world, sources, stop=stop, log=log, command=sys.argv)
 
-        return carry_out_together(failure, sources, train, stop=stop)
+        return carry_out_together(read, train, stop=stop)
 
 
 def carry_out_together(
-    failure: ConfigError | None,
-    sources: Sequence[Source],
-    carry_out: CarryOut,
-    *,
-    stop: StopRequest | None = None,
+    read: ReadSources, carry_out: CarryOut, *, stop: StopRequest | None = None
 ) -> int:
-    """Connect the ranks and ``carry_out`` something with these settings, or tell of a ``failure``
-    once. Returns the exit code.
+    """Connect the ranks and ``carry_out`` something with the settings that ``read`` finds; where it
+    raises ConfigError, that is told once. Returns the exit code.
 
     stop: what notes the signals that ask for a stop; without it they end the process.
     """
-    from dearmpi.cli.rank_log import rank_log
-    from dearmpi.comm.world import connect
-    from dearmpi.train.agreement import share_failure
-
+    failure: ConfigError | None = None
+    sources: Sequence[Source] = ()
+    chosen: Mapping[str, Any] = {}
     try:
-        chosen = {} if failure else merge(sources)
+        sources = read()
+        chosen = merge(sources)
+    except ConfigError as error:
+        failure = error
+
+    def meet() -> World:
+        from dearmpi.comm.world import connect
+
         _try_devices(chosen)
         world = connect(chosen.get("progress"), stall_limits=_stall_limits(chosen))
-    except (ConfigError, LaunchError) as error:
-        if is_first_process():
-            complain(f"error: {failure or error}")
-        return exit_code(failure or error)
-    if stop is not None:
-        stop.listen()
-    with rank_log(speaks=world.is_root) as log:
-        try:
-            share_failure(world, failure)
-            return carry_out(world, sources, log)
-        except (Exception, KeyboardInterrupt) as error:
-            return end_run(world, error, log)
+        if stop is not None:
+            stop.listen()
+        return world
+
+    return on_ranks(
+        lambda world, log: carry_out(world, sources, log), connect=meet, failure=failure
+    )
 
 
 def _try_devices(chosen: Mapping[str, Any]) -> None:

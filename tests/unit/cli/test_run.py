@@ -56,7 +56,7 @@ def test_a_signal_while_mpi_begins_is_not_lost(
     monkeypatch.setattr(module, "connect", connect)
     folder = task_file.parent / "runs"
     given = {"task": f"{task_file}:make", "run_folder": str(folder), "name": "a", "epochs": 9}
-    assert run_together(None, [make_source("flag", given | {"batch_size": 4})]) == EXIT_PREEMPTED
+    assert run_together(lambda: [make_source("flag", given | {"batch_size": 4})]) == EXIT_PREEMPTED
     assert (folder / "a" / "latest").read_text() == "checkpoints/step-00000001\n"
 
 
@@ -68,5 +68,5 @@ def test_a_name_in_a_file_that_a_batch_scripts_flag_overrules_is_told(
     )
     given = {"task": f"{task_file}:make", "run_folder": str(task_file.parent), "name": "job-17"}
     file = make_source("file", {"name": "a", "batch_size": 4}, origin="my.yaml")
-    assert run_together(None, [make_source("flag", given), file]) == 0
+    assert run_together(lambda: [make_source("flag", given), file]) == 0
     assert "--name job-17 overrules name in my.yaml, which is a;" in capsys.readouterr().out
