@@ -11,10 +11,10 @@ from dearmpi.report.unit import count_text
 from dearmpi.train.threads import HostCores, RankCores, by_host
 
 
-def check_cores(ranks: Sequence[RankFacts]) -> Finding:
+def judge_cores(ranks: Sequence[RankFacts]) -> Finding:
     """Threads against cores on every host; the first host with too few is named."""
     for host in _by_host(ranks):
-        problem = _check_host(host, [rank for rank in ranks if rank.host == host.name])
+        problem = _judge_host(host, [rank for rank in ranks if rank.host == host.name])
         if problem is not None:
             return problem
     return ok("cores", "\n".join([_describe(ranks), *_describe_scripts(ranks)]))
@@ -29,7 +29,7 @@ def _by_host(ranks: Sequence[RankFacts]) -> list[HostCores]:
     return by_host(RankCores(rank.host, rank.cores, rank.threads) for rank in ranks)
 
 
-def _check_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
+def _judge_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
     if host.num_ranks > host.num_cores:
         return warn(
             "cores",

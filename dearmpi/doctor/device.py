@@ -12,7 +12,7 @@ from dearmpi.engine.device_way import choose_way
 from dearmpi.tune.device_probe import Verdict
 
 
-def check_devices(ranks: Sequence[RankFacts], verdicts: Sequence[Verdict]) -> Finding:
+def judge_devices(ranks: Sequence[RankFacts], verdicts: Sequence[Verdict]) -> Finding:
     """verdicts: of rank 0's host; none where it has no device."""
     without = [rank for rank in ranks if not rank.devices]
     if len(without) == len(ranks):

@@ -12,21 +12,21 @@ from dearmpi.bench.collectives import Overlap
 from dearmpi.comm.library import Library
 from dearmpi.comm.world import World
 from dearmpi.doctor import launch
-from dearmpi.doctor.cores import check_cores, is_crowded
-from dearmpi.doctor.device import check_devices
+from dearmpi.doctor.cores import is_crowded, judge_cores
+from dearmpi.doctor.device import judge_devices
 from dearmpi.doctor.facts import RankFacts, cuda_devices, gather_facts
 from dearmpi.doctor.finding import Finding, exit_code, ok
-from dearmpi.doctor.folder import FolderTrial, check_folder, try_folder
+from dearmpi.doctor.folder import FolderTrial, judge_folder, try_folder
 from dearmpi.doctor.network import (
     Network,
-    check_network,
-    check_overlap,
+    judge_network,
+    judge_overlap,
     measure_hiding,
     measure_network,
 )
-from dearmpi.doctor.software import check_extras, check_software, check_workers
-from dearmpi.doctor.tcp import check_tcp, gather_algorithms
-from dearmpi.doctor.transport import check_transport
+from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
+from dearmpi.doctor.tcp import gather_algorithms, judge_tcp
+from dearmpi.doctor.transport import judge_transport
 from dearmpi.tune.device_probe import Verdict, probe, share_verdicts
 
 
@@ -95,22 +95,22 @@ def examine(
     note = examination.note
     library, reason = launch.find_library()
     examination.library = library
-    note(launch.check_library(library, reason))
-    note(launch.check_launch(world.hosts, library, joined=joined))
+    note(launch.judge_library(library, reason))
+    note(launch.judge_launch(world.hosts, library, joined=joined))
     if library is not None:
-        note(launch.check_thread_level(library))
+        note(launch.judge_thread_level(library))
     ranks = examination.ranks = gather_facts(world)
-    note(check_software(ranks))
-    note(check_extras())
-    note(check_cores(ranks))
+    note(judge_software(ranks))
+    note(judge_extras())
+    note(judge_cores(ranks))
     examination.verdicts = share_verdicts(world, verdicts)
-    note(check_devices(ranks, examination.verdicts))
+    note(judge_devices(ranks, examination.verdicts))
     infiniband = ranks[0].infiniband
-    note(check_transport(os.environ, infiniband, crowded=is_crowded(ranks)))
+    note(judge_transport(os.environ, infiniband, crowded=is_crowded(ranks)))
     _examine_network(examination, world)
-    note(check_workers(ranks[0].start_method, infiniband, os.environ))
+    note(judge_workers(ranks[0].start_method, infiniband, os.environ))
     examination.folder = try_folder(world, folder)
-    note(check_folder(examination.folder))
+    note(judge_folder(examination.folder))
 
 
 def _examine_network(examination: Examination, world: World) -> None:
@@ -121,10 +121,10 @@ def _examine_network(examination: Examination, world: World) -> None:
         return
     channel = world.open_channel("doctor", window=1)
     examination.network = network = measure_network(world, channel)
-    examination.note(check_network(network))
-    if (finding := check_tcp(gather_algorithms(world))) is not None:
+    examination.note(judge_network(network))
+    if (finding := judge_tcp(gather_algorithms(world))) is not None:
         examination.note(finding)
     num_bytes, overlap = measure_hiding(world, channel, network)
     examination.overlap_bytes, examination.overlap = num_bytes, overlap
-    examination.note(check_overlap(num_bytes, overlap))
+    examination.note(judge_overlap(num_bytes, overlap))
     channel.close()

@@ -74,7 +74,7 @@ def try_folder(world: World, root: Path) -> FolderTrial:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def check_folder(trial: FolderTrial) -> Finding:
+def judge_folder(trial: FolderTrial) -> Finding:
     """Whether checkpoints are safe there, and found again by every rank."""
     name = "run folder"
     if trial.error:

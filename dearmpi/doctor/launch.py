@@ -46,7 +46,7 @@ def find_library() -> tuple[Library | None, str]:
         return None, str(error).strip() or type(error).__name__
 
 
-def check_library(library: Library | None, reason: str) -> Finding:
+def judge_library(library: Library | None, reason: str) -> Finding:
     """Whether there is an MPI library."""
     if library is None:
         return fail("mpi", f"no MPI library can be loaded: {reason}", cure=_INSTALL)
@@ -57,7 +57,7 @@ def check_library(library: Library | None, reason: str) -> Finding:
     )
 
 
-def check_thread_level(library: Library) -> Finding:
+def judge_thread_level(library: Library) -> Finding:
     """Whether a thread of its own may drive communication."""
     if library.thread_level == "MPI_THREAD_MULTIPLE":
         return ok("thread", f"{library.thread_level}: a thread of its own drives communication")
@@ -87,7 +87,7 @@ def name_launcher(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def check_launch(
+def judge_launch(
     hosts: Sequence[str],
     library: Library | None,
     *,

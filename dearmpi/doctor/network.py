@@ -120,7 +120,7 @@ def _exchange(nbytes: int, ends: tuple[int, int]) -> Exchange:
     return Exchange(nbytes, source=ends[0], destination=ends[1])
 
 
-def check_network(network: Network) -> Finding:
+def judge_network(network: Network) -> Finding:
     """Whether some link is much slower than another."""
     links = sorted(network.links, key=lambda link: link.bits_s)
     slowest, low, high = links[0], links[0].bits_s, links[-1].bits_s
@@ -156,7 +156,7 @@ def measure_hiding(world: World, channel: Channel, network: Network) -> tuple[in
     return 4 * count, measure_overlap(world, channel, start, repeats=3)
 
 
-def check_overlap(nbytes: int, overlap: Overlap) -> Finding:
+def judge_overlap(nbytes: int, overlap: Overlap) -> Finding:
     """Whether a reduce-scatter runs on while the rank computes."""
     said = (
         f"{overlap.osu:.0%} of a reduce-scatter of {nbytes / 1e6:.1f} MB "

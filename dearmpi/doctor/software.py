@@ -19,7 +19,7 @@ EXTRAS = {
 _FORK_SAFE = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
 
 
-def check_software(ranks: Sequence[RankFacts]) -> Finding:
+def judge_software(ranks: Sequence[RankFacts]) -> Finding:
     """Whether every rank has what training needs, and in the same versions."""
     first = ranks[0]
     for rank in ranks:
@@ -45,7 +45,7 @@ def check_software(ranks: Sequence[RankFacts]) -> Finding:
     )
 
 
-def check_extras() -> Finding:
+def judge_extras() -> Finding:
     """What is installed of the libraries that only some tasks need; none is not a fault."""
     found = {name: installed_version(name) for name in EXTRAS}
     present = [f"{name} {version}" for name, version in found.items() if version]
@@ -58,7 +58,7 @@ def check_extras() -> Finding:
     return ok("extras", said)
 
 
-def check_workers(
+def judge_workers(
     start_method: str, infiniband: Sequence[str], environment: Mapping[str, str]
 ) -> Finding:
     """Whether the processes of data loaders may be started after MPI.

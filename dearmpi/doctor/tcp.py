@@ -49,7 +49,7 @@ def gather_algorithms(world: World) -> dict[str, str]:
     return {host: " ".join(sorted(names)) for host, names in found.items() if names}
 
 
-def check_tcp(algorithms: Mapping[str, str]) -> Finding | None:
+def judge_tcp(algorithms: Mapping[str, str]) -> Finding | None:
     """Whether connections pause by themselves; None where MPI has none over TCP."""
     if not algorithms:
         return None

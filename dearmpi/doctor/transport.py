@@ -13,7 +13,7 @@ _CHOICES = (
 _NATIVE_TLS = ("rc", "ud", "dc", "ib", "all")  # of UCX, over InfiniBand
 
 
-def check_transport(
+def judge_transport(
     environment: Mapping[str, str], infiniband: Sequence[str], *, crowded: bool
 ) -> Finding:
     """infiniband: the adapters of rank 0's host. crowded: some host has more ranks than cores."""

@@ -11,14 +11,14 @@ import pytest
 from dearmpi.bench.collectives import Overlap
 from dearmpi.comm.library import Library
 from dearmpi.doctor import launch
-from dearmpi.doctor.cores import abbreviate, check_cores, is_crowded
-from dearmpi.doctor.device import check_devices
+from dearmpi.doctor.cores import abbreviate, is_crowded, judge_cores
+from dearmpi.doctor.device import judge_devices
 from dearmpi.doctor.facts import RankFacts, read_quota, relevant
 from dearmpi.doctor.finding import Finding, exit_code
-from dearmpi.doctor.network import Link, Network, check_network, check_overlap
-from dearmpi.doctor.software import check_extras, check_software, check_workers
-from dearmpi.doctor.tcp import algorithms_in_use, check_tcp
-from dearmpi.doctor.transport import check_transport
+from dearmpi.doctor.network import Link, Network, judge_network, judge_overlap
+from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
+from dearmpi.doctor.tcp import algorithms_in_use, judge_tcp
+from dearmpi.doctor.transport import judge_transport
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.unit.doctor.ranks import rank
 
@@ -32,11 +32,11 @@ def check(finding: Finding, status: str, *words: str) -> None:
 
 
 def test_tcp_that_pauses_is_a_warning() -> None:
-    assert check_tcp({}) is None
-    found = check_tcp({"n0": "cubic", "n1": "cubic reno"})
+    assert judge_tcp({}) is None
+    found = judge_tcp({"n0": "cubic", "n1": "cubic reno"})
     assert found is not None
     check(found, "ok", "between hosts: cubic, cubic reno")
-    found = check_tcp({"n0": "cubic", **{f"n{number}": "bbr" for number in range(1, 7)}})
+    found = judge_tcp({"n0": "cubic", **{f"n{number}": "bbr" for number in range(1, 7)}})
     assert found is not None
     check(found, "warn", "bbr on n1, n2, n3, n4 and 2 more", "0.2 s", "=cubic")
 
@@ -65,9 +65,9 @@ def library(**changes: str) -> Library:
 
 
 def test_a_missing_library_is_a_failure_with_its_reason() -> None:
-    check(launch.check_library(MPICH, ""), "ok", "MPICH 5.0.2 (ch4:ofi)", "ABI: mpich")
+    check(launch.judge_library(MPICH, ""), "ok", "MPICH 5.0.2 (ch4:ofi)", "ABI: mpich")
     check(
-        launch.check_library(None, "cannot load MPI library"),
+        launch.judge_library(None, "cannot load MPI library"),
         "fail",
         "cannot load MPI library",
         "pip install 'dearmpi[mpich]'",
@@ -75,11 +75,11 @@ def test_a_missing_library_is_a_failure_with_its_reason() -> None:
 
 
 def test_less_than_full_thread_support_is_a_warning() -> None:
-    check(launch.check_thread_level(MPICH), "ok", "MPI_THREAD_MULTIPLE")
+    check(launch.judge_thread_level(MPICH), "ok", "MPI_THREAD_MULTIPLE")
     funneled = library(thread_level="MPI_THREAD_FUNNELED")
-    finding = launch.check_thread_level(funneled)
+    finding = launch.judge_thread_level(funneled)
     check(finding, "warn", "MPI_THREAD_FUNNELED", "cannot train on CUDA", "MPI4PY_RC_THREAD")
-    serialized = launch.check_thread_level(library(thread_level="MPI_THREAD_SERIALIZED"))
+    serialized = launch.judge_thread_level(library(thread_level="MPI_THREAD_SERIALIZED"))
     assert "CUDA" not in serialized.said
 
 
@@ -106,18 +106,18 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     ("vendor", "flag"), [("MPICH", "srun --mpi=pmi2"), ("Open MPI", "srun --mpi=pmix")]
 )
 def test_ranks_that_did_not_find_each_other_are_told_the_right_flag(vendor: str, flag: str) -> None:
-    finding = launch.check_launch(["n0"], library(name=vendor), joined=False, environment=SRUN)
+    finding = launch.judge_launch(["n0"], library(name=vendor), joined=False, environment=SRUN)
     check(finding, "fail", "4 processes", "srun", f"mpirun that belongs to {vendor}", flag)
 
 
 def test_ranks_without_mpi_are_told_how_to_get_it() -> None:
-    finding = launch.check_launch(["n0"], None, joined=False, environment=SRUN)
+    finding = launch.judge_launch(["n0"], None, joined=False, environment=SRUN)
     check(finding, "fail", "4 processes", "dearmpi[mpich]")
 
 
 def test_ranks_are_counted_by_host() -> None:
     def said(*hosts: str, **environment: str) -> str:
-        return launch.check_launch(hosts, MPICH, joined=True, environment=environment).said
+        return launch.judge_launch(hosts, MPICH, joined=True, environment=environment).said
 
     assert said("n0").startswith("1 rank on n0, no launcher")
     assert said("n0", "n0", PMI_SIZE="2").startswith("2 ranks on n0, started by a launcher")
@@ -156,12 +156,12 @@ def test_ranks_are_counted_by_host() -> None:
 def test_threads_are_held_against_cores(
     ranks: list[RankFacts], status: str, words: list[str]
 ) -> None:
-    check(check_cores(ranks), status, *words)
+    check(judge_cores(ranks), status, *words)
 
 
 def test_scripts_that_begin_with_other_threads_are_told_what_to_set() -> None:
     def said(**changes: object) -> str:
-        return check_cores([rank(i, cores=range(16), **changes) for i in range(2)]).said
+        return judge_cores([rank(i, cores=range(16), **changes) for i in range(2)]).said
 
     assert said(threads=7).endswith("begins with 1 thread: start it with OMP_NUM_THREADS=7")
     assert "script" not in said(threads=7, script_threads=7)
@@ -178,20 +178,20 @@ def test_core_numbers_are_joined() -> None:
 
 
 def test_a_rank_with_another_version_is_named() -> None:
-    check(check_software([rank(0), rank(1)]), "ok", "torch 2.13.0")
+    check(judge_software([rank(0), rank(1)]), "ok", "torch 2.13.0")
     other = rank(1, host="n1", versions={"python": "3.12.1", "torch": "2.12.0"})
     check(
-        check_software([rank(0), other]), "fail", "2.13.0 on rank 0 (n0)", "2.12.0 on rank 1 (n1)"
+        judge_software([rank(0), other]), "fail", "2.13.0 on rank 0 (n0)", "2.12.0 on rank 1 (n1)"
     )
 
 
 def test_a_rank_without_what_training_needs_is_named() -> None:
     lacking = rank(1, host="n1", versions={"python": "3.12.1", "safetensors": "missing"})
-    finding = check_software([rank(0), lacking])
+    finding = judge_software([rank(0), lacking])
     check(finding, "fail", "safetensors is missing on rank 1 (n1)", "pip install safetensors")
     assert exit_code([finding]) == 1
     alone = rank(0, versions={"python": "3.12.1", "mpi4py": "missing"})
-    check(check_software([alone]), "ok")
+    check(judge_software([alone]), "ok")
 
 
 def test_what_is_not_installed_is_named_with_what_brings_it(
@@ -200,7 +200,7 @@ def test_what_is_not_installed_is_named_with_what_brings_it(
     versions = {"Pillow": "13.0", "timm": "1.0"}
     monkeypatch.setattr("dearmpi.doctor.software.installed_version", versions.get)
     check(
-        check_extras(),
+        judge_extras(),
         "ok",
         "Pillow 13.0, timm 1.0",
         "[digits,transformers,torchvision,tensorboard]",
@@ -219,7 +219,7 @@ def test_what_is_not_installed_is_named_with_what_brings_it(
 def test_a_fork_beside_infiniband_is_a_warning(
     method: str, infiniband: tuple[str, ...], environment: dict[str, str], status: str
 ) -> None:
-    check(check_workers(method, infiniband, environment), status)
+    check(judge_workers(method, infiniband, environment), status)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_fork_beside_infiniband_is_a_warning(
 def test_settings_that_slow_messages_down_are_found(
     environment: dict[str, str], infiniband: tuple[str, ...], crowded: bool, status: str, word: str
 ) -> None:
-    check(check_transport(environment, infiniband, crowded=crowded), status, word)
+    check(judge_transport(environment, infiniband, crowded=crowded), status, word)
 
 
 def network(*rates: float, between_hosts: bool = True) -> Network:
@@ -248,17 +248,17 @@ def network(*rates: float, between_hosts: bool = True) -> Network:
 
 
 def test_a_slow_link_is_named() -> None:
-    check(check_network(network(9.4e8, 9.3e8)), "ok", "2 hosts", ": 940 Mbit/s", "200 us")
-    check(check_network(network(9.4e8, 6e8)), "ok", ": 600 Mbit/s to 940 Mbit/s each way")
-    slow = check_network(network(9.4e8, 9.3e8, 1e8, 9.4e8))
+    check(judge_network(network(9.4e8, 9.3e8)), "ok", "2 hosts", ": 940 Mbit/s", "200 us")
+    check(judge_network(network(9.4e8, 6e8)), "ok", ": 600 Mbit/s to 940 Mbit/s each way")
+    slow = judge_network(network(9.4e8, 9.3e8, 1e8, 9.4e8))
     check(slow, "warn", "100 Mbit/s to 940 Mbit/s", "from n2 to n3", "those of n2 and n3")
     # Ranks of one host share its memory and cores: there is no link to replace.
-    check(check_network(network(1e10, 1e9, between_hosts=False)), "ok", "1.0 Gbit/s to 10.0 Gbit/s")
+    check(judge_network(network(1e10, 1e9, between_hosts=False)), "ok", "1.0 Gbit/s to 10.0 Gbit/s")
 
 
 def test_little_overlap_is_a_warning() -> None:
-    check(check_overlap(4_000_000, Overlap(0.01, 0.01, 0.0104)), "ok", "96%", "4.0 MB", "10.0 ms")
-    check(check_overlap(4_000_000, Overlap(0.01, 0.01, 0.018)), "warn", "20%", "cores")
+    check(judge_overlap(4_000_000, Overlap(0.01, 0.01, 0.0104)), "ok", "96%", "4.0 MB", "10.0 ms")
+    check(judge_overlap(4_000_000, Overlap(0.01, 0.01, 0.018)), "warn", "20%", "cores")
 
 
 def verdicts(*works: str, output: str = "") -> list[Verdict]:
@@ -270,20 +270,20 @@ def verdicts(*works: str, output: str = "") -> list[Verdict]:
 
 def test_devices_are_named_with_what_mpi_does_on_their_memory() -> None:
     ranks = [rank(i, devices=("H200", "H200")) for i in range(2)]
-    check(check_devices([rank()], ()), "ok", "no device")
-    check(check_devices(ranks, verdicts(*OPERATIONS)), "ok", "2 on n0: H200", "ring, exchange")
-    finding = check_devices(
+    check(judge_devices([rank()], ()), "ok", "no device")
+    check(judge_devices(ranks, verdicts(*OPERATIONS)), "ok", "2 on n0: H200", "ring, exchange")
+    finding = judge_devices(
         ranks, verdicts("all-gather", "exchange", output="Segmentation fault\n\n")
     )
     check(finding, "ok", "memory: all-gather, exchange; not: native, ring (Segmentation fault)")
-    check(check_devices(ranks, verdicts(output="no mpiexec")), "ok", "nothing", "(no mpiexec)")
+    check(judge_devices(ranks, verdicts(output="no mpiexec")), "ok", "nothing", "(no mpiexec)")
     apart = [rank(i, host=f"n{i}", devices=("H200",)) for i in range(2)]
-    check(check_devices(apart, verdicts(*OPERATIONS)), "ok", "auto: staged", "one of 2 hosts")
+    check(judge_devices(apart, verdicts(*OPERATIONS)), "ok", "auto: staged", "one of 2 hosts")
 
 
 def test_a_rank_without_device_among_others_is_a_warning() -> None:
     ranks = [rank(0, devices=("H200",)), rank(1, host="n1")]
-    check(check_devices(ranks, ()), "warn", "rank 1 on n1", "CUDA_VISIBLE_DEVICES")
+    check(judge_devices(ranks, ()), "warn", "rank 1 on n1", "CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.doctor import folder as module
-from dearmpi.doctor.folder import FolderTrial, check_folder, try_folder
+from dearmpi.doctor.folder import FolderTrial, judge_folder, try_folder
 
 GOOD = FolderTrial(
     Path("/data"), ["n0", "n1"], bytes_s=1e9, free_bytes=10**12, read=[("before", "after")] * 2
@@ -29,7 +29,7 @@ def test_a_place_that_cannot_be_written_to_is_a_failure(tmp_path: Path) -> None:
     root = tmp_path / "file"
     root.write_text("no folder")
     trial = run_ranks(2, lambda world: try_folder(world, root / "runs"))[0]
-    finding = check_folder(trial)
+    finding = judge_folder(trial)
     assert finding.status == "fail" and str(root) in finding.said
     assert "Not a directory" in finding.said and "--run-folder" in finding.cure
 
@@ -42,7 +42,7 @@ def test_a_disk_that_fills_up_is_a_failure_and_nothing_is_left(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "_write_speed", fill_up)
-    finding = check_folder(run_ranks(2, lambda world: try_folder(world, tmp_path))[0])
+    finding = judge_folder(run_ranks(2, lambda world: try_folder(world, tmp_path))[0])
     assert finding.status == "fail" and "No space left on device" in finding.said
     assert not list(tmp_path.iterdir())
 
@@ -74,7 +74,7 @@ def test_what_was_tried_is_judged(
     changes: dict[str, object], status: str, words: list[str]
 ) -> None:
     names = {name: getattr(GOOD, name) for name in FolderTrial.__slots__}
-    finding = check_folder(FolderTrial(**(names | changes)))
+    finding = judge_folder(FolderTrial(**(names | changes)))
     text = f"{finding.said} {finding.cure}"
     assert finding.status == status and all(word in text for word in words), text
 
@@ -86,5 +86,5 @@ def test_a_place_that_may_not_even_be_looked_at_is_a_failure(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("dearmpi.doctor.folder.nearest", look)
-    finding = check_folder(run_ranks(2, lambda world: try_folder(world, tmp_path / "runs"))[0])
+    finding = judge_folder(run_ranks(2, lambda world: try_folder(world, tmp_path / "runs"))[0])
     assert finding.status == "fail" and "Permission denied" in finding.said
