@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine.own_state import find_changed_attribute, is_needed, picture_own_state
-from dearmpi.engine.trial import are_alike, device_of, kinds_of_options, lively, try_steps
+from dearmpi.engine.trial import are_alike, device_of_optimizer, kinds_of_options, lively, try_steps
 from dearmpi.engine.update import clone, is_elementwise_tensor, on_host, read_options
 from dearmpi.errors import ConfigError
 
@@ -74,7 +74,7 @@ def require_steady(optimizer: Optimizer) -> None:
                 )
         for later in own[1:]:  # the first step may find out something, once for all
             changed = find_changed_attribute(own[0], later)
-            if changed and is_needed(optimizer, lively(options), device_of(optimizer)):
+            if changed and is_needed(optimizer, lively(options), device_of_optimizer(optimizer)):
                 raise ConfigError(
                     f"{name} keeps {changed!r} on itself and changes it with its steps, of which "
                     "it takes one for each bucket: it would not count on; use a version that keeps "
@@ -88,7 +88,7 @@ def _follow_steps(
     """Made-up values before and after three steps of a clone; its options before and after each;
     what it keeps on itself after each, and after one on other values.
     """
-    device = device_of(optimizer)
+    device = device_of_optimizer(optimizer)
     param = nn.Parameter(torch.linspace(-1.0, 1.0, 16, device=device).view(4, 4))
     before = param.detach().clone()
     twin = clone(optimizer, [{**lively(options), "params": [param]}], defaultdict(dict))
@@ -197,7 +197,7 @@ def resident_scalars(optimizer: Optimizer) -> tuple[frozenset[str], ...]:
     Most optimizers count their steps on the host; those that run fused, or that CUDA graphs can
     capture, do so on the device, and work nowhere else. On the host there is nothing to tell.
     """
-    if device_of(optimizer).type == "cpu":
+    if device_of_optimizer(optimizer).type == "cpu":
         return tuple(frozenset() for _ in optimizer.param_groups)
     with torch.device("cpu"):  # as on the driving thread, where no default of the user's holds
         return tuple(_resident_scalars_of(optimizer, group) for group in optimizer.param_groups)
@@ -218,7 +218,7 @@ def _first_state(
     optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]
 ) -> tuple[nn.Parameter, Mapping[str, Any]]:
     """A made-up parameter, and its state after a first step as one of ``group``."""
-    device = device_of(optimizer)
+    device = device_of_optimizer(optimizer)
     param = nn.Parameter(torch.zeros(shape, device=device))
     param.grad = torch.ones(shape, device=device)
     twin = clone(optimizer, [{**group, "params": [param]}], defaultdict(dict))

@@ -17,7 +17,7 @@ _SCALES = (1e-3, 1.0, 1e3)  # of made-up gradients: an optimizer may clip those 
 _ROW = 4  # numbers in the least row of a trial's tensors
 
 
-def device_of(optimizer: Optimizer) -> torch.device:
+def device_of_optimizer(optimizer: Optimizer) -> torch.device:
     """Where the parameters are: some options are for devices only."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     first = next(params, None)
@@ -62,7 +62,7 @@ def try_steps(
     """Three steps of a clone on made-up values, for each kind of gradients; returns the values of
     each in a row, in fp32.
     """
-    device = device_of(optimizer)
+    device = device_of_optimizer(optimizer)
     rows = []
     for drawn in _made_up(sum(lengths)):
         values, *gradients = (row.split(list(lengths)) for row in drawn.to(device, dtype))

@@ -13,7 +13,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
 from dearmpi.train.choices import Precision
 from dearmpi.train.data import evaluation_shares, load_batch
-from dearmpi.train.precision import computing, convert_batch, device_of, send_batch
+from dearmpi.train.precision import computing, convert_batch, device_of_model, send_batch
 from dearmpi.train.random_state import capture_random_state, restore_random_state
 from dearmpi.train.task import Samples, Task
 
@@ -84,7 +84,7 @@ def measure_batch(
     task: Task, data: Samples, indices: tuple[int, ...], precision: Precision
 ) -> tuple[float, dict[str, float]]:
     """Mean loss and the task's metrics (sums) of one batch, in the model's present mode."""
-    device = device_of(task.model)
+    device = device_of_model(task.model)
     batch = send_batch(convert_batch(load_batch(task, data, indices), precision), device)
     with computing(device, precision):
         loss = float(task.loss(task.model, batch))

@@ -26,7 +26,7 @@ from dearmpi.train.evaluation import Evaluator, probe_metrics
 from dearmpi.train.lr_schedule import LrCurve, lr_curve
 from dearmpi.train.metrics import check_names
 from dearmpi.train.optimizers import OptimizerChoice
-from dearmpi.train.precision import convert_model, device_of
+from dearmpi.train.precision import convert_model, device_of_model
 from dearmpi.train.random_state import restore_random_state
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings
@@ -109,7 +109,7 @@ def prepare(
         world=world,
         settings=settings,
         task=task,
-        device=device_of(task.model),
+        device=device_of_model(task.model),
         optimizer=optimizer,
         base_lrs=base_lrs,
         curve=lr_curve(settings, total_steps=total_steps, steps_per_epoch=batches.steps_per_epoch),

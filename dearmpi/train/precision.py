@@ -27,7 +27,7 @@ def convert_batch(batch: Any, precision: Precision) -> Any:
     return _map(batch, lambda part: part.double() if part.is_floating_point() else part)
 
 
-def device_of(model: nn.Module) -> torch.device:
+def device_of_model(model: nn.Module) -> torch.device:
     """Where the model's parameters are; the host for a model without any.
 
     Between two steps this waits for a parameter to be current, as any look at one does.
