@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Literal, get_args
 
@@ -26,6 +28,18 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+
+
+def known_names(name: str, known: Iterable[str], *, most: int = 24) -> str:
+    """End of a message about an unknown ``name``: the nearest known one, and ``most`` of all."""
+    told = list(known)
+    if not told:
+        return "; it has none"
+    by_lower = {other.lower(): other for other in told}
+    close = get_close_matches(name.lower(), by_lower, n=1)
+    hint = f"; did you mean {by_lower[close[0]]!r}?" if close else ";"
+    more = f", ... ({len(told)} in all)" if len(told) > most else ""
+    return f"{hint} known: {', '.join(told[:most])}{more}"
 
 
 def _check_type(name: str, value: object, kind: type, what: str) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 
-from dearmpi.config import MIB, EngineConfig, Gather
+from dearmpi.config import MIB, EngineConfig, Gather, known_names
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.fusion import fuse_by_cap
@@ -91,9 +90,7 @@ def parse_method(text: str) -> Method:
     name, *numbers = text.split(":")
     known = {method.name: method for method in METHODS}
     if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ";"
-        raise ConfigError(f"there is no method {name!r}{hint} choose of {', '.join(known)}, or all")
+        raise ConfigError(f"there is no method {name!r}{known_names(name, [*known, 'all'])}")
     method = known[name]
     if not numbers:
         return method

@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib import resources
 from typing import Any
 
+from dearmpi.config import known_names
 from dearmpi.errors import ConfigError
 from dearmpi.plan.fields import Fields, read_fields
 from dearmpi.plan.layout import ParamSpec
@@ -157,11 +157,8 @@ def read_workload(name: str) -> Workload:
         return _equal(name)
     known = workload_names()
     if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}? Choose" if close else "choose"
-        raise ConfigError(
-            f"there is no workload {name!r}; {hint} one of {', '.join(known)}, or equal:MB[:LAYERS]"
-        )
+        names = [*known, f"{EQUAL}:MB[:LAYERS]"]
+        raise ConfigError(f"there is no workload {name!r}{known_names(name, names)}")
     path = resources.files("dearmpi").joinpath("workloads", f"{name}.json")
     return parse_workload(read_fields(path.read_text(encoding="utf-8"), str(path)))
 

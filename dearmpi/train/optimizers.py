@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
+from dearmpi.config import known_names
 from dearmpi.errors import TaskError
 from dearmpi.train.settings import RunSettings
 
@@ -73,11 +73,9 @@ def choose_optimizer(settings: RunSettings) -> OptimizerChoice:
     options = [name for name in accepted if name != "params"]
     for name in arguments:
         if name not in options:
-            matches = get_close_matches(name, options, n=1)
-            hint = f"did you mean {matches[0]!r}? " if matches else ""
             raise TaskError(
-                f"{name} has no effect: {kind.__name__} has no such option; {hint}"
-                f"known: {', '.join(options)}"
+                f"{name} has no effect: {kind.__name__} has no such option"
+                f"{known_names(name, options)}"
             )
     arguments.setdefault("lr", accepted["lr"].default)
     return OptimizerChoice(kind, arguments)
@@ -93,6 +91,4 @@ def _find(name: str) -> type[torch.optim.Optimizer]:
             f"optimizer {name} cannot be used: it needs more than one dense gradient per step; "
             f"choose one of {', '.join(sorted(known))}"
         )
-    matches = get_close_matches(name.lower(), list(by_lower), n=1)
-    hint = f"did you mean {by_lower[matches[0]].__name__}? " if matches else ""
-    raise TaskError(f"unknown optimizer {name!r}; {hint}known: {', '.join(sorted(known))}")
+    raise TaskError(f"unknown optimizer {name!r}{known_names(name, sorted(known))}")

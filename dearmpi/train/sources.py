@@ -9,13 +9,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from dearmpi.config import known_names
 from dearmpi.engine.settings import DECIDED_BY_PLAN
 from dearmpi.errors import ConfigError
-from dearmpi.train.setting import Setting
 from dearmpi.train.settings import EXCLUSIVE, SETTINGS, RunSettings
 
 PREFIX = "DEAR_TRAIN_"
@@ -127,8 +126,7 @@ def read_environment(environment: Mapping[str, str]) -> Source:
             continue
         if key not in names:
             raise ConfigError(
-                f"environment variable {key} is no setting: correct or unset it"
-                f"{_nearest(key, names)}"
+                f"environment variable {key} is no setting: correct or unset it{_known(key, names)}"
             )
         given[names[key]] = text
     return make_source("environment", given)
@@ -152,7 +150,7 @@ def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]
     for key, value in content.items():
         name = names.get(str(key).replace("-", "_"))
         if name is None:
-            raise ConfigError(f"unknown setting {key!r} in {path}{_nearest(str(key), SETTINGS)}")
+            raise ConfigError(f"unknown setting {key!r} in {path}{_known(str(key), SETTINGS)}")
         if name in given:
             raise ConfigError(f"{name} is given twice in {path}; give it once")
         given[name] = value
@@ -177,7 +175,7 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
     origin = f"the defaults of task {task}"
     for name in defaults:
         if name not in SETTINGS:
-            raise ConfigError(f"unknown setting {name!r} in {origin}{_nearest(name, SETTINGS)}")
+            raise ConfigError(f"unknown setting {name!r} in {origin}{_known(name, SETTINGS)}")
         if name in BEFORE_THE_TASK:
             raise ConfigError(
                 f"{name} in {origin} has no effect: it is needed before the task is built; leave "
@@ -253,6 +251,5 @@ def before_task(sources: Sequence[Source]) -> RunSettings:
     return RunSettings(**{name: chosen[name] for name in BEFORE_THE_TASK if name in chosen})
 
 
-def _nearest(name: str, known: Mapping[str, str] | Mapping[str, Setting]) -> str:
-    matches = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else f"; known: {', '.join(sorted(known))}"
+def _known(name: str, names: Mapping[str, object]) -> str:
+    return known_names(name, sorted(names), most=len(names))

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from dearmpi.config import known_names
 from dearmpi.errors import DearError, TaskError
 from dearmpi.train.task import Task
-from dearmpi.train.tasks.options import nearest
 
 
 class TrackedOptions(Mapping[str, str]):
@@ -90,7 +90,7 @@ def _find(module: ModuleType, attribute: str, name: str) -> Callable[[Mapping[st
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
     raise TaskError(
-        f"task {name}: {module.__file__} has no function {attribute!r}{nearest(attribute, own)}"
+        f"task {name}: {module.__file__} has no function {attribute!r}{known_names(attribute, own)}"
     )
 
 

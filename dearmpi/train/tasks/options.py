@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
+from dearmpi.config import known_names
 from dearmpi.errors import TaskError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def read_options(kind: type[Options], given: Mapping[str, str], *, task: str) ->
     known = [field.name for field in fields(kind) if field.init]
     for name in given:
         if name not in known:
-            raise TaskError(f"task {task} has no option {name!r}{nearest(name, known)}")
+            raise TaskError(f"task {task} has no option {name!r}{known_names(name, known)}")
     types = get_type_hints(kind)
     values = {
         name: _convert(text, types[name], f"task {task}: option {name}")
@@ -46,16 +46,6 @@ def check_at_least(task: str, name: str, value: int, least: int) -> None:
     """Raise TaskError unless the option ``name`` is ``least`` or more."""
     if value < least:
         raise TaskError(f"task {task}: option {name} is {value}; it must be at least {least}")
-
-
-def nearest(name: str, known: list[str], *, most: int = 24) -> str:
-    """End of a message about an unknown ``name``: the nearest known one, and ``most`` of all."""
-    if not known:
-        return "; it has none"
-    matches = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {matches[0]!r}?" if matches else ";"
-    more = f", ... ({len(known)} in all)" if len(known) > most else ""
-    return f"{hint} known: {', '.join(known[:most])}{more}"
 
 
 def _convert(text: str, kind: Any, what: str) -> object:

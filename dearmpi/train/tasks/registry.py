@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from dearmpi.config import known_names
 from dearmpi.errors import CheckpointError, DataError, TaskError
 from dearmpi.train.checkpoint.part import check_storable
 from dearmpi.train.task import Task
@@ -14,7 +15,6 @@ from dearmpi.train.tasks.bytes_lm import build_bytes_lm
 from dearmpi.train.tasks.custom import build_custom
 from dearmpi.train.tasks.digits import build_digits
 from dearmpi.train.tasks.images import build_images
-from dearmpi.train.tasks.options import nearest
 from dearmpi.train.tasks.synthetic import PREFIX, build_synthetic
 
 _BUILDERS: Mapping[str, Callable[[Mapping[str, str]], Task]] = {
@@ -39,7 +39,7 @@ def build_task(name: str, options: Mapping[str, str]) -> Task:
     elif colon or name.endswith(".py"):
         task = build_custom(name, options)
     else:
-        raise TaskError(f"there is no task {name!r}{nearest(name, list(TASK_FORMS))}")
+        raise TaskError(f"there is no task {name!r}{known_names(name, TASK_FORMS)}")
     _check(task, name)
     return task
 

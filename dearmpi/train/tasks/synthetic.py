@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dearmpi.config import known_names
 from dearmpi.errors import TaskError
 from dearmpi.train.task import Samples, Task
 from dearmpi.train.tasks.classify import classification_loss
 from dearmpi.train.tasks.extras import import_extra
-from dearmpi.train.tasks.options import check_at_least, nearest, read_options
+from dearmpi.train.tasks.options import check_at_least, read_options
 from dearmpi.train.tasks.vision import ImageShape, build_vision_model
 
 PREFIX = "synthetic"
@@ -76,7 +77,7 @@ def build_synthetic(name: str, options: Mapping[str, str]) -> Task:
     if name.partition(":")[0] in _LIBRARIES:
         return _build_images(name, name, options)
     known = [*_BERT_SIZES, "resnet50", *(f"{library}:NAME" for library in _LIBRARIES)]
-    raise TaskError(f"there is no task {PREFIX}:{name}{nearest(name, known)}")
+    raise TaskError(f"there is no task {PREFIX}:{name}{known_names(name, known)}")
 
 
 def _build_images(name: str, model_name: str, options: Mapping[str, str]) -> Task:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dearmpi.config import known_names
 from dearmpi.errors import TaskError
 from dearmpi.train.tasks.classify import SmallConvNet
 from dearmpi.train.tasks.extras import import_extra
-from dearmpi.train.tasks.options import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def build_vision_model(name: str, shape: ImageShape, *, needed_by: str) -> nn.Mo
     library, _, model = name.partition(":")
     if library not in _LIBRARIES or not model:
         known = ["small", *(f"{known}:NAME" for known in _LIBRARIES)]
-        raise TaskError(f"{needed_by}: there is no model {name!r}{nearest(name, known)}")
+        raise TaskError(f"{needed_by}: there is no model {name!r}{known_names(name, known)}")
     try:
         return _LIBRARIES[library](model, shape, f"{needed_by} with model {name}")
     except TaskError:
@@ -52,7 +52,7 @@ def _torchvision(model: str, shape: ImageShape, needed_by: str) -> nn.Module:
     )
     known = sorted(models.list_models(module=models))
     if model not in known:
-        raise TaskError(f"{needed_by}: torchvision has no such model{nearest(model, known)}")
+        raise TaskError(f"{needed_by}: torchvision has no such model{known_names(model, known)}")
     built: nn.Module = models.get_model(model, weights=None, num_classes=shape.num_classes)
     return built
 
@@ -75,7 +75,7 @@ def _transformers(model: str, shape: ImageShape, needed_by: str) -> nn.Module:
     known = sorted(kind.model_type for kind in automatic._model_mapping)
     if model not in known:
         raise TaskError(
-            f"{needed_by}: transformers has no such image classifier{nearest(model, known)}"
+            f"{needed_by}: transformers has no such image classifier{known_names(model, known)}"
         )
     config = transformers.AutoConfig.for_model(model, num_labels=shape.num_classes)
     if hasattr(config, "image_size"):

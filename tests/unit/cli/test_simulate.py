@@ -171,15 +171,15 @@ def test_it_needs_neither_torch_nor_mpi() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--workload", "resnet51"], ["resnet51", "did you mean resnet50", "bert_large"]),
-        (["--workload", "foo"], ["there is no workload 'foo'; choose one of bert_base"]),
+        (["--workload", "resnet51"], ["resnet51", "did you mean 'resnet50'", "bert_large"]),
+        (["--workload", "foo"], ["there is no workload 'foo'; known: bert_base"]),
         (["--workload", "profile.json"], ["profile.json", "by --profile"]),
         (["--workload", "equal:8"], ["equal:8", "--feed-forward-s"]),
         (["--workload", "equal:inf"], ["equal:inf", "4 bytes at least"]),
         (["--workload", "equal:nan"], ["equal:nan", "4 bytes at least"]),
         (["--feed-forward-s", "1"], ["--backprop-s is missing"]),
         (["--feed-forward-s", "nan", "--backprop-s", "1"], ["feed_forward_s is nan"]),
-        (["--method", "dpp"], ["dpp", "did you mean ddp", "mg-wfbp"]),
+        (["--method", "dpp"], ["dpp", "did you mean 'ddp'", "mg-wfbp"]),
         (["--method", "ddp", "--method", "ddp"], ["ddp", "2 times"]),
         (["--method", "all", "--method", "dpp"], ["--method all", "leave out"]),
         (

@@ -144,7 +144,7 @@ def test_no_other_method_means_no_speed_up() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dpp", "no method 'dpp'; did you mean ddp.*serial, wfbp"),
+        ("dpp", "no method 'dpp'; did you mean 'ddp'.*serial, wfbp"),
         ("wfbp:4", "wfbp has no bucket cap"),
         ("ddp:", "above 0"),
         ("ddp:-1", "above 0"),

@@ -68,6 +68,6 @@ def test_a_workload_that_does_not_exist_is_refused(name: str) -> None:
 
 
 def test_the_nearest_name_is_suggested() -> None:
-    with pytest.raises(ConfigError, match="did you mean resnet50"):
+    with pytest.raises(ConfigError, match="did you mean 'resnet50'.*equal:MB"):
         read_workload("resnet-50")
     assert not is_workload("resnet-50") and is_workload("equal:7")

@@ -38,7 +38,7 @@ def test_every_optimizer_offered_can_be_made_with_its_own_learning_rate(name: st
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (RunSettings(optimizer="adm"), "unknown optimizer 'adm'; did you mean Adam?"),
+        (RunSettings(optimizer="adm"), "unknown optimizer 'adm'; did you mean 'Adam'?"),
         (RunSettings(optimizer="LBFGS"), "LBFGS cannot be used"),
         (RunSettings(optimizer="Optimizer"), "unknown optimizer 'Optimizer'"),
         (RunSettings(optimizer="Adam", momentum=0.9), "momentum has no effect: Adam has no such"),

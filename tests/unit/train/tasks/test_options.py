@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from dearmpi.errors import TaskError
-from dearmpi.train.tasks.options import nearest, read_options
+from dearmpi.train.tasks.options import read_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,3 @@ def test_options_not_given_keep_their_defaults() -> None:
 def test_bad_options_are_explained(given: dict[str, str], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         read_options(Sizes, given, task="sizes")
-
-
-def test_an_unknown_name_far_from_all_gets_the_list_alone() -> None:
-    assert nearest("zzz", ["alpha", "beta"]) == "; known: alpha, beta"
-    assert nearest("zzz", []) == "; it has none"
-
-
-def test_a_long_list_of_names_is_cut_but_the_nearest_is_looked_for_in_all_of_it() -> None:
-    known = [f"name{number}" for number in range(50)]
-    assert nearest("nam49", known, most=2) == (
-        "; did you mean 'name49'? known: name0, name1, ... (50 in all)"
-    )

@@ -1,0 +1,21 @@
+"""Messages about names that nobody knows."""
+
+from __future__ import annotations
+
+from dearmpi.config import known_names
+
+
+def test_an_unknown_name_far_from_all_gets_the_list_alone() -> None:
+    assert known_names("zzz", ["alpha", "beta"]) == "; known: alpha, beta"
+    assert known_names("zzz", []) == "; it has none"
+
+
+def test_the_nearest_name_is_found_in_whatever_case() -> None:
+    assert known_names("adm", ["Adam", "SGD"]) == "; did you mean 'Adam'? known: Adam, SGD"
+
+
+def test_a_long_list_of_names_is_cut_but_the_nearest_is_looked_for_in_all_of_it() -> None:
+    known = [f"name{number}" for number in range(50)]
+    assert known_names("nam49", known, most=2) == (
+        "; did you mean 'name49'? known: name0, name1, ... (50 in all)"
+    )
