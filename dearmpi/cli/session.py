@@ -66,7 +66,13 @@ def _train(session: Session, folder: RunFolder, console: Console, stop: StopRequ
     if tracing is not None:
         tracing.begin_iteration(job.start_step + 1)
     stop.limit(job.settings.max_time_s)
-    trainer = Trainer(job, folder.path, listener=narrator, stop_asked=lambda: stop.is_due)
+    trainer = Trainer(
+        job,
+        folder.path,
+        listener=narrator,
+        stop_asked=lambda: stop.is_due,
+        check_own=folder.check_own,
+    )
     try:
         return trainer.run()
     finally:

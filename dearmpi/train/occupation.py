@@ -9,16 +9,44 @@ import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from dearmpi.errors import ConfigError, DearError
+from dearmpi.errors import CheckpointError, ConfigError, DearError
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
+@dataclass(frozen=True, slots=True)
+class Occupation:
+    """This process's hold on a run folder: the open file ``descriptor``, at ``path`` in it."""
+
+    path: Path
+    descriptor: int
+
+    def check(self) -> None:
+        """Raise CheckpointError if the folder is not this process's any more. Nothing else would
+        tell: open files can be written to after they are gone, and a name may lead elsewhere.
+        """
+        folder, path = self.path.parent, self.path.absolute()
+        try:
+            is_own = os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot save in {folder}: {path}, which this job made, cannot be found "
+                f"({error.strerror}), so the folder was removed or renamed, or the working folder "
+                "changed, while it trained; start again"
+            ) from error
+        if not is_own:
+            raise CheckpointError(
+                f"cannot save in {folder}: it was taken over by {_read(path) or 'another process'} "
+                "while this job trained; leave it to that one, or start again with another --name"
+            )
+
+
 @contextmanager
-def occupied(path: Path) -> Iterator[None]:
+def occupied(path: Path) -> Iterator[Occupation]:
     """Inside, the file at ``path`` is locked by this process and names it. The system unlocks it
     when the process ends, however it ends.
 
@@ -50,7 +78,7 @@ def occupied(path: Path) -> Iterator[None]:
     except OSError as error:
         raise DearError(f"cannot write {path}: {error.strerror}") from error
     try:
-        yield
+        yield Occupation(path, descriptor)
     finally:
         os.close(descriptor)
 

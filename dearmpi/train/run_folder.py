@@ -27,13 +27,18 @@ from typing import Any
 
 from dearmpi.errors import ConfigError, DearError
 from dearmpi.train import durable
+from dearmpi.train.occupation import Occupation
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run. Rank 0 creates it; the others open it afterwards."""
+    """The paths of one run. Rank 0 creates it; the others open it afterwards.
+
+    occupation: the hold of the run's job on it, on rank 0 of that.
+    """
 
     path: Path
+    occupation: Occupation | None = None
 
     @classmethod
     def create(cls, root: Path, name: str, *, resume: bool = False) -> RunFolder:
@@ -129,6 +134,11 @@ class RunFolder:
     @property
     def latest(self) -> Path:
         return self.path / "latest"
+
+    def check_own(self) -> None:
+        """Raise CheckpointError if the job that had the folder, by this rank, has it no more."""
+        if self.occupation is not None:
+            self.occupation.check()
 
     def log(self, rank: int) -> Path:
         """Return the path of the log of ``rank``."""

@@ -50,12 +50,21 @@ class Saver:
     """Saves the state of ``job`` to the run folder at ``folder``; its methods are collective.
 
     saved: called on every rank with the folder of a checkpoint, on rank 0, once it is complete.
+    check_own: called on rank 0 before anything in the folder is changed; raises where the folder is
+        another job's by now.
     A failure is raised on every rank alike, as AgreedError, by the first call that learns of it;
     earlier checkpoints are untouched.
     """
 
-    def __init__(self, job: Job, folder: Path, *, saved: Callable[[Path | None], None]) -> None:
-        self._job, self._folder, self._saved = job, folder, saved
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        *,
+        saved: Callable[[Path | None], None],
+        check_own: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job, self._folder, self._saved, self._check_own = job, folder, saved, check_own
         self.started_step = self.saved_step = job.start_step
         self._stage = Stage.IDLE
         self._copy = CopyBuffer()
@@ -83,6 +92,7 @@ class Saver:
             self._head = make_head(snapshot) if self._job.world.is_root else None
             copied = self._copy.copy(part)
             if self._job.world.is_root:
+                self._check_own()
                 self._prune()  # a resumed run may keep fewer than its earlier part did
                 draft.begin()
         self.started_step = step
@@ -135,7 +145,7 @@ class Saver:
             )
         except Exception:
             if world.is_root:
-                draft.discard()
+                self._discard(draft)
             raise
         result, self._work = self._work.result(), None
         if stage is Stage.WRITING:
@@ -153,9 +163,15 @@ class Saver:
     def _commit(self, draft: checkpoint.Draft, files: list[FileRecord]) -> Path | None:
         if self._head is None:
             return None  # rank 0's work
+        self._check_own()
         path = draft.commit(self._head, files)
         self._prune()
         return path
+
+    def _discard(self, draft: checkpoint.Draft) -> None:
+        with contextlib.suppress(CheckpointError):  # another job may have a draft of that name
+            self._check_own()
+            draft.discard()
 
     def _prune(self) -> None:
         try:

@@ -34,7 +34,7 @@ from dearmpi.train.fingerprint import (
 )
 from dearmpi.train.job import Job, check_position, prepare, share_samples
 from dearmpi.train.metrics import MetricsLog
-from dearmpi.train.occupation import occupied
+from dearmpi.train.occupation import Occupation, occupied
 from dearmpi.train.optimizers import OptimizerChoice, choose_optimizer
 from dearmpi.train.place import Place, agree_on_place, check_shared, check_unchanged
 from dearmpi.train.run_folder import RunFolder
@@ -172,17 +172,18 @@ def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
     job has it.
     """
     world, place = session.job.world, session.place
+    occupation: Occupation | None = None
     with ExitStack() as held:
         with together(world, root_only=True):
             if world.is_root:
                 folder = RunFolder.create(place.root, place.name, resume=place.continued)
-                held.enter_context(occupied(folder.occupant))
+                occupation = held.enter_context(occupied(folder.occupant))
                 check_unchanged(place)
                 if place.checkpoint is not None:
                     go_back(folder.path, place.checkpoint)
                 _describe(session, folder, command)
         check_shared(world, place.root / place.name)
-        yield RunFolder.open(place.root / place.name)
+        yield replace(RunFolder.open(place.root / place.name), occupation=occupation)
 
 
 def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> None:

@@ -47,7 +47,7 @@ class Listener(Protocol):
 
 
 class Trainer:
-    """Runs ``job``. ``stop_asked`` says whether this rank was asked to stop."""
+    """Runs ``job``. stop_asked: whether this rank was asked to stop; check_own: see Saver."""
 
     def __init__(
         self,
@@ -56,15 +56,14 @@ class Trainer:
         *,
         listener: Listener,
         stop_asked: Callable[[], bool] = lambda: False,
+        check_own: Callable[[], None] = lambda: None,
     ) -> None:
-        self._job = job
-        self._listener = listener
-        self._stop_asked = stop_asked
+        self._job, self._listener, self._stop_asked = job, listener, stop_asked
         self._tally = Tally(job.world)
         self._times = TimesExchange(job.world)
         self._meter = Meter()
         self._began_s = time.perf_counter()
-        self._saver = Saver(job, folder, saved=listener.saved)
+        self._saver = Saver(job, folder, saved=listener.saved, check_own=check_own)
         self._step = self._row_step = job.start_step
         self._last: StepResult | None = None
         self._losses: list[float] = []

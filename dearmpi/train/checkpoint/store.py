@@ -61,9 +61,11 @@ class Draft:
         return self.target.with_name(WRITING + self.target.name)
 
     def begin(self) -> None:
-        """Make its folder, and remove what a killed writer left behind."""
+        """Make its folder, and remove what a killed writer left behind. The run folder is there:
+        one that was removed while its run trains does not come back with nothing else in it.
+        """
         with self._explaining():
-            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.target.parent.mkdir(exist_ok=True)
             remove_leftovers(self.target.parent)
             self.folder.mkdir()
 
@@ -108,13 +110,16 @@ class Draft:
 
 
 def save(run_folder: Path, snapshot: Snapshot) -> Path:
-    """Write ``snapshot``, all of it from this process, to ``run_folder``; returns its folder.
+    """Write ``snapshot``, all of it from this process, to ``run_folder``, which is made where it is
+    missing; returns the checkpoint's folder.
 
     Raises CheckpointError when it cannot be written: what was written of it is removed, and
     earlier checkpoints and ``latest`` are as they were.
     """
     draft = Draft(run_folder, snapshot.step)
     try:
+        with draft._explaining():
+            run_folder.mkdir(parents=True, exist_ok=True)
         draft.begin()
         part, head = make_part(snapshot), make_head(snapshot)
         return draft.commit(head, [draft.write(CopyBuffer().copy(part), rank=0)])

@@ -270,6 +270,34 @@ def test_other_data_are_noticed_at_resume(alone: World, task_file: Path) -> None
         run(alone, task_file, name="a", resume="auto", max_steps="9")
 
 
+ANOTHER_RUN = """
+    (folder / "checkpoints" / ".writing-step-00000006").mkdir(parents=True)
+    (folder / "in-use-by").write_text("process 7 on n1")
+"""
+
+
+@pytest.mark.parametrize(("meanwhile", "told"), [("", "was removed"), (ANOTHER_RUN, "process 7")])
+def test_a_run_whose_folder_is_gone_or_taken_over_ends_and_writes_nothing_there(
+    alone: World, task_file: Path, meanwhile: str, told: str
+) -> None:
+    folder = task_file.parent / "runs" / "a"
+    away = f"""
+def take_away():
+    import shutil
+    from pathlib import Path
+    folder = Path({str(folder)!r})
+    shutil.rmtree(folder){meanwhile}
+"""
+    text = TASK.replace("signal.raise_signal(signal.SIGUSR1)", "take_away()")
+    task_file.write_text(text + away)
+    with pytest.raises(AgreedError, match=told) as caught:
+        run(alone, task_file, name="a", task_options=["stop_at=3"])
+    assert caught.value.exit_code == 6
+    left = [str(path.relative_to(folder)) for path in folder.rglob("*")]
+    others = ["checkpoints", "checkpoints/.writing-step-00000006", "in-use-by"]
+    assert sorted(left) == (others if meanwhile else [])
+
+
 def test_ranks_with_other_arguments_learn_both_values(task_file: Path) -> None:
     def work(world: World) -> str:
         lr = "0.1" if world.rank == 0 else "0.2"

@@ -90,6 +90,7 @@ class Notes:
 
 def train(job: Job, folder: Path, *, stop_after: int | None = None) -> tuple[Outcome, Notes]:
     """stop_after: in which step it is asked to stop, not in the evaluation before it."""
+    folder.mkdir(exist_ok=True)
     notes = Notes()
 
     def stop_asked() -> bool:

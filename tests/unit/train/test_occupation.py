@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.errors import ConfigError, DearError
+from dearmpi.errors import CheckpointError, ConfigError, DearError
 from dearmpi.train.occupation import occupied
 
 _OCCUPY = """
@@ -79,6 +79,20 @@ def test_a_job_that_is_queued_again_takes_over_from_itself(
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
         with pytest.raises(ConfigError, match="job 41"), occupied(path):
             pass
+
+
+def test_a_folder_that_is_removed_or_taken_over_is_this_jobs_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "in-use-by"
+    with occupied(path) as own:
+        own.check()
+        path.unlink()
+        with pytest.raises(CheckpointError, match=f"cannot save in {tmp_path}: .* was removed or"):
+            own.check()
+        with (
+            another_job(path) as other,
+            pytest.raises(CheckpointError, match=f"taken over by process {other.pid} on .*--name"),
+        ):
+            own.check()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

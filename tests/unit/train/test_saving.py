@@ -103,6 +103,7 @@ def test_state_survives_any_change_of_ranks_and_buckets(tmp_path: Path, gather: 
 
 def first_snapshot(folder: Path, size: int, gather: str, cap_mb: float) -> Snapshot:
     """What a run of three steps ends with."""
+    folder.mkdir()
 
     def work(world: World) -> None:
         job = make_job(world, max_steps=3, gather=gather, bucket_cap_mb=cap_mb)
@@ -117,6 +118,7 @@ def first_snapshot(folder: Path, size: int, gather: str, cap_mb: float) -> Snaps
 
 def saved_again(folder: Path, known: Snapshot, size: int, gather: str, cap_mb: float) -> Snapshot:
     """``known``, loaded by ``size`` ranks and saved by them."""
+    folder.mkdir()
 
     def work(world: World) -> None:
         job = make_job(world, known, max_steps=3, gather=gather, bucket_cap_mb=cap_mb)

@@ -181,7 +181,7 @@ def test_ranks_together_train_the_model_that_one_trains(tmp_path: Path) -> None:
         job = make_job(world, settings, task)
         notes = Notes()
         notes.saved = lambda checkpoint: None  # type: ignore[method-assign]
-        Trainer(job, tmp_path / str(world.size), listener=notes).run()
+        Trainer(job, tmp_path, listener=notes).run()
         return parameters(task.model)
 
     (expected,) = run_ranks(1, work)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint
-from dearmpi.train.checkpoint import Snapshot
+from dearmpi.train.checkpoint import Draft, Snapshot
 from tests.unit.train.checkpoint.example_snapshot import content_of, make_snapshot
 
 
@@ -69,6 +69,12 @@ def test_views_of_one_buffer_are_stored_apart(tmp_path: Path) -> None:
         assert torch.equal(loaded.model[name], expected)
     path = tmp_path / "checkpoints/step-00000001/part-00000.safetensors"
     assert path.stat().st_size < 4096 + 40 * 4  # a header of one block, and each element once
+
+
+def test_a_run_folder_that_was_removed_does_not_come_back_for_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot save .*step-00000001: .*No such file"):
+        Draft(tmp_path / "removed", 1).begin()
+    assert not (tmp_path / "removed").exists()
 
 
 def test_loaded_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
