@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dearmpi.comm import last_words
 from dearmpi.errors import DearError
 
 
@@ -25,7 +26,7 @@ class RankLog:
     def open(self, path: Path, first_line: str) -> None:
         """Also write to the file at ``path``, from here on. Raises DearError where that fails."""
         try:
-            handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+            handler = _LogFile(path, mode="a", encoding="utf-8")
         except OSError as error:
             raise DearError(f"cannot write {path}: {error.strerror}") from error
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -37,6 +38,27 @@ class RankLog:
         """Write ``error`` with its traceback."""
         if self.path is not None:
             self.logger.error("%s", error, exc_info=error)
+
+
+class _LogFile(logging.FileHandler):
+    """A file of which a rank's end does not depend: that it cannot be written is told, once."""
+
+    _is_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # a mistake in who called
+            super().handleError(record)
+        elif not self._is_told:
+            self._is_told = True
+            last_words.say(
+                f"dear-train: warning: cannot write {self.baseFilename}: {error.strerror}; what "
+                "follows may be missing there"
+            )
+
+    def close(self) -> None:
+        with suppress(OSError):  # of what is left to write
+            super().close()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
@@ -80,11 +81,11 @@ class MetricsLog:
         check_names(extra)
         self._board = TensorBoard(run_folder, resume_step) if tensorboard else None
         csv, jsonl = run_folder / "metrics.csv", run_folder / "metrics.jsonl"
-        old = [row for row in _read_csv(csv) if _wanted(row, resume_step)]
-        known = [name for row in old[:1] for name in row if name not in COLUMNS]
-        self._columns = (*COLUMNS, *dict.fromkeys([*known, *extra]))
-        self.last_step = max((int(row["step"]) for row in old), default=-1)
         try:
+            old = [row for row in _read_csv(csv) if _wanted(row, resume_step)]
+            known = [name for row in old[:1] for name in row if name not in COLUMNS]
+            self._columns = (*COLUMNS, *dict.fromkeys([*known, *extra]))
+            self.last_step = max((int(row["step"]) for row in old), default=-1)
             durable.write_text(csv, self._csv_text(old))
             kept = [line for line in _read_lines(jsonl) if _wanted(_parse(line), resume_step)]
             durable.write_text(jsonl, "".join(line + "\n" for line in kept))
@@ -115,11 +116,15 @@ class MetricsLog:
             self._board.write(row.step, values)
 
     def close(self) -> None:
-        """Close the files."""
-        self._csv.close()
-        self._jsonl.close()
+        """Close the files. No run fails for a row that a file server has lost, as it tells now."""
+        files = [self._csv.close, self._jsonl.close]
         if self._board is not None:
-            self._board.close()
+            files.append(self._board.close)
+        for close in files:
+            try:
+                close()
+            except OSError as error:
+                warnings.warn(f"the metrics may lack their last rows: {error}", stacklevel=1)
 
     def __enter__(self) -> Self:
         return self

@@ -72,6 +72,20 @@ def test_the_log_holds_warnings_and_tracebacks(tmp_path: Path) -> None:
     assert "Traceback" in text and "ValueError: too small" in text
 
 
+def test_a_log_that_a_full_disk_cannot_hold_is_told_of_once_and_changes_no_ending(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def end() -> int:
+        with rank_log(speaks=False) as log:
+            log.open(Path("/dev/full"), "rank 0 of 1")
+            log.write_exception(fail_inside())
+            return 75
+
+    assert end() == 75
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "warning: cannot write /dev/full: No space left on device" in told
+
+
 def test_logging_is_put_back_as_it_was() -> None:
     before = list(logging.getLogger().handlers)
     with rank_log(speaks=True):

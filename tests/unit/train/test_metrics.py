@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import resource
 import sys
 import types
@@ -139,6 +141,28 @@ def test_a_row_that_a_full_disk_takes_a_part_of_is_an_error_and_leaves_no_half(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert steps_of(tmp_path) == ([1, 2], [1, 2])
+
+
+def test_metrics_that_may_not_be_read_are_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").mkdir()
+    with pytest.raises(DearError, match=f"cannot write the metrics in {tmp_path}"):
+        MetricsLog(tmp_path, resume_step=1)
+
+
+def test_rows_that_a_file_server_has_lost_are_told_of_and_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS it tells when the file is closed."""
+
+    def fail(_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    writer = type("Writer", (), {"close": fail})
+    module = types.SimpleNamespace(SummaryWriter=lambda *_, **__: writer())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    log = MetricsLog(tmp_path, tensorboard=True)
+    with pytest.warns(UserWarning, match="may lack their last rows: .*Disk quota exceeded"):
+        log.close()
 
 
 def test_tensorboard_where_it_is_not_installed(
