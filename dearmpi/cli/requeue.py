@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 import click
@@ -35,10 +36,24 @@ def requeue(command: tuple[str, ...]) -> int:
     \b
       dear-train requeue mpirun -n 8 dear-train run --name a --resume auto
     """
-    code = run_forwarding(command)
-    if code == EXIT_PREEMPTED:
-        complain(put_back(os.environ))
+    with _ignoring_warnings():
+        code = run_forwarding(command)
+        if code == EXIT_PREEMPTED:
+            complain(put_back(os.environ))
     return code
+
+
+@contextmanager
+def _ignoring_warnings() -> Iterator[None]:
+    """Inside, warnings end neither this process nor, unless it heeds them itself, a child of it: at
+    the time limit SLURM sends SIGTERM to all that the job runs, and so to what puts it back.
+    """
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _WARNINGS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_forwarding(command: Sequence[str]) -> int:

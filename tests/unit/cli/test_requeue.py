@@ -135,6 +135,14 @@ def test_a_warning_reaches_the_command_as_sigusr1(slurm: Path, number: signal.Si
     assert requeued(slurm) == "requeue 17\n"
 
 
+def test_the_time_limit_does_not_end_what_puts_the_job_back(slurm: Path) -> None:
+    """SLURM sends SIGTERM to every process of the batch step."""
+    stand_in(slurm / "bin" / "squeue", f"kill -TERM $PPID $$; cat {slurm}/state")
+    command = [sys.executable, "-m", "dearmpi.cli.main", "requeue", "sh", "-c", "exit 75"]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 75
+    assert requeued(slurm) == "requeue 17\n"
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
     assert run_forwarding(["true"]) == 0
