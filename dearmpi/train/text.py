@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import DataError
+from dearmpi.train.listing import files_below, is_file, is_folder
 
 CHUNK_BYTES = 4096
 MIN_CHUNKS = 20
@@ -59,9 +59,9 @@ def standard_library_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
-        for path in _files_below(root, skipped=_SKIPPED_FOLDERS)
+        for path in files_below(root, skipped=_SKIPPED_FOLDERS)
         # The build's own record differs from machine to machine.
-        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
+        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata") and is_file(path)
     ]
     if not files:
         raise DataError(
@@ -75,15 +75,15 @@ def text_files(paths: Iterable[Path]) -> list[Path]:
     """The files named by ``paths``, with folders replaced by the text files below them.
 
     In folders, hidden entries and files with zero bytes (programs, archives, pictures) are passed
-    over; a file named directly is taken as it is. Raises DataError for a missing path or a folder
-    without text.
+    over; a file named directly is taken as it is. Raises DataError for a missing path, a folder
+    without text, and what cannot be looked at.
     """
     files: list[Path] = []
     for path in paths:
-        if path.is_file():
+        if is_file(path):
             files.append(path)
-        elif path.is_dir():
-            below = list(_files_below(path))
+        elif is_folder(path):
+            below = [file for file in files_below(path) if is_file(file)]
             found = [file for file in below if not _is_binary(file)]
             if not found:
                 raise DataError(
@@ -94,16 +94,6 @@ def text_files(paths: Iterable[Path]) -> list[Path]:
         else:
             raise DataError(f"there is no file or folder {path}; give the path of a text")
     return files
-
-
-def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in skipped)
-        yield from (
-            path
-            for path in (Path(folder, name) for name in sorted(names) if not name.startswith("."))
-            if path.is_file()
-        )
 
 
 def _is_binary(path: Path) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import DataError, TaskError
+from dearmpi.train.listing import files_below, folders_in, is_folder
 from dearmpi.train.task import Task
 from dearmpi.train.tasks.classify import classification_loss, classification_metrics
 from dearmpi.train.tasks.extras import import_extra
@@ -150,15 +151,15 @@ def _scan(root: Path, options: ImagesOptions) -> tuple[list[str], Pictures, Pict
 
 def _is_divided(root: Path) -> bool:
     """Whether ``root`` says itself what is held out."""
-    return (root / "train").is_dir() and (root / "val").is_dir()
+    return is_folder(root / "train") and is_folder(root / "val")
 
 
 def _check_undivided(root: Path) -> None:
     """Raise DataError where ``train`` and its like would be taken for classes. A class of trains
     holds pictures, not folders.
     """
-    if (root / "train").is_dir() and _folders(root / "train"):
-        others = sorted(p.name for p in _folders(root) if p.name != "train")
+    if is_folder(root / "train") and folders_in(root / "train"):
+        others = sorted(p.name for p in folders_in(root) if p.name != "train")
         raise DataError(
             f"{root} has a folder train but none called val, which would hold pictures out (beside "
             f"train: {', '.join(others) or 'nothing'}); rename one to val, or give "
@@ -166,15 +167,13 @@ def _check_undivided(root: Path) -> None:
         )
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-
-
 def _class_files(root: Path) -> dict[str, list[Path]]:
-    """Sorted image files of each class folder of ``root``, in the order of the names."""
-    if not root.is_dir():
+    """Sorted image files of each class folder of ``root``, in the order of the names. Some systems
+    lay hidden files of the same ending, or folders of them, beside the pictures: those are none.
+    """
+    if not is_folder(root):
         raise DataError(f"there is no folder {root}; give a folder with one folder per class")
-    folders = _folders(root)
+    folders = folders_in(root)
     if not folders:
         raise DataError(
             f"{root} has no class folders; put the pictures of each class into a "
@@ -182,7 +181,7 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
         )
     found = {}
     for folder in folders:
-        files = sorted(p for p in folder.rglob("*") if _is_picture(p.relative_to(folder)))
+        files = sorted(p for p in files_below(folder) if p.suffix.lower() in SUFFIXES)
         if not files:
             raise DataError(
                 f"class folder {folder} holds no images (known endings: "
@@ -190,13 +189,6 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
             )
         found[folder.name] = files
     return found
-
-
-def _is_picture(path: Path) -> bool:
-    """Of a path in a class's folder. Some systems lay hidden files of the same ending, or folders
-    of them, beside the pictures.
-    """
-    return path.suffix.lower() in SUFFIXES and not any(part[0] == "." for part in path.parts)
 
 
 def _digest(root: Path, train: Pictures, held_out: Pictures) -> str:

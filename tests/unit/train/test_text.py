@@ -23,6 +23,7 @@ from dearmpi.train.text import (
     standard_library_files,
     text_files,
 )
+from tests.unit.train.locked import refuse_to_list
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -84,6 +85,26 @@ def test_a_folder_without_text_is_named_with_what_it_holds(tmp_path: Path) -> No
     write(tmp_path / "x.bin", b"\0\1")
     with pytest.raises(DataError, match=f"{tmp_path} holds no text: 1 files"):
         text_files([tmp_path])
+
+
+def test_what_may_not_be_looked_at_is_not_left_out_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.txt", "text")
+    locked = write(tmp_path / "locked/b.txt", "text").parent
+    with monkeypatch.context() as patch:
+        refuse_to_list(locked, patch)
+        with pytest.raises(DataError, match=f"cannot look at {locked}: Permission denied; make"):
+            text_files([tmp_path])
+    (locked / "link").symlink_to("a" * 300)
+    with pytest.raises(DataError, match=f"cannot look at {locked}/link: File name too long"):
+        text_files([tmp_path])
+
+
+def test_a_link_that_leads_nowhere_is_passed_over(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", "text")
+    (tmp_path / "link").symlink_to("nowhere")
+    assert text_files([tmp_path]) == [text]
 
 
 def test_a_file_that_may_not_be_read_is_named(

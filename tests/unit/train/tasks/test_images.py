@@ -11,6 +11,7 @@ import torch
 from dearmpi.errors import DataError, TaskError
 from dearmpi.train.data import load_batch
 from dearmpi.train.tasks.images import Pictures, build_images, read_picture
+from tests.unit.train.locked import refuse_to_list
 
 image_module = pytest.importorskip("PIL.Image")
 
@@ -133,6 +134,22 @@ def test_a_class_without_pictures_is_named(folder: Path) -> None:
     (folder / "green" / "notes.txt").write_text("no picture")
     with pytest.raises(DataError, match=f"{folder / 'green'} holds no images.*png"):
         build_images({"data": str(folder)})
+
+
+def test_pictures_in_a_folder_that_may_not_be_listed_are_not_left_out_in_silence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = folder / "red" / "more"
+    paint(locked / "0.png", (1, 0, 0))
+    refuse_to_list(locked, monkeypatch)
+    with pytest.raises(DataError, match=f"cannot look at {locked}: Permission denied; make"):
+        build_images({"data": str(folder)})
+
+
+def test_a_folder_that_may_not_be_looked_at_is_named(tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 300)
+    with pytest.raises(DataError, match=f"cannot look at {path}.*: File name too long"):
+        build_images({"data": str(path)})
 
 
 def test_a_folder_without_classes_is_named(tmp_path: Path) -> None:
