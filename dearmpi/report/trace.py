@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def read_traces(run_folder: Path) -> Traces:
     A rank whose trace is missing, empty or torn is told of in the notes. Raises ConfigError where
     there is no trace at all, for a file that is no trace, and for one of another run.
     """
-    if not run_folder.is_dir():
+    if not os.path.isdir(run_folder):  # Path.is_dir fails where it may not look
         raise ConfigError(f"{run_folder} is no folder; name the folder of a run")
     traces: list[Trace] = []
     notes: list[str] = []

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +73,11 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """Return the existing run folder at ``path``; raises ConfigError when it is none."""
         folder = cls(path)
-        if not path.is_dir():
+        if not os.path.isdir(path):  # Path.is_dir fails where it may not look
             raise ConfigError(f"there is no folder {path}; name the folder of a run")
         # A copy may lack the checkpoints, which are large.
-        if not (folder.holds_run or folder.metrics_jsonl.exists() or folder.trace.is_dir()):
+        has_metrics = os.path.exists(folder.metrics_jsonl)
+        if not (folder.holds_run or has_metrics or os.path.isdir(folder.trace)):
             raise ConfigError(
                 f"{path} is no run folder: it has no {folder.checkpoints.name}/, nor metrics; name "
                 "the folder of a run, such as runs/NAME"
@@ -85,7 +87,7 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """Whether a run was started here."""
-        return self.checkpoints.is_dir()
+        return os.path.isdir(self.checkpoints)
 
     @property
     def occupant(self) -> Path:
@@ -216,7 +218,7 @@ def free_name(root: Path, now: datetime.datetime) -> str:
     """
     base = now.strftime("%Y%m%d-%H%M%S")
     name, number = base, 1
-    while (root / name).exists():
+    while os.path.exists(root / name):  # what may not be looked at is refused when it is made
         number += 1
         name = f"{base}-{number}"
     return name

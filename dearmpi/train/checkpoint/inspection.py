@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -58,7 +59,7 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
             f"cannot tell the format of {destination}; "
             f"end its name in {SAFETENSORS_SUFFIX}, {' or '.join(TORCH_SUFFIXES)}"
         )
-    if destination.exists() and not overwrite:
+    if os.path.exists(destination) and not overwrite:
         raise ConfigError(f"{destination} exists; name another file, or give --overwrite")
     model = load(resolve(path)).model
     temporary = destination.with_name(f".{destination.name}.writing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -88,9 +89,9 @@ def resolve(path: Path) -> Path:
 
     Raises CheckpointError when there is none.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path.is_dir fails where it may not look
         raise CheckpointError(f"{path} is no folder; give a checkpoint or a run folder")
-    if (path / manifest.FILE_NAME).exists() or FOLDER_NAME.fullmatch(path.name):
+    if os.path.exists(path / manifest.FILE_NAME) or FOLDER_NAME.fullmatch(path.name):
         return path
     found = survey(path)
     if found.latest is None:

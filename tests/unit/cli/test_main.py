@@ -18,6 +18,8 @@ from dearmpi.train.settings import SETTINGS
 from dearmpi.train.sources import merge
 from tests.unit.cli.bare import run_bare
 
+TOO_LONG = "a" * 300  # a name that may not be looked at, not even by root
+
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
@@ -94,3 +96,27 @@ def test_a_checkpoint_that_is_none_is_told_without_a_traceback(
     told = capsys.readouterr().err
     assert told.startswith("dear-train: error: ") and "is no folder" in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["checkpoint", "show", TOO_LONG], 6),
+        (["checkpoint", "export", TOO_LONG, "model.pt"], 6),
+        (["checkpoint", "export", ".", f"{TOO_LONG}.pt"], 6),
+        (["report", TOO_LONG], 2),
+        (["trace", "merge", TOO_LONG], 2),
+    ],
+)
+def test_a_path_that_may_not_be_looked_at_is_told_without_a_traceback(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save(tmp_path, Snapshot(7, {"w": torch.ones(2)}, {}, [], {}))
+    assert main(arguments) == code
+    told = capsys.readouterr().err
+    assert told.startswith("dear-train: error: ") and TOO_LONG in told

@@ -194,6 +194,9 @@ def test_a_resumed_run_keeps_its_settings_unless_told_otherwise(
         ({"gather": "parameters", "optimizer": "Muon"}, 2, "Muon"),
         ({"name": "not/a/name"}, 2, "no folder name"),
         ({"resume": "auto"}, 2, "needs --name"),
+        ({"run_folder": "a" * 300}, 2, "cannot be used as a run folder: File name too long"),
+        ({"resume": "a" * 300, "name": "b"}, 6, "is no folder; give a checkpoint or a run folder"),
+        ({"task": "bytes-lm", "data": "a" * 300}, 5, "cannot look at aaa"),
     ],
 )
 def test_what_is_refused_leaves_nothing_behind(
