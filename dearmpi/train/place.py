@@ -7,12 +7,12 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dearmpi.comm.world import World
-from dearmpi.errors import CheckpointError, ConfigError, DearError
+from dearmpi.errors import CheckpointError, ConfigError, DearError, TaskError
 from dearmpi.train.agreement import together
 from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
 from dearmpi.train.run_folder import RunFolder, free_name
@@ -28,6 +28,7 @@ class Place:
     goes_on: from the newest checkpoint that there is in it, if there is one.
     begun_from: the checkpoint of another run that this one begins from, if so.
     notes: what people should know about the choice.
+    found_in: the working folder, from which a relative ``root`` counts.
     """
 
     root: Path
@@ -37,6 +38,7 @@ class Place:
     notes: tuple[str, ...] = ()
     begun_from: Path | None = None
     goes_on: bool = False
+    found_in: Path = field(default_factory=Path.cwd)
 
 
 def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str) -> Place:
@@ -185,6 +187,17 @@ def _check_usable(found: Survey, run: Path) -> None:
         raise CheckpointError(
             f"no checkpoint of the run in {run} can be resumed from: "
             f"{'; '.join(found.passed_over)}; restore one, or begin another run with another --name"
+        )
+
+
+def check_reachable(place: Place) -> None:
+    """Raise TaskError if ``root`` has another meaning than when the run was looked for there."""
+    working = Path.cwd()
+    if working != place.found_in and not place.root.is_absolute():
+        raise TaskError(
+            f"the task has changed the working folder from {place.found_in} to {working}, so the "
+            f"run folder {place.root} is another one now; leave the working folder as it is, or "
+            "give --run-folder as an absolute path"
         )
 
 

@@ -36,7 +36,13 @@ from dearmpi.train.job import Job, check_position, prepare, share_samples
 from dearmpi.train.metrics import MetricsLog
 from dearmpi.train.occupation import Occupation, occupied
 from dearmpi.train.optimizers import OptimizerChoice, choose_optimizer
-from dearmpi.train.place import Place, agree_on_place, check_shared, check_unchanged
+from dearmpi.train.place import (
+    Place,
+    agree_on_place,
+    check_reachable,
+    check_shared,
+    check_unchanged,
+)
 from dearmpi.train.run_folder import RunFolder
 from dearmpi.train.seeding import seed_all
 from dearmpi.train.settings import RunSettings, check_resumable
@@ -176,6 +182,7 @@ def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
     with ExitStack() as held:
         with together(world, root_only=True):
             if world.is_root:
+                check_reachable(place)
                 folder = RunFolder.create(place.root, place.name, resume=place.continued)
                 occupation = held.enter_context(occupied(folder.occupant))
                 check_unchanged(place)

@@ -301,6 +301,22 @@ def take_away():
     assert sorted(left) == (others if meanwhile else [])
 
 
+def test_a_task_that_changes_the_working_folder_is_refused_where_the_run_would_be_another(
+    alone: World, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was looked for before the task was built."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    body = "def make(options):\n"
+    task_file.write_text(TASK.replace(body, f"{body}    import os; os.chdir({str(elsewhere)!r})\n"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AgreedError, match=f"folder from {tmp_path} to {elsewhere}.*absolute path"):
+        run(alone, task_file, name="a", run_folder="runs")
+    assert not list(elsewhere.iterdir()) and not (tmp_path / "runs").exists()
+    monkeypatch.chdir(tmp_path)
+    assert run(alone, task_file, name="a") == 0  # in a folder that is given as an absolute path
+
+
 def test_ranks_with_other_arguments_learn_both_values(task_file: Path) -> None:
     def work(world: World) -> str:
         lr = "0.1" if world.rank == 0 else "0.2"
