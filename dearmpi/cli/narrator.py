@@ -273,7 +273,8 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
         )
     if outcome.num_skipped:
         lines.append(
-            f"left out: {count_text(outcome.num_skipped, 'step')} whose loss was not finite"
+            f"left out: {count_text(outcome.num_skipped, 'step')} whose loss or gradient was not "
+            "finite"
         )
     if outcome.hidden_share is not None:
         lines.append(f"communication: {outcome.hidden_share:.0%} hidden behind computation")

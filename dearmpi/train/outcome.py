@@ -18,7 +18,7 @@ class Outcome:
     samples_per_s: over all ranks, evaluations and checkpoints aside.
     hidden_share: share of communication time, over all ranks, that computation covered; None
         where there was none.
-    num_skipped: steps left out because a loss was not finite.
+    num_skipped: steps left out because a loss or a gradient was not finite.
     """
 
     step: int

@@ -24,7 +24,8 @@ class StepResult:
 
     loss: this rank's weighted sum; the mean of it over ranks is the mean over the step's samples.
     grad_norm: of the whole averaged gradient before clipping; None where nothing clips.
-    skipped: all ranks left the parameters as they were, because a loss was not finite.
+    skipped: all ranks left the parameters as they were, because a loss or the
+        gradient was not finite.
     data_s: what loading data took.
     """
 
