@@ -245,7 +245,11 @@ class RunChoices:
         choices=get_args(OnNan),
     )
     threads: int | None = setting(
-        None, "Numerics", "integer", "torch threads of a rank; default: its share of cores", least=1
+        None,
+        "Numerics",
+        "integer",
+        "torch threads of a rank; default: OMP_NUM_THREADS, else its share of cores",
+        least=1,
     )
 
     run_folder: str = setting(
