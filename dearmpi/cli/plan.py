@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     "--eager/--no-eager",
     default=True,
     show_default=True,
-    help="buckets are updated during backprop, as dear-train run does without --max-grad-norm",
+    help="buckets are updated during backprop, as dear-train run does where it does not clip "
+    "(tasks bytes-lm and images clip, unless --max-grad-norm is 0)",
 )
 @engine_option("gather", Gather, help="what the run gathers")
 @click.option(

@@ -178,7 +178,7 @@ def _choose_plan(
                 raise ConfigError(
                     f"the plan {settings.plan} updates buckets during backprop, but with "
                     f"max_grad_norm {settings.max_grad_norm:g} they wait for the norm of the whole "
-                    "gradient; make it with dear-train plan --no-eager, or leave out one of the two"
+                    "gradient; make it with dear-train plan --no-eager, or give --max-grad-norm 0"
                 )
             text = plan.to_json()
     return Plan.from_json(world.broadcast_text(text), settings.plan)
