@@ -28,6 +28,7 @@ from dearmpi.engine.options import OptionReader
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.probe import (
     host_twin,
+    require_copied_gradients,
     require_elementwise,
     require_separable,
     require_steady,
@@ -175,11 +176,13 @@ def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig)
     if not config.has_buckets(world.size):
         require_steady(optimizer)  # what cannot run on several ranks is refused on one already
         require_separable(optimizer)
+        require_copied_gradients(optimizer)
         return
     tried = host_twin(optimizer) if config.update_on == "host" else optimizer
     require_steady(tried)
     require = require_elementwise if config.gather == "parameters" else require_separable
     require(tried)
+    require_copied_gradients(tried)
 
 
 def _build_buckets(

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from dearmpi.engine.trial import TrialBucket
 from dearmpi.engine.update import clone
 
 _DEEPEST = 4  # containers in containers that are looked into
@@ -34,17 +35,16 @@ def is_needed(optimizer: Optimizer, options: Mapping[str, Any], device: torch.de
     """
     values = []
     for anew in (False, True):
-        param = nn.Parameter(torch.linspace(-1.0, 1.0, 16, device=device).view(4, 4))
-        twin = clone(optimizer, [{**options, "params": [param]}], defaultdict(dict))
+        bucket = TrialBucket(torch.linspace(-1.0, 1.0, 16, device=device), [16], (4, 4))
+        twin = clone(optimizer, [dict(options)], defaultdict(dict))
         for number in range(4):
             if anew and number == 2:
-                kept = twin.state[param]
-                param = nn.Parameter(param.detach().clone())
-                group = {**twin.param_groups[0], "params": [param]}
-                twin = clone(optimizer, [group], defaultdict(dict, {param: kept}))
-            param.grad = torch.full_like(param, 1.0 + number)
-            twin.step()
-        values.append(param.detach())
+                kept = twin.state[bucket.members[0]]
+                bucket = TrialBucket(bucket.values.clone(), [16], (4, 4))
+                state = defaultdict(dict, {bucket.members[0]: kept})
+                twin = clone(optimizer, twin.param_groups, state)
+            bucket.train(twin, 1.0 + number)
+        values.append(bucket.values)
     return not torch.equal(*values)
 
 

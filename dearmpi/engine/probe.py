@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dearmpi.engine.own_state import find_changed_attribute, is_needed, picture_own_state
-from dearmpi.engine.trial import are_alike, device_of_optimizer, kinds_of_options, lively, try_steps
+from dearmpi.engine.trial import (
+    TrialBucket,
+    are_alike,
+    device_of_optimizer,
+    kinds_of_options,
+    lively,
+    try_steps,
+)
 from dearmpi.engine.update import clone, is_elementwise_tensor, on_host, read_options
 from dearmpi.errors import ConfigError
 
@@ -22,6 +30,8 @@ _FORMS: Sequence[tuple[Sequence[int], tuple[int, ...] | None]] = (
     ([24], (6, 4)),
     ([24], (3, 2, 2, 2)),
 )
+_SCALARS = (bool, int, float, str, type(None))  # what ranks can tell each other as text
+_UNLIKELY = 7  # elements, which no tensor of something else has by chance
 
 
 def require_host(optimizer: Optimizer) -> None:
@@ -56,24 +66,20 @@ def require_steady(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for options in kinds_of_options(optimizer):
         try:
-            values, seen, own = _follow_steps(optimizer, options)
+            seen = _follow_steps(optimizer, options)
         except Exception:
             continue
-        if torch.equal(*values):
-            raise ConfigError(
-                f"a trial step of {name} changes nothing: it seems to pass its work on, to another "
-                "optimizer or to a later step, and buckets are updated each by itself; wrap the "
-                "optimizer inside"
-            )
-        for key, value in {**seen[1], **seen[0]}.items():  # a step may add defaults, once for all
-            if any(not _is_same(value, later.get(key)) for later in seen[1:]):
+        _require_changes(name, seen)
+        before, *after = seen.options
+        for key, value in {**after[0], **before}.items():  # a step may add defaults, once for all
+            if any(not _is_same(value, later.get(key)) for later in after):
                 raise ConfigError(
                     f"{name} changes {key!r} of its param groups with each step, and buckets are "
                     "updated each by itself, with the options of the moment: it would not count "
                     "on; use a version that keeps it in the state of each parameter"
                 )
-        for later in own[1:]:  # the first step may find out something, once for all
-            changed = find_changed_attribute(own[0], later)
+        for later in seen.own[1:]:  # the first step may find out something, once for all
+            changed = find_changed_attribute(seen.own[0], later)
             if changed and is_needed(optimizer, lively(options), device_of_optimizer(optimizer)):
                 raise ConfigError(
                     f"{name} keeps {changed!r} on itself and changes it with its steps, of which "
@@ -82,27 +88,50 @@ def require_steady(optimizer: Optimizer) -> None:
                 )
 
 
-def _follow_steps(
-    optimizer: Optimizer, options: Mapping[str, Any]
-) -> tuple[tuple[Tensor, Tensor], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Made-up values before and after three steps of a clone; its options before and after each;
-    what it keeps on itself after each, and after one on other values.
+def _require_changes(name: str, seen: _Seen) -> None:
+    if seen.is_moved:
+        raise ConfigError(
+            f"{name} gives tensors other memory in its step (p.data = ... does that), which does "
+            "not reach the model, whose parameters are views of a bucket; change values in place, "
+            "as p.data.copy_(...) does"
+        )
+    if not seen.is_changed:
+        raise ConfigError(
+            f"a trial step of {name} changes nothing: it seems to pass its work on, to another "
+            "optimizer or to a later step, and buckets are updated each by itself; wrap the "
+            "optimizer inside. Or it leaves out what is no nn.Parameter, as pieces of buckets are "
+            "none; let it ask for p.requires_grad"
+        )
+
+
+class _Seen(NamedTuple):
+    """What three steps of a clone on made-up values have shown.
+
+    is_moved, is_changed: whether the tensor has left its memory, and the values there are others.
+    options: those before and after each step. own: what the clone keeps on itself after each, and
+    after one on other values.
     """
-    device = device_of_optimizer(optimizer)
-    param = nn.Parameter(torch.linspace(-1.0, 1.0, 16, device=device).view(4, 4))
-    before = param.detach().clone()
-    twin = clone(optimizer, [{**lively(options), "params": [param]}], defaultdict(dict))
+
+    is_moved: bool
+    is_changed: bool
+    options: list[dict[str, Any]]
+    own: list[dict[str, Any]]
+
+
+def _follow_steps(optimizer: Optimizer, options: Mapping[str, Any]) -> _Seen:
+    values = torch.linspace(-1.0, 1.0, 16, device=device_of_optimizer(optimizer))
+    begun = (values.clone(), values.flip(0))
+    bucket, other = (TrialBucket(buffer, [16], (4, 4)) for buffer in begun)
+    twin = clone(optimizer, [lively(options)], defaultdict(dict))
     seen, own = [read_options(twin)[0]], []
     for number in range(3):
-        param.grad = torch.full_like(param, 1.0 + number)
-        twin.step()
+        bucket.train(twin, 1.0 + number)
         seen.append(read_options(twin)[0])
         own.append(picture_own_state(twin))
-    other = nn.Parameter(before.flip(0))
-    other.grad = torch.ones_like(other)
-    twin.param_groups = [{**lively(options), "params": [other]}]
-    twin.step()
-    return (before, param.detach()), seen, [*own, picture_own_state(twin)]
+    twin.param_groups = [lively(options)]
+    other.train(twin, 1.0)
+    own.append(picture_own_state(twin))
+    return _Seen(bucket.is_moved(), not torch.equal(bucket.values, values), seen, own)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -134,6 +163,24 @@ def require_elementwise(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} does not treat every element by itself, so it needs "
                 "whole tensors: use gather='gradients'"
             )
+        _require_state_by_elements(optimizer, options)
+
+
+def _require_state_by_elements(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for state that cannot be cut up where a shard ends, sent and saved."""
+    _, state = _first_state(optimizer, lively(options), (_UNLIKELY,))
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            fits = value.numel() in (1, _UNLIKELY)
+            kept = f"tensor of shape {tuple(value.shape)} where a piece has {_UNLIKELY} elements"
+        else:
+            kept, fits = type(value).__name__, isinstance(value, _SCALARS)
+        if not fits:
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {key!r} in its state as a {kept}, but a shard's "
+                "state is cut up, sent and saved as tensors with a value for each element and "
+                "single numbers; use gather='gradients', which leaves it whole"
+            )
 
 
 def require_separable(optimizer: Optimizer) -> None:
@@ -156,6 +203,23 @@ def require_separable(optimizer: Optimizer) -> None:
         if not are_alike(together, apart):
             raise ConfigError(
                 f"{name} couples all parameters in one step, so it cannot run bucket by bucket"
+            )
+
+
+def require_copied_gradients(optimizer: Optimizer) -> None:
+    """Raise ConfigError if later steps look at ``p.grad`` itself, and not at a copy.
+
+    The next backprop has written into it by then. In plain torch it has a tensor of its own, once
+    ``zero_grad()`` has dropped this one.
+    """
+    for options in kinds_of_options(optimizer):
+        filled, anew = (
+            try_steps(optimizer, options, [16], shape=(4, 4), anew=anew) for anew in (False, True)
+        )
+        if not are_alike(filled, anew):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps p.grad itself for a later step, but by then "
+                "the next backprop has written into it; keep p.grad.clone()"
             )
 
 
@@ -216,11 +280,11 @@ def _resident_scalars_of(optimizer: Optimizer, group: Mapping[str, Any]) -> froz
 
 def _first_state(
     optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]
-) -> tuple[nn.Parameter, Mapping[str, Any]]:
-    """A made-up parameter, and its state after a first step as one of ``group``."""
-    device = device_of_optimizer(optimizer)
-    param = nn.Parameter(torch.zeros(shape, device=device))
-    param.grad = torch.ones(shape, device=device)
-    twin = clone(optimizer, [{**group, "params": [param]}], defaultdict(dict))
-    twin.step()
+) -> tuple[Tensor, Mapping[str, Any]]:
+    """A made-up tensor, and its state after a first step as one of ``group``."""
+    values = torch.zeros(prod(shape), device=device_of_optimizer(optimizer))
+    bucket = TrialBucket(values, [len(values)], shape)
+    twin = clone(optimizer, [dict(group)], defaultdict(dict))
+    bucket.train(twin, 1.0)
+    (param,) = bucket.members
     return param, twin.state[param]

@@ -6,6 +6,7 @@ every rank takes its own pieces out of a whole state.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +36,9 @@ def gather_state(world: World, updates: Updates) -> dict[str, State]:
 def _copied(states: Mapping[str, State]) -> dict[str, State]:
     """Tensors of their own, which no step changes."""
     return {
-        name: {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        name: {
+            k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()
+        }
         for name, state in states.items()
     }
 

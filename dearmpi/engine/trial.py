@@ -7,14 +7,54 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from dearmpi.engine.update import clone
+from dearmpi.engine.update import clone, read_options, step_on
 
 _LEAST_RATE = 1e-2  # of trial steps: a schedule may begin at 0, where any two steps are alike
 _SCALES = (1e-3, 1.0, 1e3)  # of made-up gradients: an optimizer may clip those beyond a threshold
 _ROW = 4  # numbers in the least row of a trial's tensors
+
+
+class TrialBucket:
+    """Made-up values, given to an optimizer as buckets give theirs: as plain views of one buffer,
+    with gradients in views of another, which the next ones overwrite.
+
+    values: the buffer, of which a model's parameters would be views; steps change it. members: what
+        an optimizer is given of it.
+    """
+
+    def __init__(
+        self, values: Tensor, lengths: Sequence[int], shape: tuple[int, ...] | None = None
+    ) -> None:
+        """``lengths``: numbers in each member. ``shape``: theirs; None for 1-D ones."""
+        self._lengths, self._shape = list(lengths), shape
+        self.values = values
+        self.members = self._cut(self.values)
+        self._gradients = torch.zeros_like(self.values)
+
+    def fill(self, gradients: Tensor, *, anew: bool = False) -> None:
+        """Give the members their next gradients; ``anew``: in memory of their own, as in torch."""
+        if anew:
+            self._gradients = torch.zeros_like(self._gradients)
+        self._gradients.copy_(gradients)
+        for member, gradient in zip(self.members, self._cut(self._gradients), strict=True):
+            member.grad = gradient
+
+    def train(self, optimizer: Optimizer, gradient: float) -> None:
+        """A step with the options of the first group, where every ``gradient`` is the same."""
+        self.fill(torch.full_like(self.values, gradient))
+        step_on(optimizer, read_options(optimizer), {0: self.members})
+
+    def is_moved(self) -> bool:
+        """Whether a member has other memory than it was given."""
+        places = [piece.data_ptr() for piece in self._cut(self.values)]
+        return places != [member.data_ptr() for member in self.members]
+
+    def _cut(self, buffer: Tensor) -> list[Tensor]:
+        pieces = buffer.split(self._lengths)
+        return [piece.view(self._shape or piece.shape).detach() for piece in pieces]
 
 
 def device_of_optimizer(optimizer: Optimizer) -> torch.device:
@@ -57,27 +97,24 @@ def try_steps(
     *,
     shape: tuple[int, ...] | None = None,
     apart: bool = False,
+    anew: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Three steps of a clone on made-up values, for each kind of gradients; returns the values of
-    each in a row, in fp32.
+    each in a row, in fp32. ``apart``: each tensor by a clone of its own; ``anew`` as in ``fill``.
     """
     device = device_of_optimizer(optimizer)
     rows = []
     for drawn in _made_up(sum(lengths)):
-        values, *gradients = (row.split(list(lengths)) for row in drawn.to(device, dtype))
-        params = [nn.Parameter(piece.clone().view(shape or piece.shape)) for piece in values]
-        groups = [[param] for param in params] if apart else [params]
-        clones = [
-            clone(optimizer, [{**lively(options), "params": group}], defaultdict(dict))
-            for group in groups
-        ]
-        for pieces in gradients:
-            for param, gradient in zip(params, pieces, strict=True):
-                param.grad = gradient.clone().view_as(param)
-            for twin in clones:
-                twin.step()
-        rows.append(torch.cat([param.detach().reshape(-1).float() for param in params]))
+        values, *gradients = drawn.to(device, dtype)
+        bucket = TrialBucket(values, lengths, shape)
+        groups = [[member] for member in bucket.members] if apart else [bucket.members]
+        clones = [clone(optimizer, [], defaultdict(dict)) for _ in groups]
+        for gradient in gradients:
+            bucket.fill(gradient, anew=anew)
+            for twin, group in zip(clones, groups, strict=True):
+                step_on(twin, [lively(options)], {0: group})
+        rows.append(bucket.values.float())
     return torch.stack(rows)
 
 

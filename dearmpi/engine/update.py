@@ -75,15 +75,21 @@ def clone(optimizer: Optimizer, param_groups: list[dict[str, Any]], state: Any) 
 def step_on(
     optimizer: Optimizer, options: Options, members: Mapping[int, Sequence[Tensor]]
 ) -> None:
-    """Step ``optimizer`` on tensors whose ``grad`` is set, given by group, and clear it."""
+    """Step ``optimizer`` on tensors whose ``grad`` is set, given by group, and clear it.
+
+    In the step they require grad, as parameters do: some optimizers leave out what does not.
+    """
     optimizer.param_groups = [
         {**options[group], "params": list(tensors)} for group, tensors in members.items()
     ]
-    if members:
+    given = [tensor for tensors in members.values() for tensor in tensors]
+    for tensor in given:
+        tensor.requires_grad_(True)
+    if given:
         _take_step(optimizer)
-    for tensors in members.values():
-        for tensor in tensors:
-            tensor.grad = None
+    for tensor in given:
+        tensor.requires_grad_(False)
+        tensor.grad = None
 
 
 def _take_step(optimizer: Optimizer) -> None:
