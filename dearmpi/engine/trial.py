@@ -65,14 +65,14 @@ def device_of_optimizer(optimizer: Optimizer) -> torch.device:
 
 
 def kinds_of_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of parameter groups, without those that differ in rates alone."""
+    """The options of parameter groups, without those that differ in rates or names alone."""
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         kind = {
             key: bool(value) if isinstance(value, float) else value
             for key, value in options.items()
-            if not isinstance(value, Tensor)
+            if key != "param_names" and not isinstance(value, Tensor)
         }
         kinds.setdefault(repr(kind), options)
     return list(kinds.values())

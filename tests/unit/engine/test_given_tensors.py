@@ -192,3 +192,26 @@ def test_nested_state_that_was_taken_does_not_change_when_training_goes_on() -> 
         optimizer.close()
 
     run_ranks(2, rank)
+
+
+def test_groups_that_differ_in_the_names_of_their_parameters_are_tried_once() -> None:
+    """A group for each layer would make hundreds of steps per layer before training begins."""
+    counts = {}
+
+    class Counted(Descent):
+        num_changes = 0
+
+        def change(self, param: Tensor, grad: Tensor, rate: float) -> None:
+            type(self).num_changes += 1
+            super().change(param, grad, rate)
+
+    def rank(world: World) -> None:
+        for num_layers in (2, 6):
+            model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers)))
+            groups = [{"params": [named], "lr": 0.1} for named in model.named_parameters()]
+            Counted.num_changes = 0
+            DistributedOptimizer(Counted(groups), model, world=world).close()
+            counts[num_layers] = Counted.num_changes
+
+    run_ranks(1, rank)
+    assert 0 < counts[2] == counts[6]
