@@ -39,13 +39,18 @@ class Update(Protocol):
 def read_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A copy of each parameter group's hyperparameters as they are now."""
     return [
-        {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
+        {key: _copy_option(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _copy_option(value: Any) -> Any:
+    """``value``, which a script may go on to change in place: a tensor, or a list as from YAML."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy_option, value))
+    return value
 
 
 def is_patched(optimizer: Optimizer) -> bool:

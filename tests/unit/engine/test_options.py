@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from dearmpi import DistributedOptimizer
+from dearmpi.comm.fake import FakeClock, FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.engine.options import find_changed_option
 from dearmpi.engine.update import read_options
-from dearmpi.errors import MismatchError
+from dearmpi.errors import MismatchError, UsageError
 from tests.unit.engine.chain import Chain
 
 
@@ -155,3 +157,71 @@ def test_options_set_after_backward_are_told_from_those_that_are_as_before(
     earlier = read_options(optimizer)
     optimizer.param_groups[0]["mark"] = now
     assert find_changed_option(earlier, optimizer) == ("mark in param group 0" if differ else "")
+
+
+class Scaled(torch.optim.SGD):
+    """Looks at the first of several scales."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(group["scales"][0])
+        return super().step(closure)
+
+
+def set_in_place(group: Any, scale: float) -> None:
+    """Change the first scale, be it a number in a list or a tensor in a tuple."""
+    if isinstance(group["scales"], list):
+        group["scales"][0] = scale
+    else:
+        group["scales"][0].fill_(scale)
+
+
+SCALES = pytest.mark.parametrize(
+    "make_scales", [lambda: [1.0, 2.0], lambda: (torch.tensor(1.0),)], ids=["list", "tuple"]
+)
+
+
+@SCALES
+def test_options_changed_in_place_after_a_step_do_not_change_it(make_scales: Any) -> None:
+    """The step is under way still: nothing has been reduced."""
+    clock, released = FakeClock(), threading.Event()
+
+    def seconds(label: str, nbytes: int) -> float:
+        return 10.0 if label.startswith("RS") and not released.is_set() else 0.0
+
+    def rank(world: World) -> float:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        group = {"params": list(model.parameters()), "scales": make_scales()}
+        inner = Scaled([group], lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        set_in_place(optimizer.param_groups[0], 0.0)
+        world.barrier()
+        if world.is_root:
+            released.set()
+            clock.advance(10.0)
+        optimizer.close()
+        return model.weight.item()
+
+    hub = FakeHub(2, clock=clock.now, seconds=seconds)
+    assert run_ranks(2, rank, hub=hub) == [-1.0, -1.0]
+
+
+@SCALES
+def test_eager_options_changed_in_place_are_not_set_too_late(make_scales: Any) -> None:
+    def rank(world: World) -> None:
+        model = torch.nn.Linear(1, 1, bias=False)
+        group = {"params": list(model.parameters()), "scales": make_scales()}
+        optimizer = DistributedOptimizer(Scaled([group], lr=1.0), model, world=world, eager=True)
+        model(torch.ones(1, 1)).sum().backward()
+        set_in_place(optimizer.param_groups[0], 0.5)
+        with pytest.raises(UsageError, match="scales in param group 0 .*; set options before back"):
+            optimizer.step()
+        set_in_place(optimizer.param_groups[0], 1.0)
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank)
