@@ -52,7 +52,8 @@ def second_backprop() -> UsageError:
     """It comes too late for the updates."""
     return UsageError(
         "a second backprop began before step(), but eager=True promises a step after each; use "
-        "no_sync() for all but the last, or eager=False"
+        "no_sync() for all but the last, or eager=False (if it is one backward, a layer is shared "
+        "by several reentrant checkpoints, each a backprop of its own: use_reentrant=False)"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
@@ -22,6 +23,23 @@ def test_an_eager_second_backprop_is_refused() -> None:
         training.backward(1)
         with pytest.raises(UsageError, match="eager"):
             training.backward(2)
+
+    run_ranks(2, rank)
+
+
+def test_an_eager_backprop_of_a_layer_in_two_reentrant_checkpoints_is_told_apart() -> None:
+    """The script has one backward."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 3)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, eager=True)
+        hidden = torch.ones(1, 3, requires_grad=True)
+        for _ in range(2):
+            hidden = checkpoint(model, hidden, use_reentrant=True)
+        with pytest.raises(UsageError, match="several reentrant checkpoints.*use_reentrant=False"):
+            hidden.sum().backward()
+            optimizer.step()
 
     run_ranks(2, rank)
 
