@@ -18,6 +18,11 @@ def circle(count: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
+def switch(params: list[nn.Parameter], *, on: bool) -> None:
+    for param in params:
+        param.requires_grad_(on)
+
+
 def main() -> None:
     world = dearmpi.connect()
     torch.manual_seed(world.rank)
@@ -28,6 +33,7 @@ def main() -> None:
     for_critic = dearmpi.DistributedOptimizer(
         torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.99)), critic
     )
+    of_critic = list(critic.parameters())  # critic.requires_grad_() would wait for their values
     loss = nn.BCEWithLogitsLoss()
     ones, zeros = torch.ones(64, 1), torch.zeros(64, 1)
 
@@ -38,12 +44,12 @@ def main() -> None:
         for_critic.step()
         for_critic.zero_grad()
 
-        critic.requires_grad_(False)  # its gradients would be reduced, only to be dropped
+        switch(of_critic, on=False)  # its gradients would be reduced, only to be dropped
         generator_loss = loss(critic(made), ones)
         generator_loss.backward()
         for_generator.step()
         for_generator.zero_grad()
-        critic.requires_grad_(True)
+        switch(of_critic, on=True)
         if world.is_root and (step % 50 == 0 or step == 149):
             print(f"step {step}: critic {critic_loss:.3f}, generator {generator_loss:.3f}")
 
