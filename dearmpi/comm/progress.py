@@ -240,7 +240,9 @@ class Progress:
                     continue
                 try:
                     moved = lane.advance() or moved
-                except Exception as error:
+                except BaseException as error:
+                    if not self._keeps(error):
+                        raise
                     label = lane.current.label if lane.current else "an operation"
                     self._fail(f"{label} ({lane.name} lane)", error)
                     return False
@@ -252,7 +254,14 @@ class Progress:
                     return False
         return moved
 
-    def _fail(self, what: str, error: Exception) -> None:
+    def _keeps(self, error: BaseException) -> bool:
+        """Whether ``error`` is for those who wait, and not for who polls.
+
+        A thread of our own would end by a SystemExit, as of an optimizer's step, without a word.
+        """
+        return isinstance(error, Exception) or self._thread is threading.current_thread()
+
+    def _fail(self, what: str, error: BaseException) -> None:
         # Not its repr: that of MPI's is a number which no document explains.
         said = "".join(traceback.format_exception_only(error)).rstrip()
         reason = str(error) if isinstance(error, DearError) else said

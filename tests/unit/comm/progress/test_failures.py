@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -81,6 +82,29 @@ def test_a_failure_is_raised_by_whoever_polls(make_work: Callable[[], Work]) -> 
         progress.poll()
     with pytest.raises(CommError, match="RS7"):
         progress.wait_until(lambda: False, what="never")
+
+
+def exit_in_finish() -> Work:
+    def finish() -> None:
+        sys.exit("diverged")
+
+    return Work("update of bucket 3", Completed, finish)
+
+
+def test_an_exit_on_the_thread_reaches_the_waiter(threaded: Progress) -> None:
+    """As of an optimizer's own step: the thread would end by it without a word."""
+    lane = threaded.open_lane("update", window=1)
+    threaded.submit(lane, exit_in_finish())
+    said = r"rank 3 on n7: update of bucket 3 \(update lane\) failed: SystemExit: diverged"
+    with pytest.raises(CommError, match=said):
+        threaded.wait_until(lambda: False, what="the parameters of bucket 3")
+
+
+def test_an_exit_ends_whoever_polls() -> None:
+    progress = Progress("poll", origin="rank 3 on n7")
+    progress.submit(progress.open_lane("update", window=1), exit_in_finish())
+    with pytest.raises(SystemExit, match="diverged"):
+        progress.poll()
 
 
 def test_errors_of_ours_keep_their_words_and_their_kind(progress: Progress) -> None:
