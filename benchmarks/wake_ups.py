@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from dearmpi.comm.api import Completed
+from dearmpi.comm.api import Completed, Request
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.progress import Progress
 
@@ -24,7 +24,7 @@ _PR_SET_TIMERSLACK = 29
 _SLEEPS_S = (20e-6, 100e-6, 1e-3)
 
 
-class Pending:
+class Pending(Request):
     """A request that is complete from ``until_s`` on."""
 
     def __init__(self, until_s: float) -> None:

@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 import torch
 from torch import Tensor
 
+from dearmpi.comm.api import Request
 from dearmpi.comm.ring import RingReduceScatter, Way, num_receives
 from dearmpi.comm.scratch import add_in_order
 from dearmpi.comm.traffic import Traffic
@@ -24,7 +25,7 @@ SHARD_NUMEL = 500
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Message:
+class Message(Request):
     """A receive that is complete once what was sent has been taken."""
 
     def __init__(self, queue: deque[Tensor], buffer: Tensor) -> None:
@@ -37,7 +38,7 @@ class Message:
         return self._done
 
 
-class Sent:
+class Sent(Request):
     """A send that was copied at once."""
 
     def test(self) -> bool:

@@ -7,6 +7,8 @@ buffer alive and untouched until its request is complete; the request holds it m
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
@@ -33,15 +35,47 @@ class Buffer(Protocol):
     def new_empty(self, size: int, /) -> Any: ...
 
 
-class Request(Protocol):
-    """An operation under way; one that knows how much of it has come in has ``num_arrived``, and
-    one of several steps has ``moved``: whether the last test took any. One that may have to wait
-    before it is posted has ``when_posted``, which calls back.
-    """
+class Request(ABC):
+    """An operation under way."""
 
+    @abstractmethod
     def test(self) -> bool:
         """Make progress; True once the operation is complete. Safe to call again after that."""
-        ...
+
+    @property
+    def moved(self) -> bool:
+        """Whether the last test took a step, of an operation of several."""
+        return False
+
+    @property
+    def num_arrived(self) -> int | None:
+        """How many messages have come in so far; None where that cannot be told."""
+        return None
+
+    def when_posted(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once the operation is posted; at once, unless it must wait first."""
+        call()
+
+
+class Wrapper(Request):
+    """A request that adds to what another one does, and passes on whatever that can tell."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @property
+    def moved(self) -> bool:
+        """As the request's own."""
+        return self._request.moved
+
+    @property
+    def num_arrived(self) -> int | None:
+        """As the request's own."""
+        return self._request.num_arrived
+
+    def when_posted(self, call: Callable[[], None]) -> None:
+        """As the request's own."""
+        self._request.when_posted(call)
 
 
 class Collectives(Protocol):
@@ -119,7 +153,7 @@ class Collectives(Protocol):
         ...
 
 
-class Completed:
+class Completed(Request):
     """A request that is complete from the start."""
 
     def test(self) -> bool:

@@ -53,7 +53,7 @@ class Lane:
                 self.in_flight.remove(work)
                 work.finish()
                 moved = True
-            elif getattr(work.request, "moved", False):
+            elif work.request.moved:
                 moved = True  # its next step is not as far away as the last one was
         self.current = None
         return moved

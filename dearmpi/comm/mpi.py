@@ -61,7 +61,7 @@ _ABORT_S = 10  # how long an abort may take
 _MESSAGE_TAG = 32767  # the largest that every MPI has
 
 
-class MpiRequest:
+class MpiRequest(Request):
     """An MPI request that holds what it works on until it is complete."""
 
     def __init__(self, request: MPI.Request, *held: object) -> None:

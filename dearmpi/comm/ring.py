@@ -11,7 +11,7 @@ whole shards of what is not. Chunks may travel in half precision, at half the by
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Way:
     traffic: Traffic
 
 
-class Ring(ABC):
+class Ring(Request):
     """A ring under way: messages go out and come in, as many of each, in order.
 
     What comes in as message n goes on one round later, as message n + ``num_chunks``.

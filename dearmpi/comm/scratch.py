@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dearmpi.comm.api import Buffer, Request
+from dearmpi.comm.api import Buffer, Request, Wrapper
 from dearmpi.config import WireDtype
 
 # The methods that make a tensor of each; this package does not import torch.
@@ -73,7 +73,7 @@ def _length(buffer: Buffer) -> int:
     return buffer.numel()
 
 
-class ScratchRequest:
+class ScratchRequest(Wrapper):
     """An operation that uses scratch memory, and gives it back at its end.
 
     finish: runs once ``request`` is complete, and makes the result of what is in ``held``.
@@ -87,8 +87,8 @@ class ScratchRequest:
         held: Sequence[Any],
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        self._scratch, self._request = scratch, request
-        self._held, self._finish = held, finish
+        super().__init__(request)
+        self._scratch, self._held, self._finish = scratch, held, finish
         self._done = False
 
     def test(self) -> bool:
@@ -99,8 +99,3 @@ class ScratchRequest:
                 self._scratch.give_back(buffer)
             self._done = True
         return self._done
-
-    @property
-    def num_arrived(self) -> int:
-        """How many messages have come in, as far as ``request`` can tell; else 0."""
-        return int(getattr(self._request, "num_arrived", 0))

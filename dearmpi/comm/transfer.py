@@ -13,7 +13,7 @@ Parcel = tuple[int, Buffer]
 """A rank, and what goes to it or comes from it: 1-D, contiguous, not empty."""
 
 
-class Transfer:
+class Transfer(Request):
     """A request that is complete once all of ``sends`` have left and all of ``receives`` are here.
 
     What one rank sends another arrives in the order of sending, so both must list the same buffers

@@ -56,7 +56,7 @@ class Network:
     links: tuple[Link, ...]
 
 
-class Exchange:
+class Exchange(Request):
     """A message to the next member of the ring while one comes from the member before."""
 
     def __init__(self, nbytes: int, *, source: int, destination: int) -> None:

@@ -46,11 +46,7 @@ class CommunicationClock:
     def post(self, start: Callable[[], Request]) -> Request:
         """``start`` a collective, which counts from where it is posted."""
         request = start()
-        when_posted = getattr(request, "when_posted", None)
-        if when_posted is None:
-            self._posted()
-        else:
-            when_posted(self._posted)
+        request.when_posted(self._posted)
         return request
 
     def _posted(self) -> None:

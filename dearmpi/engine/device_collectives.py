@@ -18,13 +18,14 @@ Start = Callable[[Any], Request]
 _ALL = slice(None)
 
 
-class CrossingRequest:
+class CrossingRequest(Request):
     """An operation in one crossing or several; complete once the last of them is over."""
+
+    moved = False
 
     def __init__(self, drive: Callable[[], bool], num_left: int) -> None:
         self._drive = drive
         self._num_left = num_left
-        self.moved = False
         self._is_posted = False
         self._calls: list[Callable[[], None]] = []
 

@@ -74,7 +74,7 @@ class HostShard:
         self._piece = None
 
 
-class Fetch:
+class Fetch(Request):
     """Copies under way to the host, as a request that is complete when they are."""
 
     def __init__(self, device: Device, event: Event) -> None:

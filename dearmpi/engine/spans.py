@@ -9,7 +9,7 @@ from types import TracebackType
 
 from torch.autograd import profiler
 
-from dearmpi.comm.api import Request
+from dearmpi.comm.api import Request, Wrapper
 from dearmpi.engine.span import Recorder, Span, Track
 from dearmpi.plan.layout import Bucket
 
@@ -88,28 +88,24 @@ class _Watch:
             self._recorder.add(self._span._replace(stop_s=time.perf_counter()))
 
 
-class _WatchedRequest:
+class _WatchedRequest(Wrapper):
     """A collective under way whose span is recorded once it is complete."""
 
     def __init__(self, request: Request, span: Span, recorder: Recorder | None) -> None:
-        self._request, self._span, self._recorder = request, span, recorder
+        super().__init__(request)
+        self._span, self._recorder = span, recorder
         self._progress_s: float | None = None
-        self._awaits_progress = hasattr(request, "num_arrived")
-        self._done = False
-        if when_posted := getattr(request, "when_posted", None):
-            when_posted(self._note_posted)
-
-    @property
-    def moved(self) -> bool:
-        """As the request's own, if it has it."""
-        return bool(getattr(self._request, "moved", False))
+        self._awaits_progress = request.num_arrived is not None
+        self._done = self._may_wait = False
+        request.when_posted(self._note_posted)
+        self._may_wait = True
 
     def test(self) -> bool:
         """As the request's own."""
         if self._done:
             return True
         self._done = self._request.test()
-        if self._awaits_progress and self._request.num_arrived:  # type: ignore[attr-defined]
+        if self._awaits_progress and self._request.num_arrived:
             self._awaits_progress = False
             self._progress_s = time.perf_counter()
         if self._done:
@@ -117,7 +113,8 @@ class _WatchedRequest:
         return self._done
 
     def _note_posted(self) -> None:
-        self._span = self._span._replace(start_s=time.perf_counter())
+        if self._may_wait:  # else its span began where posting did
+            self._span = self._span._replace(start_s=time.perf_counter())
 
     def _finish(self, now_s: float) -> None:
         with profiled(f"{self._span.name} done"):

@@ -42,7 +42,7 @@ class Wire:
 
 
 @dataclass(slots=True)
-class LateRequest:
+class LateRequest(Request):
     """A request that is complete once MPI says so and it has passed the wire."""
 
     request: Request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dearmpi.comm.api import Buffer
+from dearmpi.comm.api import Buffer, Request
 from dearmpi.comm.fake.contents import bytes_of, spoil
 from dearmpi.comm.fake.hub import FakeHub
 from dearmpi.comm.fake.letters import Route
@@ -13,7 +13,7 @@ from dearmpi.comm.shard import shard_of
 from dearmpi.errors import CommError
 
 
-class FakeRequest:
+class FakeRequest(Request):
     """One rank's view of an operation; holds the buffer until it is complete."""
 
     def __init__(
@@ -66,7 +66,7 @@ class FakeRequest:
         shard.copy_(shard_of(self._operation.result, self._rank, self._hub.size))
 
 
-class FakeReceive:
+class FakeReceive(Request):
     """A receive from one rank."""
 
     def __init__(self, hub: FakeHub, route: Route, buffer: Any) -> None:

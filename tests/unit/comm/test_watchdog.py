@@ -224,7 +224,7 @@ def test_a_rank_that_leaves_with_an_operation_of_its_own_is_told_which() -> None
     assert left in str(error)
 
 
-class Slow:
+class Slow(Request):
     """A request that is complete when it has been asked for the 50th time."""
 
     def __init__(self) -> None:

@@ -7,11 +7,12 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from dearmpi.comm.api import Request
 from dearmpi.comm.ring import Ring, Way
 from dearmpi.comm.traffic import Traffic
 
 
-class Post:
+class Post(Request):
     """A send or a receive; ``done`` once the bytes have moved."""
 
     def __init__(self, buffer: Any) -> None:

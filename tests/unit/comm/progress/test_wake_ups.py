@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from dearmpi.comm.api import Completed
+from dearmpi.comm.api import Completed, Request
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.progress import Backoff, Progress
 from tests.unit.comm.progress.works import LIMIT_S, holds, in_thread, limited
@@ -25,7 +25,7 @@ def _frequent_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-class Yielding:
+class Yielding(Request):
     """A request that lets other threads run just when it turns out to be complete."""
 
     def test(self) -> bool:
@@ -117,7 +117,7 @@ def test_who_waits_for_the_last_of_many_is_woken_once(threaded: Progress) -> Non
         looks.append(threading.get_ident())
         return len(done) == 100
 
-    class Slow:
+    class Slow(Request):
         """Complete after some polls, of which the first come once the main thread sleeps: for its
         third look it has the lock.
         """

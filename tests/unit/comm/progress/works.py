@@ -15,7 +15,7 @@ LIMIT_S = 30.0  # far beyond what any of this takes; reached only by a deadlock
 MODES: list[ProgressMode] = ["thread", "poll"]
 
 
-class Gate:
+class Gate(Request):
     """A request that the test completes by opening it."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Gate:
         return self.open
 
 
-class Broken:
+class Broken(Request):
     """A request whose test fails."""
 
     def test(self) -> bool:
