@@ -23,15 +23,20 @@ class CrossingRequest(Request):
 
     moved = False
 
-    def __init__(self, drive: Callable[[], bool], num_left: int) -> None:
+    def __init__(self, drive: Callable[[CrossingRequest], bool], num_left: int) -> None:
         self._drive = drive
         self._num_left = num_left
         self._is_posted = False
         self._calls: list[Callable[[], None]] = []
 
     def test(self) -> bool:
-        """Drive all operations of the same collectives."""
-        self.moved = bool(self._num_left) and self._drive()
+        """Drive all operations of the same collectives, if it is this one's turn."""
+        self.moved = not self.is_over and self._drive(self)
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all crossings are."""
         return not self._num_left
 
     def when_posted(self, call: Callable[[], None]) -> None:
@@ -51,7 +56,7 @@ class CrossingRequest(Request):
     def landed(self) -> bool:
         """Count a crossing that is over; True if it was the last."""
         self._num_left -= 1
-        return not self._num_left
+        return self.is_over
 
 
 class DeviceCollectives(ABC):
@@ -67,6 +72,7 @@ class DeviceCollectives(ABC):
         self.rank, self.size, self.host = collectives.rank, collectives.size, collectives.host
         self._side, self._device = side, side.device
         self._passage = Passage(window)
+        self._driver: CrossingRequest | None = None
 
     def start_reduce_scatter(
         self, buffer: Tensor, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
@@ -144,6 +150,12 @@ class DeviceCollectives(ABC):
 
     def _shards(self, buffer: Tensor) -> Tensor:
         return buffer.view(self.size, buffer.numel() // self.size)
+
+    def _drive_for(self, request: CrossingRequest) -> bool:
+        """``_drive``, once in a poll of them all: one request does it until it is over."""
+        if self._driver is None or self._driver.is_over:
+            self._driver = request
+        return self._driver is request and self._drive()
 
     def _drive(self) -> bool:
         """Whether anything moved. Raises CommError, with the device's name, if the device fails."""

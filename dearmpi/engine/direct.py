@@ -118,7 +118,7 @@ class DirectCollectives(DeviceCollectives):
 
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
         """What goes out and what comes back is MPI's affair."""
-        request = CrossingRequest(self._drive, 1)
+        request = CrossingRequest(self._drive_for, 1)
         written = AllOf(self._side.take_written(rows))
         buffer = SettledBuffer(rows.view(-1), self._device, self._stream)
         post = partial(request.post, partial(start, buffer))

@@ -37,7 +37,7 @@ class StagedCollectives(DeviceCollectives):
         """Some columns at a time."""
         columns = max(1, self._pieces.nbytes // (len(rows) * rows.element_size()))
         chunks = rows.split(columns, dim=1)
-        request = CrossingRequest(self._drive, len(chunks))
+        request = CrossingRequest(self._drive_for, len(chunks))
         written = list(self._side.take_written(rows))
         for chunk in chunks:
             crossing = self._crossing(chunk, start, out, back, request, written)

@@ -12,6 +12,7 @@ import torch
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.api import Request
 from dearmpi.comm.fake import FakeClock, FakeHub
+from dearmpi.comm.fake.request import FakeRequest
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
@@ -21,7 +22,7 @@ from dearmpi.plan.layout import ParamSpec, build_layout
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.lazy_device import HostStream, LazyDevice, put_on
 from tests.unit.engine.chain import Chain, name_of_bucket
-from tests.unit.engine.device_rank import SIZE, Rank
+from tests.unit.engine.device_rank import SIZE, WINDOW, Rank
 from tests.unit.engine.heard import Heard
 
 BUCKET = build_layout([[ParamSpec("weight", (4,))]], SIZE).buckets[0]
@@ -50,6 +51,23 @@ def test_polling_is_eager_again_once_the_device_has_come_so_far(
     late.is_open = True
     assert any(lane.advance() for _ in range(3))  # posted, but the other rank has not come yet
     assert not any(lane.advance() for _ in range(20)) and lane.in_flight
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_poll_asks_the_network_once_for_each_operation_on_it(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many wait behind it: each look takes the interpreter from computation."""
+    rank, lane = Rank(FakeHub(SIZE), 0, direct=direct), Lane("all-gather", window=WINDOW + 2)
+    for number in range(WINDOW + 2):
+        gather = partial(rank.collectives.start_all_gather, torch.ones(4))
+        lane.queue.append(Work(f"AG{number}", gather, lambda: None))
+    while lane.advance():  # until nothing moves, as the other rank does not come
+        pass
+    asked: list[FakeRequest] = []
+    monkeypatch.setattr(FakeRequest, "test", lambda self: asked.append(self))
+    assert not lane.advance() and len(lane.in_flight) == WINDOW + 2
+    assert len(asked) == len(set(asked)) == WINDOW
 
 
 @pytest.mark.parametrize("window", [1, 2])
