@@ -9,13 +9,13 @@ from dataclasses import dataclass
 class Status:
     """What a rank says of itself.
 
-    iterations, steps, exchanges: how many backprops with communication, how many steps, and how
+    backprops, steps, exchanges: how many backprops with communication, how many steps, and how
         many collective calls on the world, its main thread has begun.
     waiting: for what, or empty. in_exchange: it waits inside a collective call on the world.
     left: its program has come to its end.
     """
 
-    iterations: int
+    backprops: int
     steps: int
     exchanges: int
     waiting: str
@@ -27,10 +27,10 @@ class Status:
     def describe(self) -> str:
         """One line, without the stack."""
         if self.left:
-            return f"has ended after {self.iterations} iterations"
+            return f"has ended after {self.backprops} backprops"
         if not self.waiting:
-            return f"in iteration {self.iterations}, does not wait for communication"
-        return f"in iteration {self.iterations}, waits {self.waited_s:.0f} s for {self.waiting}"
+            return f"in backprop {self.backprops}, does not wait for communication"
+        return f"in backprop {self.backprops}, waits {self.waited_s:.0f} s for {self.waiting}"
 
     def waits_for(self, other: Status) -> bool:
         """Whether this wait certainly cannot end before ``other`` does something more.
@@ -41,4 +41,4 @@ class Status:
             return False
         if self.in_exchange:
             return other.exchanges < self.exchanges
-        return (other.iterations, other.steps) < (self.iterations, self.steps)
+        return (other.backprops, other.steps) < (self.backprops, self.steps)

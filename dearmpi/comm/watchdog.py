@@ -2,7 +2,7 @@
 
 A rank whose wait exceeds the warning limit asks all others, whose driving threads answer even
 while their main threads compute, load data, or wait for something else. The report names, for
-every rank, its host, its iteration, what it waits for, and its Python stack. If the wait can never
+every rank, its host, its backprop, what it waits for, and its Python stack. If the wait can never
 end, because another rank has left or waits for this one in turn, it ends with a StallError.
 """
 
@@ -70,7 +70,7 @@ class Watchdog:
         self._messenger = messenger
         self._rank, self._size, self._limits = rank, size, limits
         self._main = threading.current_thread().ident
-        self._iterations = self._steps = self._exchanges = 0
+        self._backprops = self._steps = self._exchanges = 0
         self._in_exchange = self._left = False
         self._waiting = ""
         self._since = self._looked_at = 0.0
@@ -84,9 +84,9 @@ class Watchdog:
         self._sends: list[Request] = []
         self._tended_at = 0.0
 
-    def begin_iteration(self) -> None:
+    def begin_backprop(self) -> None:
         """The main thread has begun a backprop with communication."""
-        self._iterations += 1
+        self._backprops += 1
 
     def begin_step(self) -> None:
         """The main thread has begun a step."""
@@ -218,7 +218,7 @@ class Watchdog:
             in_exchange=self._in_exchange,
             exchanges=self._exchanges,
             steps=self._steps,
-            iterations=self._iterations,
+            backprops=self._backprops,
             stack=self._stack(),
         )
 
@@ -232,7 +232,7 @@ class Watchdog:
     def _handle(self, sender: int, data: bytes) -> None:
         message = json.loads(data)
         if "ask" in message:
-            # One report is enough, if it is of one that still waits for an iteration.
+            # One report is enough, but of one that still trains, if this rank does.
             if sender < self._rank and (self._left or not message.get("left")):
                 self._spared_at = time.monotonic()
             self._send({"status": asdict(self.status()), "to": message["ask"]}, sender)

@@ -187,9 +187,9 @@ class World:
 
         self._channel.run("a call on the driving thread", start)
 
-    def begin_iteration(self) -> None:
+    def begin_backprop(self) -> None:
         """A backprop with communication begins; ranks that wait in vain tell each other which."""
-        self._watchdog.begin_iteration()
+        self._watchdog.begin_backprop()
 
     def begin_step(self) -> None:
         """A step begins, which the parameters after it wait for on all ranks."""

@@ -127,7 +127,7 @@ class Backprop:
         if self._joining.is_open and not joined:
             self._joining.attend(True)
         self._pipeline.tell_replicas()
-        self._world.begin_iteration()
+        self._world.begin_backprop()
         active = set()
         for bucket in self._buckets:
             bucket.check_storage()
@@ -164,7 +164,7 @@ class Backprop:
         if self._eager:
             raise refusal.second_backprop()
         self.wait_reduced()
-        self._world.begin_iteration()
+        self._world.begin_backprop()
         for index in self._cycle.active:
             self._side.keep(self._buckets[index].reopen())
         self._pipeline.num_reduced += 1

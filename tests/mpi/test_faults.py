@@ -192,7 +192,7 @@ def test_one_rank_killed_from_outside_ends_the_job_in_time(script: Path) -> None
     [
         ("freeze", "rank 2 on {host}: does not answer (stopped, or its host is)"),
         ("load", "read_a_batch_that_never_comes"),
-        ("leave", "rank 2 has ended after 5 iterations"),
+        ("leave", "rank 2 has ended after 5 backprops"),
     ],
 )
 def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_job(
@@ -227,8 +227,8 @@ def test_a_rank_that_takes_a_step_too_many_does_not_end_as_if_all_were_well(scri
     script.write_text(LONGER_SCRIPT)
     ended, seconds = run(script, "longer")
     assert ended.returncode in (8, signal.SIGKILL), ended.output
-    assert "rank 1 in iteration 4, waits" in ended.output
-    assert "has ended after 3 iterations" in ended.output
+    assert "rank 1 in backprop 4, waits" in ended.output
+    assert "has ended after 3 backprops" in ended.output
     named = f"every rank has joined these operations of rank 1 on {socket.gethostname()}: RS0"
     assert named in ended.output
     assert seconds < 8.0 + END_S and ended.left_over == 0

@@ -51,10 +51,10 @@ def run_with_limits(size: int, function, limits: StallLimits = LIMITS) -> list[o
     return outcomes
 
 
-def test_a_rank_that_has_ended_is_named_with_both_iteration_counts() -> None:
+def test_a_rank_that_has_ended_is_named_with_both_counts() -> None:
     def train(world: World) -> None:
         for _ in range(2 + world.rank):
-            world.begin_iteration()
+            world.begin_backprop()
         if world.rank == 0:
             world.leave()
         else:
@@ -64,18 +64,18 @@ def test_a_rank_that_has_ended_is_named_with_both_iteration_counts() -> None:
     outcomes = run_with_limits(2, train)
     error = outcomes[1]
     assert isinstance(error, StallError)
-    assert "rank 1 in iteration 3" in str(error)
-    assert "rank 0 has ended after 2 iterations" in str(error)
+    assert "rank 1 in backprop 3" in str(error)
+    assert "rank 0 has ended after 2 backprops" in str(error)
     assert "unequal numbers of batches" in str(error)
 
 
 def test_two_ranks_that_wait_for_each_other_are_told_so() -> None:
     def train(world: World) -> None:
-        world.begin_iteration()
+        world.begin_backprop()
         if world.rank == 0:
             world.all_reduce([1.0])
         else:
-            world.begin_iteration()
+            world.begin_backprop()
             world.progress.wait_until(threading.Event().is_set, what="RS0")
 
     limits = StallLimits(warning_s=0.3, abort_s=8.0)
@@ -96,15 +96,15 @@ def test_a_slow_rank_is_reported_and_waited_for(
     monkeypatch.setattr(last_words, "say", report)
 
     def train(world: World) -> float:
-        world.begin_iteration()
+        world.begin_backprop()
         if world.rank == 1:
             assert release.wait(timeout=30)
         return world.all_reduce([1.0])[0]
 
     assert run_with_limits(2, train) == [2.0, 2.0]
     told = capfd.readouterr().err
-    assert "rank 0 on fakehost: in iteration 1, waits" in told
-    assert "rank 1 on fakehost: in iteration 1, does not wait for communication" in told
+    assert "rank 0 on fakehost: in backprop 1, waits" in told
+    assert "rank 1 on fakehost: in backprop 1, does not wait for communication" in told
     assert "test_watchdog.py" in told  # the stack of the rank that is waited for
 
 
@@ -123,10 +123,10 @@ def test_a_wait_is_given_up_at_the_limit_and_a_silent_rank_is_called_silent() ->
 
 
 def test_a_wait_for_a_transfer_that_others_also_wait_for_is_not_hopeless() -> None:
-    def status(iterations: int, **changes: object) -> Status:
+    def status(backprops: int, **changes: object) -> Status:
         values: dict[str, object] = {
-            "iterations": iterations,
-            "steps": iterations - 1,
+            "backprops": backprops,
+            "steps": backprops - 1,
             "exchanges": 1,
             "waiting": "AG0",
             "waited_s": 9.0,
@@ -153,7 +153,7 @@ def test_an_exchange_that_a_rank_has_left_out_is_no_farewell() -> None:
     """As where rank 0 alone saves a state that all must gather, in its program's last line."""
 
     def save(world: World) -> list[float]:
-        world.begin_iteration()
+        world.begin_backprop()
         if world.rank == 0:
             return world.all_reduce([5.0], "max")
         world.leave()
@@ -161,7 +161,7 @@ def test_an_exchange_that_a_rank_has_left_out_is_no_farewell() -> None:
 
     error = run_with_limits(2, save, StallLimits(warning_s=0.3, abort_s=20.0))[0]
     assert isinstance(error, StallError)
-    assert "rank 1 has ended after 1 iterations" in str(error)
+    assert "rank 1 has ended after 1 backprops" in str(error)
 
 
 def test_a_rank_at_its_end_waits_for_those_that_work_on(capfd: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +177,7 @@ def test_a_rank_at_its_end_waits_for_those_that_work_on(capfd: pytest.CaptureFix
     told = capfd.readouterr().err
     # Whoever has asked later leaves the report to the other, if its question was not on its way.
     assert told.count("for the end of the other ranks' programs; the ranks say:") in (1, 2)
-    assert "rank 0 on fakehost: in iteration 0, does not wait for communication" in told
+    assert "rank 0 on fakehost: in backprop 0, does not wait for communication" in told
 
 
 def test_a_rank_at_its_end_gives_up_those_that_are_silent() -> None:
@@ -209,7 +209,7 @@ def test_a_rank_that_leaves_with_an_operation_of_its_own_is_told_which() -> None
     def train(world: World) -> None:
         channel = world.open_channel("reduce-scatter", window=1)
         for step in range(2 + world.rank):
-            world.begin_iteration()
+            world.begin_backprop()
             buffer = HostBuffer(np.zeros(2))
             channel.submit(f"RS{step}", partial(_start_reduce, buffer))
         world.leave()
@@ -219,7 +219,7 @@ def test_a_rank_that_leaves_with_an_operation_of_its_own_is_told_which() -> None
 
     error = run_with_limits(2, train)[1]
     assert isinstance(error, StallError)
-    assert "rank 0 has ended after 2 iterations" in str(error)
+    assert "rank 0 has ended after 2 backprops" in str(error)
     left = "every rank has joined these operations of rank 1 on fakehost: RS2 (reduce-scatter lane)"
     assert left in str(error)
 

@@ -61,7 +61,7 @@ def test_a_rank_that_leaves_before_its_step_is_named() -> None:
         training.optimizer.step()
         training.optimizer.synchronize()
 
-    with pytest.raises(StallError, match="but rank 1 has ended after 2 iterations") as caught:
+    with pytest.raises(StallError, match="but rank 1 has ended after 2 backprops") as caught:
         run_ranks(2, train)
     assert "which have taken 2 and 1 steps, have unequal numbers of batches" in str(caught.value)
 
