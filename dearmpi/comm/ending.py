@@ -34,6 +34,14 @@ def leave(world: World, deadline: Deadline | None) -> None:
     """At the end of the program: a rank that is still waited for must not vanish quietly."""
     if world.is_closed:
         return  # nobody has waited for the others, which may have work left to do
+    if _is_finalized():
+        last_words.say(
+            f"[rank {world.rank} on {world.host}] the program has called MPI.Finalize() beside the "
+            "thread that drives communication, which MPI may punish by ending the process; leave "
+            "it out, since MPI ends by itself, or call world.leave() on every rank before"
+        )
+        world.close()
+        return
     try:
         world.leave()
         if deadline is not None:
@@ -44,6 +52,15 @@ def leave(world: World, deadline: Deadline | None) -> None:
     except CommError as error:
         last_words.say(f"[rank {world.rank} on {world.host}] {error}")
         world.abort(error.exit_code)
+
+
+def _is_finalized() -> bool:
+    """Whether the program has ended MPI."""
+    if "mpi4py.MPI" not in sys.modules:  # it may not be installed
+        return False
+    from dearmpi.comm import mpi
+
+    return mpi.is_finalized()
 
 
 def abort_on_exception(world: World) -> None:

@@ -117,6 +117,8 @@ class MpiCollectives(Algorithms):
 
     def receive_message(self) -> tuple[int, bytes] | None:
         """The next such message that has arrived, with its sender."""
+        if MPI.Is_finalized():  # by the program, while the driving thread looks on
+            return None
         status = MPI.Status()
         message = self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)
         if message is None:
@@ -213,6 +215,11 @@ def finalize() -> None:
     code = ctypes.CDLL(MPI.__file__).MPI_Finalize()
     if code:
         raise CommError(f"MPI_Finalize failed with code {code}")
+
+
+def is_finalized() -> bool:
+    """Whether MPI has ended, so that any call would end this process."""
+    return bool(MPI.Is_finalized())
 
 
 def _finalize_only_in(process: int) -> None:

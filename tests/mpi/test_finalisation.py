@@ -54,6 +54,26 @@ if how == "closed":
     world.close()
 """
 
+BY_ITSELF = """
+import sys, threading
+import dearmpi
+from dearmpi.comm import progress, watchdog
+
+world = dearmpi.connect()
+world.barrier()
+if "leaves" in sys.argv:
+    world.leave()
+
+from mpi4py import MPI
+
+MPI.Finalize()
+if "looks on" in sys.argv:  # as while the script draws its pictures
+    progress._WAKE_S, watchdog._TEND_S = 0.01, 0.0  # not before: it must not look meanwhile
+    looked, tend = threading.Semaphore(0), world._watchdog.tend
+    world._watchdog.tend = lambda: (tend(), looked.release())
+    assert all(looked.acquire(timeout=30.0) for _ in range(3))
+"""
+
 
 def run(script: str, *arguments: str, folder: Path, ranks: int = 2) -> Ended:
     path = folder / "script.py"
@@ -88,3 +108,12 @@ def test_mpi_is_finalised_by_whoever_has_started_it(
     ended = run(WHO, how, folder=tmp_path, ranks=ranks)
     assert ended.returncode == 0, ended.output
     assert ended.output.splitlines().count(said) == ranks, ended.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["ends", "looks on", "leaves"])
+def test_a_script_that_ends_mpi_by_itself_ends_well(how: str, ranks: int, tmp_path: Path) -> None:
+    ended = run(BY_ITSELF, how, folder=tmp_path, ranks=ranks)
+    assert ended.returncode == 0, ended.output
+    told = ended.output.count("the program has called MPI.Finalize()")
+    assert told == (0 if how == "leaves" else ranks), ended.output
