@@ -21,9 +21,10 @@ from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError
 
 # An idle poller yields a few times, then sleeps for a share of the time it has already waited: what
-# the last sleep adds to a wait stays in proportion to it.
+# the last sleep adds to a wait stays in proportion to it, and so does what the last sleeps of all
+# ranks do that wait in a row, as those of a ring.
 _NUM_YIELDS = 3
-_SLEEP_SHARE = 0.05
+_SLEEP_SHARE, _SHARE_OF_ALL = 0.05, 0.15
 _LEAST_SLEEP_S = 20e-6
 _MOST_SLEEP_S = 1e-3
 _NICENESS = 5  # of the driving thread
@@ -31,9 +32,13 @@ _WAKE_S = 0.5  # a waiting main thread looks up this often, for signals and fail
 
 
 class Backoff:
-    """How long to sleep between polls that found nothing."""
+    """How long to sleep between polls that found nothing.
 
-    def __init__(self) -> None:
+    num_hops: how many ranks wait in a row for what each of them passes on.
+    """
+
+    def __init__(self, num_hops: int = 1) -> None:
+        self._num_hops = num_hops
         self.reset()
 
     def reset(self) -> None:
@@ -47,7 +52,8 @@ class Backoff:
         if self._num_idle <= _NUM_YIELDS:
             return 0.0
         waited = time.perf_counter() - self._since
-        return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, waited * _SLEEP_SHARE))
+        share = min(_SLEEP_SHARE, _SHARE_OF_ALL / self._num_hops)
+        return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, waited * share))
 
 
 def yield_to_computation() -> None:
@@ -69,9 +75,13 @@ class Progress:
     around: what lanes are driven in, on whichever thread.
     """
 
-    def __init__(self, mode: ProgressMode, *, origin: str) -> None:
-        """``origin`` names this process in errors, such as ``rank 3 on n7``."""
+    def __init__(self, mode: ProgressMode, *, origin: str, num_hops: int = 1) -> None:
+        """``origin`` names this process in errors, such as ``rank 3 on n7``.
+
+        num_hops: of a ring over all ranks.
+        """
         self.mode = mode
+        self._num_hops = num_hops
         self._origin = origin
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
@@ -152,7 +162,7 @@ class Progress:
             watchdog.begin_wait(what)
         try:
             wait = self._poll_once if self.mode == "poll" else self._sleep_until_changed
-            backoff = Backoff()
+            backoff = Backoff(self._num_hops)
             while not ready():
                 self.raise_failure()
                 if self._closing:
@@ -274,7 +284,7 @@ class Progress:
 
     def _run(self) -> None:
         yield_to_computation()
-        backoff = Backoff()
+        backoff = Backoff(self._num_hops)
         while not self._closing and self._failure is None:
             if self._advance():
                 self.notify()

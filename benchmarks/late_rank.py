@@ -1,0 +1,82 @@
+"""What does a ring take once its last rank has come, and what do those who waited spend on it?
+
+Usage: mpirun -n 8 python benchmarks/late_rank.py [ROUNDS]
+
+Rank 0 comes late to a reduce-scatter of a small bucket. Prints medians over rounds: the time from
+then to its end there, and of each other rank's driving thread the CPU time and how often it slept;
+with sleeps between polls that are shared out among the hops of the ring, and with sleeps that each
+rank takes as if it waited alone, taking turns.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections import defaultdict
+
+import numpy as np
+
+from dearmpi.comm import progress
+from dearmpi.comm.channel import Channel
+from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.world import World, connect
+
+_LATE_S = (0.0, 0.005, 0.02, 0.1)
+_SHARD_NUMEL = 8192
+_SHARE_OF_ALL = progress._SHARE_OF_ALL
+
+
+def main() -> None:
+    num_rounds = int([*sys.argv[1:], "20"][0])
+    world = connect()
+    channel = world.open_channel("trial", window=1)
+    rows: dict[tuple[float, bool], list[list[float]]] = defaultdict(list)
+    for _ in range(num_rounds):
+        for late_s in _LATE_S:
+            for shared in (True, False):
+                progress._SHARE_OF_ALL = _SHARE_OF_ALL if shared else float("inf")
+                rows[late_s, shared].append(one_round(world, channel, late_s))
+    if world.is_root:
+        print("late by  sleeps  to the end  CPU time  sleeps")
+        for (late_s, shared), row in rows.items():
+            took_s, cpu_s, num_sleeps = (statistics.median(part) for part in zip(*row, strict=True))
+            kind = "shared" if shared else "alone"
+            print(
+                f"{late_s * 1e3:4.0f} ms  {kind:6s}  {took_s * 1e3:7.2f} ms  "
+                f"{cpu_s * 1e3:5.2f} ms  {num_sleeps:6.0f}"
+            )
+    channel.close()
+
+
+def one_round(world: World, channel: Channel, late_s: float) -> list[float]:
+    """Seconds from the last rank's coming to its end; the others' mean CPU time and sleeps."""
+    buffer = HostBuffer(np.zeros(world.size * _SHARD_NUMEL, dtype=np.float32))
+    world.barrier()
+    before = spent(world)
+    if world.is_root:
+        time.sleep(late_s)
+    begin_s = time.perf_counter()
+    channel.run("RS", lambda collectives: collectives.start_reduce_scatter(buffer, "ring"))
+    took_s = time.perf_counter() - begin_s
+    after = spent(world)
+    own = [0.0, 0.0] if world.is_root else [b - a for a, b in zip(before, after, strict=True)]
+    total = world.all_reduce([took_s if world.is_root else 0.0, *own])
+    return [total[0], *(value / max(1, world.size - 1) for value in total[1:])]
+
+
+def spent(world: World) -> list[float]:
+    """CPU seconds and sleeps of the driving thread since its start."""
+    found: list[float] = []
+
+    def look() -> None:
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+        found.extend([usage.ru_utime + usage.ru_stime, usage.ru_nvcsw])
+
+    world.on_driving_thread(look)
+    return found
+
+
+if __name__ == "__main__":
+    main()
