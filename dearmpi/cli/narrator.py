@@ -16,6 +16,7 @@ from dearmpi.report.pace import Pace
 from dearmpi.report.straggler import WORTH, SlowRanks, Stragglers, name_ranks
 from dearmpi.report.unit import count_text
 from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch
+from dearmpi.train.device import DeviceChoice
 from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.metrics import MetricsLog, MetricsRow
 from dearmpi.train.outcome import Outcome
@@ -174,7 +175,9 @@ def describe_stragglers(slow: Stragglers, hosts: Sequence[str]) -> str:
     )
 
 
-def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
+def describe_start(
+    job: Job, threads: ThreadChoice, device: DeviceChoice, folder: Path
+) -> list[str]:
     """What runs, where and with what."""
     settings, task, world = job.settings, job.task, job.world
     num_hosts = len(set(world.hosts))
@@ -182,12 +185,11 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
     lines = [
         f"{task.name} on {count_text(world.size, 'rank')}, {count_text(num_hosts, 'host')}; torch "
         f"threads per rank: {threads.count} ({threads.reason})",
+        _describe_device(job, device),
         *task.notes,
         f"model: {num_parameters:,} parameters; {settings.optimizer}, lr {settings.lr:g}, "
         f"{settings.lr_schedule}; {settings.precision}",
     ]
-    if world.size > 1 and job.device.type != "cpu":
-        lines.append(f"tensors on {job.device}, to MPI {job.optimizer.way_to_mpi}")
     if world.size > 1:
         num_buckets = len(job.optimizer.layout)
         lines.append(
@@ -201,6 +203,14 @@ def describe_start(job: Job, threads: ThreadChoice, folder: Path) -> list[str]:
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}")
     return [*lines, f"run folder: {folder}"]
+
+
+def _describe_device(job: Job, device: DeviceChoice) -> str:
+    """Where rank 0's tensors are, and why; told of a host too, on which a GPU may lie idle."""
+    said = f"tensors on {device.device}: {device.reason}"
+    if job.world.size > 1 and device.device.type != "cpu":
+        said += f"; to MPI {job.optimizer.way_to_mpi}"
+    return said
 
 
 def _describe_length(job: Job) -> str:

@@ -43,7 +43,7 @@ def _run(
     world, job = session.job.world, session.job
     with together(world):
         log.open(folder.log(world.rank), session.describe_rank())
-    console.say_all(describe_start(job, session.threads, folder.path))
+    console.say_all(describe_start(job, session.threads, session.device, folder.path))
     outcome = _train(session, folder, console, stop)
     console.say_all(describe_outcome(job, outcome, folder.path))
     if outcome.stopped:

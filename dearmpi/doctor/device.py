@@ -16,18 +16,31 @@ def judge_devices(ranks: Sequence[RankFacts], verdicts: Sequence[Verdict]) -> Fi
     """verdicts: of rank 0's host; none where it has no device."""
     without = [rank for rank in ranks if not rank.devices]
     if len(without) == len(ranks):
-        return ok("cuda", "no device; tensors are on the host")
+        return _explain_none(ranks)
     if without:
+        rank = without[0]
         return warn(
             "cuda",
-            f"rank {without[0].rank} on {without[0].host} sees no device, but others do",
-            cure="check nvidia-smi and CUDA_VISIBLE_DEVICES there, or leave the host out",
+            f"rank {rank.rank} on {rank.host} {rank.gpus.describe()}, but others can use theirs",
+            cure=f"{rank.gpus.cure}, or leave the host out",
         )
     kinds = Counter(name for rank in ranks for name in set(rank.devices))
     said = f"{len(ranks[0].devices)} on {ranks[0].host}: {', '.join(kinds)}"
     num_hosts = len({rank.host for rank in ranks})
     way = choose_way("auto", EngineConfig().reduce_scatter, verdicts, num_hosts=num_hosts)
     return ok("cuda", f"{said}\n{_describe_verdicts(verdicts)}\ncuda_buffers auto: {way}")
+
+
+def _explain_none(ranks: Sequence[RankFacts]) -> Finding:
+    """All is well only where no host has any: one that lies idle is seldom meant to."""
+    for rank in ranks:
+        if rank.gpus.num_counted or rank.gpus.num_shown:
+            return warn(
+                "cuda",
+                f"rank {rank.rank} on {rank.host} {rank.gpus.describe()}; tensors are on the host",
+                cure=rank.gpus.cure,
+            )
+    return ok("cuda", "no device; tensors are on the host")
 
 
 def _describe_verdicts(verdicts: Sequence[Verdict]) -> str:

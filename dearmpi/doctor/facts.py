@@ -16,6 +16,7 @@ import torch
 import dearmpi
 from dearmpi.comm.world import World
 from dearmpi.train.threads import choose_threads
+from dearmpi.train.visible_gpus import VisibleGpus, look_for_gpus
 
 PACKAGES = ("torch", "numpy", "mpi4py", "safetensors", "PyYAML")
 MISSING = "missing"  # in place of a version
@@ -37,7 +38,8 @@ class RankFacts:
     cores: those it may run on. quota: cores' worth of time that its container may use; None for no
     limit. threads: torch's, as ``dear-train run`` would choose them, and why. script_threads: those
     that a script begins with, which nobody chooses for.
-    devices: names of its CUDA devices. infiniband: names of its host's adapters.
+    devices: names of the CUDA devices that it can use; gpus: where there are none, why.
+    infiniband: names of its host's adapters.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class RankFacts:
     script_threads: int
     versions: Mapping[str, str]
     devices: tuple[str, ...]
+    gpus: VisibleGpus
     infiniband: tuple[str, ...]
     start_method: str
     environment: Mapping[str, str]
@@ -70,6 +73,7 @@ def gather_facts(world: World) -> list[RankFacts]:
         script_threads=script_threads,
         versions=own_versions(),
         devices=cuda_devices(),
+        gpus=look_for_gpus(),
         infiniband=tuple(sorted(os.listdir(_INFINIBAND))) if _INFINIBAND.is_dir() else (),
         # The first is the default; asking for the one in use would settle it.
         start_method=multiprocessing.get_all_start_methods()[0],
@@ -103,10 +107,9 @@ def installed_version(distribution: str) -> str | None:
 
 
 def cuda_devices() -> tuple[str, ...]:
-    """The names of the CUDA devices that this process sees."""
-    if not torch.cuda.is_available():
-        return ()
-    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    """The names of the CUDA devices that this process can use."""
+    num_usable = look_for_gpus().num_usable
+    return tuple(torch.cuda.get_device_name(index) for index in range(num_usable))
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
@@ -119,4 +122,5 @@ def _read(text: str) -> RankFacts:
     plain = json.loads(text)
     for name in ("cores", "devices", "infiniband"):
         plain[name] = tuple(plain[name])
+    plain["gpus"] = VisibleGpus(**plain["gpus"])
     return RankFacts(**plain)

@@ -80,8 +80,8 @@ class Session:
     def notes(self) -> list[str]:
         """What people should know before it starts."""
         untraced = [f"nothing is recorded: {self.untraced}"] if self.untraced else []
-        told = [*self.place.notes, *self.threads.warnings, *self.job.curve.notes]
-        return told + untraced
+        crowded = [*self.threads.warnings, *self.device.warnings]
+        return [*self.place.notes, *crowded, *self.job.curve.notes, *untraced]
 
     def describe_rank(self) -> str:
         """One line about this rank."""

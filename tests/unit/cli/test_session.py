@@ -20,6 +20,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
 from dearmpi.train import checkpoint, session, tally
 from dearmpi.train.agreement import AgreedError
+from dearmpi.train.device import DeviceChoice
 from dearmpi.train.session import open_session
 from dearmpi.train.sources import make_source
 from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
@@ -103,6 +104,7 @@ def test_the_console_tells_the_story(
     run(alone, task_file, name="a", log_interval="3")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("line on 1 rank")
+    assert lines[1].startswith("tensors on ")  # also of a host, on which a GPU may lie idle
     assert "a note of the task" in lines
     (third,) = [line for line in lines if line.startswith("step 3/6")]
     assert "percent " in third and "lr 0.25" in third and "points/s" in third
@@ -110,6 +112,18 @@ def test_the_console_tells_the_story(
     assert "percent in training: " in summary[1] and " -> " in summary[1]
     assert summary[2].startswith("percent on 5 held-out samples: ")
     assert summary[-2:] == [f"run folder: {task_file.parent / 'runs' / 'a'}", "a closing line"]
+
+
+def test_ranks_that_share_a_device_are_told_of_on_the_console(
+    alone: World,
+    task_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choice = DeviceChoice(torch.device("cpu"), "as asked", ("warning: ranks on n0: 2",))
+    monkeypatch.setattr(session, "choose_device", lambda world, asked: choice)
+    run(alone, task_file, name="a")
+    assert "warning: ranks on n0: 2" in capsys.readouterr().out.splitlines()
 
 
 def test_a_batch_larger_than_the_data_and_a_single_row_are_told_as_they_are(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dearmpi.doctor.facts import RankFacts
+from dearmpi.train.visible_gpus import VisibleGpus
 
 
 def rank(number: int = 0, **changes: Any) -> RankFacts:
@@ -19,6 +20,7 @@ def rank(number: int = 0, **changes: Any) -> RankFacts:
         "script_threads": 1,
         "versions": {"python": "3.12.1", "torch": "2.13.0"},
         "devices": (),
+        "gpus": VisibleGpus(0, reason="CUDA_VISIBLE_DEVICES is not set", cure="see nvidia-smi"),
         "infiniband": (),
         "start_method": "fork",
         "environment": {},

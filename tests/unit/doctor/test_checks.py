@@ -19,6 +19,7 @@ from dearmpi.doctor.network import Link, Network, judge_network, judge_overlap
 from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
 from dearmpi.doctor.tcp import algorithms_in_use, judge_tcp
 from dearmpi.doctor.transport import judge_transport
+from dearmpi.train.visible_gpus import VisibleGpus
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.unit.doctor.ranks import rank
 
@@ -284,6 +285,14 @@ def test_devices_are_named_with_what_mpi_does_on_their_memory() -> None:
 def test_a_rank_without_device_among_others_is_a_warning() -> None:
     ranks = [rank(0, devices=("H200",)), rank(1, host="n1")]
     check(judge_devices(ranks, ()), "warn", "rank 1 on n1", "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    "gpus", [VisibleGpus(0, 4, 0, "why", "how"), VisibleGpus(0, 0, 4, "why", "how")]
+)
+def test_gpus_that_torch_cannot_use_are_a_warning(gpus: VisibleGpus) -> None:
+    ranks = [rank(0), rank(1, host="n1", gpus=gpus)]
+    check(judge_devices(ranks, ()), "warn", "rank 1 on n1", "4 GPUs", "(why)", "how")
 
 
 @pytest.mark.parametrize(
