@@ -18,6 +18,7 @@ from dearmpi.cli.rank_log import rank_log
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
+    from dearmpi.train.settings import RunSettings
 
 _STANDARD_OUTPUT = Path("-")
 
@@ -26,10 +27,8 @@ _STANDARD_OUTPUT = Path("-")
 @click.option(
     "--run-folder",
     type=click.Path(path_type=Path),
-    default=Path("runs"),
-    show_default=True,
     metavar="ROOT",
-    help="the folder in which runs are to be kept",
+    help="the folder in which runs are to be kept; default: that of dear-train run",
 )
 @click.option(
     "--json",
@@ -38,7 +37,7 @@ _STANDARD_OUTPUT = Path("-")
     metavar="FILE",
     help="write everything there, for a bug report; - prints it instead of the lines",
 )
-def doctor(run_folder: Path, json_path: Path | None) -> int:
+def doctor(run_folder: Path | None, json_path: Path | None) -> int:
     """Check what training stands on, and say what cures what is wrong:
 
     \b
@@ -46,13 +45,12 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
       mpirun -n 4 dear-train doctor
 
     Start it as training is to be started. It looks at MPI, launcher, cores, devices, network and
-    disk, and takes a few seconds. Exit code: 0 unless a check fails; then the one that `dear-train
-    run` would end with.
+    disk, with the run folder and threads that `dear-train run` would take, for a few seconds.
+    Exit code: 0 unless a check fails; then the one that `dear-train run` would end with.
     """
     from dearmpi.doctor.finding import describe, exit_code, summarize
 
-    speaks = is_first_process() and json_path != _STANDARD_OUTPUT
-    console = Console(speaks=speaks, needed=True)
+    console = Console(speaks=is_first_process() and json_path != _STANDARD_OUTPUT, needed=True)
     try:
         import_module("dearmpi.cli.session")  # all that a run needs
         from dearmpi.doctor.examination import Examination, examine, probe_devices
@@ -67,7 +65,8 @@ def doctor(run_folder: Path, json_path: Path | None) -> int:
         try:
             _check_place(world, json_path)
             try:
-                examine(examination, world, joined=joined, verdicts=verdicts, folder=run_folder)
+                settings = _read_settings(world, run_folder)
+                examine(examination, world, settings, joined=joined, verdicts=verdicts)
                 console.say("", summarize(examination.findings))
             except BaseException as error:  # also where somebody has lost patience
                 examination.error = str(error) or type(error).__name__  # a bug report needs it most
@@ -87,6 +86,20 @@ def _check_place(world: World, path: Path | None) -> None:
     with together(world, root_only=True):
         if is_first_process() and path != _STANDARD_OUTPUT:
             check_writable(path)
+
+
+def _read_settings(world: World, run_folder: Path | None) -> RunSettings:
+    """Those that ``dear-train run`` would begin with, beside this flag (collective).
+
+    Raises AgreedError where it would refuse the environment, or the file that is named there.
+    """
+    from dearmpi.cli.run import read_sources
+    from dearmpi.train.agreement import together
+    from dearmpi.train.sources import CONFIG_VARIABLE, before_task
+
+    given = {} if run_folder is None else {"run_folder": str(run_folder)}
+    with together(world):
+        return before_task(read_sources(given, os.environ, os.environ.get(CONFIG_VARIABLE) or None))
 
 
 def _tell_broken_packages(error: Exception, console: Console, json_path: Path | None) -> int:

@@ -10,6 +10,8 @@ from dearmpi.doctor.finding import Finding, ok, warn
 from dearmpi.report.unit import count_text
 from dearmpi.train.threads import HostCores, RankCores, by_host
 
+_OWN_THREADS = "DEAR_TRAIN_THREADS"  # which wins over OMP_NUM_THREADS
+
 
 def judge_cores(ranks: Sequence[RankFacts]) -> Finding:
     """Threads against cores on every host; the first host with too few is named."""
@@ -41,12 +43,13 @@ def _judge_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
         )
     if host.num_threads > host.num_cores:
         each = max(1, host.num_cores // host.num_ranks)
+        name = _OWN_THREADS if _OWN_THREADS in ranks[0].environment else "OMP_NUM_THREADS"
         return warn(
             "cores",
             f"{host.num_threads} torch threads of {count_text(host.num_ranks, 'rank')} on "
             f"{host.name} want {count_text(host.num_cores, 'core')} "
             f"(threads {ranks[0].threads_reason})",
-            cure=f"set OMP_NUM_THREADS={each}, or leave it unset",
+            cure=f"set {name}={each}, or leave it unset",
         )
     quota = min((rank.quota for rank in ranks if rank.quota is not None), default=None)
     if quota is not None and quota < host.num_threads:

@@ -27,6 +27,7 @@ from dearmpi.doctor.network import (
 from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
 from dearmpi.doctor.tcp import gather_algorithms, judge_tcp
 from dearmpi.doctor.transport import judge_transport
+from dearmpi.train.settings import RunSettings
 from dearmpi.tune.device_probe import Verdict, probe, share_verdicts
 
 
@@ -83,14 +84,15 @@ def probe_devices() -> tuple[Verdict, ...]:
 def examine(
     examination: Examination,
     world: World,
+    settings: RunSettings,
     *,
     joined: bool,
     verdicts: Sequence[Verdict],
-    folder: Path,
 ) -> None:
     """Run all checks (collective). All ranks get the same findings.
 
-    joined: whether the ranks that were launched are this world. verdicts: of rank 0's probe.
+    settings: those that ``dear-train run`` would begin with. joined: whether the ranks that were
+    launched are this world. verdicts: of rank 0's probe.
     """
     note = examination.note
     library, reason = launch.find_library()
@@ -99,7 +101,7 @@ def examine(
     note(launch.judge_launch(world.hosts, library, joined=joined))
     if library is not None:
         note(launch.judge_thread_level(library))
-    ranks = examination.ranks = gather_facts(world)
+    ranks = examination.ranks = gather_facts(world, threads_asked=settings.threads)
     note(judge_software(ranks))
     note(judge_extras())
     note(judge_cores(ranks))
@@ -109,7 +111,7 @@ def examine(
     note(judge_transport(os.environ, infiniband, crowded=is_crowded(ranks)))
     _examine_network(examination, world)
     note(judge_workers(ranks[0].start_method, infiniband, os.environ))
-    examination.folder = try_folder(world, folder)
+    examination.folder = try_folder(world, Path(settings.run_folder))
     note(judge_folder(examination.folder))
 
 

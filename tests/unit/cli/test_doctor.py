@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dearmpi.comm
 from dearmpi.cli.main import main
@@ -58,6 +59,29 @@ def test_everything_can_be_had_as_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith("[ok]   mpi")
     again = json.loads((tmp_path / "doctor.json").read_text())
     assert again["ranks"][0]["versions"] == plain["ranks"][0]["versions"]
+
+
+@pytest.mark.usefixtures("_mpi")
+def test_folder_and_threads_are_those_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    for name in ("runs", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("DEAR_TRAIN_RUN_FOLDER", str(tmp_path / "runs"))
+    monkeypatch.setenv("DEAR_TRAIN_THREADS", "3")
+    assert main(["doctor", "--json", "-"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["ranks"][0]["threads"] == 3
+    assert any(str(tmp_path / "runs") in finding["said"] for finding in plain["findings"])
+    assert examine(tmp_path / "other") == 0  # the flag wins, as there
+    assert str(tmp_path / "other") in capsys.readouterr().out
+    monkeypatch.setenv("DEAR_TRAIN_RUN_FOLDR", "x")
+    assert main(["doctor", "--json", "-"]) == 2
+    captured = capsys.readouterr()
+    assert "DEAR_TRAIN_RUN_FOLDR is no setting" in captured.err
+    assert "DEAR_TRAIN_RUN_FOLDR" in json.loads(captured.out)["error"]
 
 
 @pytest.mark.usefixtures("_mpi")

@@ -134,6 +134,11 @@ def test_ranks_are_counted_by_host() -> None:
         ([rank(0, cores=(0,)), rank(1, cores=(1,))], "ok", ["rank 1: cores 1, threads 1"]),
         ([rank(i, cores=(0, 1)) for i in range(3)], "warn", ["3 ranks", "2 cores", "at most 2"]),
         ([rank(i, threads=2) for i in range(2)], "warn", ["4 torch threads", "OMP_NUM_THREADS=1"]),
+        (
+            [rank(i, threads=2, environment={"DEAR_TRAIN_THREADS": "2"}) for i in range(2)],
+            "warn",
+            ["4 torch threads", "DEAR_TRAIN_THREADS=1"],
+        ),
         ([rank(0, quota=0.5)], "warn", ["0.5 cores", "want 1"]),
         ([rank(0, quota=2.0)], "ok", []),
         (
