@@ -58,7 +58,7 @@ class DistributedOptimizer(Facade):
         plan: Plan | Literal["auto"] | str | Path | None = None,
         **settings: Any,
     ) -> None:
-        """Settings are the fields of ``EngineConfig``, given as ``config`` or by name.
+        """Settings: fields of ``EngineConfig``, by name, else of ``config``. world: by ``connect``.
 
         ``plan`` says which parameters share a bucket and in what order buckets travel: a Plan, the
         file of one, or ``auto`` to profile the first few iterations, plan, and go on by that.
