@@ -33,7 +33,7 @@ from dearmpi.plan.layout import ParamSpec, build_layout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.planner import make_plan
 from dearmpi.plan.profile import ModelProfile, profile_workload
-from dearmpi.plan.schedule import build_schedule
+from dearmpi.plan.schedule import Conduct, build_schedule
 from dearmpi.plan.timeline import simulate
 from dearmpi.plan.workload import Workload, read_workload, workload_names
 
@@ -70,10 +70,10 @@ def simulation_cost(costs: Costs) -> str:
     """What it takes to simulate one iteration of BERT-Large with a bucket per tensor."""
     profile = timed(read_workload("bert_large"), costs, ratio=1.0)
     layout = build_layout([[spec] for spec in profile.workload.params()], costs.world_size)
-    made = build_schedule("dear", len(layout))
+    made = Conduct(build_schedule("dear", len(layout)), window=2, eager=True)
 
     def run() -> None:
-        simulate(profile, layout, made, costs, eager=True, window=2)
+        simulate(profile, layout, made, costs)
 
     seconds = min(timeit.repeat(run, number=1, repeat=5))
     tracemalloc.start()
@@ -191,8 +191,8 @@ def by_default(
     specs = list(profile.workload.params())
     cap_bytes = cap_bytes or config.cap_bytes(sum(spec.nbytes for spec in specs))
     layout = build_layout(fuse_by_cap(specs, cap_bytes), costs.world_size)
-    made = build_schedule(schedule, len(layout))
-    return simulate(profile, layout, made, costs, eager=True, window=config.window).iteration_s
+    made = Conduct(build_schedule(schedule, len(layout)), config.window, eager=True)
+    return simulate(profile, layout, made, costs).iteration_s
 
 
 def planned(profile: ModelProfile, costs: Costs) -> Plan:

@@ -33,6 +33,7 @@ from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
 from dearmpi.plan import methods as simulated
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.schedule import Conduct
 
 METHODS = "serial,wfbp,dear,planned,ddp:8,ddp"
 HEADER = ("method", "predicted s", "measured s", "error")
@@ -152,7 +153,8 @@ def predict_peer(
     """Seconds of an iteration of DDP over gloo, which updates everything at its end."""
     setup = method.prepare(profile, costs)
     over_gloo = replace(setup.costs, reduce_scatter=all_reduce, update_s=0.0, update_s_per_byte=0.0)
-    setup = replace(setup, costs=over_gloo, window=NUM_IN_FLIGHT)
+    conduct = replace(setup.conduct, window=NUM_IN_FLIGHT)
+    setup = replace(setup, costs=over_gloo, conduct=conduct)
     nbytes = sum(spec.nbytes for spec in profile.workload.params())
     return setup.run().iteration_s + costs.update_s_per_byte * nbytes
 
@@ -169,14 +171,13 @@ def watch(
             return entrant
 
         def finish() -> None:
-            plan = optimizer.plan
+            plan, config = optimizer.plan, optimizer.config
+            window = plan.window if plan else config.window
             followed[method.label] = simulated.Setup(
                 profile,
                 optimizer.layout,
-                optimizer.schedule,
+                Conduct(optimizer.schedule, window, eager=True, gather=config.gather),
                 costs,
-                window=plan.window if plan else optimizer.config.window,
-                gather=optimizer.config.gather,
             )
             entrant.finish()
 

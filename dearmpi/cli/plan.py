@@ -125,7 +125,7 @@ def plan(
         write_file(out, made.to_json())
         console.say(f"wrote {out}")
     if picture_path is not None:
-        _draw(made, profile, costs, gather=gather, micro_batches=micro_batches, path=picture_path)
+        _draw(made, profile, costs, micro_batches=micro_batches, path=picture_path)
         console.say(f"wrote {picture_path}")
     return 0
 
@@ -163,28 +163,14 @@ def _check_samples(path: Path, profile: ModelProfile, num_ranks: int, given: int
 
 
 def _draw(
-    plan: Plan,
-    profile: ModelProfile,
-    costs: Costs,
-    *,
-    gather: Gather,
-    micro_batches: int,
-    path: Path,
+    plan: Plan, profile: ModelProfile, costs: Costs, *, micro_batches: int, path: Path
 ) -> None:
     """The iteration that ``plan`` is simulated to take."""
     from dearmpi.plan.timeline import simulate
     from dearmpi.report.plan import draw_plan
 
     layout = plan.layout(profile.workload.params(), costs.world_size)
-    timeline = simulate(
-        profile,
-        layout,
-        plan.schedule,
-        costs,
-        eager=plan.eager,
-        window=plan.window,
-        gather=gather,
-    )
+    timeline = simulate(profile, layout, plan.conduct, costs)
     write_picture(path, draw_plan(plan, timeline, micro_batches=micro_batches))
 
 

@@ -26,6 +26,7 @@ from dearmpi.plan.cost import Costs
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.planner import plan_of
 from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.schedule import Conduct
 from dearmpi.tune.calibrate import calibrate
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 from dearmpi.tune.profile import LayerTimer, slowest_profile
@@ -190,10 +191,7 @@ class SelfPlanning:
                 profile,
                 costs,
                 in_use.layout,
-                in_use.schedule,
-                window=config.window,
-                eager=config.eager,
-                gather=config.gather,
+                Conduct(in_use.schedule, config.window, config.eager, config.gather),
                 origin="the buckets in use",
             )
         except ConfigError:

@@ -7,20 +7,32 @@ from dataclasses import dataclass
 
 from dearmpi.plan.interleaving import interleave
 from dearmpi.plan.problem import Buckets, Cuts, Problem
-from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, serial, wfbp
+from dearmpi.plan.schedule import AllGather, Conduct, Launch, Schedule, Wait, serial, wfbp
 
 PATIENCES = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Cuts with a schedule. patience: how its gathers were interleaved; None: in another way."""
+    """Cuts, and how what they make travels.
+
+    patience: how its gathers were interleaved; None: in another way.
+    """
 
     seconds: float
     cuts: Cuts
-    schedule: Schedule
-    window: int
+    conduct: Conduct
     patience: float | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """In which order it travels."""
+        return self.conduct.schedule
+
+    @property
+    def window(self) -> int:
+        """Most operations of a kind in flight."""
+        return self.conduct.window
 
     @property
     def merit(self) -> tuple[float, bool]:
@@ -75,8 +87,8 @@ class Drafts:
         window: int,
         patience: float | None = None,
     ) -> Draft:
-        seconds = self._problem.judge(buckets, schedule, window=window)
-        return Draft(seconds, cuts, schedule, window, patience)
+        conduct = self._problem.conduct(schedule, window)
+        return Draft(self._problem.judge(buckets, conduct), cuts, conduct, patience)
 
 
 def _overlapped(buckets: Buckets, gathers: Sequence[AllGather]) -> Schedule:

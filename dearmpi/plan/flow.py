@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.config import Gather
-from dearmpi.plan.schedule import Launch, Schedule, Wait
+from dearmpi.plan.schedule import Conduct, Launch, Wait
 from dearmpi.plan.wire import Flight, Transfer, Wire
 
 
@@ -53,23 +52,15 @@ _IDLE = ((0.0, 0.0),) * 3  # a bucket that takes no part keeps nobody waiting
 class Flow:
     """Carries the buckets of ``loads`` through one iteration; a load of None takes no part.
 
-    step_s: end of backprop. eager: options are known from the start, instead of at the step.
-    gather: with ``gradients`` the update comes after the gather instead of before it.
+    step_s: end of backprop. Where ``conduct`` is eager, options are known from the start, instead
+    of at the step; where it gathers gradients, the update comes after the gather instead of before.
     """
 
-    def __init__(
-        self,
-        loads: Sequence[Load | None],
-        schedule: Schedule,
-        *,
-        step_s: float,
-        eager: bool,
-        window: int,
-        gather: Gather,
-    ) -> None:
-        self._loads, self._schedule, self._window = loads, schedule, window
-        self._step_s, self._options_s = step_s, 0.0 if eager else step_s
-        self._gathers_gradients = gather == "gradients"
+    def __init__(self, loads: Sequence[Load | None], conduct: Conduct, *, step_s: float) -> None:
+        schedule = conduct.schedule
+        self._loads, self._schedule, self._window = loads, schedule, conduct.window
+        self._step_s, self._options_s = step_s, 0.0 if conduct.eager else step_s
+        self._gathers_gradients = conduct.gather == "gradients"
         # Else a further backprop might still add to what is gathered.
         self._gathers_wait = schedule.wait is not Wait.STEP
         late = step_s if schedule.launch is Launch.BACKPROP_END else 0.0

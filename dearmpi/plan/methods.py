@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dearmpi.config import MIB, EngineConfig, Gather, known_names
+from dearmpi.config import MIB, EngineConfig, known_names
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.fusion import fuse_by_cap
@@ -26,7 +26,7 @@ from dearmpi.plan.merging import (
 from dearmpi.plan.planner import make_plan
 from dearmpi.plan.priority import partition, prioritise
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, dear
+from dearmpi.plan.schedule import AllGather, Conduct, Launch, Schedule, Wait, dear
 from dearmpi.plan.timeline import Timeline, simulate
 
 WINDOW = EngineConfig().window
@@ -38,27 +38,21 @@ _PARTITION_NUMEL, _CREDIT_NUMEL = 8_000_000, 16_000_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a method makes of a model and costs: the arguments of ``simulate``."""
+    """What a method makes of a model and costs: the arguments of ``simulate``.
+
+    All are eager: options are known when backprop begins, as in ``dear-train``.
+    """
 
     profile: ModelProfile
     layout: BucketLayout
-    schedule: Schedule
+    conduct: Conduct
     costs: Costs
-    window: int
-    gather: Gather = "parameters"
     not_before_s: tuple[float, ...] | None = None
 
     def run(self) -> Timeline:
-        """The steady iteration. Options are known when backprop begins, as in ``dear-train``."""
+        """The steady iteration."""
         return simulate(
-            self.profile,
-            self.layout,
-            self.schedule,
-            self.costs,
-            eager=True,
-            window=self.window,
-            gather=self.gather,
-            not_before_s=self.not_before_s,
+            self.profile, self.layout, self.conduct, self.costs, not_before_s=self.not_before_s
         )
 
 
@@ -191,13 +185,13 @@ def _dear(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
 def _dear_by_cap(profile: ModelProfile, costs: Costs, cap_bytes: int) -> Setup:
     groups = fuse_by_cap(list(profile.workload.params()), cap_bytes)
     layout = build_layout(groups, costs.world_size)
-    return Setup(profile, layout, dear(len(layout)), costs, WINDOW)
+    return Setup(profile, layout, Conduct(dear(len(layout)), WINDOW, eager=True), costs)
 
 
 def _dear_plan(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
     plan = make_plan(profile, costs, world_size=costs.world_size, eager=True)
     layout = plan.layout(profile.workload.params(), costs.world_size)
-    return Setup(profile, layout, plan.schedule, costs, plan.window)
+    return Setup(profile, layout, plan.conduct, costs)
 
 
 def _all_reduces(
@@ -218,13 +212,12 @@ def _all_reduces(
     index = {id(one): number for number, one in enumerate(moving)}
     order = (*(index[id(one)] for one in merged), *range(len(moving), len(layout)))
     gathers = tuple(AllGather(bucket, after=bucket) for bucket in order)
+    schedule = Schedule("all-reduce", order, gathers, launch, wait)
     return Setup(
         profile,
         layout,
-        Schedule("all-reduce", order, gathers, launch, wait),
+        Conduct(schedule, window=1, eager=True, gather="gradients"),
         replace(costs, reduce_scatter=all_reduce_link(costs), all_gather=_NOTHING),
-        window=1,
-        gather="gradients",
         not_before_s=(*(one.start_s for one in moving), *(0.0 for _ in idle)),
     )
 

@@ -168,6 +168,7 @@ def _one_in_flight(name: str) -> Method:
     method = parse_method(name)
 
     def build(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
-        return replace(method.build(profile, costs, cap_mb), window=1)
+        setup = method.build(profile, costs, cap_mb)
+        return replace(setup, conduct=replace(setup.conduct, window=1))
 
     return replace(method, build=build)

@@ -19,7 +19,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.fields import Fields, read_fields, read_text
 from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
 from dearmpi.plan.prediction import Prediction
-from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
+from dearmpi.plan.schedule import AllGather, Conduct, Launch, Schedule, Wait
 from dearmpi.version import __version__
 
 FORMAT = 1
@@ -112,6 +112,11 @@ class Plan:
     def over(self, micro_batches: int) -> Plan:
         """The same plan where an iteration is ``micro_batches`` like the one it was made for."""
         return replace(self, prediction=self.prediction.over(micro_batches))
+
+    @property
+    def conduct(self) -> Conduct:
+        """How its buckets travel, with parameters gathered where it does not say what is."""
+        return Conduct(self.schedule, self.window, self.eager, self.gather or "parameters")
 
     @property
     def num_early_gathers(self) -> int:

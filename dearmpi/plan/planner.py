@@ -16,7 +16,7 @@ from dearmpi.plan.plan import Plan, fingerprint
 from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.problem import Problem
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.schedule import AllGather, Schedule
+from dearmpi.plan.schedule import AllGather, Conduct, Schedule
 from dearmpi.plan.timeline import simulate
 
 _CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact
@@ -51,27 +51,16 @@ def make_plan(
     bound_s = least_iteration_s(profile, costs, eager=eager, gather=gather)
     draft, how = _search(problem, bound_s)
     groups = problem.groups(draft.cuts)
-    return plan_of(
-        profile,
-        costs,
-        build_layout(groups, world_size),
-        _with_idle(draft, len(groups)),
-        window=draft.window,
-        eager=eager,
-        gather=gather,
-        origin=how,
-    )
+    conduct = replace(draft.conduct, schedule=_with_idle(draft, len(groups)))
+    return plan_of(profile, costs, build_layout(groups, world_size), conduct, origin=how)
 
 
 def plan_of(
     profile: ModelProfile,
     costs: Costs,
     layout: BucketLayout,
-    schedule: Schedule,
+    conduct: Conduct,
     *,
-    window: int,
-    eager: bool,
-    gather: Gather,
     origin: str,
 ) -> Plan:
     """What is decided on already, as a plan, with the time that it is predicted to take.
@@ -79,13 +68,13 @@ def plan_of(
     Its parameters are listed as in the buckets, which need not be the feed-forward's order. Raises
     ConfigError if ``layout`` is of another model.
     """
-    specs = list(profile.workload.params())
-    timeline = simulate(profile, layout, schedule, costs, eager=eager, window=window, gather=gather)
+    specs, eager, gather = list(profile.workload.params()), conduct.eager, conduct.gather
+    timeline = simulate(profile, layout, conduct, costs)
     plan = Plan(
         parameters=tuple(name for bucket in layout for name in bucket.names),
         buckets=tuple(bucket.names for bucket in layout),
-        schedule=schedule,
-        window=window,
+        schedule=conduct.schedule,
+        window=conduct.window,
         eager=eager,
         world_size=layout.world_size,
         fingerprint=fingerprint(specs),

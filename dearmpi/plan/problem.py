@@ -16,7 +16,7 @@ from dearmpi.plan.cost import Costs
 from dearmpi.plan.flow import Flow, Load
 from dearmpi.plan.layout import ParamSpec
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.schedule import Schedule
+from dearmpi.plan.schedule import Conduct, Schedule
 from dearmpi.plan.timeline import make_load
 
 Cuts = tuple[int, ...]
@@ -105,16 +105,9 @@ class Problem:
         step_s = self._ready_s[0] + handing_s * len(segments)
         return Buckets(loads, tuple(places), tuple(order), step_s)
 
-    def judge(self, buckets: Buckets, schedule: Schedule, *, window: int) -> float:
+    def judge(self, buckets: Buckets, conduct: Conduct) -> float:
         """Seconds of an iteration: what ``simulate`` says, without the spans."""
-        flow = Flow(
-            buckets.loads,
-            schedule,
-            step_s=buckets.step_s,
-            eager=self.eager,
-            window=window,
-            gather=self.gather,
-        )
+        flow = Flow(buckets.loads, conduct, step_s=buckets.step_s)
         passages = flow.run()
         self.num_events += flow.num_events
         now, passed = flow.forward_start_s, self._passed_s
@@ -123,6 +116,10 @@ class Problem:
             now = max(now + passed[place] - passed[before], passages[bucket].current_s)
             before = place
         return now + passed[-1] - passed[before]
+
+    def conduct(self, schedule: Schedule, window: int) -> Conduct:
+        """By ``schedule``, with what is given besides."""
+        return Conduct(schedule, window, self.eager, self.gather)
 
     def _segments(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
         """First and last (exclusive) tensor of each bucket, numbered as in the layout."""

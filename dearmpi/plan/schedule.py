@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from dearmpi.config import ScheduleName
+from dearmpi.config import Gather, ScheduleName
 from dearmpi.errors import ConfigError
 
 
@@ -106,6 +106,20 @@ class Schedule:
             row = "".join(cells[: lanes.step]) + "| " + "".join(cells[lanes.step :])
             rows.append(f"{title}  {row}".rstrip())
         return "\n".join(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """How buckets travel: in the order of ``schedule``, and as ``EngineConfig`` says.
+
+    window: most operations of a kind in flight. eager: whether they are updated during backprop.
+    gather: what the all-gathers carry, parameters or gradients.
+    """
+
+    schedule: Schedule
+    window: int
+    eager: bool
+    gather: Gather = "parameters"
 
 
 def serial(num_buckets: int) -> Schedule:

@@ -19,7 +19,7 @@ from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.flow import Flow, Load, Passage
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.schedule import Schedule
+from dearmpi.plan.schedule import Conduct, Schedule
 from dearmpi.plan.wire import MOST_ROUNDS, Transfer
 
 Lane = Literal["compute", "reduce-scatter", "update", "all-gather"]
@@ -113,28 +113,25 @@ class Timeline:
 def simulate(
     profile: ModelProfile,
     layout: BucketLayout,
-    schedule: Schedule,
+    conduct: Conduct,
     costs: Costs,
     *,
-    eager: bool,
-    window: int,
-    gather: Gather = "parameters",
     not_before_s: Sequence[float] | None = None,
 ) -> Timeline:
-    """Walk one steady iteration of ``schedule`` over ``layout``.
+    """Walk one steady iteration in which the buckets of ``layout`` travel by ``conduct``.
 
-    eager, window, gather: as in ``EngineConfig``. not_before_s: by bucket, when its reduce-scatter
-    may be posted at the earliest, for systems that look for ready buckets now and then.
+    not_before_s: by bucket, when its reduce-scatter may be posted at the earliest, for systems that
+    look for ready buckets now and then.
 
     The work is in proportion to layers and buckets, and the same for any world size. Raises
     ConfigError if layout, schedule, costs and profile do not belong together.
     """
-    _check(profile, layout, schedule, costs)
+    _check(profile, layout, conduct.schedule, costs)
     backprop = _run_backprop(profile, layout, costs)
     earliest_s = not_before_s or backprop.ready_s
     ready_s = [max(pair) for pair in zip(backprop.ready_s, earliest_s, strict=True)]
-    loads = _make_loads(layout, costs, ready_s, gather=gather)
-    flow = Flow(loads, schedule, step_s=backprop.stop_s, eager=eager, window=window, gather=gather)
+    loads = _make_loads(layout, costs, ready_s, gather=conduct.gather)
+    flow = Flow(loads, conduct, step_s=backprop.stop_s)
     passages = flow.run()
     forward, stop_s = _run_feed_forward(profile, layout, passages, start_s=flow.forward_start_s)
     reduces = [load.reduce for load in loads if load is not None]
@@ -145,9 +142,9 @@ def simulate(
         backprop_s=profile.backprop_s,
         feed_forward_s=profile.feed_forward_s,
         step_s=backprop.stop_s,
-        reduce_s=least_s(reduces, window),
-        gather_s=least_s(gathers, window),
-        communication_s=least_s([*reduces, *gathers], 2 * window),
+        reduce_s=least_s(reduces, conduct.window),
+        gather_s=least_s(gathers, conduct.window),
+        communication_s=least_s([*reduces, *gathers], 2 * conduct.window),
         num_events=flow.num_events,
     )
 

@@ -13,7 +13,7 @@ from dearmpi.report.figures import Figures, exposure_of, least_waiting_of
 from dearmpi.report.interval import total, union
 from dearmpi.report.legend import Key
 from dearmpi.report.recording import Window
-from dearmpi.report.replica import replica_spans, replicate
+from dearmpi.report.replica import conduct_of, replica_spans, replicate
 from dearmpi.report.run import Run
 from dearmpi.report.section import Section
 from dearmpi.report.shape import Picture
@@ -74,14 +74,15 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
 
 def _replica(run: Run, figures: Figures) -> Timeline | None:
     """What the rank that waits least would have taken, as the run was set up."""
-    return replicate(
+    conduct = conduct_of(
         run.recording,
-        least_waiting_of(run.recording, figures.ranks),
         window=_window(run),
         plan=run.plan,
         eager=not run.settings.get("max_grad_norm"),
         gather="gradients" if run.settings.get("gather") == "gradients" else "parameters",
     )
+    rank = least_waiting_of(run.recording, figures.ranks)
+    return None if conduct is None else replicate(run.recording, rank, conduct)
 
 
 def _window(run: Run) -> int:

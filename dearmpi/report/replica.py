@@ -8,7 +8,7 @@ did while the recording's collectives were in flight, and nothing disturbs anyth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from dearmpi.config import Gather, ScheduleName
@@ -18,7 +18,7 @@ from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.profile import LayerTimes, ModelProfile
-from dearmpi.plan.schedule import Schedule, build_schedule
+from dearmpi.plan.schedule import Conduct, build_schedule
 from dearmpi.plan.timeline import Timeline, simulate
 from dearmpi.plan.workload import LayerSpec, Workload
 from dearmpi.report.interval import Interval, subtract, total, union
@@ -33,28 +33,37 @@ _TRACKS = {
 _NETWORK = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
 
 
-def replicate(
-    recording: Recording,
-    rank: int,
-    *,
-    window: int,
-    plan: Plan | None = None,
-    eager: bool = False,
-    gather: Gather = "parameters",
-) -> Timeline | None:
-    """The iteration of ``rank`` (the least waiting one tells most) simulated.
+def conduct_of(
+    recording: Recording, *, window: int, eager: bool, gather: Gather, plan: Plan | None = None
+) -> Conduct | None:
+    """How the recorded buckets travelled; None for the schedule of another plan.
 
-    window: as in ``EngineConfig``. plan: what the run followed at last; it goes before ``window``
-    where it is what was recorded. None for the schedule of another plan, for an iteration of
-    several micro-batches, and where the recording lacks bytes or readiness. eager: whether buckets
-    were updated during backprop, where no plan says it. gather: as in ``EngineConfig``.
+    window, eager, gather: as in ``EngineConfig``. plan: what the run followed at last; it goes
+    before ``window`` and ``eager`` where it is what was recorded.
+    """
+    num_buckets = len(recording.bucket_bytes)
+    if plan is not None:
+        recorded = (recording.schedule, num_buckets)
+        if (plan.schedule.name, len(plan.buckets)) == recorded:
+            return replace(plan.conduct, gather=gather)
+    names: dict[str, ScheduleName] = {"dear": "dear", "wfbp": "wfbp", "serial": "serial"}
+    if recording.schedule not in names:
+        return None
+    schedule = build_schedule(names[recording.schedule], num_buckets)
+    return Conduct(schedule, window, eager, gather)
+
+
+def replicate(recording: Recording, rank: int, conduct: Conduct) -> Timeline | None:
+    """The iteration of ``rank`` (the least waiting one tells most) simulated by ``conduct``.
+
+    None for an iteration of several micro-batches, and where the recording lacks bytes or
+    readiness.
     """
     if rank not in recording.spans:
         return None
     spans, sizes = recording.spans[rank], recording.bucket_bytes
     iterations = _iterations(spans, recording.windows(rank))
-    conduct = _conduct(recording, window, plan, eager=eager)
-    if conduct is None or iterations is None:
+    if iterations is None:
         return None
     ready_s, link = _ready_s(spans, iterations, len(sizes)), _link(iterations, sizes)
     if link is None or ready_s is None:
@@ -69,11 +78,8 @@ def replicate(
     try:
         return simulate(
             *_lay_out(sizes, times, world_size),
-            conduct.schedule,
+            conduct,
             Costs(world_size, link, link, update_s=update_s),
-            eager=conduct.eager,
-            window=conduct.window,
-            gather=gather,
         )
     except ConfigError:
         return None
@@ -87,29 +93,6 @@ def _lay_out(
     layers = tuple(LayerSpec(spec.name, (spec,)) for spec in specs)
     profile = ModelProfile(Workload("replica", "a recording", layers, 1, "samples"), times)
     return profile, build_layout([[spec] for spec in specs], world_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Conduct:
-    """How the buckets travelled."""
-
-    schedule: Schedule
-    window: int
-    eager: bool
-
-
-def _conduct(
-    recording: Recording, window: int, plan: Plan | None, *, eager: bool
-) -> _Conduct | None:
-    num_buckets = len(recording.bucket_bytes)
-    if plan is not None:
-        recorded = (recording.schedule, num_buckets)
-        if (plan.schedule.name, len(plan.buckets)) == recorded:
-            return _Conduct(plan.schedule, plan.window, plan.eager)
-    names: dict[str, ScheduleName] = {"dear": "dear", "wfbp": "wfbp", "serial": "serial"}
-    if recording.schedule not in names:
-        return None
-    return _Conduct(build_schedule(names[recording.schedule], num_buckets), window, eager)
 
 
 def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:

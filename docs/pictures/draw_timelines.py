@@ -14,7 +14,7 @@ from dearmpi.config import EngineConfig
 from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.layout import build_layout
 from dearmpi.plan.planner import plan_of
-from dearmpi.plan.schedule import build_schedule
+from dearmpi.plan.schedule import Conduct, build_schedule
 from dearmpi.plan.timeline import simulate
 from dearmpi.plan.workload import read_workload
 from dearmpi.report import svg
@@ -33,17 +33,12 @@ def main() -> None:
         profile,
         costs,
         buckets,
-        build_schedule("dear", len(buckets)),
-        window=EngineConfig().window,
-        eager=True,
-        gather="parameters",
+        Conduct(build_schedule("dear", len(buckets)), EngineConfig().window, eager=True),
         origin="the default buckets",
     )
     for name, plan in (("dear", by_default), ("plan", planned(profile, costs))):
         layout = plan.layout(specs, costs.world_size)
-        timeline = simulate(
-            profile, layout, plan.schedule, costs, eager=plan.eager, window=plan.window
-        )
+        timeline = simulate(profile, layout, plan.conduct, costs)
         path = FOLDER / f"timeline-{name}.svg"
         path.write_text(svg.document(draw_plan(plan, timeline)))
         print(f"{path.name}: {timeline.iteration_s:.3f} s, {len(layout)} buckets")

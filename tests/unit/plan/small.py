@@ -6,7 +6,7 @@ from dearmpi.config import Gather
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.layout import BucketLayout, build_layout
 from dearmpi.plan.profile import LayerTimes, ModelProfile
-from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
+from dearmpi.plan.schedule import AllGather, Conduct, Launch, Schedule, Wait
 from dearmpi.plan.timeline import Timeline, simulate
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer
 
@@ -41,7 +41,7 @@ def run(
     gather: Gather = "parameters",
 ) -> Timeline:
     layout = per_tensor(profile, costs.world_size)
-    return simulate(profile, layout, schedule, costs, eager=eager, window=window, gather=gather)
+    return simulate(profile, layout, Conduct(schedule, window, eager, gather), costs)
 
 
 def own(*gathers: tuple[int, int]) -> Schedule:

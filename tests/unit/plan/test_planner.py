@@ -20,7 +20,7 @@ from dearmpi.plan.layout import ParamSpec, build_layout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.planner import make_plan, plan_of
 from dearmpi.plan.profile import LayerTimes, ModelProfile, profile_workload
-from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait, dear, serial, wfbp
+from dearmpi.plan.schedule import AllGather, Conduct, Launch, Schedule, Wait, dear, serial, wfbp
 from dearmpi.plan.timeline import simulate
 from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload, workload_names
 from tests.unit.plan.hosts import HOSTS, paper
@@ -58,15 +58,8 @@ def seconds_of_all(given: Given) -> Iterator[float]:
         groups = [specs[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
         layout = build_layout(groups, 2)
         for schedule, window in product(schedules(len(groups)), range(1, len(groups) + 1)):
-            yield simulate(
-                given.profile,
-                layout,
-                schedule,
-                given.costs,
-                eager=given.eager,
-                window=window,
-                gather=given.gather,
-            ).iteration_s
+            conduct = Conduct(schedule, window, given.eager, given.gather)
+            yield simulate(given.profile, layout, conduct, given.costs).iteration_s
 
 
 def schedules(count: int) -> Iterator[Schedule]:
@@ -131,7 +124,8 @@ def test_plans_of_the_papers_models_are_near_the_bound(name: str, ratio: float) 
     specs = list(profile.workload.params())
     cap = EngineConfig().cap_bytes(sum(spec.nbytes for spec in specs))
     layout = build_layout(fuse_by_cap(specs, cap), 4)
-    default = simulate(profile, layout, dear(len(layout)), HOSTS, eager=True, window=2)
+    conduct = Conduct(dear(len(layout)), window=2, eager=True)
+    default = simulate(profile, layout, conduct, HOSTS)
     assert seconds.iteration_s <= default.iteration_s
 
 
@@ -173,7 +167,7 @@ def test_the_plan_is_what_the_simulation_says() -> None:
     profile = paper("equal:50:12", 1)
     made = make_plan(profile, HOSTS, world_size=4, eager=True)
     layout = made.layout(profile.workload.params(), 4)
-    timeline = simulate(profile, layout, made.schedule, HOSTS, eager=True, window=made.window)
+    timeline = simulate(profile, layout, made.conduct, HOSTS)
     assert made.prediction.iteration_s == timeline.iteration_s
     assert made.prediction.iteration_s <= 1.1 * made.prediction.bound_s
     assert any(gather.after > 0 for gather in made.schedule.all_gathers)  # some move into backprop
@@ -185,7 +179,7 @@ def test_without_eager_updates_gathers_stay_behind_backprop() -> None:
     profile = paper("resnet50", 1)
     made = make_plan(profile, HOSTS, world_size=4, eager=False)
     layout = made.layout(profile.workload.params(), 4)
-    timeline = simulate(profile, layout, made.schedule, HOSTS, eager=False, window=made.window)
+    timeline = simulate(profile, layout, made.conduct, HOSTS)
     assert timeline.lane("all-gather")[0].start_s >= timeline.step_s
     assert made.prediction.iteration_s == timeline.iteration_s
     assert timeline.iteration_s <= 1.01 * made.prediction.bound_s
@@ -229,9 +223,8 @@ def test_buckets_in_use_are_a_plan_whatever_the_order_in_which_a_model_lists_its
     specs = {spec.name: spec for spec in workload.params()}
     listed = [[specs["a.w"], specs["b.w"]], [specs["norm.w"], specs["c.w"]]]
     layout = build_layout(listed, 4)
-    made = plan_of(
-        profile, HOSTS, layout, dear(2), window=2, eager=True, gather="parameters", origin="here"
-    )
+    conduct = Conduct(dear(2), window=2, eager=True)
+    made = plan_of(profile, HOSTS, layout, conduct, origin="here")
     assert made.layout(workload.params(), 4) == layout
     assert made.prediction.iteration_s >= 0.03
 
@@ -256,7 +249,7 @@ def test_kinds_keep_apart_and_frozen_parameters_lie_idle() -> None:
     layout = made.layout(workload.params(), 4)
     assert len({bucket.placements[0].spec.storage_kind for bucket in layout}) == 3
     assert made.buckets[-1] == tuple(f"{i}.frozen" for i in range(4))
-    timeline = simulate(profile, layout, made.schedule, HOSTS, eager=True, window=made.window)
+    timeline = simulate(profile, layout, made.conduct, HOSTS)
     assert made.prediction.iteration_s == timeline.iteration_s
     assert made.idle == (len(made.buckets) - 1,)
     late = make_plan(profile, HOSTS, world_size=4, eager=False)

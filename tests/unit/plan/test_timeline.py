@@ -10,7 +10,7 @@ from dearmpi.config import ScheduleName
 from dearmpi.errors import ConfigError
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.layout import ParamSpec
-from dearmpi.plan.schedule import build_schedule, dear
+from dearmpi.plan.schedule import Conduct, build_schedule, dear
 from dearmpi.plan.timeline import Lane, Timeline, simulate
 from dearmpi.plan.workload import LayerSpec, float_layer
 from tests.unit.plan.small import COSTS, UNIT, equal, make_profile, own, per_tensor, run
@@ -181,19 +181,21 @@ def test_the_picture_shows_all_lanes() -> None:
     assert run(equal(2), dear(2)).draw(columns=6) == dedent(picture).strip()
 
 
+def one_by_one(num_buckets: int) -> Conduct:
+    return Conduct(dear(num_buckets), window=1, eager=True)
+
+
 def test_an_operation_that_costs_nothing_ends() -> None:
     # With 20 buckets, rounding leaves some of the 1e-12 s for which such an operation is out.
     layout, free = per_tensor(equal(20)), LinkModel(0.0, 0.0)
     costs = Costs(2, LinkModel(0.1, 1 / 7), free)
-    timeline = simulate(equal(20), layout, dear(20), costs, eager=True, window=1)
+    timeline = simulate(equal(20), layout, one_by_one(20), costs)
     assert timeline.iteration_s == pytest.approx(1 + 20 * (0.1 + 8 / 7) + 20)
 
 
 def test_a_reduce_scatter_waits_until_it_may_be_posted() -> None:
     layout = per_tensor(equal(2))
-    timeline = simulate(
-        equal(2), layout, dear(2), COSTS, eager=True, window=1, not_before_s=(0.0, 1.5)
-    )
+    timeline = simulate(equal(2), layout, one_by_one(2), COSTS, not_before_s=(0.0, 1.5))
     assert times(timeline, "reduce-scatter") == {"RS1": (1.5, 2.5), "RS0": (2.5, 3.5)}
 
 
@@ -201,8 +203,8 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
     profile = equal(2)
     layout = per_tensor(profile)
     with pytest.raises(ConfigError, match=r"for world size 2, .* those of 4; give costs.at\(2\)"):
-        simulate(profile, layout, dear(2), Costs(4, UNIT, UNIT), eager=True, window=1)
+        simulate(profile, layout, one_by_one(2), Costs(4, UNIT, UNIT))
     with pytest.raises(ConfigError, match="over 3 buckets, but there are 2"):
-        simulate(profile, layout, dear(3), COSTS, eager=True, window=1)
+        simulate(profile, layout, one_by_one(3), COSTS)
     with pytest.raises(ConfigError, match="small has 3 parameters, .* hold 2, and 2.w is in one"):
-        simulate(equal(3), layout, dear(2), COSTS, eager=True, window=1)
+        simulate(equal(3), layout, one_by_one(2), COSTS)

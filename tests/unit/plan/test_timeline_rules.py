@@ -10,7 +10,7 @@ import pytest
 
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.schedule import Schedule, dear
+from dearmpi.plan.schedule import Conduct, Schedule, dear
 from dearmpi.plan.timeline import Lane, Span, Timeline, simulate
 from dearmpi.plan.workload import float_layer, read_workload
 from tests.unit.plan.small import make_profile, own, per_tensor, run
@@ -104,8 +104,7 @@ def test_the_work_grows_with_buckets_and_not_with_ranks(world_size: int) -> None
     profile = profile_workload(read_workload("bert_large"), feed_forward_s=1.0, backprop_s=2.0)
     link = LinkModel(1e-3, 8e-9)
     layout = per_tensor(profile, world_size)
-    timeline = simulate(
-        profile, layout, dear(398), Costs(world_size, link, link), eager=True, window=2
-    )
+    conduct = Conduct(dear(398), window=2, eager=True)
+    timeline = simulate(profile, layout, conduct, Costs(world_size, link, link))
     assert timeline.num_events <= 4 * 398
     assert len(timeline.spans) == 2 * 202 + 3 * 398

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from dearmpi.config import Gather
 from dearmpi.engine.span import Span, Track
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.prediction import Prediction
 from dearmpi.plan.schedule import Wait, build_schedule
+from dearmpi.plan.timeline import Timeline
 from dearmpi.report.figures import exposure_of, measure
 from dearmpi.report.history import History
 from dearmpi.report.interval import total, union
 from dearmpi.report.recording import Recording, Window, record
-from dearmpi.report.replica import replica_spans, replicate
+from dearmpi.report.replica import conduct_of, replica_spans, replicate
 from dearmpi.report.trace import read_traces
 from tests.unit.report.example_run import ExampleRun
 
@@ -24,17 +26,29 @@ def recorded(run: ExampleRun, path: Path) -> Recording:
     return record(read_traces(run.write(path)))
 
 
+def replica(
+    recording: Recording,
+    *,
+    plan: Plan | None = None,
+    eager: bool = False,
+    gather: Gather = "parameters",
+) -> Timeline | None:
+    """Rank 0's iteration with two operations of a kind in flight."""
+    conduct = conduct_of(recording, window=2, eager=eager, gather=gather, plan=plan)
+    return None if conduct is None else replicate(recording, 0, conduct)
+
+
 def test_an_ideal_link_leaves_only_the_first_bucket(tmp_path: Path) -> None:
     run = ExampleRun(first_s=0.02)
-    timeline = replicate(recorded(run, tmp_path), 0, window=2)
+    timeline = replica(recorded(run, tmp_path))
     assert timeline is not None
     assert timeline.compute_s == pytest.approx(run.forward_s + run.backward_s, rel=0.01)
     assert timeline.compute_s < timeline.iteration_s < timeline.compute_s + timeline.reduce_s
 
 
 def test_a_slower_link_takes_longer(tmp_path: Path) -> None:
-    fast = replicate(recorded(ExampleRun(), tmp_path / "fast"), 0, window=2)
-    slow = replicate(recorded(ExampleRun(backlog_s=0.8), tmp_path / "slow"), 0, window=2)
+    fast = replica(recorded(ExampleRun(), tmp_path / "fast"))
+    slow = replica(recorded(ExampleRun(backlog_s=0.8), tmp_path / "slow"))
     assert fast is not None and slow is not None
     assert slow.communication_s > fast.communication_s
     assert slow.iteration_s > fast.iteration_s
@@ -58,16 +72,16 @@ def plan_of(num_buckets: int) -> Plan:
 
 def test_a_run_by_a_plan_is_simulated_by_it(tmp_path: Path) -> None:
     recording = recorded(ExampleRun(), tmp_path)
-    free = replicate(recording, 0, window=2)
-    planned = replicate(recording, 0, window=2, plan=plan_of(4))
+    free = replica(recording)
+    planned = replica(recording, plan=plan_of(4))
     assert free is not None and planned is not None
     assert planned.iteration_s > free.iteration_s + 0.2
     # A plan taken up after the recording says nothing about it.
-    assert replicate(recording, 0, window=2, plan=plan_of(3)) == free
+    assert replica(recording, plan=plan_of(3)) == free
 
 
 def test_spans_fill_an_iteration(tmp_path: Path) -> None:
-    timeline = replicate(recorded(ExampleRun(), tmp_path), 0, window=2)
+    timeline = replica(recorded(ExampleRun(), tmp_path))
     assert timeline is not None
     spans, window = replica_spans(timeline)
     assert window.length_s == timeline.iteration_s
@@ -84,21 +98,21 @@ def test_spans_fill_an_iteration(tmp_path: Path) -> None:
 def test_what_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
     recording = recorded(ExampleRun(), tmp_path)
     other = Recording(recording.spans, recording.hosts, recording.bucket_bytes, "of a plan")
-    assert replicate(other, 0, window=2) is None
+    assert replica(other) is None
     (begin,) = [s.start_s for s in recording.spans[0] if s.name == "B layer0" and s.iteration == 3]
     again = Span(Track.COMPUTE, "F layer0", begin - 0.01, begin, 3)
     twice = {rank: (*spans, again) for rank, spans in recording.spans.items()}
     more = Recording(twice, recording.hosts, recording.bucket_bytes, "dear")
-    assert replicate(more, 0, window=2) is None
+    assert replica(more) is None
     unknown = Recording(recording.spans, recording.hosts, (), "dear")
-    assert replicate(unknown, 0, window=2) is None
+    assert replica(unknown) is None
 
 
 def test_updates_during_backprop_let_wfbp_gather_there(tmp_path: Path) -> None:
     recording = replace(recorded(ExampleRun(), tmp_path), schedule="wfbp")
-    late = replicate(recording, 0, window=2)
-    eager = replicate(recording, 0, window=2, eager=True)
-    gradients = replicate(recording, 0, window=2, gather="gradients")
+    late = replica(recording)
+    eager = replica(recording, eager=True)
+    gradients = replica(recording, gather="gradients")
     assert late is not None and eager is not None and gradients is not None
     assert eager.exposed_s < late.exposed_s and gradients.exposed_s < late.exposed_s
 
@@ -116,7 +130,7 @@ def looks(run: ExampleRun, path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
         patch.setattr(Window, "clip", counting)
         measure(History(), recording, hosts=(), schedule="dear")
         assert exposure_of(recording, 0) is not None
-        assert replicate(recording, 0, window=2) is not None
+        assert replica(recording) is not None
     return count
 
 
