@@ -29,6 +29,7 @@ _FULL_WIRE = 1.25  # so much longer than one alone, two operations in flight hav
 MOST_S = 1e12
 """The longest time that is taken for one: sums and squares of such fit into floats."""
 
+_MOST_COST = 1e20  # s, or s per byte: MOST_S at MOST_RANKS is less, and with bytes it stays finite
 _MOST_BYTES, _LEAST_S = 1e18, 1e-12  # of a sample
 _NUM_REWEIGHTINGS = 30
 # What a bucket costs whatever it holds. The main thread hands it over in 0.1 ms, but competes for
@@ -277,5 +278,5 @@ def _sent_share(world_size: int) -> float:
 
 
 def _check(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} is {value}; it must be 0 or more, and finite")
+    if not 0 <= value <= _MOST_COST:
+        raise ConfigError(f"{name} is {value}; it must be from 0 to {_MOST_COST:g}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
-from dearmpi.plan.cost import Costs, LinkModel, one_after_another, ring_cost, share_sent
+from dearmpi.plan.cost import MOST_S, Costs, LinkModel, one_after_another, ring_cost, share_sent
 from dearmpi.plan.layout import ParamSpec
 
 
@@ -166,7 +166,7 @@ def parse_network(text: str) -> Network | None:
     """The preset called ``text``, or a network from ``alpha,beta``; None if it is neither.
 
     alpha in seconds and beta in seconds per byte, of one message between neighbours. Raises
-    ConfigError for numbers that are negative, infinite or none.
+    ConfigError for numbers that are negative, of more than ``MOST_S``, or none.
     """
     for preset in PRESETS:
         if preset.name.lower() == text.lower():
@@ -180,9 +180,9 @@ def parse_network(text: str) -> Network | None:
             f"network {text!r}: write alpha,beta in seconds and seconds per byte, such as "
             f"3e-5,8e-10, or one of {', '.join(preset.name for preset in PRESETS)}"
         ) from None
-    if not all(0 <= number < math.inf for number in (alpha_s, beta_s_per_byte)):
+    if not all(0 <= number <= MOST_S for number in (alpha_s, beta_s_per_byte)):
         raise ConfigError(
             f"network {text!r}: alpha and beta, in seconds and seconds per byte, must be 0 or "
-            "more, and finite"
+            f"more, and {MOST_S:g} at most"
         )
     return link_network(text, alpha_s, beta_s_per_byte, "as given")

@@ -12,7 +12,7 @@ from typing import Any
 
 from dearmpi.config import known_names
 from dearmpi.errors import ConfigError
-from dearmpi.plan.fields import Fields, read_fields
+from dearmpi.plan.fields import MOST_INTEGER, Fields, read_fields
 from dearmpi.plan.layout import ParamSpec
 
 EQUAL = "equal"
@@ -80,6 +80,12 @@ class Workload:
             name, count = max(Counter(names).items(), key=lambda pair: pair[1], default=("", 1))
             if count > 1:
                 raise ConfigError(f"{self.name}: {what} {name} stands there {count} times")
+        for spec in self.params():
+            if spec.nbytes > MOST_INTEGER:
+                raise ConfigError(
+                    f"{self.name}: {spec.name} has the shape {list(spec.shape)}, of "
+                    f"{spec.itemsize} bytes each; a parameter has {MOST_INTEGER} bytes at most"
+                )
         owned = {spec.name for spec in self.params()}
         for layer in self.layers:
             for name in layer.uses:
@@ -220,7 +226,7 @@ def _parse_param(layer: Fields, owner: str, entry: Any) -> ParamSpec:
         and len(entry) in (2, 3)
         and isinstance(entry[0], str)
         and isinstance(entry[1], list)
-        and all(isinstance(size, int) and size >= 0 for size in entry[1])
+        and all(type(size) is int and size >= 0 for size in entry[1])  # True is no size
     ):
         raise layer.problem("params", f"holds {json.dumps(entry)}; it must be [name, shape]")
     kind = Fields(entry[2] if len(entry) == 3 else {}, f"{layer.place}: {entry[0]}")

@@ -8,8 +8,10 @@ import random
 import pytest
 
 from dearmpi.errors import ConfigError
-from dearmpi.plan.cost import Costs, LinkModel, fit_link, ring_cost
+from dearmpi.plan.cost import MOST_RANKS, MOST_S, Costs, LinkModel, fit_link, ring_cost
 from dearmpi.plan.layout import ParamSpec
+from dearmpi.plan.planner import make_plan
+from tests.unit.plan.small import equal
 
 SIZES = [1e4, 1e5, 1e6, 4e6, 25e6]
 TRUE = LinkModel(1e-3, 8e-9)
@@ -108,6 +110,16 @@ def test_costs_that_are_none_are_refused() -> None:
         Costs(4, TRUE, TRUE, main_thread_s=math.inf)
     with pytest.raises(ConfigError, match="world size is 0"):
         Costs(0, TRUE, TRUE)
+
+
+def test_costs_end_where_they_could_not_be_summed_and_not_before() -> None:
+    with pytest.raises(ConfigError, match=r"beta_s_per_byte is 1e\+305; .* 0 to"):
+        LinkModel(0, 1e305)
+    with pytest.raises(ConfigError, match=r"update_s_per_byte is 1e\+305; .* 0 to"):
+        Costs(4, TRUE, TRUE, update_s_per_byte=1e305)
+    longest = Costs(2, LinkModel(MOST_S, MOST_S), LinkModel(MOST_S, MOST_S), MOST_S, MOST_S, MOST_S)
+    made = make_plan(equal(2), longest.at(MOST_RANKS), world_size=MOST_RANKS, eager=True)
+    assert math.isfinite(made.prediction.iteration_s)
 
 
 def test_times_that_fall_with_size_leave_the_rate_of_the_pairs() -> None:

@@ -53,7 +53,9 @@ def test_what_is_neither_a_preset_nor_numbers_is_left_to_others() -> None:
     assert parse_network("link.json") is None
 
 
-@pytest.mark.parametrize("text", ["1e-3,fast", "1,2,3", ",", "nan,1e-9", "-1e-3,1e-9", "1e-3,inf"])
+@pytest.mark.parametrize(
+    "text", ["1e-3,fast", "1,2,3", ",", "nan,1e-9", "-1e-3,1e-9", "1e-3,inf", "0,1e305"]
+)
 def test_numbers_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="alpha|beta"):
         parse_network(text)

@@ -77,6 +77,7 @@ def test_one_size_is_too_few() -> None:
         (("reduce_scatter", "samples", 1, "pair_s"), float("nan"), ("samples[1]", "nan")),
         (("reduce_scatter", "samples", 1, "alone_s"), 0.0, ("131072 bytes in 0.0 s",)),
         (("update_s",), "much", ("update_s", "'much'")),
+        (("update_s_per_byte",), 1e305, ("update_s_per_byte is 1e+305",)),
         (("library",), None, ("library",)),
     ],
 )
