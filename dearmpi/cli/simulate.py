@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dearmpi.plan.comparison import Comparison
     from dearmpi.plan.methods import Method
     from dearmpi.plan.network import Network
+    from dearmpi.plan.paper import Gain
     from dearmpi.plan.profile import ModelProfile
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
@@ -76,7 +78,9 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     "ddp:8, horovod:64 and dear:8 set the bucket cap in MiB, horovod:64:5 also its cycle in ms; "
     "may be repeated",
 )
-@click.option("--json", "json_path", type=OUT, metavar="FILE", help="write all figures there")
+@click.option(
+    "--json", "json_path", type=OUT, metavar="FILE", help="write the table's figures there"
+)
 @picture_option(help="draw iteration time over the number of ranks and over bandwidth")
 @click.option(
     "--compare-paper",
@@ -93,7 +97,6 @@ def simulate(context: click.Context, /, **given: Any) -> int:
       dear-train simulate --compare-paper
     """
     from dearmpi.cli.console import Console
-    from dearmpi.plan.comparison import comparisons_json
 
     _check_combination(context)
     check_apart(
@@ -103,9 +106,10 @@ def simulate(context: click.Context, /, **given: Any) -> int:
     check_writable(given["json_path"])
     check_picture(given["picture_path"])
     console = Console(speaks=True, needed=True)
-    comparisons = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
+    compared = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
     if given["json_path"] is not None:
-        write_file(given["json_path"], comparisons_json(comparisons))
+        figures = [one.as_plain() for one in compared]
+        write_file(given["json_path"], json.dumps(figures, indent=1) + "\n")
         console.say("", f"wrote {given['json_path']}")
     return 0
 
@@ -120,7 +124,7 @@ def _check_combination(context: click.Context) -> None:
         refuse_useless(context, given & instead, "has no effect beside --profile")
 
 
-def _compare(console: Console, given: dict[str, Any]) -> list[Comparison]:
+def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
     from dearmpi.bench.table import align
     from dearmpi.plan.comparison import compare
     from dearmpi.plan.cost import MOST_RANKS
@@ -239,7 +243,7 @@ def _draw(console: Console, comparison: Comparison, others: Sequence[Network], p
     write_picture(path, draw_comparisons(by_size, by_rate, _GIGABITS))
 
 
-def _compare_paper(console: Console) -> list[Comparison]:
+def _compare_paper(console: Console) -> Sequence[Gain]:
     from dearmpi.bench.table import align
     from dearmpi.plan.network import PRESETS
     from dearmpi.plan.paper import CAPS_MB, DEVICE, PARTITION_NUMEL, WORLD_SIZE, paper_gains
@@ -255,10 +259,10 @@ def _compare_paper(console: Console) -> list[Comparison]:
         "start-up: what the other loses to that of its operations, over what DeAR loses to it.",
         "rest: what is left of the gain, from fusion and what nothing hides at a pass's ends.",
     )
-    comparisons = []
+    all_gains: list[Gain] = []
     for network in PRESETS:
         gains = paper_gains(network)
         console.say("", f"{network.name}: {network.source}", "", *align(gain_rows(gains)))
         console.say("", *describe_gains(gains))
-        comparisons += [gain.comparison for gain in gains]
-    return comparisons
+        all_gains += gains
+    return all_gains

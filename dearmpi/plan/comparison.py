@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,6 +57,40 @@ class Comparison:
         """Of ``row`` over the best of the others; None where there is none."""
         return self.best_other.iteration_s / row.iteration_s if self.best_other else None
 
+    def as_plain(self) -> dict[str, Any]:
+        """What is compared, and each method's figures."""
+        workload, costs = self.profile.workload, self.network.at(self.world_size)
+        return {
+            "workload": workload.name,
+            "batch_size": workload.batch_size,
+            "world_size": self.world_size,
+            "network": {
+                "name": self.network.name,
+                "source": self.network.source,
+                "reduce_scatter": asdict(costs.reduce_scatter),
+                "all_gather": asdict(costs.all_gather),
+            },
+            "device": self.profile.device,
+            "feed_forward_s": self.profile.feed_forward_s,
+            "backprop_s": self.profile.backprop_s,
+            "wire_s": self.wire_s,
+            "bound_s": self.bound_s,
+            "methods": [self._plain_row(row) for row in self.rows],
+        }
+
+    def _plain_row(self, row: Row) -> dict[str, Any]:
+        return {
+            "name": row.method.name,
+            "about": row.method.about,
+            "numbers": row.method.numbers,
+            "source": row.method.source,
+            "num_buckets": row.num_buckets,
+            "iteration_s": row.iteration_s,
+            "exposed_s": row.timeline.exposed_s,
+            "over_bound": row.iteration_s / self.bound_s,
+            "speed_up": self.speed_up(row),
+        }
+
 
 def compare(
     profile: ModelProfile, network: Network, world_size: int, methods: Iterable[Method]
@@ -80,42 +113,3 @@ def compare(
         num_buckets = sum(bucket.trained for bucket in setup.layout)  # frozen ones do not travel
         rows.append(Row(method, num_buckets, setup.run()))
     return Comparison(profile, network, world_size, tuple(rows), wire_s)
-
-
-def comparisons_json(comparisons: Sequence[Comparison]) -> str:
-    """All figures of all comparisons."""
-    return json.dumps([_plain(comparison) for comparison in comparisons], indent=1) + "\n"
-
-
-def _plain(comparison: Comparison) -> dict[str, Any]:
-    workload, network = comparison.profile.workload, comparison.network
-    return {
-        "workload": workload.name,
-        "batch_size": workload.batch_size,
-        "world_size": comparison.world_size,
-        "network": {
-            "name": network.name,
-            "source": network.source,
-            **{key: asdict(getattr(network.at(comparison.world_size), key)) for key in _HALVES},
-        },
-        "device": comparison.profile.device,
-        "feed_forward_s": comparison.profile.feed_forward_s,
-        "backprop_s": comparison.profile.backprop_s,
-        "bound_s": comparison.bound_s,
-        "methods": [
-            {
-                "name": row.method.name,
-                "about": row.method.about,
-                "source": row.method.source,
-                "num_buckets": row.num_buckets,
-                "iteration_s": row.iteration_s,
-                "exposed_s": row.timeline.exposed_s,
-                "over_bound": row.iteration_s / comparison.bound_s,
-                "speed_up": comparison.speed_up(row),
-            }
-            for row in comparison.rows
-        ],
-    }
-
-
-_HALVES = ("reduce_scatter", "all_gather")

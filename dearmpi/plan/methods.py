@@ -38,9 +38,8 @@ _PARTITION_NUMEL, _CREDIT_NUMEL = 8_000_000, 16_000_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a method makes of a model and costs: the arguments of ``simulate``.
-
-    All are eager: options are known when backprop begins, as in ``dear-train``.
+    """What a method makes of a model and costs: the arguments of ``simulate``, eager as in
+    ``dear-train``.
     """
 
     profile: ModelProfile
@@ -60,7 +59,8 @@ class Setup:
 class Method:
     """A way to train. cap_mb: MiB that a bucket is filled to, where the method has a cap.
 
-    source: where it is described. is_dear: whether it gathers behind the feed-forward, as DeAR.
+    about: its rule. numbers: those that the rule goes by, in words. source: where it is described.
+    is_dear: whether it gathers behind the feed-forward, as DeAR.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Method:
     cap_mb: float | None = None
     takes_cap: bool = False
     is_dear: bool = False
+    numbers: str = ""
 
     def prepare(self, profile: ModelProfile, costs: Costs) -> Setup:
         """The method on one model, at the costs of one world size."""
@@ -93,19 +94,21 @@ def parse_method(text: str) -> Method:
     cap_mb = _read_number(numbers[0])
     if not 0 < cap_mb <= 65536:
         raise ConfigError(f"method {text!r}: the bucket cap must be above 0 and at most 65536 MiB")
-    method = replace(method, name=text, cap_mb=cap_mb)
-    return _with_cycle(method, numbers[1:]) if numbers[1:] else method
+    method = replace(method, name=text, cap_mb=cap_mb, numbers=f"{cap_mb:g} MiB")
+    has_cycle = len(numbers) > 1 or name == "horovod"
+    return _with_cycle(method, numbers[1:]) if has_cycle else method
 
 
 def _with_cycle(method: Method, numbers: Sequence[str]) -> Method:
-    cycle_ms = _read_number(numbers[0])
+    cycle_ms = _read_number(numbers[0]) if numbers else _CYCLE_MS
     is_cycle = _LEAST_CYCLE_MS <= cycle_ms <= _MOST_CYCLE_MS
     if method.build is not _horovod or len(numbers) > 1 or not is_cycle:
         raise ConfigError(
             f"method {method.name!r}: after its cap only horovod has a cycle, of "
             f"{_LEAST_CYCLE_MS:g} to {_MOST_CYCLE_MS:g} ms"
         )
-    return replace(method, build=partial(_horovod, cycle_ms=cycle_ms))
+    words = f"{method.numbers}, every {cycle_ms:g} ms"
+    return replace(method, build=partial(_horovod, cycle_ms=cycle_ms), numbers=words)
 
 
 def _read_number(text: str) -> float:
@@ -236,18 +239,20 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         "ddp",
-        "buckets of 25 MiB, the first of 1 MiB, all-reduced during backprop",
+        "buckets that close once they hold so much, all-reduced during backprop",
         "torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020)",
         _ddp,
         takes_cap=True,
+        numbers=f"{_CAP_MB:g} MiB, the first {_FIRST_MB:g} MiB",
     ),
     Method(
         "horovod",
-        "what has become ready is fused up to 128 MiB and all-reduced, every 1 ms",
-        "Horovod's tensor fusion, as it comes since 0.21; before that 64 MiB and 5 ms",
+        "what has become ready since the last cycle is fused up to a size and all-reduced",
+        "Horovod's tensor fusion",
         _horovod,
         cap_mb=128.0,
         takes_cap=True,
+        numbers="128 MiB, every 1 ms, as it comes since 0.21; before that 64 MiB and 5 ms",
     ),
     Method(
         "mg-wfbp",
@@ -257,9 +262,10 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         "bytescheduler",
-        "tensors cut at 8 million elements, first layers first, 16 million on their way",
-        "ByteScheduler (Peng et al., SOSP 2019), sizes as its documents give for all-reduce",
+        "tensors cut into pieces, first layers first, so many elements on their way",
+        "ByteScheduler (Peng et al., SOSP 2019)",
         bytescheduler,
+        numbers="cut at 8 million, 16 million on their way, as its documents give for all-reduce",
     ),
     Method(
         "dear-unfused",
@@ -270,10 +276,11 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         "dear",
-        "DeAR, buckets as the engine makes them without a plan",
+        "DeAR, even buckets up to a cap",
         "DeAR (Zhang et al., ICDCS 2023)",
         _dear,
         takes_cap=True,
+        numbers="the cap that the engine has without a plan",
         is_dear=True,
     ),
     Method(

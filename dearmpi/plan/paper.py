@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.comparison import Comparison, Row, compare
@@ -135,6 +136,20 @@ class Gain:
         """
         return self.factor / self.overlap / self.start_up
 
+    def as_plain(self) -> dict[str, Any]:
+        """The comparison, and what follows from it: as factors, 1 for no gain."""
+        return {
+            **self.comparison.as_plain(),
+            "fusion": self.fused,
+            "best_other": self.best_other.method.name,
+            "best_dear": self.dear.method.name,
+            "gain": self.factor,
+            "overlap": self.overlap,
+            "start_up": self.start_up,
+            "rest": self.rest,
+            "most_overlap": self.most_overlap,
+        }
+
 
 def paper_gains(network: Network) -> list[Gain]:
     """For each model, without and with fusion."""
@@ -150,8 +165,7 @@ def unfused_methods() -> Sequence[Method]:
     cut = partial(bytescheduler, most_numel=PARTITION_NUMEL)
     theirs = replace(
         parse_method("bytescheduler"),
-        about="tensors cut at 4 million elements, first layers first, 16 million on their way",
-        source="ByteScheduler (Peng et al., SOSP 2019), sizes as the paper's authors had them",
+        numbers="cut at 4 million, 16 million on their way, as the paper's authors had them",
         build=cut,
     )
     return [parse_method("wfbp"), theirs, _one_in_flight("dear-unfused")]
@@ -171,4 +185,4 @@ def _one_in_flight(name: str) -> Method:
         setup = method.build(profile, costs, cap_mb)
         return replace(setup, conduct=replace(setup.conduct, window=1))
 
-    return replace(method, build=build)
+    return replace(method, about=f"{method.about}, one operation of a kind in flight", build=build)

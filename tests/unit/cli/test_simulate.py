@@ -30,6 +30,7 @@ def test_a_table_and_json_of_all_methods(
     (result,) = json.loads(path.read_text())
     names = [row["name"] for row in result["methods"]]
     assert names[0] == "serial" and names[-1] == "dear-plan" and len(names) == 9
+    assert f"bytes on the wire {result['wire_s']:.4f}" in text
     assert all(f"\n{name} " in text for name in names)
     assert result["bound_s"] == pytest.approx(0.3)
     best_s = min(row["iteration_s"] for row in result["methods"] if "dear" not in row["name"])
@@ -153,15 +154,34 @@ def test_methods_are_weighed_alike_however_the_network_is_given(tmp_path: Path) 
     assert took[0] == pytest.approx(took[1])
 
 
+def test_json_tells_the_caps_and_cycles_that_were_given(tmp_path: Path) -> None:
+    path, names = tmp_path / "simulated.json", ("ddp", "ddp:8", "horovod:64:5", "horovod:32")
+    methods = [word for name in names for word in ("--method", name)]
+    assert main(["simulate", *SMALL, *methods, "--json", str(path)]) == 0
+    (result,) = json.loads(path.read_text())
+    assert [row["numbers"] for row in result["methods"]] == [
+        "25 MiB, the first 1 MiB", "8 MiB", "64 MiB, every 5 ms", "32 MiB, every 1 ms"
+    ]  # fmt: skip
+    assert not any("MiB" in row["about"] + row["source"] for row in result["methods"])
+
+
 def test_the_paper_beside_what_is_simulated(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dearmpi.plan.paper.MODELS", ("resnet50",))
-    assert main(["simulate", "--compare-paper"]) == 0
+    path = tmp_path / "paper.json"
+    assert main(["simulate", "--compare-paper", "--json", str(path)]) == 0
     text = capsys.readouterr().out
     assert "the paper says up to 83%" in text and "the paper says up to 15%" in text
     assert text.count("resnet50 ") == 4 and "2080 Ti" in text
     assert "DeAR has the best of 10 bucket caps, and the others are as they come" in text
+    lines = [line.split() for line in text.splitlines() if line.startswith("resnet50 ")]
+    parts = ("gain", "overlap", "start_up", "rest", "most_overlap")
+    for line, told in zip(lines, json.loads(path.read_text()), strict=True):
+        assert line[1:3] == ["yes" if told["fusion"] else "no", told["best_other"]]
+        assert line[5:] == [f"{told[part] - 1:+.1%}" for part in parts]
+        dear = [row for row in told["methods"] if row["name"].startswith("dear")]
+        assert all("one operation of a kind in flight" in row["about"] for row in dear)
 
 
 def test_it_needs_neither_torch_nor_mpi() -> None:
