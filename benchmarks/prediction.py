@@ -8,6 +8,9 @@ Usage, on emulated hosts (bin/netlab up 4 1gbit):
 The first calibrates the link and profiles a few iterations of a replayed workload, simulates each
 method from that alone, and measures all of them in the same job. The second sums up: median and
 worst error. An error is predicted over measured time, less one.
+
+The profile is of fp32, ring reduce-scatters and eager updates. What is sent in half precision is
+predicted from it; methods with other reduce-scatters or without eager updates are refused.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import json
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,7 +27,7 @@ from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.contest import hold_contest
 from dearmpi.bench.gloo import NUM_IN_FLIGHT, calibrate_all_reduce
 from dearmpi.bench.length import Length
-from dearmpi.bench.method import BAYES, Entrant, Method, Setup
+from dearmpi.bench.method import BAYES, Entrant, Method, Setup, read_config
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject
 from dearmpi.bench.table import align
@@ -93,6 +97,7 @@ def measure(given: argparse.Namespace) -> None:
     unknown = [m.label for m in methods if not m.uses_group and not m.waits_in_mpi]
     if unknown:
         raise SystemExit(f"cannot predict {', '.join(unknown)}: only what runs over gloo or here")
+    refuse_unlike_the_profile(methods)
     peers = {m.label: simulated.parse_method(m.label) for m in methods if m.uses_group}
     world = connect()
     tell = print if world.is_root else lambda _: None
@@ -115,6 +120,20 @@ def measure(given: argparse.Namespace) -> None:
     tell("\n".join(describe(cell)))
     if given.json is not None and world.is_root:
         given.json.write_text(json.dumps(asdict(cell), indent=1) + "\n", encoding="utf-8")
+
+
+def refuse_unlike_the_profile(methods: Sequence[Method]) -> None:
+    """Exit for methods of this engine whose settings the profile tells nothing of."""
+    for method in methods:
+        if method.uses_group:
+            continue
+        config = read_config({"eager": "true", **method.options})
+        if not config.eager or config.reduce_scatter not in ("auto", "ring"):
+            raise SystemExit(
+                f"cannot predict {method.label}: the profile is of eager updates and ring "
+                f"reduce-scatters, this has eager={str(config.eager).lower()} and "
+                f"reduce_scatter={config.reduce_scatter}; leave those two out"
+            )
 
 
 def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs]:
@@ -150,7 +169,11 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
 def predict_peer(
     method: simulated.Method, profile: ModelProfile, costs: Costs, all_reduce: LinkModel
 ) -> float:
-    """Seconds of an iteration of DDP over gloo, which updates everything at its end."""
+    """Seconds of an iteration of DDP over gloo, which updates everything at its end.
+
+    Its buckets are charged what one of ours costs the main thread: the profile's backprop is that
+    of our engine less as much for each of ours.
+    """
     setup = method.prepare(profile, costs)
     over_gloo = replace(setup.costs, reduce_scatter=all_reduce, update_s=0.0, update_s_per_byte=0.0)
     conduct = replace(setup.conduct, window=NUM_IN_FLIGHT)
@@ -177,7 +200,7 @@ def watch(
                 profile,
                 optimizer.layout,
                 Conduct(optimizer.schedule, window, eager=True, gather=config.gather),
-                costs,
+                costs.sent_as(config.comm_dtype, profile.workload.params()),
             )
             entrant.finish()
 
