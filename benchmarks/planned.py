@@ -185,7 +185,7 @@ def by_default(
 ) -> float:
     """Seconds of an iteration with the engine's default settings, but for eager updates.
 
-    cap_bytes: most bytes of a bucket, if not the default.
+    cap_bytes: about so many bytes a bucket, if not the default.
     """
     config = EngineConfig(schedule=schedule)
     specs = list(profile.workload.params())

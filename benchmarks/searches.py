@@ -3,7 +3,7 @@
     python -m benchmarks.searches [--world-size 4] [--gigabits 1] [--trials 10]
 
 Costs and profiles are those of planned.py. A trial of a search is one simulated iteration with
-buckets of at most the cap that it suggests, between 1 and 256 MiB, in DeAR's order with eager
+buckets of about the cap that it suggests, between 1 and 256 MiB, in DeAR's order with eager
 updates. Times are over ``max(compute, communication)``; ``lost`` is what the trials of the Bayesian
 search cost beyond iterations with the plan, in iterations, at five steps for each.
 """
