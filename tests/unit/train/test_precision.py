@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator, MutableMapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dearmpi.comm.world import World
 from dearmpi.train.precision import computing, convert_batch, convert_model
+from dearmpi.train.settings import RunSettings
+from tests.unit.train.points import SGD, make_job, make_task, train
 
 
 class Pair(NamedTuple):
@@ -68,6 +72,20 @@ def test_bf16_computes_in_bf16_over_fp32_parameters() -> None:
     with computing(torch.device("cpu"), "bf16"):
         output = model(torch.ones(1, 2))
     assert (model.weight.dtype, output.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_a_run_in_bf16_trains_and_evaluates_in_bf16(alone: World, tmp_path: Path) -> None:
+    seen: set[tuple[bool, torch.dtype]] = set()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        output = model(inputs)
+        seen.add((model.training, output.dtype))
+        return nn.functional.mse_loss(output.float(), targets)
+
+    settings = RunSettings(max_steps=1, precision="bf16", **SGD)
+    train(make_job(alone, settings, make_task(loss)), tmp_path)
+    assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
 
 
 def test_fp32_changes_nothing() -> None:

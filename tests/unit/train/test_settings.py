@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -97,6 +98,23 @@ def test_settings_are_checked_where_they_are_made() -> None:
 def test_contradictions_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         RunSettings(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("schedule", "wfbp"),
+        ("gather", "gradients"),
+        ("bucket_cap_mb", 3.0),
+        ("reduce_scatter", "exchange"),
+        ("comm_dtype", "bf16"),
+        ("cuda_buffers", "staged"),
+        ("update_on", "host"),
+        ("window", 3),
+    ],
+)
+def test_the_engine_gets_what_was_chosen(name: str, value: Any) -> None:
+    assert getattr(RunSettings(**{name: value}).engine(), name) == value
 
 
 def test_the_update_waits_only_where_the_norm_of_the_gradient_is_needed() -> None:
