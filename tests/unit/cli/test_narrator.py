@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shlex
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,18 +15,32 @@ import pytest
 from dearmpi.cli.console import Console
 from dearmpi.cli.narrator import Narrator, describe_outcome, describe_stop
 from dearmpi.report.straggler import STEADY, STRETCH_STEPS
+from dearmpi.train.evaluation import Evaluation
 from dearmpi.train.job import Job
 from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.outcome import Outcome
 from dearmpi.train.rank_times import RankTimes
 
-TASK = SimpleNamespace(loss_scale_name="loss", loss_scale=1.0, unit="samples")
+TASK = SimpleNamespace(loss_scale_name="percent", loss_scale=100.0, unit="points")
 JOB = SimpleNamespace(
     world=SimpleNamespace(size=2, hosts=("n0", "n1")),
     task=TASK,
     start_step=0,
     total_steps=10,
-    units=lambda number: number,
+    units=lambda num_samples: 2 * num_samples,
+)
+
+OUTCOME = Outcome(
+    step=10,
+    stopped=False,
+    first_loss=0.5,
+    last_loss=0.25,
+    evaluation=Evaluation(0.125, 7, {"ones": 1.0}),
+    train_s=20.0,
+    elapsed_s=20.0,
+    samples_per_s=5.0,
+    hidden_share=0.75,
+    num_skipped=0,
 )
 
 
@@ -50,8 +65,8 @@ def test_a_line_tells_throughput_what_is_hidden_and_how_long_it_goes_on() -> Non
     narrator.measured(make_row(4))
     narrator.measured(make_row(10))
     assert out.getvalue().splitlines() == [
-        "step 4/10  loss 1.5000  100 samples/s  exposed 25%  hidden 50%  12 s left",
-        "step 10/10  loss 1.5000  100 samples/s  exposed 25%  hidden 50%",
+        "step 4/10  percent 150.0000  200 points/s  exposed 25%  hidden 50%  12 s left",
+        "step 10/10  percent 150.0000  200 points/s  exposed 25%  hidden 50%",
     ]
 
 
@@ -61,7 +76,15 @@ def test_in_a_terminal_the_live_line_moves_with_every_step() -> None:
     narrator.measured(make_row(4))
     assert out.getvalue() == ""
     narrator.stepped(5)
-    assert out.getvalue().endswith(" 5/10  10 s left  loss 1.5000  hidden 50%  100 samples/s")
+    assert out.getvalue().endswith(" 5/10  10 s left  percent 150.0000  hidden 50%  200 points/s")
+
+
+def test_a_line_tells_what_an_evaluation_found() -> None:
+    out = io.StringIO()
+    row = make_row(10, eval_loss=0.5, extra={"ones": 1.0}, learning_rate=0.25)
+    make_narrator(out).measured(row)
+    told = "held out 50.0000  ones 1.0000  lr 0.25  200 points/s  exposed 25%  hidden 50%"
+    assert out.getvalue() == f"step 10/10  percent 150.0000  {told}\n"
 
 
 def test_the_time_that_is_left_includes_what_is_done_between_steps() -> None:
@@ -78,23 +101,21 @@ def test_the_time_that_is_left_includes_what_is_done_between_steps() -> None:
 
 @pytest.mark.parametrize(
     ("elapsed_s", "told"),
-    [(20.5, "20 s, 5 samples/s"), (80.0, "20 s (1 min 20 s with checkpoints and evaluations), 5")],
+    [(20.5, "20 s, 10"), (80.0, "20 s (1 min 20 s with checkpoints and evaluations), 10")],
 )
 def test_the_summary_tells_the_whole_time_where_it_is_another(elapsed_s: float, told: str) -> None:
-    outcome = Outcome(
-        step=10,
-        stopped=False,
-        first_loss=None,
-        last_loss=None,
-        evaluation=None,
-        train_s=20.0,
-        elapsed_s=elapsed_s,
-        samples_per_s=5.0,
-        hidden_share=None,
-        num_skipped=0,
-    )
-    line, *_ = describe_outcome(cast(Job, JOB), outcome, Path("run"))
-    assert line.startswith(f"done at step 10 of 10: 10 steps in {told}")
+    line, *_ = describe_outcome(cast(Job, JOB), replace(OUTCOME, elapsed_s=elapsed_s), Path("run"))
+    assert line == f"done at step 10 of 10: 10 steps in {told} points/s"
+
+
+def test_the_summary_is_in_the_units_of_the_task() -> None:
+    assert describe_outcome(cast(Job, JOB), OUTCOME, Path("run")) == [
+        "done at step 10 of 10: 10 steps in 20 s, 10 points/s",
+        "percent in training: 50.0000 -> 25.0000",
+        "percent on 7 held-out samples: 12.5000, ones 1.0000",
+        "communication: 75% hidden behind computation",
+        "run folder: run",
+    ]
 
 
 def test_ranks_that_do_not_speak_are_silent() -> None:
