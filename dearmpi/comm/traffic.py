@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Protocol
 
-# At 10 Gbit/s what leaves in 1.7 ms, at least as long as polls lie apart. On links of more than some
-# 20 Gbit/s the wire runs dry between polls once nothing has begun or ended for 20 ms.
+# At 10 Gbit/s what leaves in 1.7 ms, at least as long as polls lie apart. On links of more than
+# some 20 Gbit/s the wire runs dry between polls once nothing has begun or ended for 20 ms.
 MOST_BYTES = 2 << 20
 
 

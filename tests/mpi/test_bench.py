@@ -21,7 +21,7 @@ from dearmpi.bench.group import leave_group
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.peers import plug_in, read_method
 from dearmpi.bench.record import collectives_json, result_json
-from dearmpi.bench.result import Result
+from dearmpi.bench.result import LinkTimes, Result
 from dearmpi.bench.session import Question, answer
 from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World
@@ -174,7 +174,8 @@ def test_what_uses_the_group_is_gone_before_it(
 @pytest.mark.ranks(2)
 def test_the_ratio_sets_the_compute_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(session, "_communication_s", lambda *_: 0.030)
+    trials = [LinkTimes(0.0, 0.001), LinkTimes(0.010, 0.020), LinkTimes(1.0, 2.0)]
+    monkeypatch.setattr(session, "measure_link", lambda *_, **__: trials)
     question = Question("equal:1:4", ["dear"], ratio=0.5, length=SHORT, batch_size=7)
     result = answer(world, question, lines.append)
     (said,) = [line for line in lines if line.startswith("compute time")]

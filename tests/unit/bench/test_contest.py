@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
+from dearmpi.bench import contest
 from dearmpi.bench.contest import hold_contest
 from dearmpi.bench.length import Length, least_warming
 from dearmpi.bench.method import Entrant, Method, Setup, backpropagate
@@ -98,6 +102,36 @@ def test_every_method_between_hosts_is_as_warm_as_any_other(hosts: tuple[str, st
     assert (found[0][0] > NUM_WARMUP + NUM_BATCHES) == (hosts == ("a", "b"))
 
 
+def test_times_are_means_over_ranks_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 takes twice as long as rank 0, by a clock that nothing else moves."""
+    clock = threading.local()
+
+    def now() -> float:
+        return getattr(clock, "now", 0.0)
+
+    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=now, process_time=now))
+
+    def rank(world: World) -> tuple[list[Iteration], float]:
+        def spend(seconds: float) -> None:
+            clock.now = now() + seconds * (1 + world.rank)
+
+        class Slow(ReplaySubject):
+            def build(self) -> nn.Module:
+                model = ReplaySubject.build(self)
+                model.register_forward_hook(lambda *_: spend(1.0))
+                return model
+
+        subject = Slow(PROFILE, batch_size=8, rank=world.rank, world_size=world.size)
+        length = Length(num_warmup=NUM_WARMUP, num_batches=NUM_BATCHES, num_rounds=1)
+        methods = [_spending(spend, backprop_s=2.0, step_s=3.0)]
+        result = hold_contest(world, subject, methods, length=length, tell=lambda line: None)
+        (row,) = result.rows
+        assert not row.error
+        return row.iterations(), row.cpu_s
+
+    assert run_ranks(2, rank) == [([Iteration(1.5, 3.0, 4.5)] * NUM_BATCHES, 9.0)] * 2
+
+
 def test_what_tunes_itself_is_known_before_it_enters() -> None:
     tuned = [name for name in ("dear", "planned", "bayes", "ddp") if read_method(name).tunes_itself]
     assert tuned == ["planned", "bayes"]
@@ -117,3 +151,23 @@ def _counted(label: str, backprops: dict[str, int], *, num_tuning: int = 0) -> M
         )
 
     return Method(label, enter, uses_group=False, tunes_itself=num_tuning > 0)
+
+
+def _spending(spend: Callable[[float], None], *, backprop_s: float, step_s: float) -> Method:
+    """One of the engine's own, which spends time on both."""
+
+    def enter(setup: Setup) -> Entrant:
+        plain = read_method("serial").enter(setup)
+
+        def backward(loss: Tensor) -> None:
+            backpropagate(loss)
+            spend(backprop_s)
+
+        def step() -> None:
+            plain.optimizer.step()
+            spend(step_s)
+
+        steps = SimpleNamespace(zero_grad=plain.optimizer.zero_grad, step=step)
+        return replace(plain, optimizer=steps, backward=backward)
+
+    return Method("spending", enter, uses_group=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer
+from dearmpi.bench import link
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.result import LinkTimes
 from dearmpi.comm.api import Request
@@ -61,6 +62,15 @@ def test_connections_between_hosts_are_used_for_a_while_before_it_counts() -> No
     assert len(sent("fp32", hosts=("a", "b"))) == usual
     assert len(sent("fp32", hosts=("a", "b"), warm_up_s=0.2)) > 2 * usual
     assert len(sent("fp32", warm_up_s=0.2)) == usual
+
+
+def test_the_slowest_rank_s_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "run_all", lambda world, *_: 1.0 + world.rank)
+
+    def rank(world: World) -> list[LinkTimes]:
+        return measure_link(world, list(LAYOUT), EngineConfig(), repeats=1)
+
+    assert run_ranks(2, rank) == [[LinkTimes(2.0, 2.0)]] * 2
 
 
 @pytest.mark.parametrize(
