@@ -51,6 +51,7 @@ def test_a_run_is_what_a_plain_loop_over_the_same_samples_computes(
         max_grad_norm=0.5,
         precision="fp64",
         gradient_accumulation_steps=micro_batches,
+        log_interval=1,
         **SGD,
     )
     job = make_job(alone, settings)
@@ -58,18 +59,20 @@ def test_a_run_is_what_a_plain_loop_over_the_same_samples_computes(
     model = make_task().model.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     _, notes = train(job, tmp_path)
-    data = Points(20)
+    data, norms = Points(20), list[float]()
     for step in range(6):
         indices = [i for share in job.batches.step(*divmod(step, 3)) for i in share.indices]
         optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (step + 1) / 2)
         optimizer.zero_grad()
         loss = squared_error(model, (data.inputs[indices].double(), data.targets[indices].double()))
         torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
     for ours, theirs in zip(job.task.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     assert notes.steps == [1, 2, 3, 4, 5, 6]
+    assert [row.grad_norm for row in notes.rows] == pytest.approx(norms)
+    assert [row.learning_rate for row in notes.rows] == pytest.approx([0.05] + 5 * [0.1])
 
 
 def test_rows_evaluations_and_checkpoints_come_when_due(alone: World, tmp_path: Path) -> None:
