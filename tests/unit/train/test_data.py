@@ -113,6 +113,14 @@ def test_the_order_changes_with_the_epoch_and_with_the_seed() -> None:
     assert len({first(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
 
 
+def test_the_order_is_that_of_every_version_before() -> None:
+    """A checkpoint holds the position alone: in another order a run that goes on in the middle of
+    an epoch would see some samples twice and others never.
+    """
+    (all_of_them,) = Batches(10, 10, 1, 0, seed=7).step(3, 0)
+    assert all_of_them.indices == (3, 5, 4, 7, 8, 0, 9, 2, 1, 6)
+
+
 def test_going_back_to_an_epoch_gives_its_order_again() -> None:
     batches = Batches(100, 10, 2, 1, seed=7)
     before = batches.step(0, 3)
