@@ -1,8 +1,21 @@
-"""Messages about names that nobody knows."""
+"""What is used where nothing is chosen, and messages about names that nobody knows."""
 
 from __future__ import annotations
 
-from dearmpi.config import known_names
+import pytest
+
+from dearmpi.config import MIB, EngineConfig, known_names
+
+
+@pytest.mark.parametrize(
+    ("model_mb", "cap_mb"), [(0.5, 0.25), (1, 0.5), (4, 1), (16, 2), (32, 4), (1000, 4)]
+)
+def test_the_bucket_cap_is_an_eighth_of_the_model_within_limits(
+    model_mb: float, cap_mb: float
+) -> None:
+    model_bytes = int(model_mb * MIB)
+    assert EngineConfig().cap_bytes(model_bytes) == cap_mb * MIB
+    assert EngineConfig(bucket_cap_mb=3.0).cap_bytes(model_bytes) == 3 * MIB
 
 
 def test_an_unknown_name_far_from_all_gets_the_list_alone() -> None:
