@@ -151,6 +151,25 @@ def test_a_nested_no_sync_that_ends_leaves_gradients_local() -> None:
         assert hub.picture(rank_, REDUCE_SCATTERS) == "last RS2 RS1 RS0"
 
 
+def test_gradients_travel_during_backprop_again_after_an_exception_inside_no_sync() -> None:
+    """As after a batch for which the memory did not do, which a script leaves out."""
+    hub = FakeHub(2, name=name_of_bucket(2, 3))
+
+    def rank(world: World) -> None:
+        model = Chain(3)
+        optimizer = distribute(model, world, window=3)
+        with pytest.raises(MemoryError), optimizer.no_sync():
+            raise MemoryError
+        model.backward()
+        hub.mark(world.rank, "step")
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub, progress="poll")
+    for rank_ in range(2):
+        assert hub.picture(rank_, REDUCE_SCATTERS) == "RS2 RS1 RS0 step"
+
+
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("progress", ["thread", "poll"])
 def test_no_more_than_the_window_is_in_flight(window: int, progress: ProgressMode) -> None:
