@@ -27,14 +27,15 @@ class Named:
         return algorithm
 
 
-def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowest_rank_s_best_of_a_few_trials_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def run_all(world: World, _: Any, starts: list[Callable[[Any], str]]) -> float:
         algorithm = starts[0](Named())
         tried.append((world.rank, algorithm))
-        again = tried.count((world.rank, algorithm)) % 3  # the best of a few trials is taken
-        return SECONDS[algorithm][world.rank] + again
+        is_first = tried.count((world.rank, algorithm)) == 1
+        late_s = 9.0 if is_first and algorithm == "ring" else 0.0  # as something held it up
+        return SECONDS[algorithm][world.rank] + late_s
 
     monkeypatch.setattr(choose, "run_all", run_all)
 
