@@ -18,14 +18,14 @@ from collections import defaultdict
 
 import numpy as np
 
-from dearmpi.comm import progress
+from dearmpi.comm import backoff
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.world import World, connect
 
 _LATE_S = (0.0, 0.005, 0.02, 0.1)
 _SHARD_NUMEL = 8192
-_SHARE_OF_ALL = progress._SHARE_OF_ALL
+_SHARE_OF_ALL = backoff._SHARE_OF_ALL
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     for _ in range(num_rounds):
         for late_s in _LATE_S:
             for shared in (True, False):
-                progress._SHARE_OF_ALL = _SHARE_OF_ALL if shared else float("inf")
+                backoff._SHARE_OF_ALL = _SHARE_OF_ALL if shared else float("inf")
                 rows[late_s, shared].append(one_round(world, channel, late_s))
     if world.is_root:
         print("late by  sleeps  to the end  CPU time  sleeps")

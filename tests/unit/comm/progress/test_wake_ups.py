@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 
 from dearmpi.comm.api import Completed, Request
+from dearmpi.comm.backoff import Backoff
 from dearmpi.comm.lane import Lane, Work
-from dearmpi.comm.progress import Backoff, Progress
+from dearmpi.comm.progress import Progress
 from tests.unit.comm.progress.works import LIMIT_S, holds, in_thread, limited
 
 
