@@ -113,9 +113,15 @@ def test_ties_that_make_no_difference_are_left_out() -> None:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("name", workload_names())
+EVERY_TIME = [("resnet50", 1.0), ("bert_base", 1.0)]
+NOW_AND_THEN = [
+    pytest.param(*model, marks=pytest.mark.slow)
+    for model in product(workload_names(), [0.5, 1.0, 2.0])
+    if model not in EVERY_TIME
+]
+
+
+@pytest.mark.parametrize(("name", "ratio"), [*EVERY_TIME, *NOW_AND_THEN])
 def test_plans_of_the_papers_models_are_near_the_bound(name: str, ratio: float) -> None:
     profile = paper(name, ratio)
     made = make_plan(profile, HOSTS, world_size=4, eager=True)
