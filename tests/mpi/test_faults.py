@@ -185,14 +185,13 @@ def test_one_rank_killed_from_outside_ends_the_job_in_time(script: Path) -> None
     assert ended.duration_s - before_s < END_S and ended.left_over == 0
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("how", "told"),
     [
         ("freeze", "rank 2 on {host}: does not answer (stopped, or its host is)"),
-        ("load", "read_a_batch_that_never_comes"),
-        ("leave", "rank 2 has ended after 5 backprops"),
+        pytest.param("load", "read_a_batch_that_never_comes", marks=pytest.mark.slow),
+        pytest.param("leave", "rank 2 has ended after 5 backprops", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_job(
