@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.machine import rows_of
+from tests.gpu.run import PARTS, run_part
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -27,6 +30,17 @@ def test_it_says_why_it_does_nothing(tmp_path: Path) -> None:
     reason = "built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
     assert reason in run(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "what"), [("copies", "staging, each way"), ("parity", "parity, staged")]
+)
+def test_a_part_runs_on_the_host(tmp_path: Path, module: str, what: str) -> None:
+    """Of the quick ones, each on as few ranks as it takes; all of them run now and then."""
+    part = next(part for part in PARTS if part.module == module)
+    output, code = run_part(part, folder=tmp_path, limit_s=part.limit_s, is_dry=True)
+    assert code == 0, output
+    assert what in {row[0] for row in rows_of(output)}
 
 
 @pytest.mark.slow
