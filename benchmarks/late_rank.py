@@ -1,11 +1,10 @@
 """What does a ring take once its last rank has come, and what do those who waited spend on it?
 
-Usage: mpirun -n 8 python benchmarks/late_rank.py [ROUNDS]
+Usage: mpirun -n 8 python benchmarks/late_rank.py [ROUNDS [SHARE]]
 
 Rank 0 comes late to a reduce-scatter of a small bucket. Prints medians over rounds: the time from
 then to its end there, and of each other rank's driving thread the CPU time and how often it slept;
-with sleeps between polls that are shared out among the hops of the ring, and with sleeps that each
-rank takes as if it waited alone, taking turns.
+with the engine's sleeps between polls, and with sleeps of another share of the wait, taking turns.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from dearmpi.comm.world import World, connect
 
 _LATE_S = (0.0, 0.005, 0.02, 0.1)
 _SHARD_NUMEL = 8192
-_SHARE_OF_ALL = backoff._SHARE_OF_ALL
+_SHARE = backoff._SLEEP_SHARE
 
 
 def main() -> None:
     num_rounds = int([*sys.argv[1:], "20"][0])
+    other_share = float([*sys.argv[2:], "0.02"][0])
     world = connect()
     channel = world.open_channel("trial", window=1)
-    rows: dict[tuple[float, bool], list[list[float]]] = defaultdict(list)
+    rows: dict[tuple[float, float], list[list[float]]] = defaultdict(list)
     for _ in range(num_rounds):
         for late_s in _LATE_S:
-            for shared in (True, False):
-                backoff._SHARE_OF_ALL = _SHARE_OF_ALL if shared else float("inf")
-                rows[late_s, shared].append(one_round(world, channel, late_s))
+            for share in (_SHARE, other_share):
+                backoff._SLEEP_SHARE = share
+                rows[late_s, share].append(one_round(world, channel, late_s))
     if world.is_root:
-        print("late by  sleeps  to the end  CPU time  sleeps")
-        for (late_s, shared), row in rows.items():
+        print("late by  share  to the end  CPU time  sleeps")
+        for (late_s, share), row in rows.items():
             took_s, cpu_s, num_sleeps = (statistics.median(part) for part in zip(*row, strict=True))
-            kind = "shared" if shared else "alone"
             print(
-                f"{late_s * 1e3:4.0f} ms  {kind:6s}  {took_s * 1e3:7.2f} ms  "
+                f"{late_s * 1e3:4.0f} ms  {share:5.3f}  {took_s * 1e3:7.2f} ms  "
                 f"{cpu_s * 1e3:5.2f} ms  {num_sleeps:6.0f}"
             )
     channel.close()

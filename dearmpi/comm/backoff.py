@@ -5,22 +5,17 @@ from __future__ import annotations
 import time
 
 # An idle poller yields a few times, then sleeps for a share of the time it has already waited: what
-# the last sleep adds to a wait stays in proportion to it, and so does what the last sleeps of all
-# ranks do that wait in a row, as those of a ring.
+# the last sleep adds to a wait stays in proportion to it.
 _NUM_YIELDS = 3
-_SLEEP_SHARE, _SHARE_OF_ALL = 0.05, 0.15
+_SLEEP_SHARE = 0.05
 _LEAST_SLEEP_S = 20e-6
 _MOST_SLEEP_S = 1e-3
 
 
 class Backoff:
-    """How long to sleep between polls that found nothing.
+    """How long to sleep between polls that found nothing."""
 
-    num_hops: how many ranks wait in a row for what each of them passes on.
-    """
-
-    def __init__(self, num_hops: int = 1) -> None:
-        self._num_hops = num_hops
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -34,5 +29,4 @@ class Backoff:
         if self._num_idle <= _NUM_YIELDS:
             return 0.0
         waited = time.perf_counter() - self._since
-        share = min(_SLEEP_SHARE, _SHARE_OF_ALL / self._num_hops)
-        return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, waited * share))
+        return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, waited * _SLEEP_SHARE))

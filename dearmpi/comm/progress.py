@@ -44,13 +44,9 @@ class Progress:
     around: what lanes are driven in, on whichever thread.
     """
 
-    def __init__(self, mode: ProgressMode, *, origin: str, num_hops: int = 1) -> None:
-        """``origin`` names this process in errors, such as ``rank 3 on n7``.
-
-        num_hops: of a ring over all ranks.
-        """
+    def __init__(self, mode: ProgressMode, *, origin: str) -> None:
+        """``origin`` names this process in errors, such as ``rank 3 on n7``."""
         self.mode = mode
-        self._num_hops = num_hops
         self._origin = origin
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
@@ -131,7 +127,7 @@ class Progress:
             watchdog.begin_wait(what)
         try:
             wait = self._poll_once if self.mode == "poll" else self._sleep_until_changed
-            backoff = Backoff(self._num_hops)
+            backoff = Backoff()
             while not ready():
                 self.raise_failure()
                 if self._closing:
@@ -253,7 +249,7 @@ class Progress:
 
     def _run(self) -> None:
         yield_to_computation()
-        backoff = Backoff(self._num_hops)
+        backoff = Backoff()
         while not self._closing and self._failure is None:
             if self._advance():
                 self.notify()

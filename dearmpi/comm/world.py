@@ -60,11 +60,7 @@ class World:
         self.rank = collectives.rank
         self.size = collectives.size
         self.host = collectives.host
-        self.progress = Progress(
-            progress,
-            origin=f"rank {self.rank} on {self.host}",
-            num_hops=max(1, self.size - 1),
-        )
+        self.progress = Progress(progress, origin=f"rank {self.rank} on {self.host}")
         self._collectives = collectives
         self._channel = Channel(
             collectives, self.progress.open_lane("control", window=1), self.progress

@@ -108,18 +108,6 @@ def test_backoff_yields_first_then_sleeps_in_proportion(monkeypatch: pytest.Monk
     assert backoff.next_sleep_s() == 0.0
 
 
-def test_all_hops_of_a_ring_together_sleep_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank waits for what its predecessor passes on, and all have waited as long."""
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for num_hops in (7, 15, 31):
-        backoff = Backoff(num_hops)
-        while not backoff.next_sleep_s():
-            pass
-        now[0] += 0.01
-        assert num_hops * backoff.next_sleep_s() == pytest.approx(0.15 * 0.01)
-
-
 def test_who_waits_for_the_last_of_many_is_woken_once(threaded: Progress) -> None:
     """Each time costs the main thread the interpreter, in the midst of what others compute."""
     done: list[int] = []
