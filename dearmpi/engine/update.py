@@ -37,9 +37,16 @@ class Update(Protocol):
 
 
 def read_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of each parameter group's hyperparameters as they are now."""
+    """A copy of each parameter group's hyperparameters as they are now.
+
+    Not of ``param_names``, which no step reads: there may be hundreds, and each step asks.
+    """
     return [
-        {key: _copy_option(value) for key, value in group.items() if key != "params"}
+        {
+            key: value if key == "param_names" else _copy_option(value)
+            for key, value in group.items()
+            if key != "params"
+        }
         for group in optimizer.param_groups
     ]
 
