@@ -11,6 +11,7 @@ import torch
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE_FILES = "/dev/nvidia[0-9]*"
 _VERSION_LINE = "nvidia-smi: CUDA Version"
+_FITTING_BUILD = "install a build of torch for a CUDA that the driver there can run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ def look_for_gpus() -> VisibleGpus:
     counted, shown = torch.cuda.device_count(), len(glob(_DEVICE_FILES))
     if counted and torch.cuda.is_available():
         return VisibleGpus(counted, counted, shown)
-    reason, cure = _explain(counted)
+    reason, cure = _explain(counted, shown)
     return VisibleGpus(0, counted, shown, reason, cure)
 
 
-def _explain(counted: int) -> tuple[str, str]:
-    """Why none of those that torch counts can be used, and what to do."""
+def _explain(counted: int, shown: int) -> tuple[str, str]:
+    """Why none of those that torch counts, or the host shows, can be used, and what to do."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} is built without CUDA",
@@ -61,17 +62,20 @@ def _explain(counted: int) -> tuple[str, str]:
     if counted:
         return (
             f"torch {torch.__version__}: {_failure()}",
-            f"install a build of torch for a CUDA that the driver there can run ({_VERSION_LINE})",
+            f"{_FITTING_BUILD} ({_VERSION_LINE})",
         )
     value = os.environ.get(VISIBLE)
-    return (
-        f"{VISIBLE} is {'not set' if value is None else repr(value)}",
-        f"see nvidia-smi and {VISIBLE} there, ask the cluster for GPUs (SLURM: --gpus-per-node)",
-    )
+    reason = f"{VISIBLE} is {'not set' if value is None else repr(value)}"
+    cure = f"see nvidia-smi and {VISIBLE} there, ask the cluster for GPUs (SLURM: --gpus-per-node)"
+    if shown and value != "":
+        # Where NVML fails torch counts none that CUDA cannot use: the driver may be the cause too.
+        reason += f"; torch {torch.__version__}: {_failure()}"
+        cure += f", or {_FITTING_BUILD}"
+    return reason, cure
 
 
 def _failure() -> str:
-    """What torch says where it counts devices and finds that it can use none."""
+    """What torch says where there are devices and it can use none."""
     try:
         torch.cuda.init()
     except Exception as error:  # RuntimeError, or what a broken build raises
