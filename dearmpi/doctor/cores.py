@@ -8,9 +8,10 @@ from itertools import groupby
 from dearmpi.doctor.facts import RankFacts
 from dearmpi.doctor.finding import Finding, ok, warn
 from dearmpi.report.unit import count_text
+from dearmpi.train.sources import CONFIG_VARIABLE
 from dearmpi.train.threads import HostCores, RankCores, by_host
 
-_OWN_THREADS = "DEAR_TRAIN_THREADS"  # which wins over OMP_NUM_THREADS
+_OWN_THREADS = "DEAR_TRAIN_THREADS"  # which wins over a file's threads and OMP_NUM_THREADS
 
 
 def judge_cores(ranks: Sequence[RankFacts]) -> Finding:
@@ -43,13 +44,12 @@ def _judge_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
         )
     if host.num_threads > host.num_cores:
         each = max(1, host.num_cores // host.num_ranks)
-        name = _OWN_THREADS if _OWN_THREADS in ranks[0].environment else "OMP_NUM_THREADS"
         return warn(
             "cores",
             f"{host.num_threads} torch threads of {count_text(host.num_ranks, 'rank')} on "
             f"{host.name} want {count_text(host.num_cores, 'core')} "
             f"(threads {ranks[0].threads_reason})",
-            cure=f"set {name}={each}, or leave it unset",
+            cure=f"set {_variable(ranks[0])}={each}, or leave {_setting(ranks[0])}",
         )
     quota = min((rank.quota for rank in ranks if rank.quota is not None), default=None)
     if quota is not None and quota < host.num_threads:
@@ -60,12 +60,24 @@ def _judge_host(host: HostCores, ranks: Sequence[RankFacts]) -> Finding | None:
             f"threads of its ranks want {host.num_threads}",
             cure="give the container more, or "
             + (
-                f"set OMP_NUM_THREADS={each}"
+                f"set {_variable(ranks[0])}={each}"
                 if each
                 else f"start at most {count_text(max(1, int(quota)), 'rank')} there"
             ),
         )
     return None
+
+
+def _variable(rank: RankFacts) -> str:
+    """The one that wins over whatever gave the rank its threads."""
+    return _OWN_THREADS if rank.threads_asked else "OMP_NUM_THREADS"
+
+
+def _setting(rank: RankFacts) -> str:
+    """What to leave so that nothing but the ranks' cores decides."""
+    if rank.threads_asked and _OWN_THREADS not in rank.environment:
+        return f"threads out of the file that {CONFIG_VARIABLE} names"
+    return "it unset"
 
 
 def _describe(ranks: Sequence[RankFacts]) -> str:

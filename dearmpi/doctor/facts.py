@@ -36,8 +36,9 @@ class RankFacts:
 
     system: the kernel and the C library.
     cores: those it may run on. quota: cores' worth of time that its container may use; None for no
-    limit. threads: torch's, as ``dear-train run`` would choose them, and why. script_threads: those
-    that a script begins with, which nobody chooses for.
+    limit. threads: torch's, as ``dear-train run`` would choose them, and why. threads_asked:
+    whether the environment or a file asks for them. script_threads: those that a script begins
+    with, which nobody chooses for.
     devices: names of the CUDA devices that it can use; gpus: where there are none, why.
     infiniband: names of its host's adapters.
     """
@@ -49,6 +50,7 @@ class RankFacts:
     quota: float | None
     threads: int
     threads_reason: str
+    threads_asked: bool
     script_threads: int
     versions: Mapping[str, str]
     devices: tuple[str, ...]
@@ -70,6 +72,7 @@ def gather_facts(world: World, *, threads_asked: int | None) -> list[RankFacts]:
         quota=read_quota(_QUOTA),
         threads=threads.count,
         threads_reason=threads.reason,
+        threads_asked=threads_asked is not None,
         script_threads=script_threads,
         versions=own_versions(),
         devices=cuda_devices(),

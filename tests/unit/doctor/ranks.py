@@ -17,6 +17,7 @@ def rank(number: int = 0, **changes: Any) -> RankFacts:
         "quota": None,
         "threads": 1,
         "threads_reason": "cores: 2, ranks on this host: 2",
+        "threads_asked": False,
         "script_threads": 1,
         "versions": {"python": "3.12.1", "torch": "2.13.0"},
         "devices": (),

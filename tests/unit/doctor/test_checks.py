@@ -128,6 +128,9 @@ def test_ranks_are_counted_by_host() -> None:
     )
 
 
+ASKED_BY_VARIABLE = {"threads_asked": True, "environment": {"DEAR_TRAIN_THREADS": "2"}}
+
+
 @pytest.mark.parametrize(
     ("ranks", "status", "words"),
     [
@@ -135,9 +138,24 @@ def test_ranks_are_counted_by_host() -> None:
         ([rank(i, cores=(0, 1)) for i in range(3)], "warn", ["3 ranks", "2 cores", "at most 2"]),
         ([rank(i, threads=2) for i in range(2)], "warn", ["4 torch threads", "OMP_NUM_THREADS=1"]),
         (
-            [rank(i, threads=2, environment={"DEAR_TRAIN_THREADS": "2"}) for i in range(2)],
+            [rank(i, threads=2, **ASKED_BY_VARIABLE) for i in range(2)],
             "warn",
-            ["4 torch threads", "DEAR_TRAIN_THREADS=1"],
+            ["4 torch threads", "DEAR_TRAIN_THREADS=1, or leave it unset"],
+        ),
+        (
+            [rank(i, threads=2, threads_asked=True) for i in range(2)],
+            "warn",
+            ["DEAR_TRAIN_THREADS=1", "leave threads out", "DEAR_TRAIN_CONFIG"],
+        ),
+        (
+            [rank(0, threads=2, quota=1.0)],
+            "warn",
+            ["1 cores' worth", "set OMP_NUM_THREADS=1"],
+        ),
+        (
+            [rank(0, threads=2, quota=1.0, threads_asked=True)],
+            "warn",
+            ["1 cores' worth", "set DEAR_TRAIN_THREADS=1"],
         ),
         ([rank(0, quota=0.5)], "warn", ["0.5 cores", "want 1"]),
         ([rank(0, quota=2.0)], "ok", []),
