@@ -128,7 +128,7 @@ def refuse_unlike_the_profile(methods: Sequence[Method]) -> None:
         if method.uses_group:
             continue
         config = read_config({"eager": "true", **method.options})
-        if not config.eager or config.reduce_scatter not in ("auto", "ring"):
+        if not config.eager or config.reduce_scatter != "ring":
             raise SystemExit(
                 f"cannot predict {method.label}: the profile is of eager updates and ring "
                 f"reduce-scatters, this has eager={str(config.eager).lower()} and "
