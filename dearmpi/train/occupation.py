@@ -16,31 +16,41 @@ from dearmpi.errors import CheckpointError, ConfigError, DearError
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 @dataclass(frozen=True, slots=True)
 class Occupation:
-    """This process's hold on a run folder: the open file ``descriptor``, at ``path`` in it."""
+    """This process's hold on a run folder: the open file ``descriptor``, at ``path`` in it.
+
+    full_path: what ``path`` was at the beginning; the working folder, too, may be removed since.
+    """
 
     path: Path
     descriptor: int
+    full_path: Path
 
     def check(self) -> None:
         """Raise CheckpointError if the folder is not this process's any more. Nothing else would
         tell: open files can be written to after they are gone, and a name may lead elsewhere.
         """
-        folder, path = self.path.parent, self.path.absolute()
+        refused = f"cannot save in {self.path.parent}"
         try:
             is_own = os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
         except OSError as error:
+            if error.errno not in _GONE:
+                raise CheckpointError(
+                    f"{refused}: cannot look at {self.full_path}: {error.strerror}; earlier "
+                    "checkpoints are untouched: see that it can be reached, and start again"
+                ) from error
             raise CheckpointError(
-                f"cannot save in {folder}: {path}, which this job made, cannot be found "
-                f"({error.strerror}), so the folder was removed or renamed, or the working folder "
-                "changed, while it trained; start again"
+                f"{refused}: {self.full_path}, which this job made, cannot be found "
+                f"({error.strerror}), so it or its folder was removed or renamed, or the working "
+                "folder changed, while this job trained; start again"
             ) from error
         if not is_own:
             raise CheckpointError(
-                f"cannot save in {folder}: it was taken over by {_read(path) or 'another process'} "
+                f"{refused}: it was taken over by {_read(self.path) or 'another process'} "
                 "while this job trained; leave it to that one, or start again with another --name"
             )
 
@@ -58,6 +68,7 @@ def occupied(path: Path) -> Iterator[Occupation]:
     job = os.environ.get("SLURM_JOB_ID", "")
     start = os.environ.get("SLURM_RESTART_COUNT", "0")
     try:
+        full_path = path.absolute()
         descriptor = _lock(path)
         if descriptor is None:  # else reading would unlock it: to close a file is to unlock it
             occupant = _read(path)
@@ -78,7 +89,7 @@ def occupied(path: Path) -> Iterator[Occupation]:
     except OSError as error:
         raise DearError(f"cannot write {path}: {error.strerror}") from error
     try:
-        yield Occupation(path, descriptor)
+        yield Occupation(path, descriptor, full_path)
     finally:
         os.close(descriptor)
 

@@ -315,6 +315,20 @@ def take_away():
     assert sorted(left) == (others if meanwhile else [])
 
 
+def test_a_run_whose_working_folder_is_gone_ends_like_one_whose_folder_is(
+    alone: World, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run folder is below it unless it is named otherwise."""
+    working = tmp_path / "working"
+    working.mkdir()
+    away = f"import shutil; shutil.rmtree({str(working)!r})"
+    task_file.write_text(TASK.replace("signal.raise_signal(signal.SIGUSR1)", away))
+    monkeypatch.chdir(working)
+    with pytest.raises(AgreedError, match="cannot save in runs/a: .* was removed") as caught:
+        run(alone, task_file, name="a", run_folder="runs", task_options=["stop_at=3"])
+    assert caught.value.exit_code == 6
+
+
 def test_a_task_that_changes_the_working_folder_is_refused_where_the_run_would_be_another(
     alone: World, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

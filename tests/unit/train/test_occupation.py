@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,6 +96,40 @@ def test_a_folder_that_is_removed_or_taken_over_is_this_jobs_no_more(tmp_path: P
             pytest.raises(CheckpointError, match=f"taken over by process {other.pid} on .*--name"),
         ):
             own.check()
+
+
+def test_a_working_folder_that_is_removed_with_the_run_folder_is_told_like_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working = tmp_path / "working"
+    (working / "runs").mkdir(parents=True)
+    monkeypatch.chdir(working)
+    with occupied(Path("runs", "in-use-by")) as own:
+        shutil.rmtree(working)
+        with pytest.raises(CheckpointError, match=f"{working}/runs/in-use-by.* was removed or"):
+            own.check()
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(errno.EACCES, "cannot look at"), (errno.EIO, "cannot look at"), (errno.ESTALE, "removed or")],
+)
+def test_a_folder_that_may_not_be_looked_at_is_not_called_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, told: str
+) -> None:
+    path = tmp_path / "in-use-by"
+
+    def refuse(_: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with occupied(path) as own:
+        monkeypatch.setattr("dearmpi.train.occupation.os.stat", refuse)
+        with pytest.raises(CheckpointError) as caught:
+            own.check()
+        monkeypatch.undo()
+    message = str(caught.value)
+    assert told in message and os.strerror(code) in message
+    assert ("removed" in message) == (code == errno.ESTALE)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
