@@ -11,7 +11,8 @@ from dearmpi.train.run_folder import RunFolder
 class PlanFile:
     """Has rank 0 write each plan that ``job`` comes to follow; that of an earlier run goes.
 
-    Made on all ranks together. Raises AgreedError where a file cannot be written or removed.
+    Made on all ranks together. Raises AgreedError where a file cannot be written or removed, and
+    where the folder is another job's by now.
     """
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
@@ -29,6 +30,7 @@ class PlanFile:
             return None
         with together(self._job.world, root_only=True):
             if self._job.world.is_root:
+                self._folder.check_own()
                 self._folder.write_plan(plan.to_json())
         self._written = plan
         return plan
