@@ -45,8 +45,9 @@ def requeue(command: tuple[str, ...]) -> int:
 
 @contextmanager
 def _ignoring_warnings() -> Iterator[None]:
-    """Inside, warnings end neither this process nor, unless it heeds them itself, a child of it: at
-    the time limit SLURM sends SIGTERM to all that the job runs, and so to what puts it back.
+    """Inside, warnings end neither this process nor the commands of SLURM that put the job back: at
+    the time limit SLURM sends SIGTERM to all that the job runs. COMMAND is no such child:
+    ``run_forwarding`` starts it with the usual handling of both.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _WARNINGS}
     try:

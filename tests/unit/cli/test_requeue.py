@@ -49,7 +49,10 @@ def test_a_command_that_stopped_with_a_checkpoint_is_queued_again(
     assert "job 17 is queued again" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 6", 6), ("kill -9 $$", 137)])
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("exit 0", 0), ("exit 6", 6), ("kill -9 $$", 137), ("kill -TERM $$", 143)],
+)
 def test_a_command_that_ended_otherwise_is_not(slurm: Path, script: str, code: int) -> None:
     assert main(["requeue", "sh", "-c", script]) == code
     assert requeued(slurm) == ""
