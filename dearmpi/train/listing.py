@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dearmpi.errors import DataError
+from dearmpi.train.presence import mode_of
 
 
 def is_file(path: Path) -> bool:
@@ -50,13 +51,8 @@ def files_below(root: Path, *, skipped: frozenset[str] = frozenset()) -> Iterato
 
 
 def _mode(path: Path) -> int:
-    """Not by Path.is_file and its like, which say no for what they may not look at, or fail, as
-    Python's version has it.
-    """
     try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # such as a link that leads nowhere
-        return 0
+        return mode_of(path)
     except OSError as error:
         raise _explain(error, path) from error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError, ConfigError, DearError, TaskError
 from dearmpi.train.agreement import together
 from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
+from dearmpi.train.presence import is_folder, is_there
 from dearmpi.train.run_folder import RunFolder, free_name
 
 
@@ -66,7 +66,7 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
     )
     found, begun = (None if path is None else Path(path) for path in (checkpoint, begun_from))
     with together(world):
-        if found is not None and not os.path.isdir(found):  # Path.is_dir may fail
+        if found is not None and not is_folder(found, CheckpointError):
             raise CheckpointError(
                 f"{found.absolute()} is no folder here, but rank 0 on {world.hosts[0]} found a "
                 "checkpoint there; give a --run-folder that all hosts share"
@@ -86,7 +86,7 @@ def check_shared(world: World, folder: Path) -> None:
             _make(mark)
     try:
         with together(world):
-            if not os.path.exists(mark):
+            if not is_there(mark, ConfigError):
                 raise ConfigError(
                     f"{folder.absolute()} is not the folder of that name that rank 0 on "
                     f"{world.hosts[0]} made; give a --run-folder that all hosts share"
@@ -169,7 +169,7 @@ def _go_on(root: Path, name: str, begun_from: Path | None) -> Place:
     """The run ``name`` from its newest checkpoint; before its first from ``begun_from``, if any."""
     found = survey(root / name)
     _check_usable(found, root / name)
-    if found.latest is None and begun_from is not None and not os.path.isdir(begun_from):
+    if not found.latest and begun_from and not is_folder(begun_from, CheckpointError):
         raise CheckpointError(
             f"the run in {root / name} was begun from {begun_from}, which is gone, and has no "
             "checkpoint of its own yet; begin another run with another --name"

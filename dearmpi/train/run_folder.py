@@ -29,6 +29,7 @@ from typing import Any
 from dearmpi.errors import ConfigError, DearError
 from dearmpi.train import durable
 from dearmpi.train.occupation import Occupation
+from dearmpi.train.presence import is_folder, is_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,15 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the existing run folder at ``path``; raises ConfigError when it is none."""
+        """Return the existing run folder at ``path``; raises ConfigError when it is none, or may
+        not be looked at.
+        """
         folder = cls(path)
-        if not os.path.isdir(path):  # Path.is_dir fails where it may not look
+        if not is_folder(path, ConfigError):
             raise ConfigError(f"there is no folder {path}; name the folder of a run")
         # A copy may lack the checkpoints, which are large.
-        has_metrics = os.path.exists(folder.metrics_jsonl)
-        if not (folder.holds_run or has_metrics or os.path.isdir(folder.trace)):
+        has_metrics = is_there(folder.metrics_jsonl, ConfigError)
+        if not (folder.holds_run or has_metrics or is_folder(folder.trace, ConfigError)):
             raise ConfigError(
                 f"{path} is no run folder: it has no {folder.checkpoints.name}/, nor metrics; name "
                 "the folder of a run, such as runs/NAME"
@@ -86,8 +89,8 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started here."""
-        return os.path.isdir(self.checkpoints)
+        """Whether a run was started here. Raises ConfigError where that cannot be told."""
+        return is_folder(self.checkpoints, ConfigError)
 
     @property
     def occupant(self) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from dearmpi.errors import CheckpointError
 from dearmpi.train import durable
 from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import Manifest
+from dearmpi.train.presence import is_folder, is_there
 
 # A checkpoint that is being replaced by one of the same step is complete until that one is.
 FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -87,11 +87,11 @@ def find_latest(run_folder: Path) -> Path | None:
 def resolve(path: Path) -> Path:
     """Return the checkpoint that ``path`` means: itself, or the latest of a run folder.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError when there is none, or it may not be looked at.
     """
-    if not os.path.isdir(path):  # Path.is_dir fails where it may not look
+    if not is_folder(path, CheckpointError):
         raise CheckpointError(f"{path} is no folder; give a checkpoint or a run folder")
-    if os.path.exists(path / manifest.FILE_NAME) or FOLDER_NAME.fullmatch(path.name):
+    if is_there(path / manifest.FILE_NAME, CheckpointError) or FOLDER_NAME.fullmatch(path.name):
         return path
     found = survey(path)
     if found.latest is None:

@@ -1,4 +1,6 @@
-"""A folder that may not be listed; root may list every one, so the refusal is played."""
+"""A folder that may not be listed, or looked into; root may do both with every one, so the refusal
+is played.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +22,15 @@ def refuse_to_list(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
+
+
+def refuse_to_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the system refuse to look at anything below ``folder``."""
+    stat = os.stat
+
+    def refuse(path: Any, *args: Any, **named: Any) -> os.stat_result:
+        if not isinstance(path, int) and folder in Path(os.fsdecode(path)).parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", refuse)

@@ -25,6 +25,7 @@ from dearmpi.train.place import (
     find_place,
 )
 from dearmpi.train.run_folder import RunFolder
+from tests.unit.train.locked import refuse_to_look
 
 
 def make_run(root: Path, name: str, *steps: int) -> Path:
@@ -132,6 +133,22 @@ def test_a_full_disk_is_told_of_without_a_traceback(
 
     for told in run_ranks(2, work):
         assert told.startswith(f"cannot write {run}/.seen-") and "No space left" in told
+
+
+def test_a_run_folder_that_a_rank_may_not_look_into_is_not_called_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(tmp_path, "a").path
+
+    def work(world: World) -> str:
+        with pytest.raises(AgreedError) as caught:
+            check_shared(world, run)
+        return str(caught.value)
+
+    refuse_to_look(run, monkeypatch)
+    for told in run_ranks(2, work):
+        assert told.startswith(f"cannot look at {run}/.seen-") and "Permission denied" in told
+    assert not list(run.glob(".seen-*"))
 
 
 def test_a_run_that_went_on_while_this_job_was_starting_is_left_alone(tmp_path: Path) -> None:
@@ -252,3 +269,44 @@ def test_a_run_whose_beginning_is_gone_says_so(tmp_path: Path) -> None:
             find(tmp_path, resume=resume, name="b")
     make_run(tmp_path, "b", 4)
     assert find(tmp_path, resume=str(other), name="b").continued
+
+
+def test_a_run_whose_beginning_may_not_be_looked_at_is_not_told_that_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_run(tmp_path / "others", "a", 3)
+    begun = find(tmp_path, resume=str(other), name="b")
+    assert begun.begun_from is not None
+    RunFolder.create(tmp_path, "b").write_begun_from(begun.begun_from)
+    refuse_to_look(other, monkeypatch)
+    with pytest.raises(CheckpointError, match=f"cannot look at {begun.begun_from}: Permission"):
+        find(tmp_path, resume="auto", name="b")
+
+
+def test_a_checkpoint_that_may_not_be_looked_at_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, "a", 3)
+    for locked, told in ((tmp_path, run), (run, run / "manifest.json")):
+        with monkeypatch.context() as patch:
+            refuse_to_look(locked, patch)
+            with pytest.raises(CheckpointError, match=f"cannot look at {told}: Permission denied"):
+                find(tmp_path, resume=str(run))
+
+
+def test_ranks_that_may_not_look_at_the_checkpoint_of_rank_0_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, "a", 3)
+    chosen = {"resume": str(run / "checkpoints" / "step-00000003")}
+    found = find_place(chosen, default_root="runs")
+    monkeypatch.setattr("dearmpi.train.place.find_place", lambda *_, **__: found)
+    refuse_to_look(run, monkeypatch)
+
+    def work(world: World) -> str:
+        with pytest.raises(AgreedError) as caught:
+            agree_on_place(world, chosen, default_root="runs")
+        return str(caught.value)
+
+    for told in run_ranks(2, work):
+        assert told.startswith(f"cannot look at {found.checkpoint}: Permission denied")

@@ -15,6 +15,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.train import durable
 from dearmpi.train.environment import describe_environment, git_commit
 from dearmpi.train.run_folder import RunFolder, free_name
+from tests.unit.train.locked import refuse_to_look
 
 
 def test_the_paths_of_a_run(tmp_path: Path) -> None:
@@ -64,6 +65,17 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "photos") == ["cat.png"]
     with pytest.raises(ConfigError, match="photos is no run folder"):
         RunFolder.open(tmp_path / "photos")
+
+
+def test_a_folder_that_may_not_be_looked_at_is_not_called_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RunFolder.create(tmp_path, "run").path
+    for locked, told in ((tmp_path, path), (path, path / "metrics.jsonl")):
+        with monkeypatch.context() as patch:
+            refuse_to_look(locked, patch)
+            with pytest.raises(ConfigError, match=f"cannot look at {told}: Permission denied; "):
+                RunFolder.open(path)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp"])
