@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from types import TracebackType
@@ -36,11 +37,11 @@ def leave(world: World, deadline: Deadline | None) -> None:
         return  # nobody has waited for the others, which may have work left to do
     if _is_finalized():
         last_words.say(
-            f"[rank {world.rank} on {world.host}] the program has called MPI.Finalize() beside the "
-            "thread that drives communication, which MPI may punish by ending the process; leave "
-            "it out, since MPI ends by itself, or call world.leave() on every rank before"
+            f"[rank {world.rank} on {world.host}] the program has called MPI.Finalize() while MPI "
+            "was still in use, which MPI may punish by ending the process; leave it out, since MPI "
+            "ends by itself, or call world.leave() on every rank before"
         )
-        world.close()
+        _close_without_mpi(world)
         return
     try:
         world.leave()
@@ -52,6 +53,17 @@ def leave(world: World, deadline: Deadline | None) -> None:
     except CommError as error:
         last_words.say(f"[rank {world.rank} on {world.host}] {error}")
         world.abort(error.exit_code)
+
+
+def _close_without_mpi(world: World) -> None:
+    """Close what the program has ended MPI under; what has failed there is told all the same."""
+    world.close()
+    try:
+        world.progress.raise_failure()
+    except CommError as error:
+        last_words.say(f"[rank {world.rank} on {world.host}] {error}")
+        last_words.deliver()
+        os._exit(error.exit_code)  # MPI, which would end the job, has ended
 
 
 def _is_finalized() -> bool:

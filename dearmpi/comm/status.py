@@ -29,8 +29,10 @@ class Status:
         if self.left:
             return f"has ended after {self.backprops} backprops"
         if not self.waiting:
-            return f"in backprop {self.backprops}, does not wait for communication"
-        return f"in backprop {self.backprops}, waits {self.waited_s:.0f} s for {self.waiting}"
+            return f"has begun {self.backprops} backprops, does not wait for communication"
+        return (
+            f"has begun {self.backprops} backprops, waits {self.waited_s:.0f} s for {self.waiting}"
+        )
 
     def waits_for(self, other: Status) -> bool:
         """Whether this wait certainly cannot end before ``other`` does something more.

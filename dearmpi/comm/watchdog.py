@@ -2,8 +2,9 @@
 
 A rank whose wait exceeds the warning limit asks all others, whose driving threads answer even
 while their main threads compute, load data, or wait for something else. The report names, for
-every rank, its host, its backprop, what it waits for, and its Python stack. If the wait can never
-end, because another rank has left or waits for this one in turn, it ends with a StallError.
+every rank, its host, how many backprops it has begun, what it waits for, and its Python stack. If
+the wait can never end, because another rank has left or waits for this one in turn, it ends with a
+StallError.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class Watchdog:
             says = status.describe() if status else silence
             if status and rank != self._rank and not self._is_fresh(rank):
                 ago_s = time.monotonic() - self._answered_at[rank]
-                says = f"{silence}; {ago_s:.0f} s ago it was {says}"
+                says = f"{silence}; {ago_s:.0f} s ago it {says}"
             lines.append(f"  rank {rank} on {host}: {says}")
             lines += [f"      {line}" for line in (status.stack if status else ())]
         return "\n".join(lines)

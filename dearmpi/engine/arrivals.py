@@ -13,7 +13,8 @@ class Arrivals:
     arrived: a gradient of it is in the buffer, since the iteration started or was reopened.
     missing: when a backprop last filled the bucket, it had had no gradient on this rank in this
         iteration, nor a zero that counts as one.
-    stood_in: a stand-in has taken the place of its ``param.grad``, until ``release``.
+    stood_in: as of the last ``close``, a stand-in has taken the place of its ``param.grad``, until
+        ``release``.
 
     One thread at a time writes, as with all of a bucket.
     """

@@ -226,7 +226,7 @@ def test_a_rank_that_takes_a_step_too_many_does_not_end_as_if_all_were_well(scri
     script.write_text(LONGER_SCRIPT)
     ended, seconds = run(script, "longer")
     assert ended.returncode in (8, signal.SIGKILL), ended.output
-    assert "rank 1 in backprop 4, waits" in ended.output
+    assert "rank 1 has begun 4 backprops, waits" in ended.output
     assert "has ended after 3 backprops" in ended.output
     named = f"every rank has joined these operations of rank 1 on {socket.gethostname()}: RS0"
     assert named in ended.output

@@ -58,11 +58,21 @@ BY_ITSELF = """
 import sys, threading
 import dearmpi
 from dearmpi.comm import progress, watchdog
+from dearmpi.comm.lane import Work
 
 world = dearmpi.connect()
 world.barrier()
 if "leaves" in sys.argv:
     world.leave()
+if "fails" in sys.argv:  # as an update of the last step, which nobody has waited for
+
+    def start():
+        failed.release()
+        raise ValueError("the last step is lost")
+
+    failed, lane = threading.Semaphore(0), world.progress.open_lane("update", window=1)
+    world.progress.submit(lane, Work("bucket 0", start, lambda: None))
+    assert failed.acquire(timeout=30.0)
 
 from mpi4py import MPI
 
@@ -117,3 +127,12 @@ def test_a_script_that_ends_mpi_by_itself_ends_well(how: str, ranks: int, tmp_pa
     assert ended.returncode == 0, ended.output
     told = ended.output.count("the program has called MPI.Finalize()")
     assert told == (0 if how == "leaves" else ranks), ended.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_has_failed_before_a_script_ends_mpi_by_itself_is_told(
+    ranks: int, tmp_path: Path
+) -> None:
+    ended = run(BY_ITSELF, "fails", folder=tmp_path, ranks=ranks)
+    assert ended.returncode != 0, ended.output
+    assert "the last step is lost" in ended.output

@@ -64,7 +64,7 @@ def test_a_rank_that_has_ended_is_named_with_both_counts() -> None:
     outcomes = run_with_limits(2, train)
     error = outcomes[1]
     assert isinstance(error, StallError)
-    assert "rank 1 in backprop 3" in str(error)
+    assert "rank 1 has begun 3 backprops" in str(error)
     assert "rank 0 has ended after 2 backprops" in str(error)
     assert "unequal numbers of batches" in str(error)
 
@@ -103,8 +103,8 @@ def test_a_slow_rank_is_reported_and_waited_for(
 
     assert run_with_limits(2, train) == [2.0, 2.0]
     told = capfd.readouterr().err
-    assert "rank 0 on fakehost: in backprop 1, waits" in told
-    assert "rank 1 on fakehost: in backprop 1, does not wait for communication" in told
+    assert "rank 0 on fakehost: has begun 1 backprops, waits" in told
+    assert "rank 1 on fakehost: has begun 1 backprops, does not wait for communication" in told
     assert "test_watchdog.py" in told  # the stack of the rank that is waited for
 
 
@@ -177,7 +177,7 @@ def test_a_rank_at_its_end_waits_for_those_that_work_on(capfd: pytest.CaptureFix
     told = capfd.readouterr().err
     # Whoever has asked later leaves the report to the other, if its question was not on its way.
     assert told.count("for the end of the other ranks' programs; the ranks say:") in (1, 2)
-    assert "rank 0 on fakehost: in backprop 0, does not wait for communication" in told
+    assert "rank 0 on fakehost: has begun 0 backprops, does not wait for communication" in told
 
 
 def test_a_rank_at_its_end_gives_up_those_that_are_silent() -> None:

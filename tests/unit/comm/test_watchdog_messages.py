@@ -135,8 +135,8 @@ def test_an_answer_of_long_ago_is_told_as_such(
                 inbox.sent.append(-1)
             watchdog.tend()
             watchdog.check_wait()
-    assert "in backprop 0, does not wait" in capsys.readouterr().err
-    said = r"rank 1 on .*: does not answer \(.*\); 5\d s ago it was in backprop 0"
+    assert "has begun 0 backprops, does not wait" in capsys.readouterr().err
+    said = r"rank 1 on .*: does not answer \(.*\); 5\d s ago it has begun 0 backprops"
     assert re.search(said, str(caught.value)), str(caught.value)
 
 
