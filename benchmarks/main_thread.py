@@ -20,12 +20,13 @@ import torch
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.engine import hooks
-from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.backprop import Backprop
 
 _WARMUP = 5
-_COPY, _CLEAR = "copy of a gradient", "zero_grad of the wrapped optimizer"
-_ENTRIES: tuple[tuple[type, str, str], ...] = (
-    (BucketRuntime, "_store_gradient", _COPY),
+_COPY, _CLEAR = "copies of a bucket's gradients", "zero_grad of the wrapped optimizer"
+_ENTRIES: tuple[tuple[Any, str, str], ...] = (
+    (torch, "_foreach_copy_", _COPY),
+    (Backprop, "end", "end of a backprop"),
     (hooks._PreForward, "__call__", "hook before a module's forward"),
     (hooks.ParameterTable, "__getitem__", "look-up of a parameter"),
     (hooks.ParameterTable, "get", "look-up of a parameter"),
@@ -45,7 +46,7 @@ class Stopwatch:
         self._elsewhere = 0.0
         self._clock_s = clock_seconds()
 
-    def attach(self, owner: type, name: str, title: str) -> None:
+    def attach(self, owner: Any, name: str, title: str) -> None:
         """Time ``owner.name`` from now on."""
         setattr(owner, name, self.around(getattr(owner, name), title))
 

@@ -10,18 +10,26 @@ class Arrivals:
 
     expected: it required grad when the iteration started.
     awaited: of those, its gradient has not come yet in the backprop that fills the bucket.
-    arrived: a gradient of it is in the buffer, since the iteration started or was reopened.
+    quiet: of those, its gradient may come with no more than a note in ``came``: others have to
+        come as well, of which at least one is not quiet.
+    came: noted so, in this order, and not looked at yet.
+    arrived: a gradient of it is in the buffer, or on its way there, since the iteration started or
+        was reopened.
     missing: when a backprop last filled the bucket, it had had no gradient on this rank in this
         iteration, nor a zero that counts as one.
-    stood_in: as of the last ``close``, a stand-in has taken the place of its ``param.grad``, until
-        ``release``.
+    stood_in: a stand-in has taken the place of its ``param.grad``, until ``release``.
 
-    One thread at a time writes, as with all of a bucket.
+    One thread at a time writes, as with all of a bucket. ``quiet``, ``came`` and ``stood_in`` stay
+    the same objects, for those who look whenever a gradient comes.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """``names``: the parameters', by slot."""
+    def __init__(self, names: Sequence[str], *, quiet: Iterable[int] = ()) -> None:
+        """``names``: the parameters', by slot. ``quiet``: the slots that may be."""
         self._names = tuple(names)
+        self._may_be_quiet = frozenset(quiet)
+        self._loud: set[int] = set()  # awaited, and not to be quiet in this iteration
+        self.quiet: set[int] = set()
+        self.came: list[int] = []
         self._slots = frozenset(range(len(self._names)))
         self.expected: frozenset[int] = frozenset()
         self.awaited: set[int] = set()
@@ -40,15 +48,22 @@ class Arrivals:
         """Slots of which no gradient is expected in this iteration."""
         return self._slots - self.expected
 
-    def expect(self, slots: Iterable[int]) -> None:
-        """An iteration starts, in which these require grad."""
+    def expect(self, slots: Iterable[int], *, quietly: bool = False) -> None:
+        """An iteration starts, in which these require grad; ``quietly``: some may be quiet."""
         self.expected = frozenset(slots)
         self.awaited = set(self.expected)
+        self._loud = self.awaited - self._may_be_quiet
+        self.quiet.clear()
+        if quietly and self._loud:
+            self.quiet |= self.awaited - self._loud
 
-    def arrive(self, slot: int) -> bool:
-        """A gradient is in the buffer; True if it was the last one awaited."""
-        self.arrived.add(slot)
-        self.awaited.discard(slot)
+    def arrive(self, *slots: int) -> bool:
+        """Stand-ins have taken the place of gradients; True if none is awaited any more."""
+        self.arrived.update(slots)
+        self.stood_in.update(slots)
+        self.awaited.difference_update(slots)
+        self._loud.difference_update(slots)
+        self.quiet.intersection_update(self.awaited if self._loud else ())
         if self.awaited:
             return False
         self.close()
@@ -58,13 +73,13 @@ class Arrivals:
         """No more come in this backprop. For all at once: hooks run once for each."""
         self.awaited.clear()
         self._touched |= self.arrived | self._zeroed
-        self.stood_in |= self.arrived
         self.missing = self._slots - self._touched
 
     def reopen(self) -> None:
         """What has arrived is reduced, and a further backprop of the iteration adds to it."""
         self.arrived.clear()
         self.awaited = set(self.expected)
+        self.quiet.clear()
 
     def release(self) -> None:
         """The stand-ins are gone."""

@@ -214,6 +214,7 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
         pre_forward=engine.waiting.pre_forward,
         begin_backprop=engine.backprop.begin,
         grad_ready=engine.backprop.grad_ready,
+        end_backprop=engine.backprop.end,
         polls=engine.waiting.polls,
     )
 

@@ -56,15 +56,23 @@ class Backprop:
             raise refusal.cleared(name)
         if name:
             self.drop()
+        else:
+            self.end()  # of one that was broken off
 
     def grad_ready(self, bucket: BucketRuntime, slot: int) -> None:
         """Autograd has finished the gradient of one parameter."""
         if not self._synchronizing:
             self._keep_gradient(bucket, slot)
             return
+        if bucket.arrivals.came:
+            bucket.collect_gradients()
         if slot not in bucket.arrivals.awaited:
             self._await_gradient(bucket, slot)
-        bucket.streams.add(self._side.current())
+        stream = self._side.current()
+        if stream != bucket.held_on:
+            self._store_held(bucket)
+            bucket.streams.add(stream)
+            bucket.held_on = stream
         if bucket.take_gradient(slot):
             if bucket.state is BucketState.IDLE:
                 self._close_bucket(bucket)
@@ -75,6 +83,12 @@ class Backprop:
         if self._polls:
             self._waiting.poll()
 
+    def end(self) -> None:
+        """No more gradients come in a backprop, or in one inside another."""
+        for bucket in self._buckets:
+            if bucket.arrivals.came:
+                bucket.collect_gradients()
+
     def finish(self) -> None:
         """No more gradients come before the step: launch what has not been launched."""
         if self._cycle.stepped:
@@ -84,6 +98,7 @@ class Backprop:
         unfilled = {i for i in waiting if self._buckets[i].state is BucketState.IDLE}
         cycle.unfilled |= unfilled
         for index in unfilled:
+            self._store_held(self._buckets[index])
             self._buckets[index].close_gradients()
             self._close_bucket(self._buckets[index])
         self._launch_ready()
@@ -92,6 +107,8 @@ class Backprop:
     def no_sync(self) -> Iterator[None]:
         """Gradients of backprops inside stay local and add up."""
         before, self._synchronizing = self._synchronizing, False
+        for bucket in self._buckets:
+            bucket.arrivals.quiet.clear()
         try:
             yield
         finally:
@@ -129,10 +146,13 @@ class Backprop:
         self._pipeline.tell_replicas()
         self._world.begin_backprop()
         active = set()
+        stream = self._side.current()
+        quietly = stream is None and not self._polls  # else each has something to be done for it
         for bucket in self._buckets:
             bucket.check_storage()
-            bucket.streams = {self._side.current()}
-            if bucket.expect_gradients():
+            bucket.held_on = stream
+            bucket.streams = {stream}
+            if bucket.expect_gradients(quietly=quietly):
                 active.add(bucket.index)
         options = self._options.read() if self._eager and not joined else None
         self._pipeline.num_reduced += 1
@@ -175,6 +195,14 @@ class Backprop:
         bucket.streams.add(self._side.current())
         self._note_written(bucket)
         bucket.move_to(BucketState.READY)
+
+    def _store_held(self, bucket: BucketRuntime) -> None:
+        """What has been taken goes into the buffer on the stream that made it."""
+        if bucket.held_on == self._side.current():
+            bucket.store_gradients()
+            return
+        with self._side.on(bucket.held_on):
+            bucket.store_gradients()
 
     def _note_written(self, bucket: BucketRuntime) -> None:
         self._side.written(bucket.gradients.data, bucket.streams)

@@ -16,6 +16,9 @@ from dearmpi.engine.device import Event
 from dearmpi.engine.gradient import GradientUnderWay
 from dearmpi.plan.layout import Bucket
 
+# Of gradients that are copied together: few enough for them to be in a processor's cache still.
+_COPIED_BYTES = 1 << 20
+
 
 class BucketRuntime:
     """One bucket while training.
@@ -27,6 +30,7 @@ class BucketRuntime:
     mark: on a device, the event that whoever reads the parameters lets its stream wait for;
         None once it has passed.
     stand_ins: what each parameter has for its gradient while that is under way.
+    held_on: on a device, the stream that made the gradients which are taken and not stored yet.
     streams: on a device, those on which gradients have been written since the iteration began.
 
     One thread at a time writes: the main one until the reduce-scatter is submitted, then the
@@ -53,10 +57,14 @@ class BucketRuntime:
         self.parameters = None if parameters is None else self._move_parameters(parameters)
         self.state = BucketState.IDLE
         self.pending = False
-        self.arrivals = Arrivals(spec.names)
+        quiet = _quiet_slots([param.nbytes for param in self.params])
+        self.arrivals = Arrivals(spec.names, quiet=quiet)
         self.compiled = False
         self.mark: Event | None = None
+        self.held_on: Any = None
         self.streams: set[Any] = set()
+        self._held: list[tuple[int, Tensor]] = []
+        self._copied_at = frozenset(range(len(self.params))) - quiet
         self._carried: Tensor | None = None
         self._addresses = [param.data_ptr() for param in self.params]
         self.stand_ins = tuple(
@@ -80,9 +88,12 @@ class BucketRuntime:
         assert state in LEGAL[self.state], f"bucket {self.index}: {self.state} to {state}"
         self.state = state
 
-    def expect_gradients(self) -> bool:
-        """Start an iteration: who requires grad now is expected; True if anyone is."""
-        self.arrivals.expect(s for s, param in enumerate(self.params) if param.requires_grad)
+    def expect_gradients(self, *, quietly: bool) -> bool:
+        """Start an iteration: who requires grad now is expected; True if anyone is. ``quietly``:
+        as in ``Arrivals``.
+        """
+        expected = (slot for slot, param in enumerate(self.params) if param.requires_grad)
+        self.arrivals.expect(expected, quietly=quietly)
         self._check_frozen()
         self._blank_frozen()
         return bool(self.arrivals.expected)
@@ -96,14 +107,43 @@ class BucketRuntime:
             param.grad = view
 
     def take_gradient(self, slot: int) -> bool:
-        """Move ``param.grad`` into the buffer, in one copy at most; True if it was the last one."""
+        """Take ``param.grad`` away; True if it was the last one, and all are in the buffer."""
+        if slot in self.arrivals.arrived:
+            self.store_gradients()
+            self.gradients.views[slot].add_(self._swap_gradient(slot))
+        else:
+            self._held.append((slot, self._swap_gradient(slot)))
+        is_last = self.arrivals.arrive(slot)
+        if is_last or slot in self._copied_at:
+            self.store_gradients()
+        return is_last
+
+    def collect_gradients(self) -> None:
+        """Take the gradients that have come quietly: at once, in little Python for each."""
+        came, params = self.arrivals.came, self.params
+        # Of one that was frozen meanwhile nothing has come.
+        slots = [slot for slot in came if params[slot].requires_grad]
+        came.clear()
+        self._held += [(slot, self._swap_gradient(slot)) for slot in slots]
+        self.arrivals.arrive(*slots)
+
+    def uncover(self, slot: int) -> None:
+        """Autograd is about to accumulate, and must not add to a stand-in."""
         param = self.params[slot]
-        self._store_gradient(slot, self._usable_gradient(slot))
-        param.grad = self.stand_ins[slot]
-        return self.arrivals.arrive(slot)
+        if param.grad is self.stand_ins[slot] and param.requires_grad:
+            param.grad = None
+
+    def store_gradients(self) -> None:
+        """Copy what has been taken into the buffer: in one call, which is one of a device too."""
+        views, held = self.gradients.views, self._held
+        self._held = []
+        pairs = [(views[slot], grad) for slot, grad in held if grad is not views[slot]]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
 
     def close_gradients(self) -> None:
         """No more gradients will come: those accumulated earlier count, the rest are zero."""
+        self.arrivals.came.clear()  # they count with those
         for slot, (param, view) in enumerate(zip(self.params, self.gradients.views, strict=True)):
             if slot in self.arrivals.arrived:
                 continue
@@ -111,6 +151,7 @@ class BucketRuntime:
                 view.zero_()
             else:
                 self.take_gradient(slot)
+        self.store_gradients()
         self.arrivals.close()
 
     def release_gradients(self) -> None:
@@ -136,9 +177,11 @@ class BucketRuntime:
 
         ``model.zero_grad()`` does so, and means to drop gradients that are on their way already.
         """
-        # As long as no backprop has closed the bucket, what has arrived has not been noted yet.
-        arrived = self.arrivals.arrived if self.state is BucketState.IDLE else ()
-        for slot in self.arrivals.stood_in.union(arrived):
+        arrivals = self.arrivals
+        for slot in arrivals.came:  # of a backprop that was broken off
+            if self.params[slot].grad is None:
+                return self.spec.names[slot]
+        for slot in arrivals.stood_in:
             if self.params[slot].grad is not self.stand_ins[slot]:
                 return self.spec.names[slot]
         return ""
@@ -218,12 +261,11 @@ class BucketRuntime:
             param.data = view
         return buffer
 
-    def _store_gradient(self, slot: int, grad: Tensor) -> None:
-        view = self.gradients.views[slot]
-        if slot in self.arrivals.arrived:
-            view.add_(grad)
-        elif not _is_same(grad, view):
-            view.copy_(grad)
+    def _swap_gradient(self, slot: int) -> Tensor:
+        """``param.grad``, whose place a stand-in takes."""
+        grad = self._usable_gradient(slot)
+        self.params[slot].grad = self.stand_ins[slot]
+        return grad
 
     def _usable_gradient(self, slot: int) -> Tensor:
         grad = self.params[slot].grad
@@ -236,3 +278,17 @@ class BucketRuntime:
 
 def _is_same(grad: Tensor | None, view: Tensor) -> bool:
     return grad is not None and grad.data_ptr() == view.data_ptr()
+
+
+def _quiet_slots(nbytes: Sequence[int]) -> frozenset[int]:
+    """Slots of gradients that can wait for that of a lower slot, which backprop finishes later: of
+    neighbours that are copied together all but the lowest. ``nbytes``: by slot.
+    """
+    quiet, together = set(), 0
+    for slot in range(len(nbytes) - 1, 0, -1):
+        together += nbytes[slot]
+        if together < _COPIED_BYTES:
+            quiet.add(slot)
+        else:
+            together = 0
+    return frozenset(quiet)

@@ -24,6 +24,11 @@ from dearmpi.errors import ConfigError
 # torch counts them, those that activation checkpoints run inside another included; else -1.
 number_of_backprop: Callable[[], int] = torch._C._current_graph_task_id
 
+# For a hook in a backprop: to be called when all of it has been computed.
+at_end_of_backprop: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
 Function = TypeVar("Function", bound=Callable[..., object])
 
 

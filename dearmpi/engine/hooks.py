@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.compilation import CompilationWatch, number_of_backprop, untraced
+from dearmpi.engine.compilation import (
+    CompilationWatch,
+    at_end_of_backprop,
+    number_of_backprop,
+    untraced,
+)
 from dearmpi.tune.own_hook import OwnHook
 
 if TYPE_CHECKING:
@@ -75,7 +81,7 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         return dict, (dict(self.items()),)
 
     def _wait(self, name: str) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return  # not to be traced: see CompilationWatch
         watched = self._watched.get(name)
         if watched is not None and (watched[0].pending or watched[0].mark is not None):
@@ -97,10 +103,11 @@ class ModelHooks:
         pre_forward: PreForward,
         begin_backprop: Callable[[], None],
         grad_ready: GradientEvent,
+        end_backprop: Callable[[], None],
         polls: bool,
     ) -> None:
         """``polls``: ``pre_forward`` is to be called where nobody has to wait, too."""
-        backprops = _Backprops(begin_backprop)
+        backprops = _Backprops(begin_backprop, end_backprop)
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
         self._watched: list[tuple[nn.Module, str]] = []
@@ -166,18 +173,25 @@ class ModelHooks:
 
 
 class _Backprops:
-    """Tells of a backprop when its first gradient is about to be accumulated."""
+    """Tells of a backprop when its first gradient is about to be accumulated, and when none is to
+    come in it any more. One may run inside another.
 
-    __slots__ = ("_begin", "latest")
+    current: its number, as of the last gradient.
+    """
 
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
-        self.latest = -1
+    __slots__ = ("_begin", "_end", "_latest", "current")
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
+        self._latest = self.current = -1
 
     def follow(self, number: int) -> None:
-        """A gradient of one after the ``latest`` comes."""
-        self.latest = number
-        self._begin()
+        """A gradient of another one than the ``current`` comes."""
+        self.current = number
+        at_end_of_backprop(self._end)
+        if number > self._latest:
+            self._latest = number
+            self._begin()
 
 
 def _translate_gradient(
@@ -185,24 +199,33 @@ def _translate_gradient(
 ) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
     """The hooks before and after autograd accumulates one parameter's gradient. It calls both even
     where there is none, or the parameter was frozen after the feed-forward.
+
+    After a layer's computation all that a hook touches comes from memory, not from a cache: most of
+    what it costs. So hardly any of them looks at the parameter.
     """
     bucket, slot = place
-    param, stand_in = bucket.params[slot], bucket.stand_ins[slot]
+    param = bucket.params[slot]
+    stood_in, quiet, came = bucket.arrivals.stood_in, bucket.arrivals.quiet, bucket.arrivals.came
     comes = True
 
     @untraced
     def before(grads: Any) -> None:
         nonlocal comes
-        comes = grads[0] is not None and param.requires_grad
+        comes = grads[0] is not None
         number = number_of_backprop()
-        if number > backprops.latest:
+        if number != backprops.current:
             backprops.follow(number)
-        if comes and param.grad is stand_in:  # to which autograd must not add
-            param.grad = None
+        if comes and slot in stood_in:
+            bucket.uncover(slot)
 
     @untraced
     def after(_: Any) -> None:
-        if comes:
+        if not comes:
+            return
+        if slot in quiet:
+            quiet.remove(slot)
+            came.append(slot)
+        elif param.requires_grad:
             grad_ready(bucket, slot)
 
     return before, after
@@ -219,7 +242,7 @@ class _PreForward(OwnHook):
         self._owned, self._pre_forward, self._polls = owned, pre_forward, polls
 
     def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         for bucket in self._owned:
             if self._polls or bucket.pending or bucket.mark is not None:

@@ -48,6 +48,10 @@ class SideStream(Protocol):
         """The current stream."""
         ...
 
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, the calling thread's operations run on ``stream``, which was current once."""
+        ...
+
     def follow(self) -> None:
         """Let what is queued here from now on wait for the current stream as it is now."""
         ...
@@ -100,6 +104,10 @@ class HostSideStream:
 
     def current(self) -> None:
         """There are no streams."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Nothing to change."""
+        return _NOTHING
 
     def follow(self) -> None:
         """Everything is over."""
@@ -157,6 +165,10 @@ class DeviceSideStream:
     def current(self) -> Stream:
         """The current stream."""
         return self.device.current_stream()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Of the device."""
+        return self.device.on(stream)
 
     def follow(self) -> None:
         """By an event, which the host does not wait for."""
