@@ -72,6 +72,7 @@ class Arrivals:
     def close(self) -> None:
         """No more come in this backprop. For all at once: hooks run once for each."""
         self.awaited.clear()
+        self.quiet.clear()
         self._touched |= self.arrived | self._zeroed
         self.missing = self._slots - self._touched
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -102,6 +104,28 @@ def test_gradients_in_any_order(numbers: tuple[int, ...]) -> None:
         return values_of(model)
 
     assert_close(run_ranks(SIZE, rank, hub=hub), trained_alone(numbers))
+
+
+def test_gradients_that_first_come_after_a_reduction() -> None:
+    """A loss of some layers, whose norm is asked for, and then one of the others."""
+
+    def train(model: Tower, between: Callable[[], object] = lambda: None) -> None:
+        model((0, 1)).backward()
+        between()
+        model((2, 3)).backward()
+
+    def rank(world: World) -> list[Tensor]:
+        model = Tower()
+        optimizer = distribute(world, model)
+        train(model, lambda: optimizer.clip_grad_norm_(math.inf))
+        optimizer.step()
+        optimizer.close()
+        return values_of(model)
+
+    model = Tower()
+    train(model)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert_close(run_ranks(SIZE, rank), values_of(model))
 
 
 def test_a_layer_of_several_segments_that_backprop_computes_again() -> None:
