@@ -3,8 +3,9 @@
 Usage: mpirun -n 8 python benchmarks/late_rank.py [ROUNDS [SHARE]]
 
 Rank 0 comes late to a reduce-scatter of a small bucket. Prints medians over rounds: the time from
-then to its end there, and of each other rank's driving thread the CPU time and how often it slept;
-with the engine's sleeps between polls, and with sleeps of another share of the wait, taking turns.
+then to its end on the rank where it ends last, and of each other rank's driving thread the CPU time
+and how often it slept; with the engine's sleeps between polls, and with sleeps of another share of
+the wait, taking turns. All ranks must be on one machine, whose clock they compare.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def one_round(world: World, channel: Channel, late_s: float) -> list[float]:
         time.sleep(late_s)
     begin_s = time.perf_counter()
     channel.run("RS", lambda collectives: collectives.start_reduce_scatter(buffer, "ring"))
-    took_s = time.perf_counter() - begin_s
+    end_s = time.perf_counter()
+    took_s = world.all_reduce([end_s], "max")[0] - begin_s  # on Linux one clock for all processes
     after = spent(world)
     own = [0.0, 0.0] if world.is_root else [b - a for a, b in zip(before, after, strict=True)]
     total = world.all_reduce([took_s if world.is_root else 0.0, *own])

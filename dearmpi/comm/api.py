@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, Literal, Protocol
 
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
@@ -35,6 +36,14 @@ class Buffer(Protocol):
     def new_empty(self, size: int, /) -> Any: ...
 
 
+class Movement(IntEnum):
+    """The most that has happened between two polls."""
+
+    NONE = 0
+    MESSAGE = 1  # came in, of an operation of several
+    OPERATION = 2  # or a step of one, has begun or ended
+
+
 class Request(ABC):
     """An operation under way."""
 
@@ -43,9 +52,9 @@ class Request(ABC):
         """Make progress; True once the operation is complete. Safe to call again after that."""
 
     @property
-    def moved(self) -> bool:
-        """Whether the last test took a step, of an operation of several."""
-        return False
+    def movement(self) -> Movement:
+        """What the last test has found, where it was not the end."""
+        return Movement.NONE
 
     @property
     def num_arrived(self) -> int | None:
@@ -64,9 +73,9 @@ class Wrapper(Request):
         self._request = request
 
     @property
-    def moved(self) -> bool:
+    def movement(self) -> Movement:
         """As the request's own."""
-        return self._request.moved
+        return self._request.movement
 
     @property
     def num_arrived(self) -> int | None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dearmpi.comm.api import Request
+from dearmpi.comm.api import Movement, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -37,23 +37,23 @@ class Lane:
         """Whether anything is posted, waits to be, or is being finished."""
         return bool(self.queue or self.in_flight or self.current)
 
-    def advance(self) -> bool:
-        """Post what the window admits and finish what is complete; True if anything happened."""
-        moved = False
+    def advance(self) -> Movement:
+        """Post what the window admits and finish what is complete."""
+        movement = Movement.NONE
         while self.queue and len(self.in_flight) < self.window:
             work = self.current = self.queue[0]  # before it leaves the queue: always busy
             self.queue.popleft()
             self.in_flight.append(work)
             work.request = work.start()
-            moved = True
+            movement = Movement.OPERATION
         for work in list(self.in_flight):
             assert work.request is not None
             self.current = work
             if work.request.test():
                 self.in_flight.remove(work)
                 work.finish()
-                moved = True
-            elif work.request.moved:
-                moved = True  # its next step is not as far away as the last one was
+                movement = Movement.OPERATION
+            else:
+                movement = max(movement, work.request.movement)
         self.current = None
-        return moved
+        return movement

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from dearmpi.comm.api import Movement
 from dearmpi.comm.backoff import Backoff
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.watchdog import Watchdog
@@ -199,35 +200,35 @@ class Progress:
                 self._awaited.remove(ready)
 
     def _poll_once(self, _: Callable[[], bool], backoff: Backoff) -> None:
-        if self._advance():
-            backoff.reset()
-        else:
+        movement = self._advance()
+        backoff.note(movement)
+        if movement is not Movement.OPERATION:
             time.sleep(backoff.next_sleep_s())
 
-    def _advance(self) -> bool:
+    def _advance(self) -> Movement:
         """Drive every lane once; a failure is kept for the threads that wait."""
-        moved = False
+        movement = Movement.NONE
         with self._driving, self.around():
             if self._failure is not None:
-                return False
+                return Movement.NONE
             for lane in self._lanes:
                 if not (lane.queue or lane.in_flight):
                     continue
                 try:
-                    moved = lane.advance() or moved
+                    movement = max(movement, lane.advance())
                 except BaseException as error:
                     if not self._keeps(error):
                         raise
                     label = lane.current.label if lane.current else "an operation"
                     self._fail(f"{label} ({lane.name} lane)", error)
-                    return False
+                    return Movement.NONE
             if self._watchdog is not None:
                 try:
                     self._watchdog.tend()
                 except Exception as error:
                     self._fail("a message between watchdogs", error)
-                    return False
-        return moved
+                    return Movement.NONE
+        return movement
 
     def _keeps(self, error: BaseException) -> bool:
         """Whether ``error`` is for those who wait, and not for who polls.
@@ -251,16 +252,17 @@ class Progress:
         yield_to_computation()
         backoff = Backoff()
         while not self._closing and self._failure is None:
-            if self._advance():
+            movement = self._advance()
+            backoff.note(movement)
+            if movement is Movement.OPERATION:
                 self.notify()
-                backoff.reset()
             elif any(lane.busy for lane in self._lanes):
                 # Not on the condition: waiting there costs more than the poll itself, and what is
                 # submitted meanwhile is seen soon enough.
                 time.sleep(backoff.next_sleep_s())
             else:
                 self._await_submission()
-                backoff.reset()
+                backoff.note(Movement.OPERATION)
 
     def _await_submission(self) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dearmpi.comm.api import Collectives, ReduceOp, Request
+from dearmpi.comm.api import Collectives, Movement, ReduceOp, Request
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
 from dearmpi.engine.device import failures_of
 from dearmpi.engine.passage import Passage
@@ -21,18 +21,22 @@ _ALL = slice(None)
 class CrossingRequest(Request):
     """An operation in one crossing or several; complete once the last of them is over."""
 
-    moved = False
-
-    def __init__(self, drive: Callable[[CrossingRequest], bool], num_left: int) -> None:
+    def __init__(self, drive: Callable[[CrossingRequest], Movement], num_left: int) -> None:
         self._drive = drive
+        self._movement = Movement.NONE
         self._num_left = num_left
         self._is_posted = False
         self._calls: list[Callable[[], None]] = []
 
     def test(self) -> bool:
         """Drive all operations of the same collectives, if it is this one's turn."""
-        self.moved = not self.is_over and self._drive(self)
+        self._movement = Movement.NONE if self.is_over else self._drive(self)
         return self.is_over
+
+    @property
+    def movement(self) -> Movement:
+        """Of all that are driven."""
+        return self._movement
 
     @property
     def is_over(self) -> bool:
@@ -151,14 +155,14 @@ class DeviceCollectives(ABC):
     def _shards(self, buffer: Tensor) -> Tensor:
         return buffer.view(self.size, buffer.numel() // self.size)
 
-    def _drive_for(self, request: CrossingRequest) -> bool:
+    def _drive_for(self, request: CrossingRequest) -> Movement:
         """``_drive``, once in a poll of them all: one request does it until it is over."""
         if self._driver is None or self._driver.is_over:
             self._driver = request
-        return self._driver is request and self._drive()
+        return self._drive() if self._driver is request else Movement.NONE
 
-    def _drive(self) -> bool:
-        """Whether anything moved. Raises CommError, with the device's name, if the device fails."""
+    def _drive(self) -> Movement:
+        """What moved. Raises CommError, with the device's name, if the device fails."""
         self._device.adopt_thread()
         with failures_of(self._device):
             return self._passage.advance()

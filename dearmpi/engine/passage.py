@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dearmpi.comm.api import Request
+from dearmpi.comm.api import Movement, Request
 from dearmpi.engine.device import Event
 
 
@@ -42,19 +42,21 @@ class Passage:
         """Queue ``crossing`` behind what there is."""
         self._waiting.append(crossing)
 
-    def advance(self) -> bool:
-        """Do whatever can be done now; True if anything left, started or landed."""
-        moved = False
+    def advance(self) -> Movement:
+        """Do whatever can be done now; an operation is what left, started or landed."""
+        movement = Movement.NONE
         for crossing, request in list(self._afloat):
             if request.test():
                 self._afloat.remove((crossing, request))
                 crossing.land()
-                moved = True
+                movement = Movement.OPERATION
+            else:
+                movement = max(movement, request.movement)
         while self._waiting and (event := self._waiting[0].leave()) is not None:
             self._leaving.append((self._waiting.popleft(), event))
-            moved = True
+            movement = Movement.OPERATION
         while self._leaving and len(self._afloat) < self._window and self._leaving[0][1].query():
             crossing, _ = self._leaving.popleft()
             self._afloat.append((crossing, crossing.start()))
-            moved = True
-        return moved
+            movement = Movement.OPERATION
+        return movement

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dearmpi.comm import ring
+from dearmpi.comm.api import Movement, Request
 from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.ring import RingAllGather, RingReduceScatter, num_chunks, num_receives
 from tests.unit.comm.wires import End, Post, Wires, run, shard, way
 
@@ -154,6 +156,45 @@ def test_a_complete_ring_can_be_tested_again_without_adding_twice() -> None:
     run(wires, rings, random.Random(0))
     assert all(one.test() for one in rings)
     assert buffers[0][0] == 2.0
+
+
+@pytest.mark.parametrize(("size", "tells"), [(8, False), (9, True)])
+def test_a_long_ring_tells_of_each_message(size: int, tells: bool) -> None:
+    """So that whoever polls looks for the next one soon; in a short one it would not pay."""
+    wires = Wires()
+    one = start_rings(wires, list(torch.ones(size, size)))[0]
+    for number in range(size - 1):
+        assert not one.test() and one.movement is Movement.NONE
+        post = wires.receives[size - 1, 0, 1][number]
+        post.buffer.fill_(1.0)
+        post.done = True
+        assert not one.test()
+        assert one.movement is (Movement.MESSAGE if tells else Movement.NONE)
+
+
+def test_a_lane_tells_the_most_that_has_happened() -> None:
+    class Told(Request):
+        def __init__(self, movement: Movement) -> None:
+            self.told = movement
+
+        @property
+        def movement(self) -> Movement:
+            return self.told
+
+        def test(self) -> bool:
+            return False
+
+        def start(self) -> Request:
+            return self
+
+    lane, one, other = Lane("any", window=2), Told(Movement.NONE), Told(Movement.MESSAGE)
+    lane.queue.extend(Work("", told.start, lambda: None) for told in (one, other))
+    assert lane.advance() is Movement.OPERATION  # they are posted
+    assert lane.advance() is Movement.MESSAGE
+    one.told = Movement.OPERATION
+    assert lane.advance() is Movement.OPERATION
+    one.told = other.told = Movement.NONE
+    assert lane.advance() is Movement.NONE
 
 
 def test_one_rank_posts_nothing() -> None:

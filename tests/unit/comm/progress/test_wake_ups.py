@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from dearmpi.comm.api import Completed, Request
+from dearmpi.comm.api import Completed, Movement, Request
 from dearmpi.comm.backoff import Backoff
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.progress import Progress
@@ -104,8 +104,32 @@ def test_backoff_yields_first_then_sleeps_in_proportion(monkeypatch: pytest.Monk
     assert slept == sorted(slept)
     assert slept[-1] == pytest.approx(1e-3)
     assert sum(slept[:-1]) > 0.01
-    backoff.reset()
+    backoff.note(Movement.NONE)
+    assert backoff.next_sleep_s() == pytest.approx(1e-3)
+    backoff.note(Movement.OPERATION)
     assert backoff.next_sleep_s() == 0.0
+
+
+def test_after_a_message_sleeps_are_in_proportion_to_the_wait_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long the operation has taken before; but never longer than without the message."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    backoff, other = Backoff(), Backoff()
+
+    def next_sleeps() -> tuple[float, float]:
+        sleeps = [(backoff.next_sleep_s(), other.next_sleep_s()) for _ in range(10)]
+        return sleeps[-1]
+
+    now[0] += 0.1
+    assert next_sleeps() == pytest.approx((1e-3, 1e-3))
+    backoff.note(Movement.MESSAGE)
+    now[0] += 0.2e-3
+    after, without = next_sleeps()
+    assert 20e-6 < after < 0.11e-3 < without
+    now[0] += 0.1
+    assert next_sleeps() == pytest.approx((1e-3, 1e-3))
 
 
 def test_who_waits_for_the_last_of_many_is_woken_once(threaded: Progress) -> None:
