@@ -24,8 +24,8 @@ CHUNK_BYTES = 1 << 19
 _MOST_RECEIVES = 6
 
 # In longer rings the wait for each message counts by itself. If sleeps between polls grew with the
-# whole wait, by 5 % of it, P hops in a row would take (1.025 ** P - 1) / 0.025 times one of them: half
-# as long again at 32 ranks, and four times as long at 100.
+# whole wait, by 5 % of it, P hops in a row would take (1.025 ** P - 1) / 0.025 times one of them:
+# half as long again at 32 ranks, and four times as long at 100.
 _LONG = 8
 
 
