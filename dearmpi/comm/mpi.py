@@ -39,6 +39,7 @@ from dearmpi.errors import CommError, ConfigError
 _ARITHMETIC = {
     "float32": MPI.FLOAT,
     "float64": MPI.DOUBLE,
+    "int16": MPI.INT16_T,
     "int32": MPI.INT32_T,
     "int64": MPI.INT64_T,
     "uint8": MPI.UINT8_T,

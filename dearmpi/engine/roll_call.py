@@ -1,7 +1,7 @@
 """Roll call: what ranks tell each other in every step, in one small reduction.
 
-A byte for each thing, of which the largest over ranks counts. Where ranks must be alike, what is
-left to 255 is told as well: the largest of that tells the smallest.
+A number of two bytes for each thing, of which the largest over ranks counts. Where ranks must be
+alike, its negative is told as well: the largest of that tells the smallest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.update import Options
 from dearmpi.errors import ReplicaMismatchError
 
-# A learning rate as a byte: so many per doubling, from 1e-14 to 6e4.
-_PER_DOUBLING, _OF_ONE = 4, 192
+# A learning rate as a number of two bytes: so many per doubling, from 2e-15 to 9e4.
+_PER_DOUBLING, _OF_ONE, _LARGEST = 500, 24500, 2**15 - 1
 _ACTIVE_BYTES = 4  # of a checksum of the buckets that travel
-_COMPLEMENT = bytes(range(255, -1, -1))
 
 
 class Loads:
@@ -57,7 +56,7 @@ class Answer:
 class RollCall:
     """One rank's, for one step: which parameters had a gradient here, which buckets backprop has
     not filled, which travel, how often it has reduced gradients, what its optimizer has loaded, and
-    roughly each param group's learning rate.
+    each param group's learning rate.
 
     active: the buckets that travel. unfilled: those of them that only the step has closed.
     num_reduced: times that gradients were reduced since the buckets were laid out.
@@ -80,7 +79,7 @@ class RollCall:
 
     @cached_property
     def told(self) -> Tensor:
-        """To be reduced in place to the largest of each byte. Made when the driving thread first
+        """To be reduced in place to the largest of each number. Made when the driving thread first
         asks for it, of what held when the roll was called: the main thread has better to do.
         """
         present = bytearray()
@@ -92,14 +91,16 @@ class RollCall:
         present += bytes(index in self._unfilled for index in range(len(self._missing)))
         alike = zlib.crc32(str(sorted(self._active)).encode()).to_bytes(_ACTIVE_BYTES, "little")
         alike += bytes([self._num_reduced % 256]) + self._loads
-        alike += bytes(_as_byte(_rate(group)) for group in self._options)
-        return torch.frombuffer(present + alike + _rest(alike), dtype=torch.uint8)
+        rates = [_as_number(_rate(group)) for group in self._options]
+        compared = torch.tensor([*alike, *rates], dtype=torch.int16, device="cpu")
+        flags = torch.frombuffer(present, dtype=torch.uint8).to(torch.int16)
+        return torch.cat([flags, compared, -compared])
 
     def answer(self) -> Answer:
         """After the reduction. Raises ReplicaMismatchError if the ranks are not alike."""
-        told = bytes(self.told.tolist())
-        alike = told[self._num_told :]
-        most, least = alike[: len(alike) // 2], _rest(alike[len(alike) // 2 :])
+        told = bytes(self.told[: self._num_told].tolist())
+        largest, of_negatives = self.told[self._num_told :].view(2, -1)
+        most, least = largest.tolist(), (-of_negatives).tolist()
         if most != least:
             _compare_active(most[:_ACTIVE_BYTES], least[:_ACTIVE_BYTES])
             most, least = most[_ACTIVE_BYTES:], least[_ACTIVE_BYTES:]
@@ -111,10 +112,10 @@ class RollCall:
         for num, _ in self._missing:
             used.append(told[first : first + num])
             first += num
-        unfilled = told[first : self._num_told]
+        unfilled = told[first:]
         return Answer(tuple(used), frozenset(i for i, some in enumerate(unfilled) if some))
 
-    def _compare_loads(self, most: bytes, least: bytes) -> None:
+    def _compare_loads(self, most: Sequence[int], least: Sequence[int]) -> None:
         if most[0] != least[0]:
             raise ReplicaMismatchError(
                 f"since the buckets were laid out some ranks have called load_state_dict() "
@@ -127,18 +128,19 @@ class RollCall:
                 "shapes; load the same state on every rank"
             )
 
-    def _compare_rates(self, most: bytes, least: bytes) -> None:
+    def _compare_rates(self, most: Sequence[int], least: Sequence[int]) -> None:
         for index, (high, low) in enumerate(zip(most, least, strict=True)):
             if high - low > 1:  # neighbours may be alike but for a rounding
                 raise ReplicaMismatchError(
                     f"the learning rate of param group {index} is {_rate(self._options[index]):g} "
-                    f"on this rank, and from about {_from_byte(low):.2g} to "
-                    f"{_from_byte(high):.2g} over all; let every rank's scheduler see the same, "
-                    "such as the mean over ranks of a loss"
+                    f"on this rank, and from about {_from_number(low):.4g} to "
+                    f"{_from_number(high):.4g} over all; let every rank's scheduler see the same, "
+                    "such as the mean over ranks of a loss, and step equally often, by a count "
+                    "that all share where join() gives ranks unequal numbers of batches"
                 )
 
 
-def _compare_active(most: bytes, least: bytes) -> None:
+def _compare_active(most: Sequence[int], least: Sequence[int]) -> None:
     if most != least:
         raise ReplicaMismatchError(
             "ranks train different parameters in this step: in some buckets all have requires_grad "
@@ -165,16 +167,12 @@ def _rate(group: Mapping[str, Any]) -> float:
     return float(rate) if isinstance(rate, (int, float)) else 0.0
 
 
-def _as_byte(rate: float) -> int:
+def _as_number(rate: float) -> int:
     """The size of ``rate``; 0 for 0 and what is no number."""
     if not rate or not math.isfinite(rate):
         return 0
-    return max(1, min(255, _OF_ONE + round(_PER_DOUBLING * math.log2(abs(rate)))))
+    return max(1, min(_LARGEST, _OF_ONE + round(_PER_DOUBLING * math.log2(abs(rate)))))
 
 
-def _from_byte(byte: int) -> float:
-    return 2.0 ** ((byte - _OF_ONE) / _PER_DOUBLING) if byte else 0.0
-
-
-def _rest(values: bytes) -> bytes:
-    return values.translate(_COMPLEMENT)
+def _from_number(number: int) -> float:
+    return 2.0 ** ((number - _OF_ONE) / _PER_DOUBLING) if number else 0.0

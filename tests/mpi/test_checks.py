@@ -164,10 +164,11 @@ def test_a_senseless_setting_is_refused(world: World, monkeypatch: pytest.Monkey
         distribute(nn.Linear(2, 2), world)
 
 
-def test_ranks_with_other_learning_rates_are_told_so(world: World) -> None:
+def test_ranks_with_other_options_are_told_so(world: World) -> None:
+    """Than learning rates, which are told in every step."""
     model = nn.Linear(4, 2)
     optimizer = distribute(model, world, check_every=1)
-    optimizer.param_groups[0]["lr"] = 0.1 * (1 + 0.01 * world.rank)
+    optimizer.param_groups[0]["weight_decay"] = 0.1 * (1 + 0.01 * world.rank)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     with pytest.raises(MismatchError, match="after step 1, .* differs between ranks"):
