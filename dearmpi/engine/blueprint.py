@@ -132,7 +132,8 @@ def lay_out(
     specs = [spec_of(param, name) for param, name in names.items()]
     if plan is not None:
         return plan.layout(specs, world_size)
-    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
+    model_bytes = sum(spec.nbytes for spec in specs)
+    cap_bytes = config.cap_bytes(model_bytes, world_size=world_size)
     return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
 
 
