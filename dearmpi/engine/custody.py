@@ -9,19 +9,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
 from dearmpi.engine.assembly import Assembly
 from dearmpi.engine.local_state import LocalState, read_pieces, read_whole
+from dearmpi.engine.master import MASTER, dtype_of_copy, is_half
 from dearmpi.engine.options import describe_options, describe_state
 from dearmpi.engine.probe import elementwise_keys, host_twin
 from dearmpi.engine.state import gather_state, load_state
 
 
 def adopt(optimizer: Optimizer, assembly: Assembly) -> None:
-    """Have the updates take the state that ``optimizer`` has, if there are any updates."""
+    """Have the updates take the state that ``optimizer`` has, if there are any updates.
+
+    What it has kept for parameters of half precision becomes as wide as the masters that it is to
+    work with from now on.
+    """
+    if assembly.masters.weights:
+        for param in filter(is_half, assembly.blueprint.names):
+            entries = optimizer.state.get(param, {})
+            if MASTER not in entries:
+                entries.update({k: _widen(v, param) for k, v in entries.items()})
+    _hand_over(optimizer, assembly)
+
+
+def _widen(value: Any, param: Tensor) -> Any:
+    if isinstance(value, Tensor) and is_half(value):
+        return value.to(dtype_of_copy(param))
+    return value
+
+
+def _hand_over(optimizer: Optimizer, assembly: Assembly) -> None:
     state, names = optimizer.state, assembly.blueprint.names
     masters, on_host = assembly.masters, assembly.blueprint.config.update_on == "host"
     with torch.no_grad():
@@ -49,7 +69,7 @@ def take_over(optimizer: Optimizer, assembly: Assembly, state_dict: dict[str, An
             *describe_options(optimizer),
             *describe_state(optimizer, assembly.blueprint.names),
         ]
-        adopt(optimizer, assembly)
+        _hand_over(optimizer, assembly)
     except Exception:
         optimizer.param_groups, optimizer.state = groups, state
         raise
@@ -106,8 +126,21 @@ def _load(optimizer: Optimizer, assembly: Assembly, state_dict: dict[str, Any]) 
     if not assembly.masters.weights:
         optimizer.load_state_dict(state_dict)
         return
-    # torch would round the state to the parameters' dtype, and put all of it beside them.
-    optimizer.load_state_dict({**state_dict, "state": {}})
-    params = numbered_params(optimizer)
-    for index, entries in state_dict["state"].items():
-        optimizer.state[params[index]] = dict(entries)
+    # It would round the state to the parameters' dtype, and put all of it beside them.
+    replaced = {_stand_in(param): param for param in numbered_params(optimizer)}
+    stand_ins = iter(replaced)
+    optimizer.param_groups = [
+        {**group, "params": [next(stand_ins) for _ in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state_dict)
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(param, param) for param in group["params"]]
+    loaded = [(replaced.get(param, param), entries) for param, entries in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(loaded)
+
+
+def _stand_in(param: Tensor) -> Tensor:
+    """Something in host memory, of which it takes none, as wide as the master copy of ``param``."""
+    return torch.zeros((), dtype=dtype_of_copy(param), device="cpu").expand(param.shape)

@@ -30,8 +30,7 @@ class MasterCopy:
     def __init__(self, stored: Tensor, seen_as: torch.dtype) -> None:
         """``seen_as``: the dtype to which replicas see ``values`` rounded."""
         self._stored, self._seen_as = stored, seen_as
-        dtype = torch.promote_types(stored.dtype, torch.float32)
-        self.values = torch.empty_like(stored, dtype=dtype)
+        self.values = torch.empty_like(stored, dtype=dtype_of_copy(stored))
         self._nbytes = self.values.untyped_storage().nbytes()
         self.values.untyped_storage().resize_(0)
         self.stepped = False
@@ -111,6 +110,11 @@ class MasterRule:
             stored.copy_(torch.where(shows[0] | shows[1], seen, stored))
         if seen_as is None:
             del state[MASTER]
+
+
+def dtype_of_copy(stored: Tensor) -> torch.dtype:
+    """That of a master copy of ``stored``."""
+    return torch.promote_types(stored.dtype, torch.float32)
 
 
 def is_half(tensor: Tensor) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from dearmpi.comm.api import Request
-from dearmpi.engine.master import is_half
 
 Options = Sequence[Mapping[str, Any]]
 _AROUND_STEPS: Any = Optimizer.profile_hook_step(lambda _: None).__code__
@@ -135,17 +134,14 @@ def is_elementwise_tensor(value: object, values: Tensor) -> bool:
 
 
 def fit(value: Any, values: Tensor, *, elementwise: bool) -> Any:
-    """An entry of the state of ``values``, on their device; half precision becomes as wide as they
-    are, since an optimizer can seldom work with both. Scalars stay as they are, except for an
-    ``elementwise`` entry of a scalar parameter.
+    """An entry of the state of ``values``, on their device, and of the dtype that it has: that is
+    for the optimizer to choose. Scalars stay where they are, except for an ``elementwise`` entry of
+    a scalar parameter.
     """
     if not isinstance(value, Tensor):
         return value
     of_scalar = elementwise and value.dim() == values.dim() == 0
-    if value.dim() == 0 and not of_scalar:
-        return value
-    wider = is_half(value) and (of_scalar or is_elementwise_tensor(value, values))
-    return value.to(values.device, values.dtype if wider else value.dtype)
+    return value if value.dim() == 0 and not of_scalar else value.to(values.device)
 
 
 def cut(state: Mapping[str, Any], values: Tensor, start: int, stop: int) -> dict[str, Any]:
