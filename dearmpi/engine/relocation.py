@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -53,6 +52,20 @@ def stretches(bucket: Bucket, placed: Placement) -> list[Stretch]:
         )
         for rank in range(placed.start // numel, (placed.stop - 1) // numel + 1)
     ]
+
+
+def pair(
+    old: Sequence[Stretch], new: Sequence[Stretch], *, rank: int
+) -> Iterator[tuple[Stretch, Stretch]]:
+    """Stretches of a parameter that have elements in common, where ``rank`` has one of both.
+
+    In the order of ``old``, and then of ``new``: that in which every rank sees those that it has.
+    """
+    own = [stretch for stretch in new if stretch.rank == rank]
+    for one in old:
+        for other in new if one.rank == rank else own:
+            if one.start < other.stop and other.start < one.stop:
+                yield one, other
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +156,9 @@ class Relocation:
                     whole.set_states(self._whole)
                 for update in shards_of(updates):
                     _place(update, shares)
-            self._whole = {}  # as large as the state, where every rank holds all of it
+            # The first is as large as the state, where every rank holds all of it; what ranks have
+            # described grows with their number.
+            self._whole, self._described, self._owners, self._receives = {}, [], {}, []
 
         self._settle = settle
 
@@ -158,23 +173,23 @@ class Relocation:
         """What this rank sends or receives of an old bucket, in an order that all ranks have."""
         for placed in bucket.placements:
             name = placed.spec.name
-            for old, new in product(stretches(bucket, placed), self._owners[name]):
+            owned = stretches(bucket, placed)
+            for old, new in pair(owned, self._owners[name], rank=self._rank):
                 start, stop = max(old.start, new.start), min(old.stop, new.stop)
-                if start < stop and self._rank in (old.rank, new.rank):
-                    entries = self._described[old.rank].get(name, {})
-                    for key in sorted(key for key, entry in entries.items() if "tensor" in entry):
-                        dtype = entries[key]["tensor"]
-                        yield Part(name, key, dtype, old.rank, new.rank, start, stop)
+                entries = self._described[old.rank].get(name, {})
+                for key in sorted(key for key, entry in entries.items() if "tensor" in entry):
+                    dtype = entries[key]["tensor"]
+                    yield Part(name, key, dtype, old.rank, new.rank, start, stop)
 
     def _open(self, arrived: Parcels) -> dict[str, Share]:
         """What this rank is to hold, by parameter name."""
         starts: dict[str, int] = {}
         shares: dict[str, Share] = {}
         for name, owners in self._owners.items():
-            entries: dict[str, Any] = {}
-            for described in self._described:
-                entries |= described.get(name, {})
             for own in (stretch for stretch in owners if stretch.rank == self._rank):
+                entries: dict[str, Any] = {}
+                for described in self._described:
+                    entries |= described.get(name, {})
                 starts[name], shares[name] = own.start, Share(own.stop - own.start, entries)
         pieces = arrived.pieces()
         for part in self._receives:

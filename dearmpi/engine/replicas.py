@@ -1,7 +1,8 @@
 """Replicas: what every Kth step has led to on each rank, compared while the next one is computed.
 
 To wait for it in the step would be to have nothing under way in the next feed-forward, where
-parameters may be read too early.
+parameters may be read too early. Ranks tell each other no more than the largest and the smallest of
+each hash, in one reduction; who has what they only ask where these differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Replicas:
         self.gathers: list[int] = []
         self.is_due = self._is_open = False
         self._hashes: dict[str, int] = {}
-        self._told = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._own: list[int] = []
+        self._told = _in_fp64(self._own)
+        self._channel: Channel | None = None
         self._await: Callable[[], None] | None = None
         self._compared_step = 0
 
@@ -70,33 +73,45 @@ class Replicas:
             return
         self._hashes[self._subjects[-2]] = _number(str((self.reduces, self.gathers)).encode())
         self.reduces, self.gathers = [], []
-        rows = torch.zeros(self._size, len(self._subjects), dtype=torch.float64, device="cpu")
-        own = [self._hashes[what] for what in self._subjects]
-        rows[self._rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
-        self._told, self._compared_step, self._is_open = rows.view(-1), self.num_steps, False
+        self._own = [self._hashes[what] for what in self._subjects]
+        self._told = _in_fp64([*self._own, *(-own for own in self._own)])
+        self._channel, self._compared_step, self._is_open = channel, self.num_steps, False
         self._await = channel.begin(
-            "comparison of replicas", lambda c: c.start_all_reduce(self._told, "sum")
+            "comparison of replicas", lambda c: c.start_all_reduce(self._told, "max")
         )
 
     def compare(self) -> None:
         """Wait for what the ranks have told each other. Raises MismatchError, on all of them alike,
-        if replicas differ.
+        if replicas differ (collective).
         """
         if self._await is None:
             return
         self._await()
         self._await = None
-        first, *others = self._told.view(self._size, -1).tolist()
-        for column, what in enumerate(self._subjects):
-            for rank, other in enumerate(others, start=1):
-                if other[column] != first[column]:
-                    self._is_open = False  # the next step can only differ as well
-                    raise MismatchError(
-                        f"after step {self._compared_step}, {what} differs between ranks: hash "
-                        f"{_digits(first[column])} on rank 0, {_digits(other[column])} on rank "
-                        f"{rank}. Parameters must be changed by the optimizer alone, or alike on "
-                        "every rank"
-                    )
+        most, least = self._told.view(2, -1)
+        differing = (most != -least).nonzero().flatten().tolist()
+        if not differing:
+            return
+        self._is_open = False  # the next step can only differ as well
+        first, *others = self._gather(self._own[differing[0]])
+        rank, other = next((r, o) for r, o in enumerate(others, start=1) if o != first)
+        raise MismatchError(
+            f"after step {self._compared_step}, {self._subjects[differing[0]]} differs between "
+            f"ranks: hash {_digits(first)} on rank 0, {_digits(other)} on rank {rank}. Parameters "
+            "must be changed by the optimizer alone, or alike on every rank"
+        )
+
+    def _gather(self, own: int) -> list[float]:
+        """A number of each rank's, by rank (collective)."""
+        assert self._channel is not None, "nothing was told"
+        told = _in_fp64([own if rank == self._rank else 0 for rank in range(self._size)])
+        self._channel.run("replicas that differ", lambda c: c.start_all_reduce(told, "sum"))
+        numbers: list[float] = told.tolist()
+        return numbers
+
+
+def _in_fp64(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def _hash_of(tensor: Tensor) -> int:

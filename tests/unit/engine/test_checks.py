@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
+from dearmpi.comm.api import Buffer
 from dearmpi.comm.fake import FakeClock, FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.errors import UsageError
+from dearmpi.errors import MismatchError, UsageError
 from tests.mpi.models import fill
 
 PATIENCE_S = 20.0
@@ -147,3 +149,45 @@ def test_replicas_of_one_element_and_any_stride_are_compared() -> None:
         return model.factor.item()
 
     assert run_ranks(2, rank) == [-0.5, -0.5]
+
+
+def train_drifting(world: World, *, drifts: int | None = None) -> str:
+    """Three compared steps, after the first of which a rank changes a weight; what is then told."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fill(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, model, world=world, check_every=1, gather="gradients")
+    told = ""
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.synchronize()
+            if world.rank == drifts:
+                with torch.no_grad():
+                    model[1].bias.add_(1.0)
+    except MismatchError as error:
+        told = str(error)
+    optimizer.close()
+    return told
+
+
+def test_how_much_is_told_of_replicas_does_not_grow_with_the_number_of_ranks() -> None:
+    def told(size: int) -> set[str]:
+        def name(buffer: Buffer) -> str:
+            return f" of {buffer.numel()} numbers" if buffer.element_size() == 8 else ""
+
+        hub = FakeHub(size, name=name)
+        assert run_ranks(size, train_drifting, hub=hub) == [""] * size
+        return {record.label for record in hub.records if record.label.endswith("numbers")}
+
+    assert told(2) == told(5) != set()
+
+
+@pytest.mark.parametrize("drifts", [0, 2, 3])
+def test_of_replicas_that_drift_apart_the_first_two_are_named_on_all_ranks(drifts: int) -> None:
+    texts = run_ranks(4, lambda world: train_drifting(world, drifts=drifts))
+    assert len(set(texts)) == 1
+    found = re.search(r"2, 1\.bias differs .*hash (\w+) on rank 0, (\w+) on rank (\d)\.", texts[0])
+    assert found is not None, texts[0]
+    assert found[1] != found[2] and int(found[3]) == max(1, drifts)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.engine.relocation import stretches
-from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.engine.relocation import Stretch, pair, stretches
+from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
 from tests.mpi.oracle import OPTIMIZERS
 
 BUFFERS = ("gradients", "parameters")
@@ -165,3 +168,83 @@ def test_every_element_of_a_parameter_has_one_owner() -> None:
             for part in parts:
                 first, last = bucket.shard_range(part.rank)
                 assert first <= placed.start + part.start < placed.start + part.stop <= last
+
+
+@st.composite
+def two_layouts(draw: st.DrawFn) -> tuple[int, list[BucketLayout]]:
+    """A number of ranks, and the same parameters in buckets of two kinds."""
+    size = draw(st.integers(1, 6))
+    specs = [
+        ParamSpec(f"p{index}", (numel,))
+        for index, numel in enumerate(draw(st.lists(st.integers(1, 40), min_size=1, max_size=7)))
+    ]
+    cuts = st.sets(st.integers(1, len(specs)))
+    layouts = []
+    for _ in range(2):
+        bounds = sorted({0, len(specs), *draw(cuts)})
+        groups = [specs[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        layouts.append(build_layout(groups, size))
+    return size, layouts
+
+
+def owned(layout: BucketLayout) -> dict[str, list[Stretch]]:
+    return {
+        placed.spec.name: stretches(bucket, placed)
+        for bucket in layout
+        for placed in bucket.placements
+    }
+
+
+@given(two_layouts())
+def test_a_rank_finds_its_own_among_all_pairs_and_in_their_order(
+    drawn: tuple[int, list[BucketLayout]],
+) -> None:
+    size, (before, after) = drawn
+    new = owned(after)
+    for name, old in owned(before).items():
+        for rank in range(size):
+            expected = [
+                (one, other)
+                for one, other in product(old, new[name])
+                if rank in (one.rank, other.rank)
+                and set(range(one.start, one.stop)) & set(range(other.start, other.stop))
+            ]
+            assert list(pair(old, new[name], rank=rank)) == expected
+
+
+class Watched(Stretch):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Watched.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_what_a_rank_looks_at_grows_with_the_number_of_ranks_and_no_faster() -> None:
+    size = 1000
+    parts = [Watched(rank, 4 * rank, 4 * rank + 4) for rank in range(size)]
+    Watched.looks = 0
+    assert len(list(pair(parts, parts, rank=7))) == 1
+    assert Watched.looks < 20 * size
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_nothing_of_a_move_stays_once_the_state_is_in_its_place(gather: str) -> None:
+    """What ranks have described to each other grows with their number."""
+
+    def rank(world: World) -> None:
+        wrapped = trained(world, "adam", gather=gather)
+        wrapped.fuse(1.0)
+        relocation = wrapped._attachment._relocation
+        assert any(map(_has_something, vars(relocation).values()))
+        take_steps(wrapped, 1)
+        assert not any(map(_has_something, vars(relocation).values()))
+        wrapped.close()
+
+    run_ranks(2, rank)
+
+
+def _has_something(value: Any) -> bool:
+    return not isinstance(value, (int, float)) and not callable(value) and bool(value)
