@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.world import World
+from dearmpi.engine import refusal
 from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.engine import Engine
 from dearmpi.errors import ConfigError
@@ -16,7 +17,8 @@ from dearmpi.errors import ConfigError
 def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
     """Scale all gradients so that their norm is at most ``max_norm``; the norm before (collective).
 
-    Raises ConfigError for a ``max_norm`` or ``norm_type`` that is not above 0, or no number.
+    Raises ConfigError for a ``max_norm`` or ``norm_type`` that is not above 0, or no number, and
+    UsageError, on all ranks alike, where none has a gradient.
     """
     max_norm, norm_type = _positive("max_norm", max_norm), _positive("norm_type", norm_type)
     engine.wait_reduced()  # which may tell the others something first
@@ -47,15 +49,18 @@ def follow_clips(engine: Engine | AloneEngine, world: World) -> None:
 
 def _clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
     engine.wait_reduced()
-    part = shard_norm(engine.shards(), norm_type)
+    part, has_any = shard_norm(engine.shards(), norm_type), float(engine.has_gradients())
     if norm_type == math.inf:
         # Told apart, since what MPI takes for the largest of a number and NaN is nobody's promise.
-        norm, is_nan = world.all_reduce(
-            [0.0 if math.isnan(part) else part, math.isnan(part)], "max"
+        norm, is_nan, has_any = world.all_reduce(
+            [0.0 if math.isnan(part) else part, math.isnan(part), has_any], "max"
         )
         norm = math.nan if is_nan else norm
     else:
-        norm = world.all_reduce([part], "sum")[0] ** (1.0 / norm_type)
+        norm, has_any = world.all_reduce([part, has_any], "sum")
+        norm = norm ** (1.0 / norm_type)
+    if not has_any:
+        raise refusal.nothing_to_clip()
     if not norm <= max_norm:
         engine.scale_gradients(max_norm / (norm + 1e-6))
     return norm

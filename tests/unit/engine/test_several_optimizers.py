@@ -144,6 +144,17 @@ def test_parameters_that_cannot_be_added_leave_the_optimizer_as_it_was(size: int
     run_ranks(size, rank)
 
 
+def test_an_optimizer_of_several_models_is_told_how_to_pass_them() -> None:
+    def rank(world: World) -> None:
+        one, other = nn.Linear(3, 4), nn.Linear(4, 2)
+        inner = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+        with pytest.raises(ConfigError, match=r"several modules: nn\.ModuleList\(\[a, b\]\)"):
+            DistributedOptimizer(inner, one, world=world)
+        DistributedOptimizer(inner, nn.ModuleList([one, other]), world=world).close()
+
+    run_ranks(2, rank)
+
+
 def test_what_is_forgotten_on_one_rank_claims_nothing() -> None:
     def rank(world: World) -> None:
         model = nn.Linear(3, 2)
