@@ -12,16 +12,20 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from dearmpi.comm import last_words
 from dearmpi.comm.api import Request
 from dearmpi.comm.stack import stack_of
 from dearmpi.comm.status import Status
 from dearmpi.errors import ConfigError, StallError
+
+T = TypeVar("T")
 
 _TEND_S = 0.2  # how often messages are looked for
 _NUM_LOOKS = 32  # MPI's one look may only fetch what lies before a message, and not yet find it
@@ -77,6 +81,7 @@ class Watchdog:
         self._answers: dict[int, Status] = {}
         self._answered_at: dict[int, float] = {}
         self._reported = False
+        self._problem = ""  # with messages, after which this rank asks nobody any more
         self._spared_at = float("-inf")
         self._sends: list[Request] = []
         self._tended_at = 0.0
@@ -140,19 +145,19 @@ class Watchdog:
             )
 
     def tend(self) -> None:
-        """Answer questions, collect answers, ask if it is time to."""
+        """Answer questions, collect answers, ask if it is time to. Raises nothing."""
         now = time.monotonic()
         if now - self._tended_at < _TEND_S:
             return
         was_suspended = now - max(self._since, self._tended_at) > _SUSPENDED_S
         self._tended_at, self._stack = now, None
-        self._sends = [send for send in self._sends if not send.test()]
+        self._sends = [send for send in self._sends if not self._attempt(send.test, True)]
         self._read_messages()
         if was_suspended:
             return  # whether there is a wait worth a question, check_wait() finds first
         curious = self._waiting and not self._spared
         if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
-            self._ask(now)
+            self._attempt(partial(self._ask, now), None)
 
     @property
     def _spared(self) -> bool:
@@ -174,9 +179,10 @@ class Watchdog:
         """All that have come; of each rank no more than a few are under way."""
         num_misses = 0
         for _ in range(_NUM_LOOKS + 4 * self._size):
-            if (message := self._messenger.receive_message()) is not None:
+            message = self._attempt(self._messenger.receive_message, None)
+            if message is not None:
                 num_misses = 0
-                self._handle(*message)
+                self._attempt(partial(self._handle, *message), None)
             else:
                 num_misses += 1
             if num_misses == _NUM_LOOKS:
@@ -190,6 +196,8 @@ class Watchdog:
         silence = "does not answer (stopped, or its host is)"
         if self._asked_at is None:
             silence = "was not asked"
+        if self._problem:
+            silence = f"does not answer, or was not asked, since messages failed: {self._problem}"
         if self._spared:
             silence = "was asked by another rank, which reports"
         statuses: Mapping[int, Status] = {**self._answers, self._rank: self.status()}
@@ -224,9 +232,28 @@ class Watchdog:
             stack=stack,
         )
 
+    def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
+        """What ``action`` returns, or ``otherwise``: no diagnosis may end what it looks into.
+
+        As where each pair of ranks that talk needs a file handle, and there are no more.
+        """
+        try:
+            return action()
+        except Exception as error:
+            if not self._problem:
+                self._problem = "".join(traceback.format_exception_only(error)).rstrip()
+                last_words.say(
+                    f"[rank {self._rank} on {self.hosts[self._rank]}] a message between watchdogs "
+                    f"failed: {self._problem}; this rank goes on and asks no other any more what "
+                    "it does. If file handles have run out, raise ulimit -n"
+                )
+            return otherwise
+
     def _ask(self, now: float) -> None:
         self._asked_at = now
         self._num_asked += 1
+        if self._problem:
+            return  # those it would have asked count as silent
         for other in range(self._size):
             if other != self._rank:
                 self._send({"ask": self._num_asked, "left": self._left}, other)
@@ -235,7 +262,8 @@ class Watchdog:
         message = json.loads(data)
         if "ask" in message:
             # One report is enough, but of one that still trains, if this rank does.
-            if sender < self._rank and (self._left or not message.get("left")):
+            judges = sender < self._rank or self._problem
+            if judges and (self._left or not message.get("left")):
                 self._spared_at = time.monotonic()
             if self._stack is None:
                 self._stack = stack_of(self._main or 0)

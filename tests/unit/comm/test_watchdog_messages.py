@@ -9,10 +9,8 @@ from dataclasses import asdict
 import pytest
 
 from dearmpi.comm.api import Completed, Request
-from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.watchdog import StallLimits, Watchdog
-from dearmpi.comm.world import World
-from dearmpi.errors import CommError, StallError
+from dearmpi.errors import StallError
 from tests.unit.comm.inbox import Clock, Inbox
 
 LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
@@ -146,19 +144,6 @@ def test_a_question_behind_other_messages_is_answered_at_once() -> None:
     messenger = Shy()
     Watchdog(messenger, rank=0, size=2, limits=LIMITS).tend()
     assert messenger.answers == [1]
-
-
-def test_messages_that_fail_end_the_wait_at_once() -> None:
-    class Cut(FakeCollectives):
-        def receive_message(self) -> tuple[int, bytes] | None:
-            raise OSError("the connection is cut")
-
-    hub = FakeHub(1)
-    world = World(FakeCollectives(hub, 0), stall_limits=LIMITS)
-    world.progress.watch(Watchdog(Cut(hub, 0), rank=0, size=1, limits=LIMITS))
-    with pytest.raises(CommError, match="between watchdogs failed: .*the connection is cut"):
-        world.progress.wait_until(lambda: False, what="RS0")
-    world.close()
 
 
 def test_who_is_asked_by_a_lower_rank_leaves_questions_and_report_to_it(
