@@ -10,26 +10,26 @@ StallError.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import FrameType
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from dearmpi.comm import last_words
 from dearmpi.comm.api import Request
+from dearmpi.comm.stack import stack_of
 from dearmpi.comm.status import Status
 from dearmpi.errors import ConfigError, StallError
+
+T = TypeVar("T")
 
 _TEND_S = 0.2  # how often messages are looked for
 _NUM_LOOKS = 32  # MPI's one look may only fetch what lies before a message, and not yet find it
 _ANSWER_S = 2.0  # how long answers may take
-_NUM_FRAMES = 6
 _SUSPENDED_S = 10.0  # without a look at a wait: this process did not run
 
 
@@ -81,9 +81,11 @@ class Watchdog:
         self._answers: dict[int, Status] = {}
         self._answered_at: dict[int, float] = {}
         self._reported = False
+        self._problem = ""  # with messages, after which this rank asks nobody any more
         self._spared_at = float("-inf")
         self._sends: list[Request] = []
         self._tended_at = 0.0
+        self._stack: tuple[str, ...] | None = None  # for all questions that are read together
 
     def begin_backprop(self) -> None:
         """The main thread has begun a backprop with communication."""
@@ -132,31 +134,30 @@ class Watchdog:
         if self._is_answered():
             if not self._left:
                 self._raise_if_hopeless()
-            if not self._reported and not self._spared:
+            if not self._reported:
                 self._reported = True
                 last_words.say(self.report())  # which a full disk must not turn into a failure
-        # At the end of its program a rank waits for those that work on, as long as they answer.
         most_s = self._limits.abort_s + (2 * _ANSWER_S if self._left else 0.0)
-        if waited_s > most_s and not (self._left and self._all_answer()):
+        if waited_s > most_s and not (self._left and self._is_patient()):
             raise StallError(
                 f"rank {self._rank} on {self.hosts[self._rank]} gave up after waiting "
                 f"{waited_s:.0f} s for {self._waiting}\n{self.report()}"
             )
 
     def tend(self) -> None:
-        """Answer questions, collect answers, ask if it is time to."""
+        """Answer questions, collect answers, ask if it is time to. Raises nothing."""
         now = time.monotonic()
         if now - self._tended_at < _TEND_S:
             return
         was_suspended = now - max(self._since, self._tended_at) > _SUSPENDED_S
-        self._tended_at = now
-        self._sends = [send for send in self._sends if not send.test()]
+        self._tended_at, self._stack = now, None
+        self._sends = [send for send in self._sends if not self._attempt(send.test, True)]
         self._read_messages()
         if was_suspended:
             return  # whether there is a wait worth a question, check_wait() finds first
-        curious = self._waiting and (self._left or not self._spared)
+        curious = self._waiting and not self._spared
         if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
-            self._ask(now)
+            self._attempt(partial(self._ask, now), None)
 
     @property
     def _spared(self) -> bool:
@@ -178,9 +179,10 @@ class Watchdog:
         """All that have come; of each rank no more than a few are under way."""
         num_misses = 0
         for _ in range(_NUM_LOOKS + 4 * self._size):
-            if (message := self._messenger.receive_message()) is not None:
+            message = self._attempt(self._messenger.receive_message, None)
+            if message is not None:
                 num_misses = 0
-                self._handle(*message)
+                self._attempt(partial(self._handle, *message), None)
             else:
                 num_misses += 1
             if num_misses == _NUM_LOOKS:
@@ -194,6 +196,8 @@ class Watchdog:
         silence = "does not answer (stopped, or its host is)"
         if self._asked_at is None:
             silence = "was not asked"
+        if self._problem:
+            silence = f"does not answer, or was not asked, since messages failed: {self._problem}"
         if self._spared:
             silence = "was asked by another rank, which reports"
         statuses: Mapping[int, Status] = {**self._answers, self._rank: self.status()}
@@ -207,25 +211,49 @@ class Watchdog:
             lines += [f"      {line}" for line in (status.stack if status else ())]
         return "\n".join(lines)
 
-    def status(self) -> Status:
-        """This rank's own."""
+    def status(self, stack: tuple[str, ...] | None = None) -> Status:
+        """This rank's own. ``stack``: the main thread's, if it was looked at just now."""
+        left = self._left
+        if left:
+            stack = ()  # what runs then is this package
+        elif stack is None:
+            stack = stack_of(self._main or 0)
         waited_s = time.monotonic() - self._since if self._waiting else 0.0
         # The main thread may go on meanwhile: whatever it is said to wait for, or to have left, it
         # must not seem to be further back than it was then, so the counts come last.
         return Status(
-            left=self._left,
+            left=left,
             waiting=self._waiting,
             waited_s=waited_s,
             in_exchange=self._in_exchange,
             exchanges=self._exchanges,
             steps=self._steps,
             backprops=self._backprops,
-            stack=self._stack(),
+            stack=stack,
         )
+
+    def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
+        """What ``action`` returns, or ``otherwise``: no diagnosis may end what it looks into.
+
+        As where each pair of ranks that talk needs a file handle, and there are no more.
+        """
+        try:
+            return action()
+        except Exception as error:
+            if not self._problem:
+                self._problem = "".join(traceback.format_exception_only(error)).rstrip()
+                last_words.say(
+                    f"[rank {self._rank} on {self.hosts[self._rank]}] a message between watchdogs "
+                    f"failed: {self._problem}; this rank goes on and asks no other any more what "
+                    "it does. If file handles have run out, raise ulimit -n"
+                )
+            return otherwise
 
     def _ask(self, now: float) -> None:
         self._asked_at = now
         self._num_asked += 1
+        if self._problem:
+            return  # those it would have asked count as silent
         for other in range(self._size):
             if other != self._rank:
                 self._send({"ask": self._num_asked, "left": self._left}, other)
@@ -234,9 +262,13 @@ class Watchdog:
         message = json.loads(data)
         if "ask" in message:
             # One report is enough, but of one that still trains, if this rank does.
-            if sender < self._rank and (self._left or not message.get("left")):
+            judges = sender < self._rank or self._problem
+            if judges and (self._left or not message.get("left")):
                 self._spared_at = time.monotonic()
-            self._send({"status": asdict(self.status()), "to": message["ask"]}, sender)
+            if self._stack is None:
+                self._stack = stack_of(self._main or 0)
+            status = asdict(self.status(self._stack))
+            self._send({"status": status, "to": message["ask"]}, sender)
             return
         self._answered_at[sender] = time.monotonic()
         if message["to"] >= self._first_question:  # else what was so in an earlier wait
@@ -248,10 +280,18 @@ class Watchdog:
         self._sends.append(self._messenger.start_message(data, destination))
 
     def _is_answered(self) -> bool:
-        if self._asked_at is None or (self._spared and not self._left):
+        if self._asked_at is None or self._spared:
             return False
         complete = len(self._answers) == self._size - 1
         return complete or time.monotonic() - self._asked_at > _ANSWER_S
+
+    def _is_patient(self) -> bool:
+        """Whether a rank at the end of its program goes on waiting for those that work on.
+
+        It does as long as they answer it, or another rank, which asks and judges in its place. When
+        that one has ceased to, answers to this one's own question are due.
+        """
+        return self._is_recent(self._spared_at + 2 * _ANSWER_S) or self._all_answer()
 
     def _all_answer(self) -> bool:
         """Whether all other ranks have answered the last question, or the one before."""
@@ -277,22 +317,3 @@ class Watchdog:
                     "order. Give every rank as many batches, or train inside "
                     f"optimizer.join()\n{self.report()}"
                 )
-
-    def _stack(self) -> tuple[str, ...]:
-        """The main thread's innermost frames, without those of this package and of torch.
-
-        None once the program has ended: what runs then is this package.
-        """
-        if self._left:
-            return ()
-        frame: FrameType | None = sys._current_frames().get(self._main or 0)
-        entries = traceback.extract_stack(frame) if frame else []
-        package = os.path.dirname(os.path.dirname(__file__))
-        hidden = (package, threading.__file__)
-        own = [e for e in entries if not e.filename.startswith(hidden) and not _in_torch(e)]
-        shown = (own or entries)[-_NUM_FRAMES:]
-        return tuple(f"{e.filename}:{e.lineno} {e.name}" for e in shown)
-
-
-def _in_torch(entry: traceback.FrameSummary) -> bool:
-    return f"site-packages{os.sep}torch{os.sep}" in entry.filename
