@@ -89,8 +89,10 @@ def _require_changes(name: str, seen: _Seen) -> None:
         raise ConfigError(
             f"a trial step of {name} changes nothing: it seems to pass its work on, to another "
             "optimizer or to a later step, and buckets are updated each by itself; wrap the "
-            "optimizer inside. Or it leaves out what is no nn.Parameter, as pieces of buckets are "
-            "none; let it ask for p.requires_grad"
+            "optimizer inside, and have the outer one step this DistributedOptimizer: after that "
+            "p.grad is None, and optimizer.synchronize() goes before any reading or writing of "
+            "parameters. Or it leaves out what is no nn.Parameter, as pieces of buckets are none; "
+            "let it ask for p.requires_grad"
         )
 
 

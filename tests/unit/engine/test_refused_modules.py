@@ -32,9 +32,9 @@ def wrap(model: nn.Module, world: World) -> DistributedOptimizer:
 
 def normalised() -> nn.Module:
     """As scripts for DistributedDataParallel make it."""
-    return nn.SyncBatchNorm.convert_sync_batchnorm(
-        nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4)))
-    )
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4)))
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
+    return converted
 
 
 def test_torchs_sync_batch_norm_that_nobody_synchronises_is_refused() -> None:
