@@ -30,15 +30,6 @@ def looked_at_gradients() -> UsageError:
     )
 
 
-def nothing_to_clip() -> UsageError:
-    """A norm of 0 would be told in silence."""
-    return UsageError(
-        "there are no gradients to clip, nor a norm of them: on no rank has a backward given a "
-        "parameter of this optimizer one since the last step(), which uses them up; call "
-        "clip_grad_norm_() between backward and step()"
-    )
-
-
 def dropped() -> UsageError:
     """Some parameters may have been updated with them by now."""
     return UsageError(
