@@ -25,6 +25,7 @@ from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
 _ANSWER_S = 2.0  # how long answers may take
+_TURN_S = 0.5  # in which a question reaches all ranks that wait
 _SUSPENDED_S = 10.0  # without a look at a wait: this process did not run
 
 
@@ -66,6 +67,9 @@ class Watchdog:
         self._reported = False
         self._spared_at, self._spared_by = float("-inf"), 0
         self._tended_at = 0.0
+        # Ranks often begin to wait together. Those that would ask later are spared by then: twice
+        # as many with each turn, so that a few turns are enough for thousands.
+        self._turn_s = min(_TURN_S * rank.bit_length(), limits.warning_s / 2)
         self._stack: tuple[str, ...] | None = None  # for all questions that are read together
 
     def begin_backprop(self) -> None:
@@ -138,14 +142,14 @@ class Watchdog:
         self._mail.read(self._handle, most=4 * self._size)
         if was_suspended:
             return  # whether there is a wait worth a question, check_wait() finds first
-        curious = self._waiting and not self._spared
-        if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
+        due_s = max(self._since + self._turn_s, self._asked_at or 0.0) + self._limits.warning_s
+        if self._waiting and not self._spared and now > due_s:
             self._ask(now)
 
     @property
     def _spared(self) -> bool:
         """Whether another rank asks, as it does again and again, and so will report and judge."""
-        return self._is_recent(self._spared_at)
+        return self._is_recent(self._spared_at + self._turn_s)
 
     def _skip(self, seconds: float) -> None:
         """This process did not run for so long, and so can say nothing of others."""
@@ -247,7 +251,7 @@ class Watchdog:
         It does as long as they answer it, or another rank, which asks and judges in its place. When
         that one has ceased to, answers to this one's own question are due.
         """
-        return self._is_recent(self._spared_at + 2 * _ANSWER_S) or self._all_answer()
+        return self._is_recent(self._spared_at + self._turn_s + 2 * _ANSWER_S) or self._all_answer()
 
     def _all_answer(self) -> bool:
         """Whether all other ranks have answered the last question, or the one before."""

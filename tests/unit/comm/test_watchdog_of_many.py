@@ -1,4 +1,4 @@
-"""What the watchdogs of ranks at the end of their programs ask and judge, message by message."""
+"""Of many ranks that wait few ask, at the end of their programs too: what they judge then."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from dearmpi.comm.api import Completed, Request
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
 from tests.unit.comm.inbox import Clock, Inbox
@@ -68,6 +69,45 @@ def test_when_the_other_one_has_ceased_and_nobody_answers_it_gives_up(ended: End
     ended.wait(2 * LIMITS.abort_s, asked=True)
     with pytest.raises(StallError, match=r"ranks 0, 2 .*: each does not answer"):
         ended.wait(LIMITS.warning_s + 10.0)
+
+
+class Linked(Inbox):
+    """That of one rank of many whose messages arrive."""
+
+    def __init__(self, rank: int, inboxes: list[Linked]) -> None:
+        super().__init__()
+        self.num_questions = 0
+        self._rank, self._inboxes = rank, inboxes
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        self._inboxes[destination].messages.append((self._rank, data))
+        self.num_questions += b'"ask"' in data
+        return Completed()
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_of_hundreds_that_begin_to_wait_together_few_ask(
+    has_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do all that are left, when the host of the one that has asked is cut off."""
+    clock, size, inboxes = Clock(monkeypatch), 128, list[Linked]()
+    inboxes += [Linked(rank, inboxes) for rank in range(size)]
+    watchdogs = [Watchdog(box, rank=i, size=size, limits=LIMITS) for i, box in enumerate(inboxes)]
+    for watchdog in watchdogs:
+        if has_left:
+            watchdog.leave()
+        watchdog.begin_wait("RS0")
+
+    def count_questions(seconds: float, num_cut_off: int = 0) -> int:
+        before = sum(inbox.num_questions for inbox in inboxes)
+        for _ in range(round(4 * seconds)):
+            clock.now_s += 0.25
+            for watchdog in reversed(watchdogs[num_cut_off:]):
+                watchdog.tend()
+        return sum(inbox.num_questions for inbox in inboxes) - before
+
+    assert count_questions(8.0) == size - 1
+    assert size - 1 <= count_questions(12.0, num_cut_off=8) <= 8 * 2 * (size - 1)
 
 
 def test_a_thousand_questions_at_once_take_one_look_at_the_stack(
