@@ -89,9 +89,7 @@ class BucketRuntime:
         self.state = state
 
     def expect_gradients(self, *, quietly: bool) -> bool:
-        """Start an iteration: who requires grad now is expected; True if anyone is. ``quietly``:
-        as in ``Arrivals``.
-        """
+        """Start an iteration: who requires grad now is expected; True if anyone is."""
         expected = (slot for slot, param in enumerate(self.params) if param.requires_grad)
         self.arrivals.expect(expected, quietly=quietly)
         self._check_frozen()
