@@ -1,9 +1,10 @@
 """Watchdog: when a wait lasts too long, find out from the other ranks what they are doing.
 
 A rank whose wait exceeds the warning limit asks all others, whose driving threads answer even
-while their main threads compute, load data, or wait for something else. The report names, for
-every rank, its host, how many backprops it has begun, what it waits for, and its Python stack. If
-the wait can never end, because another rank has left or waits for this one in turn, it ends with a
+while their main threads compute, load data, or wait for something else. Those that wait too leave
+it to that one, which asks again and again, to report and to judge. The report names, for every
+rank, its host, how many backprops it has begun, what it waits for, and its Python stack. If the
+wait can never end, because another rank has left or waits for this one in turn, it ends with a
 StallError.
 """
 
