@@ -189,7 +189,8 @@ def by_default(
     """
     config = EngineConfig(schedule=schedule)
     specs = list(profile.workload.params())
-    cap_bytes = cap_bytes or config.cap_bytes(sum(spec.nbytes for spec in specs))
+    model_bytes = sum(spec.nbytes for spec in specs)
+    cap_bytes = cap_bytes or config.cap_bytes(model_bytes, world_size=costs.world_size)
     layout = build_layout(fuse_by_cap(specs, cap_bytes), costs.world_size)
     made = Conduct(build_schedule(schedule, len(layout)), config.window, eager=True)
     return simulate(profile, layout, made, costs).iteration_s

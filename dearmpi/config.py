@@ -23,6 +23,9 @@ ProgressMode = Literal["thread", "poll"]
 
 MIB = 1024 * 1024
 
+# By default a bucket's shard is no smaller: a ring sends P - 1 of them, each with its start-up.
+_LEAST_SHARD_BYTES = 64 * 1024
+
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
@@ -59,7 +62,8 @@ class EngineConfig:
         paper: every rank updates everything).
     bucket_cap_mb: about so many MiB of parameters are fused into one bucket, and a parameter is
         never cut; the first layers have a sixteenth of that to themselves. None: an eighth of the
-        model, but at least 1 and at most 4, and at most half of the model.
+        model, but at least 1 and at most 4 (above 64 ranks a sixteenth of their number), and at
+        most half of the model.
     reduce_scatter: the algorithm, or ``auto`` to measure them at start.
     comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
@@ -143,9 +147,10 @@ class EngineConfig:
         """Whether buckets are updated, and the wrapped optimizer does not simply do its work."""
         return world_size > 1 or self.master_weights or self.update_on == "host"
 
-    def cap_bytes(self, model_bytes: int) -> int:
+    def cap_bytes(self, model_bytes: int, *, world_size: int) -> int:
         """Bucket cap in bytes, at least one, for a model whose parameters take ``model_bytes``."""
         if self.bucket_cap_mb is not None:
             return max(1, int(self.bucket_cap_mb * MIB))
         eighth, half = -(-model_bytes // 8), -(-model_bytes // 2)
-        return max(1, min(4 * MIB, max(MIB, eighth), half))
+        few_ranks = min(4 * MIB, max(MIB, eighth))
+        return max(1, min(max(few_ranks, world_size * _LEAST_SHARD_BYTES), half))

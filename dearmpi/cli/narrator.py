@@ -97,7 +97,8 @@ class Narrator:
         if not self.console.is_live or row.eval_loss is not None:
             done = f"step {row.step}/{self.job.total_steps}"
             self.console.say("  ".join([done, *describe_row(self.job, row), *self._rest(row.step)]))
-        self._name_straggler(row)
+        if row.ranks and self.job.world.is_root:  # not shared where it is stopped between two rows
+            self._name_straggler(row)
 
     def saved(self, checkpoint: Path | None) -> None:
         """Say where a checkpoint was written."""
@@ -113,8 +114,6 @@ class Narrator:
 
     def _name_straggler(self, row: MetricsRow) -> None:
         """Say which ranks hold the others up all the time, once until they no longer do."""
-        if not row.ranks:
-            return  # they are not shared where a run is stopped between two rows
         own_s, wait_s = [one.own_s for one in row.ranks], [one.wait_s for one in row.ranks]
         self._slow_ranks.add(row.step, own_s, wait_s)
         steady = self._slow_ranks.steady

@@ -223,11 +223,7 @@ class Progress:
                     self._fail(f"{label} ({lane.name} lane)", error)
                     return Movement.NONE
             if self._watchdog is not None:
-                try:
-                    self._watchdog.tend()
-                except Exception as error:
-                    self._fail("a message between watchdogs", error)
-                    return Movement.NONE
+                self._watchdog.tend()
         return movement
 
     def _keeps(self, error: BaseException) -> bool:

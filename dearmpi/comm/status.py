@@ -24,15 +24,15 @@ class Status:
     left: bool
     stack: tuple[str, ...]
 
-    def describe(self) -> str:
-        """One line, without the stack."""
+    def describe(self, *, waited: str | None = None) -> str:
+        """One line, without the stack. ``waited``: how long, in other words."""
         if self.left:
             return f"has ended after {self.backprops} backprops"
         if not self.waiting:
             return f"has begun {self.backprops} backprops, does not wait for communication"
-        return (
-            f"has begun {self.backprops} backprops, waits {self.waited_s:.0f} s for {self.waiting}"
-        )
+        if waited is None:
+            waited = f"{self.waited_s:.0f} s"
+        return f"has begun {self.backprops} backprops, waits {waited} for {self.waiting}"
 
     def waits_for(self, other: Status) -> bool:
         """Whether this wait certainly cannot end before ``other`` does something more.

@@ -1,48 +1,33 @@
 """Watchdog: when a wait lasts too long, find out from the other ranks what they are doing.
 
 A rank whose wait exceeds the warning limit asks all others, whose driving threads answer even
-while their main threads compute, load data, or wait for something else. The report names, for
-every rank, its host, how many backprops it has begun, what it waits for, and its Python stack. If
-the wait can never end, because another rank has left or waits for this one in turn, it ends with a
+while their main threads compute, load data, or wait for something else. Those that wait too leave
+it to that one, which asks again and again, to report and to judge. The report names, for every
+rank, its host, how many backprops it has begun, what it waits for, and its Python stack. If the
+wait can never end, because another rank has left or waits for this one in turn, it ends with a
 StallError.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import FrameType
-from typing import Protocol
+from typing import Any
 
 from dearmpi.comm import last_words
-from dearmpi.comm.api import Request
+from dearmpi.comm.mail import Mail, Messenger
+from dearmpi.comm.stack import stack_of
+from dearmpi.comm.stall_report import StallReport
 from dearmpi.comm.status import Status
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
-_NUM_LOOKS = 32  # MPI's one look may only fetch what lies before a message, and not yet find it
 _ANSWER_S = 2.0  # how long answers may take
-_NUM_FRAMES = 6
+_TURN_S = 0.5  # in which a question reaches all ranks that wait
 _SUSPENDED_S = 10.0  # without a look at a wait: this process did not run
-
-
-class Messenger(Protocol):
-    """Short messages between any two ranks, outside of all collectives."""
-
-    def start_message(self, data: bytes, destination: int) -> Request:
-        """Send ``data``."""
-        ...
-
-    def receive_message(self) -> tuple[int, bytes] | None:
-        """The next message that has arrived, with its sender; None if there is none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +53,7 @@ class Watchdog:
 
     def __init__(self, messenger: Messenger, *, rank: int, size: int, limits: StallLimits) -> None:
         self.hosts: Sequence[str] = ("an unknown host",) * size
-        self._messenger = messenger
+        self._mail = Mail(messenger, self._complain)
         self._rank, self._size, self._limits = rank, size, limits
         self._main = threading.current_thread().ident
         self._backprops = self._steps = self._exchanges = 0
@@ -81,9 +66,12 @@ class Watchdog:
         self._answers: dict[int, Status] = {}
         self._answered_at: dict[int, float] = {}
         self._reported = False
-        self._spared_at = float("-inf")
-        self._sends: list[Request] = []
+        self._spared_at, self._spared_by = float("-inf"), 0
         self._tended_at = 0.0
+        # Ranks often begin to wait together. Those that would ask later are spared by then: twice
+        # as many with each turn, so that a few turns are enough for thousands.
+        self._turn_s = min(_TURN_S * rank.bit_length(), limits.warning_s / 2)
+        self._stack: tuple[str, ...] | None = None  # for all questions that are read together
 
     def begin_backprop(self) -> None:
         """The main thread has begun a backprop with communication."""
@@ -132,36 +120,37 @@ class Watchdog:
         if self._is_answered():
             if not self._left:
                 self._raise_if_hopeless()
-            if not self._reported and not self._spared:
+            if not self._reported:
                 self._reported = True
                 last_words.say(self.report())  # which a full disk must not turn into a failure
-        # At the end of its program a rank waits for those that work on, as long as they answer.
-        most_s = self._limits.abort_s + (2 * _ANSWER_S if self._left else 0.0)
-        if waited_s > most_s and not (self._left and self._all_answer()):
+        # Whoever gives up ends the job, so those that know what all do come first.
+        most_s = self._limits.abort_s + (2 * _ANSWER_S if self._left or self._spared else 0.0)
+        if waited_s > most_s and not (self._left and self._is_patient()):
             raise StallError(
                 f"rank {self._rank} on {self.hosts[self._rank]} gave up after waiting "
-                f"{waited_s:.0f} s for {self._waiting}\n{self.report()}"
+                f"{waited_s:.0f} s for {self._waiting}\n{self._explain()}"
             )
 
     def tend(self) -> None:
-        """Answer questions, collect answers, ask if it is time to."""
+        """Answer questions, collect answers, ask if it is time to. Raises nothing."""
         now = time.monotonic()
         if now - self._tended_at < _TEND_S:
             return
         was_suspended = now - max(self._since, self._tended_at) > _SUSPENDED_S
-        self._tended_at = now
-        self._sends = [send for send in self._sends if not send.test()]
-        self._read_messages()
+        self._tended_at, self._stack = now, None
+        self._mail.drop_sent()
+        # Of each rank no more than a few are under way.
+        self._mail.read(self._handle, most=4 * self._size)
         if was_suspended:
             return  # whether there is a wait worth a question, check_wait() finds first
-        curious = self._waiting and (self._left or not self._spared)
-        if curious and now - max(self._since, self._asked_at or 0.0) > self._limits.warning_s:
+        due_s = max(self._since + self._turn_s, self._asked_at or 0.0) + self._limits.warning_s
+        if self._waiting and not self._spared and now > due_s:
             self._ask(now)
 
     @property
     def _spared(self) -> bool:
         """Whether another rank asks, as it does again and again, and so will report and judge."""
-        return self._is_recent(self._spared_at)
+        return self._is_recent(self._spared_at + self._turn_s)
 
     def _skip(self, seconds: float) -> None:
         """This process did not run for so long, and so can say nothing of others."""
@@ -174,84 +163,96 @@ class Watchdog:
         for rank in list(self._answered_at):  # in place: it may add some meanwhile
             self._answered_at[rank] = min(now, self._answered_at[rank] + seconds)
 
-    def _read_messages(self) -> None:
-        """All that have come; of each rank no more than a few are under way."""
-        num_misses = 0
-        for _ in range(_NUM_LOOKS + 4 * self._size):
-            if (message := self._messenger.receive_message()) is not None:
-                num_misses = 0
-                self._handle(*message)
-            else:
-                num_misses += 1
-            if num_misses == _NUM_LOOKS:
-                return
-
     def report(self) -> str:
-        """What every rank is doing, one line each, with the stacks of those that answered."""
-        lines = [
-            f"waited {time.monotonic() - self._since:.0f} s for {self._waiting}; the ranks say:"
-        ]
+        """What every rank is doing, with the stacks of those that answered."""
+        now = time.monotonic()
         silence = "does not answer (stopped, or its host is)"
         if self._asked_at is None:
             silence = "was not asked"
-        if self._spared:
-            silence = "was asked by another rank, which reports"
-        statuses: Mapping[int, Status] = {**self._answers, self._rank: self.status()}
-        for rank, host in enumerate(self.hosts):
-            status = statuses.get(rank)
-            says = status.describe() if status else silence
-            if status and rank != self._rank and not self._is_fresh(rank):
-                ago_s = time.monotonic() - self._answered_at[rank]
-                says = f"{silence}; {ago_s:.0f} s ago it {says}"
-            lines.append(f"  rank {rank} on {host}: {says}")
-            lines += [f"      {line}" for line in (status.stack if status else ())]
-        return "\n".join(lines)
+        if self._mail.problem:
+            silence = (
+                f"does not answer, or was not asked, since messages failed: {self._mail.problem}"
+            )
+        answers = dict(self._answers)
+        silent_s = {
+            rank: now - self._answered_at[rank] for rank in answers if not self._is_fresh(rank)
+        }
+        report = StallReport(self.hosts, {**answers, self._rank: self.status()}, silence, silent_s)
+        title = f"waited {now - self._since:.0f} s for {self._waiting}; the ranks say:"
+        return "\n".join([title, *report.lines()])
 
-    def status(self) -> Status:
-        """This rank's own."""
+    def _explain(self) -> str:
+        """The report, or who has it: of hundreds that give up, one tells what all do."""
+        if not self._spared:
+            return self.report()
+        judge = self._spared_by
+        return f"rank {judge} on {self.hosts[judge]} has asked all ranks, and reports what they do"
+
+    def status(self, stack: tuple[str, ...] | None = None) -> Status:
+        """This rank's own. ``stack``: the main thread's, if it was looked at just now."""
+        left = self._left
+        if left:
+            stack = ()  # what runs then is this package
+        elif stack is None:
+            stack = stack_of(self._main or 0)
         waited_s = time.monotonic() - self._since if self._waiting else 0.0
         # The main thread may go on meanwhile: whatever it is said to wait for, or to have left, it
         # must not seem to be further back than it was then, so the counts come last.
         return Status(
-            left=self._left,
+            left=left,
             waiting=self._waiting,
             waited_s=waited_s,
             in_exchange=self._in_exchange,
             exchanges=self._exchanges,
             steps=self._steps,
             backprops=self._backprops,
-            stack=self._stack(),
+            stack=stack,
+        )
+
+    def _complain(self, problem: str) -> None:
+        last_words.say(
+            f"[rank {self._rank} on {self.hosts[self._rank]}] a message between watchdogs failed: "
+            f"{problem}; this rank goes on, and asks no other any more what it does. If file "
+            "handles have run out, raise ulimit -n"
         )
 
     def _ask(self, now: float) -> None:
         self._asked_at = now
         self._num_asked += 1
         for other in range(self._size):
-            if other != self._rank:
-                self._send({"ask": self._num_asked, "left": self._left}, other)
+            # After a problem it asks nobody; the rest count as silent.
+            if other != self._rank and not self._mail.problem:
+                self._mail.send({"ask": self._num_asked, "left": self._left}, other)
 
-    def _handle(self, sender: int, data: bytes) -> None:
-        message = json.loads(data)
+    def _handle(self, sender: int, message: Any) -> None:
         if "ask" in message:
             # One report is enough, but of one that still trains, if this rank does.
-            if sender < self._rank and (self._left or not message.get("left")):
-                self._spared_at = time.monotonic()
-            self._send({"status": asdict(self.status()), "to": message["ask"]}, sender)
+            judges = sender < self._rank or self._mail.problem
+            if judges and (self._left or not message.get("left")):
+                self._spared_by, self._spared_at = sender, time.monotonic()
+            if self._stack is None:
+                self._stack = stack_of(self._main or 0)
+            status = asdict(self.status(self._stack))
+            self._mail.send({"status": status, "to": message["ask"]}, sender)
             return
         self._answered_at[sender] = time.monotonic()
         if message["to"] >= self._first_question:  # else what was so in an earlier wait
             status = message["status"]
             self._answers[sender] = Status(**{**status, "stack": tuple(status["stack"])})
 
-    def _send(self, message: object, destination: int) -> None:
-        data = json.dumps(message).encode()
-        self._sends.append(self._messenger.start_message(data, destination))
-
     def _is_answered(self) -> bool:
-        if self._asked_at is None or (self._spared and not self._left):
+        if self._asked_at is None or self._spared:
             return False
         complete = len(self._answers) == self._size - 1
         return complete or time.monotonic() - self._asked_at > _ANSWER_S
+
+    def _is_patient(self) -> bool:
+        """Whether a rank at the end of its program goes on waiting for those that work on.
+
+        It does as long as they answer it, or another rank, which asks and judges in its place. When
+        that one has ceased to, answers to this one's own question are due.
+        """
+        return self._is_recent(self._spared_at + self._turn_s + 2 * _ANSWER_S) or self._all_answer()
 
     def _all_answer(self) -> bool:
         """Whether all other ranks have answered the last question, or the one before."""
@@ -277,22 +278,3 @@ class Watchdog:
                     "order. Give every rank as many batches, or train inside "
                     f"optimizer.join()\n{self.report()}"
                 )
-
-    def _stack(self) -> tuple[str, ...]:
-        """The main thread's innermost frames, without those of this package and of torch.
-
-        None once the program has ended: what runs then is this package.
-        """
-        if self._left:
-            return ()
-        frame: FrameType | None = sys._current_frames().get(self._main or 0)
-        entries = traceback.extract_stack(frame) if frame else []
-        package = os.path.dirname(os.path.dirname(__file__))
-        hidden = (package, threading.__file__)
-        own = [e for e in entries if not e.filename.startswith(hidden) and not _in_torch(e)]
-        shown = (own or entries)[-_NUM_FRAMES:]
-        return tuple(f"{e.filename}:{e.lineno} {e.name}" for e in shown)
-
-
-def _in_torch(entry: traceback.FrameSummary) -> bool:
-    return f"site-packages{os.sep}torch{os.sep}" in entry.filename

@@ -66,6 +66,11 @@ class AloneEngine:
         """All gradients."""
         return [param.grad.detach() for param in self._params() if param.grad is not None]
 
+    def has_gradients(self) -> bool:
+        """Whether there are any, or all is frozen."""
+        trained = [param for param in self._params() if param.requires_grad]
+        return not trained or any(param.grad is not None for param in self._params())
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
         for grad in self.shards():

@@ -25,11 +25,11 @@ from dearmpi.engine.host_shard import HostMemory, HostShard
 from dearmpi.engine.master import HALVES, MasterRule
 from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.options import OptionReader
+from dearmpi.engine.piecewise import require_elementwise
 from dearmpi.engine.pipeline import Pipeline
 from dearmpi.engine.probe import (
     host_twin,
     require_copied_gradients,
-    require_elementwise,
     require_separable,
     require_steady,
     resident_scalars,

@@ -21,6 +21,11 @@ from dearmpi.engine.device_way import check_devices
 from dearmpi.engine.master import is_half
 from dearmpi.engine.options import describe_options, describe_state
 from dearmpi.engine.probe import require_half, require_host
+from dearmpi.engine.unserved import (
+    refuse_alone_in_their_group,
+    refuse_data_parallel,
+    refuse_renormed,
+)
 from dearmpi.engine.update import is_patched
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.fusion import fuse_by_cap
@@ -119,35 +124,24 @@ def lay_out(
     config: EngineConfig,
     plan: Plan | None = None,
 ) -> BucketLayout:
-    """The buckets of a blueprint. Raises ConfigError for a plan that does not fit, and for
-    parameters that a forward changes or that share memory, with each other or where they would
-    move away from it.
+    """The buckets of a blueprint. Raises ConfigError for a plan that does not fit, for
+    modules that would go wrong on several ranks, and for parameters that share memory, with each
+    other or where they would move away from it.
     """
     if world_size > 1:
-        _refuse_renormed(names, model)
+        refuse_renormed(names, model)
+        refuse_alone_in_their_group(model)
     if config.has_buckets(world_size):
+        refuse_data_parallel(model)
         check_apart(names, model)
         if config.gather == "parameters":
             check_private(names)
     specs = [spec_of(param, name) for param, name in names.items()]
     if plan is not None:
         return plan.layout(specs, world_size)
-    cap_bytes = config.cap_bytes(sum(spec.nbytes for spec in specs))
+    model_bytes = sum(spec.nbytes for spec in specs)
+    cap_bytes = config.cap_bytes(model_bytes, world_size=world_size)
     return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
-
-
-def _refuse_renormed(names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Each rank would scale the rows of its own samples, and replicas part."""
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
-            continue
-        if any(param in names for param in module.parameters(recurse=False)):
-            raise ConfigError(
-                f"module {name or 'of the model'} has max_norm={module.max_norm}: in each forward "
-                "it scales rows of its weight, on each rank those of its own samples; leave "
-                "max_norm out, and scale the rows on every rank after step(), as by "
-                "weight.data.copy_(weight.data.renorm(2, 0, max_norm))"
-            )
 
 
 def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
@@ -162,7 +156,8 @@ def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Para
     if strangers:
         raise ConfigError(
             f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
-            f"{strangers[:3]}; pass the model that the optimizer was made for"
+            f"{strangers[:3]}; pass the model that the optimizer was made for (several modules: "
+            "nn.ModuleList([a, b]))"
         )
     names = {param: name for param, name in names.items() if param.numel()}
     if not any(param.requires_grad for param in names):

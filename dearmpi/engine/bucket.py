@@ -89,9 +89,7 @@ class BucketRuntime:
         self.state = state
 
     def expect_gradients(self, *, quietly: bool) -> bool:
-        """Start an iteration: who requires grad now is expected; True if anyone is. ``quietly``:
-        as in ``Arrivals``.
-        """
+        """Start an iteration: who requires grad now is expected; True if anyone is."""
         expected = (slot for slot, param in enumerate(self.params) if param.requires_grad)
         self.arrivals.expect(expected, quietly=quietly)
         self._check_frozen()
@@ -134,12 +132,20 @@ class BucketRuntime:
             param.grad = None
 
     def store_gradients(self) -> None:
-        """Copy what has been taken into the buffer: in one call, which is one of a device too."""
-        views, held = self.gradients.views, self._held
-        self._held = []
-        pairs = [(views[slot], grad) for slot, grad in held if grad is not views[slot]]
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        """Copy what has been taken into the buffer: small ones in one call, which is one of a
+        device too, but uses little of it for a large one.
+        """
+        held, self._held = self._held, []
+        views, grads = [], []
+        for slot, grad in held:
+            view = self.gradients.views[slot]
+            if grad.nbytes >= _COPIED_BYTES:
+                view.copy_(grad)
+            elif grad is not view:
+                views.append(view)
+                grads.append(grad)
+        if views:
+            torch._foreach_copy_(views, grads)
 
     def close_gradients(self) -> None:
         """No more gradients will come: those accumulated earlier count, the rest are zero."""

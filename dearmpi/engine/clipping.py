@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -12,11 +13,19 @@ from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.engine import Engine
 from dearmpi.errors import ConfigError
 
+# It may be meant, where losses take turns; but as a norm that is logged it would mislead.
+_NO_GRADIENTS = (
+    "the norm of no gradients is 0: on no rank has a backward given a parameter of this optimizer "
+    "one since the last step(), which uses them up; to clip, or to know the norm, call "
+    "clip_grad_norm_() between backward and step()"
+)
+
 
 def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
     """Scale all gradients so that their norm is at most ``max_norm``; the norm before (collective).
 
-    Raises ConfigError for a ``max_norm`` or ``norm_type`` that is not above 0, or no number.
+    Where no rank has a gradient, that is 0, as in torch, and rank 0 warns. Raises ConfigError for a
+    ``max_norm`` or ``norm_type`` that is not above 0, or no number.
     """
     max_norm, norm_type = _positive("max_norm", max_norm), _positive("norm_type", norm_type)
     engine.wait_reduced()  # which may tell the others something first
@@ -47,15 +56,18 @@ def follow_clips(engine: Engine | AloneEngine, world: World) -> None:
 
 def _clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
     engine.wait_reduced()
-    part = shard_norm(engine.shards(), norm_type)
+    part, has_any = shard_norm(engine.shards(), norm_type), float(engine.has_gradients())
     if norm_type == math.inf:
         # Told apart, since what MPI takes for the largest of a number and NaN is nobody's promise.
-        norm, is_nan = world.all_reduce(
-            [0.0 if math.isnan(part) else part, math.isnan(part)], "max"
+        norm, is_nan, has_any = world.all_reduce(
+            [0.0 if math.isnan(part) else part, math.isnan(part), has_any], "max"
         )
         norm = math.nan if is_nan else norm
     else:
-        norm = world.all_reduce([part], "sum")[0] ** (1.0 / norm_type)
+        norm, has_any = world.all_reduce([part, has_any], "sum")
+        norm = norm ** (1.0 / norm_type)
+    if not has_any and world.is_root:
+        warnings.warn(_NO_GRADIENTS, stacklevel=5)
     if not norm <= max_norm:
         engine.scale_gradients(max_norm / (norm + 1e-6))
     return norm

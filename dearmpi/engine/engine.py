@@ -160,6 +160,12 @@ class Engine:
         shards = [self._buckets[index].gradients.shard for index in sorted(self._cycle.active)]
         return [shard for shard in shards if shard.numel()]
 
+    def has_gradients(self) -> bool:
+        """Whether this rank has any of this iteration, after ``wait_reduced``, or all is frozen."""
+        buckets = [self._buckets[index] for index in self._cycle.active]
+        missing = sum(len(bucket.arrivals.missing) for bucket in buckets)
+        return not buckets or missing < sum(len(bucket.params) for bucket in buckets)
+
     def tell_replicas(self) -> None:
         """Where no iteration may follow that would: tell other ranks what the last step has led to,
         if it is to be compared (collective).

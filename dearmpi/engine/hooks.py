@@ -57,7 +57,7 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         self._wait(name)
-        return super().__getitem__(name)
+        return dict.__getitem__(self, name)
 
     def get(self, name: str, default: Any = None) -> Any:
         """As ``dict.get``."""
@@ -81,11 +81,14 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         return dict, (dict(self.items()),)
 
     def _wait(self, name: str) -> None:
-        if is_compiling():
-            return  # not to be traced: see CompilationWatch
         watched = self._watched.get(name)
-        if watched is not None and (watched[0].pending or watched[0].mark is not None):
-            watched[1]((watched[0],))
+        if watched is None:
+            return
+        bucket, pre_forward = watched
+        if bucket.compiled and is_compiling():
+            return  # not to be traced: see CompilationWatch
+        if bucket.pending or bucket.mark is not None:
+            pre_forward((bucket,))
 
     def _wait_all(self) -> None:
         for name in self._watched:
@@ -242,9 +245,9 @@ class _PreForward(OwnHook):
         self._owned, self._pre_forward, self._polls = owned, pre_forward, polls
 
     def __call__(self, *_: Any) -> None:
-        if is_compiling():
-            return
         for bucket in self._owned:
+            if bucket.compiled and is_compiling():
+                return
             if self._polls or bucket.pending or bucket.mark is not None:
                 self._pre_forward(self._owned)
                 return

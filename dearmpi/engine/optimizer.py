@@ -188,6 +188,7 @@ class DistributedOptimizer(Facade):
 
         Call it between backward and ``step``. Waits for the reduce-scatters. Returns the norm
         before clipping, of the averaged gradients, the same on every rank; inf clips nothing.
+        Where no rank has a gradient, as after ``step``, it is 0, and rank 0 warns.
         """
         norm = clip(self._assembly.engine, self.world, max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)

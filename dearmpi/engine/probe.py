@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,22 +15,13 @@ from dearmpi.engine.trial import (
     TrialBucket,
     are_alike,
     device_of_optimizer,
+    first_state,
     kinds_of_options,
     lively,
     try_steps,
 )
 from dearmpi.engine.update import clone, is_elementwise_tensor, on_host, read_options
 from dearmpi.errors import ConfigError
-
-# The same numbers in one piece, in two as sharding makes them, as a matrix and as filters.
-_FORMS: Sequence[tuple[Sequence[int], tuple[int, ...] | None]] = (
-    ([24], None),
-    ([9, 15], None),
-    ([24], (6, 4)),
-    ([24], (3, 2, 2, 2)),
-)
-_SCALARS = (bool, int, float, str, type(None))  # what ranks can tell each other as text
-_UNLIKELY = 7  # elements, which no tensor of something else has by chance
 
 
 def require_host(optimizer: Optimizer) -> None:
@@ -99,8 +89,10 @@ def _require_changes(name: str, seen: _Seen) -> None:
         raise ConfigError(
             f"a trial step of {name} changes nothing: it seems to pass its work on, to another "
             "optimizer or to a later step, and buckets are updated each by itself; wrap the "
-            "optimizer inside. Or it leaves out what is no nn.Parameter, as pieces of buckets are "
-            "none; let it ask for p.requires_grad"
+            "optimizer inside, and have the outer one step this DistributedOptimizer: after that "
+            "p.grad is None, and optimizer.synchronize() goes before any reading or writing of "
+            "parameters. Or it leaves out what is no nn.Parameter, as pieces of buckets are none; "
+            "let it ask for p.requires_grad"
         )
 
 
@@ -138,49 +130,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return one is other or bool(one == other)
-
-
-def require_elementwise(optimizer: Optimizer) -> None:
-    """Raise ConfigError unless the optimizer treats every element by itself.
-
-    Found out by trial: three steps on a small matrix, or on filters of a convolution, must give
-    the same numbers as three steps on two pieces of it, which is what sharding makes of a
-    parameter. Options may change what an optimizer does, so every kind of parameter group is tried.
-    """
-    for options in kinds_of_options(optimizer):
-        try:
-            whole, *others = (
-                try_steps(optimizer, options, lengths, shape=shape) for lengths, shape in _FORMS
-            )
-        except Exception as error:
-            require_separable(optimizer)
-            raise ConfigError(
-                f"{type(optimizer).__name__} cannot be sharded (a trial step failed: {error}); use "
-                "gather='gradients'"
-            ) from error
-        if not all(are_alike(whole, other) for other in others):
-            raise ConfigError(
-                f"{type(optimizer).__name__} does not treat every element by itself, so it needs "
-                "whole tensors: use gather='gradients'"
-            )
-        _require_state_by_elements(optimizer, options)
-
-
-def _require_state_by_elements(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for state that cannot be cut up where a shard ends, sent and saved."""
-    _, state = _first_state(optimizer, lively(options), (_UNLIKELY,))
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            fits = value.numel() in (1, _UNLIKELY)
-            kept = f"tensor of shape {tuple(value.shape)} where a piece has {_UNLIKELY} elements"
-        else:
-            kept, fits = type(value).__name__, isinstance(value, _SCALARS)
-        if not fits:
-            raise ConfigError(
-                f"{type(optimizer).__name__} keeps {key!r} in its state as a {kept}, but a shard's "
-                "state is cut up, sent and saved as tensors with a value for each element and "
-                "single numbers; use gather='gradients', which leaves it whole"
-            )
 
 
 def require_separable(optimizer: Optimizer) -> None:
@@ -250,7 +199,7 @@ def elementwise_keys(optimizer: Optimizer, *, whole: bool) -> frozenset[str]:
     keys: set[str] = set()
     for group in optimizer.param_groups:
         if not whole or any(param.dim() == 0 for param in group["params"]):
-            param, state = _first_state(optimizer, group, (3,))
+            param, state = first_state(optimizer, group, (3,))
             keys.update(key for key, value in state.items() if is_elementwise_tensor(value, param))
     return frozenset(keys)
 
@@ -269,22 +218,10 @@ def resident_scalars(optimizer: Optimizer) -> tuple[frozenset[str], ...]:
 
 def _resident_scalars_of(optimizer: Optimizer, group: Mapping[str, Any]) -> frozenset[str]:
     dims = {max(1, param.dim()) for param in group["params"]} or {1}  # Muon takes matrices alone
-    states = [_first_state(optimizer, group, (3,) * num) for num in sorted(dims)]
+    states = [first_state(optimizer, group, (3,) * num) for num in sorted(dims)]
     return frozenset(
         key
         for param, state in states
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim() == 0 and value.device == param.device
     )
-
-
-def _first_state(
-    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]
-) -> tuple[Tensor, Mapping[str, Any]]:
-    """A made-up tensor, and its state after a first step as one of ``group``."""
-    values = torch.zeros(prod(shape), device=device_of_optimizer(optimizer))
-    bucket = TrialBucket(values, [len(values)], shape)
-    twin = clone(optimizer, [dict(group)], defaultdict(dict))
-    bucket.train(twin, 1.0)
-    (param,) = bucket.members
-    return param, twin.state[param]

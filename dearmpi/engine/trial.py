@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.optim import Optimizer
 from dearmpi.engine.update import clone, read_options, step_on
 
 _LEAST_RATE = 1e-2  # of trial steps: a schedule may begin at 0, where any two steps are alike
-_SCALES = (1e-3, 1.0, 1e3)  # of made-up gradients: an optimizer may clip those beyond a threshold
+_SCALES = (1.0, 1e-3, 1e3)  # of made-up gradients: an optimizer may clip those beyond a threshold
 _ROW = 4  # numbers in the least row of a trial's tensors
 
 
@@ -98,14 +100,16 @@ def try_steps(
     shape: tuple[int, ...] | None = None,
     apart: bool = False,
     anew: bool = False,
+    ordinary: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Three steps of a clone on made-up values, for each kind of gradients; returns the values of
-    each in a row, in fp32. ``apart``: each tensor by a clone of its own; ``anew`` as in ``fill``.
+    """Three steps of a clone on made-up values, for each kind of gradients, or for ``ordinary``
+    ones alone; returns the values of each in a row, in fp32. ``apart``: each tensor by a clone of
+    its own; ``anew`` as in ``fill``.
     """
     device = device_of_optimizer(optimizer)
     rows = []
-    for drawn in _made_up(sum(lengths)):
+    for drawn in islice(_made_up(sum(lengths)), 1 if ordinary else None):
         values, *gradients = drawn.to(device, dtype)
         bucket = TrialBucket(values, lengths, shape)
         groups = [[member] for member in bucket.members] if apart else [bucket.members]
@@ -118,8 +122,20 @@ def try_steps(
     return torch.stack(rows)
 
 
+def first_state(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]
+) -> tuple[Tensor, Mapping[str, Any]]:
+    """A made-up tensor, and its state after a first step as one of ``group``."""
+    values = torch.zeros(prod(shape), device=device_of_optimizer(optimizer))
+    bucket = TrialBucket(values, [len(values)], shape)
+    twin = clone(optimizer, [dict(group)], defaultdict(dict))
+    bucket.train(twin, 1.0)
+    (param,) = bucket.members
+    return param, twin.state[param]
+
+
 def _made_up(numel: int) -> Iterator[Tensor]:
-    """(4, ``numel``): values and three gradients, these small, ordinary and large, and ordinary
+    """(4, ``numel``): values and three gradients, these ordinary, small and large, and ordinary
     ones at right angles to each row of the values, as where a normalisation follows a layer.
     """
     generator = torch.Generator().manual_seed(0)

@@ -91,7 +91,8 @@ def fused_cuts(problem: Problem, cap_bytes: int) -> Cuts:
 def _first_drafts(problem: Problem, drafts: Drafts) -> Iterator[Draft]:
     total = sum(problem.nbytes)
     model_bytes = sum(spec.nbytes for spec in problem.profile.workload.params())
-    caps = (EngineConfig().cap_bytes(model_bytes), *(mib * MIB for mib in _FIXED_CAPS_MIB))
+    default = EngineConfig().cap_bytes(model_bytes, world_size=problem.costs.world_size)
+    caps = (default, *(mib * MIB for mib in _FIXED_CAPS_MIB))
     fused = [fused_cuts(problem, cap_bytes) for cap_bytes in caps]
     fixed = dict.fromkeys(cuts for cuts in fused if len(cuts) <= _MOST_BUCKETS)
     for cuts in fixed:

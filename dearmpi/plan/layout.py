@@ -149,8 +149,14 @@ class BucketLayout:
         return "\n".join(lines)
 
 
+# Bytes. Code for devices may take the addresses of parameters for multiples of it: torch.compile's
+# does, if it was made for parameters that were there, and does not look again.
+_ALIGNMENT = 16
+
+
 def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> BucketLayout:
-    """Lay out ``groups`` of parameters, one bucket each, in feed-forward order.
+    """Lay out ``groups`` of parameters, one bucket each, in feed-forward order; but those behind
+    which others would not be aligned come last in their bucket.
 
     Raises ConfigError for an empty group, an empty parameter, or a group that mixes dtypes or
     devices.
@@ -160,7 +166,7 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
         if not group:
             raise ConfigError(f"bucket {index} holds no parameter")
         placements, start = [], 0
-        for spec in group:
+        for spec in sorted(group, key=lambda spec: spec.nbytes % _ALIGNMENT != 0):
             if spec.numel == 0:
                 raise ConfigError(
                     f"parameter {spec.name} has shape {spec.shape}: no elements; leave it out"

@@ -182,7 +182,9 @@ def _dear_unfused(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> 
 
 def _dear(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
     model_bytes = sum(spec.nbytes for spec in profile.workload.params())
-    return _dear_by_cap(profile, costs, EngineConfig(bucket_cap_mb=cap_mb).cap_bytes(model_bytes))
+    config = EngineConfig(bucket_cap_mb=cap_mb)
+    cap_bytes = config.cap_bytes(model_bytes, world_size=costs.world_size)
+    return _dear_by_cap(profile, costs, cap_bytes)
 
 
 def _dear_by_cap(profile: ModelProfile, costs: Costs, cap_bytes: int) -> Setup:

@@ -36,6 +36,8 @@ class HistoryRow:
 
 
 _LISTS = ("rank_step_s", "rank_wait_s", "rank_data_s")
+_SUMMARIZED = ("step_s", "wait_s", "data_s")
+_MOST_RANKS = 1_000_000  # what tells of more is no row
 _MOST = 1e300  # what is greater, or not a number, cannot be drawn
 _NUMBERS = tuple(name for name in HistoryRow.__slots__[1:] if not name.startswith("rank_"))
 
@@ -141,12 +143,31 @@ def _parse(line: str) -> HistoryRow | None:
         return None
     fields: dict[str, Any] = {name: _number(values.get(name), name) for name in _NUMBERS}
     steps_s, waits_s, data_s = (_number_list(values.get(name), name) for name in _LISTS)
+    if not steps_s:
+        steps_s, waits_s, data_s = _of_summary(values.get("rank_times"))
     if len(steps_s) == len(waits_s):
         told = len(data_s) == len(steps_s)  # not by earlier versions
         fields |= dict(
             zip(_LISTS, (steps_s, waits_s, data_s if told else (0.0,) * len(steps_s)), strict=True)
         )
     return HistoryRow(values["step"], **fields)
+
+
+def _of_summary(told: Any) -> tuple[tuple[float, ...], ...]:
+    """Step, wait and data of every rank, of which only the busiest are told by number: the others
+    are as the median. Nothing where it is no summary.
+    """
+    try:
+        count = told["num_ranks"]
+        typical = _number_list([told[name]["median"] for name in _SUMMARIZED], "rank_s")
+        named = {int(r): _number_list(times, "rank_s") for r, times in told["busiest"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return (), (), ()
+    rows_are_whole = {len(times) for times in (typical, *named.values())} == {len(_SUMMARIZED)}
+    if type(count) is not int or not rows_are_whole or not 0 < count <= _MOST_RANKS:
+        return (), (), ()
+    columns = zip(*(named.get(rank, typical) for rank in range(count)), strict=True)
+    return tuple(columns)
 
 
 def _number(value: Any, name: str) -> float | None:

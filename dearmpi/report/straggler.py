@@ -70,18 +70,21 @@ def find_stragglers(
     if len(busy_s) < 2:
         return None
     usual_s = median(sorted(busy_s)[: len(busy_s) // 2])
-    least_s = max(busy_s) - _ALIKE_SHARE * (max(busy_s) - usual_s)
-    slow = tuple(rank for rank, own_s in enumerate(busy_s) if own_s >= least_s)
+    most_s = max(busy_s) - usual_s  # no excess is greater: the others include the faster half
+    if step_s <= 0 or most_s < WORTH * step_s:
+        return None
+    least_s = max(busy_s) - _ALIKE_SHARE * most_s
+    slow = {rank: own_s for rank, own_s in enumerate(busy_s) if own_s >= least_s}
     others = [rank for rank in range(len(busy_s)) if rank not in slow]
     if len(slow) > len(others):
         return None
     found = Stragglers(
-        {rank: busy_s[rank] for rank in slow},
+        slow,
         {rank: wait_s[rank] for rank in slow},
         median(busy_s[rank] for rank in others),
         median(wait_s[rank] for rank in others),
     )
-    matters = found.excess_s >= WORTH * step_s and step_s > 0
+    matters = found.excess_s >= WORTH * step_s
     return found if matters and found.waited_s >= _WAITED_SHARE * found.excess_s else None
 
 

@@ -15,6 +15,9 @@ from typing import Protocol
 from dearmpi.errors import DearError, MismatchError, NonFiniteLossError
 from dearmpi.train.text_world import TextWorld
 
+_LONGEST = 8_000  # characters of a failure that all ranks are told: each holds every rank's
+_MOST_FAILURES = 8  # told one by one
+
 
 class AgreeingWorld(TextWorld, Protocol):
     """What an agreement needs of the world."""
@@ -59,7 +62,10 @@ def share_failure(
     world: AgreeingWorld, failure: Exception | None, *, root_only: bool = False
 ) -> None:
     """Raise AgreedError on every rank if any gives a ``failure`` (collective)."""
-    own = "" if failure is None else json.dumps([_exit_code(failure), explain(failure), world.host])
+    own = ""
+    if failure is not None:
+        told = [_exit_code(failure), _shorten(explain(failure)), world.host]
+        own = json.dumps(told, ensure_ascii=False)
     gathered = world.all_gather_text(own)
     failed = {rank: json.loads(text) for rank, text in enumerate(gathered) if text}
     if failed:
@@ -76,6 +82,16 @@ def explain(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
+def _shorten(text: str) -> str:
+    """The two ends of a long ``text``: where it was, and what it was."""
+    num_cut = len(text) - _LONGEST
+    if num_cut <= 0:
+        return text
+    half = _LONGEST // 2
+    remark = f"[... {num_cut} characters are cut here; the log of the rank that failed has all ...]"
+    return f"{text[:half]}\n{remark}\n{text[-half:]}"
+
+
 def _exit_code(error: Exception) -> int:
     return error.exit_code if isinstance(error, DearError) else 1
 
@@ -87,7 +103,12 @@ def _tell(failed: dict[int, tuple[int, str, str]], *, num_working: int) -> str:
         by_message.setdefault(message, []).append(f"rank {rank} on {host}")
     if len(by_message) == 1 and len(failed) == num_working:
         return next(iter(by_message))
-    return "\n".join(f"{_abbreviate(places)}: {message}" for message, places in by_message.items())
+    told = list(by_message.items())[:_MOST_FAILURES]
+    lines = [f"{_abbreviate(places)}: {message}" for message, places in told]
+    num_more = len(failed) - sum(len(places) for _, places in told)
+    if num_more:
+        lines.append(f"and {num_more} more ranks failed in other ways, which their logs tell")
+    return "\n".join(lines)
 
 
 def _abbreviate(places: list[str], most: int = 4) -> str:

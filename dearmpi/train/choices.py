@@ -150,7 +150,7 @@ class RunChoices:
         "Communication",
         "number",
         "MiB that a bucket is filled to; a larger parameter is not cut; default: an eighth of the "
-        "model, from 1 to 4, at most half of it",
+        "model, from 1 to 4, above 64 ranks a sixteenth of their number, at most half of the model",
         above=0,
     )
     reduce_scatter: ReduceScatter | Literal["auto"] = setting(

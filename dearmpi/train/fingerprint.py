@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import dearmpi
+from dearmpi.comm.crowd import name_ranks
 from dearmpi.errors import MismatchError
 from dearmpi.train.task import Task
 from dearmpi.train.text_world import TextWorld
@@ -90,27 +91,13 @@ def compare(world: TextWorld, fingerprints: Mapping[str, str]) -> None:
 def _explain(differing: Mapping[str, Mapping[str, list[int]]], hosts: Sequence[str]) -> str:
     lines = [
         f"{name} differs: "
-        + "; ".join(f"{value} on {_place(ranks, hosts)}" for value, ranks in by_value.items())
+        + "; ".join(f"{value} on {name_ranks(ranks, hosts)}" for value, ranks in by_value.items())
         for name, by_value in list(differing.items())[:MOST_ITEMS]
     ]
     if len(differing) > MOST_ITEMS:
         lines.append(f"and {len(differing) - MOST_ITEMS} more items")
     cures = dict.fromkeys(CURES.get(name.split()[0], "make them equal") for name in differing)
     return "\n".join([*lines, *(f"To cure it, {cure}." for cure in cures)])
-
-
-def _place(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks as ranges, with their hosts where these are few: ``ranks 0, 2-5 (node1)``."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
-    names = sorted({hosts[rank] for rank in ranks})
-    where = f" ({', '.join(names)})" if len(names) <= 3 else f" ({len(names)} hosts)"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{where}"
 
 
 def _show(value: Any) -> str:

@@ -9,13 +9,14 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from dearmpi.errors import ConfigError, DearError, UsageError
 from dearmpi.train import durable
+from dearmpi.train.rank_columns import LISTS, SUMMARY, rank_columns
 from dearmpi.train.rank_times import RankTimes
 from dearmpi.train.tensor_board import TensorBoard
 
@@ -54,8 +55,7 @@ class MetricsRow:
 
 COLUMNS = tuple(f.name for f in fields(MetricsRow) if f.name not in ("extra", "ranks"))
 INTEGERS = ("step", "epoch")
-_OF_RANKS = ("rank_step_s", "rank_wait_s", "rank_data_s")
-_TAKEN = (*COLUMNS, "extra", *_OF_RANKS)
+_TAKEN = (*COLUMNS, "extra", *LISTS, SUMMARY)
 
 
 class MetricsLog:
@@ -218,7 +218,4 @@ def _to_json(values: Mapping[str, Number], ranks: Sequence[RankTimes]) -> str:
     row: dict[str, Any] = {
         n: v if math.isfinite(v) else None for n, v in values.items() if v is not None
     }
-    if ranks:
-        rounded = ([round(seconds, 6) for seconds in astuple(times)] for times in ranks)
-        row |= dict(zip(_OF_RANKS, zip(*rounded, strict=True), strict=True))
-    return json.dumps(row)
+    return json.dumps(row | rank_columns(ranks))

@@ -4,6 +4,7 @@ people would be told that something is gone which is there, and its mode wrong.
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -25,10 +26,23 @@ def mode_of(path: Path) -> int:
 
     Not by Path.is_dir and its like, which say no of that, or fail, as Python's version has it.
     """
+    found = _find(path)
+    return 0 if found is None else found.st_mode
+
+
+def file_bytes(path: Path) -> int | None:
+    """The size of the file, or of that to which a link leads; None where there is none. Raises
+    OSError for what may not be looked at.
+    """
+    found = _find(path)
+    return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+
+
+def _find(path: Path) -> os.stat_result | None:
     try:
-        return path.stat().st_mode
+        return path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # such as a link that leads nowhere
-        return 0
+        return None
 
 
 def _look(path: Path, error: type[DearError]) -> int:

@@ -101,8 +101,8 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
     """
     compare(world, {"code": code_fingerprint(), **argument_fingerprints(merge(sources))})
     place = agree_on_place(world, merge(sources), default_root=RunSettings().run_folder)
+    snapshot = None if place.checkpoint is None else _load(world, place.checkpoint)
     with together(world):
-        snapshot = None if place.checkpoint is None else checkpoint.load(place.checkpoint)
         if snapshot is not None:
             stored = _stored_source(snapshot, origin=str(place.checkpoint))
             sources = [*sources, stored]
@@ -131,6 +131,18 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
         if untraced and not (place.continued and job.start_step):
             raise ConfigError(untraced)
     return Session(place, job, threads, device, untraced)
+
+
+def _load(world: World, path: Path) -> Snapshot:
+    """What all ranks go on from; each verifies a share of its files (collective).
+
+    None is read before all are verified: what is wrong with one would be told by every rank, in
+    the words of whatever fails at it.
+    """
+    with together(world):
+        record = checkpoint.verify(path, rank=world.rank, size=world.size)
+    with together(world):
+        return checkpoint.read(path, record)
 
 
 def _stored_source(snapshot: Snapshot, *, origin: str) -> Source:

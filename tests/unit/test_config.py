@@ -10,12 +10,26 @@ from dearmpi.config import MIB, EngineConfig, known_names
 @pytest.mark.parametrize(
     ("model_mb", "cap_mb"), [(0.5, 0.25), (1, 0.5), (4, 1), (16, 2), (32, 4), (1000, 4)]
 )
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_the_bucket_cap_is_an_eighth_of_the_model_within_limits(
-    model_mb: float, cap_mb: float
+    world_size: int, model_mb: float, cap_mb: float
 ) -> None:
     model_bytes = int(model_mb * MIB)
-    assert EngineConfig().cap_bytes(model_bytes) == cap_mb * MIB
-    assert EngineConfig(bucket_cap_mb=3.0).cap_bytes(model_bytes) == 3 * MIB
+    assert EngineConfig().cap_bytes(model_bytes, world_size=world_size) == cap_mb * MIB
+    given = EngineConfig(bucket_cap_mb=3.0)
+    assert given.cap_bytes(model_bytes, world_size=world_size) == 3 * MIB
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model_mb", "cap_mb"),
+    [(64, 1000, 4), (128, 1000, 8), (512, 1000, 32), (4096, 1000, 256), (512, 20, 10)],
+)
+def test_of_many_ranks_each_has_a_shard_worth_a_message(
+    world_size: int, model_mb: float, cap_mb: float
+) -> None:
+    """A ring's messages are shards: start-up would be most of what smaller ones take."""
+    model_bytes = int(model_mb * MIB)
+    assert EngineConfig().cap_bytes(model_bytes, world_size=world_size) == cap_mb * MIB
 
 
 def test_an_unknown_name_far_from_all_gets_the_list_alone() -> None:

@@ -8,7 +8,7 @@ from dearmpi.train.checkpoint.optimizer_state import (
     parameter_names,
 )
 from dearmpi.train.checkpoint.snapshot import Snapshot, check_model
-from dearmpi.train.checkpoint.store import Draft, load, save, verify
+from dearmpi.train.checkpoint.store import Draft, load, read, save, verify
 from dearmpi.train.checkpoint.survey import Survey, find_latest, prune, resolve, survey
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "optimizer_state_dict",
     "parameter_names",
     "prune",
+    "read",
     "resolve",
     "save",
     "survey",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dearmpi.errors import CheckpointError
+from dearmpi.train.presence import file_bytes
 
 FILE_NAME = "manifest.json"
 FORMAT = "dearmpi checkpoint"
@@ -125,22 +127,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} lacks a field or has one too many: {error}") from error
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless every file of ``manifest`` is in ``folder`` with its size."""
-    for name, record in manifest.files.items():
+def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Raise CheckpointError unless each of ``files`` is in ``folder`` with its size."""
+    for name, record in files.items():
         path = folder / name
-        if not path.is_file():
+        actual = file_bytes(path)
+        if actual is None:
             raise CheckpointError(f"{path} is missing ({record.bytes} bytes expected)")
-        actual = path.stat().st_size
         if actual != record.bytes:
             change = "truncated" if actual < record.bytes else "too long"
             raise CheckpointError(f"{path} is {change}: {actual} of {record.bytes} bytes")
 
 
-def check_contents(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless every file has the size and the checksum of ``manifest``."""
-    check_sizes(folder, manifest)
-    for name, record in manifest.files.items():
+def check_contents(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Raise CheckpointError unless each of ``files`` has its size and its checksum."""
+    check_sizes(folder, files)
+    for name, record in files.items():
         actual = record_file(folder / name)
         if actual != record:
             raise CheckpointError(

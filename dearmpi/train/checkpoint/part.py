@@ -62,7 +62,7 @@ class Part:
 
     pieces: Mapping[str, Piece]
     about: Mapping[str, Any]
-    data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     @property
     def num_bytes(self) -> int:
@@ -74,13 +74,13 @@ class CopyBuffer:
     """Memory for the copy of a part, made at the first and used again for every other one."""
 
     def __init__(self) -> None:
-        self._data = torch.empty(0, dtype=torch.uint8)
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @torch.no_grad()
     def copy(self, part: Part) -> Part:
         """``part`` with values of its own. The copy before it must not be in use any more."""
         if self._data.numel() < part.num_bytes:
-            room = torch.empty(part.num_bytes + BLOCK_BYTES, dtype=torch.uint8)
+            room = torch.empty(part.num_bytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
             self._data = room[-room.data_ptr() % BLOCK_BYTES :]  # as DirectFile asks
         pieces: dict[str, Piece] = {}
         end = 0

@@ -57,7 +57,9 @@ def read_parts(paths: Sequence[Path]) -> tuple[dict[str, Tensor], list[dict[str,
         for name, piece in part.pieces.items():
             numel = torch.Size(piece.shape).numel()
             layouts.setdefault(name, piece)
-            whole = flat.setdefault(name, torch.empty(numel, dtype=piece.values.dtype))
+            whole = flat.setdefault(
+                name, torch.empty(numel, dtype=piece.values.dtype, device="cpu")
+            )
             whole[piece.start : piece.start + piece.values.numel()] = piece.values
             covered[name] = covered.get(name, 0) + piece.values.numel()
     for name, tensor in flat.items():

@@ -134,7 +134,11 @@ def load(path: Path) -> Snapshot:
     Tensors are on the CPU. Raises CheckpointError when it is missing, damaged, or of another
     format version.
     """
-    record = verify(path)
+    return read(path, verify(path))
+
+
+def read(path: Path, record: Manifest) -> Snapshot:
+    """Read the checkpoint at ``path``, whose manifest is ``record`` and which is verified."""
     try:
         tensors, abouts = part_file.read_parts([path / name for name in sorted(record.files)])
         model = {name: tensors[model_key(record.aliases.get(name, name))] for name in record.model}
@@ -155,14 +159,16 @@ def load(path: Path) -> Snapshot:
         raise CheckpointError(f"cannot read {path}: {error!r}; {advise(path)}") from error
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: Path, *, rank: int = 0, size: int = 1) -> Manifest:
     """Return the manifest of the checkpoint at ``path`` after comparing every file's checksum.
 
-    Raises CheckpointError with the file, both checksums, and what to do.
+    Where ``size`` ranks verify it together, each looks at the files whose number is its own modulo
+    ``size``. Raises CheckpointError with the file, both checksums, and what to do.
     """
     try:
         record = manifest.read_manifest(path)
-        manifest.check_contents(path, record)
+        names = sorted(record.files)[rank::size]
+        manifest.check_contents(path, {name: record.files[name] for name in names})
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {advise(path)}") from error
     except OSError as error:

@@ -125,7 +125,7 @@ def list_checkpoints(checkpoints: Path) -> tuple[dict[Path, Manifest], dict[Path
     for folder in _folders(checkpoints):
         try:
             record = manifest.read_manifest(folder)
-            manifest.check_sizes(folder, record)
+            manifest.check_sizes(folder, record.files)
         except CheckpointError as error:
             damaged[folder] = str(error)
         else:

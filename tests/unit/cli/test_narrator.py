@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import shlex
 import signal
 from dataclasses import replace
@@ -23,7 +24,7 @@ from dearmpi.train.rank_times import RankTimes
 
 TASK = SimpleNamespace(loss_scale_name="percent", loss_scale=100.0, unit="points")
 JOB = SimpleNamespace(
-    world=SimpleNamespace(size=2, hosts=("n0", "n1")),
+    world=SimpleNamespace(size=2, hosts=("n0", "n1"), is_root=True),
     task=TASK,
     start_step=0,
     total_steps=10,
@@ -142,7 +143,7 @@ def test_a_slow_rank_is_named_once_with_its_host_and_again_after_it_recovered() 
 
 def test_the_ranks_of_a_slow_host_are_named_in_one_line() -> None:
     out = io.StringIO()
-    world = SimpleNamespace(size=4, hosts=("n0", "n0", "n1", "n1"))
+    world = SimpleNamespace(size=4, hosts=("n0", "n0", "n1", "n1"), is_root=True)
     job = SimpleNamespace(**{**vars(JOB), "world": world})
     narrator = Narrator(cast(Job, job), Console(speaks=True, out=out), None)
     for row in range(1, 3 * STEADY):
@@ -152,6 +153,22 @@ def test_the_ranks_of_a_slow_host_are_named_in_one_line() -> None:
         narrator.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
     (line,) = [line for line in out.getvalue().splitlines() if "slow" in line]
     assert line.startswith("ranks 2 and 3 on n1 are slow: busy for 1.9")
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_slow_rank_stands_in_the_log_of_rank_0_alone(
+    caplog: pytest.LogCaptureFixture, is_root: bool
+) -> None:
+    world = SimpleNamespace(size=2, hosts=("n0", "n1"), is_root=is_root)
+    job = SimpleNamespace(**{**vars(JOB), "world": world})
+    # Also where rank 0 has no standard output.
+    narrator = Narrator(cast(Job, job), Console(speaks=is_root, out=None), None)
+    with caplog.at_level(logging.INFO, "dearmpi"):
+        for row in range(1, STEADY + 1):
+            slow = RankTimes(2, 1.5), RankTimes(2, 0)
+            narrator.measured(make_row(row * STRETCH_STEPS, ranks=slow))
+    lines = [line for line in caplog.messages if "rank 1 on n1 is slow" in line]
+    assert len(lines) == is_root
 
 
 def test_the_command_to_go_on_with_can_be_pasted() -> None:

@@ -34,6 +34,7 @@ def test_every_element_is_in_one_view_and_in_one_shard(
 ) -> None:
     tensors = [torch.zeros(shape) for shape in shapes]
     bucket = bucket_of(tensors, world_size)
+    tensors = [tensors[int(name.removeprefix("p"))] for name in bucket.names]
     buffers = [
         FlatBuffer(bucket, tensors, rank=rank, arena=Arena([bucket])) for rank in range(world_size)
     ]

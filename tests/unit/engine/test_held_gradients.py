@@ -59,6 +59,23 @@ def trained_alone(*passes: tuple[int, ...]) -> list[Tensor]:
     return values_of(model)
 
 
+def check_as_alone(train: Callable[[Tower, DistributedOptimizer | None], object]) -> None:
+    """``train`` and a step make the same of a model on several ranks as alone, without ours."""
+
+    def rank(world: World) -> list[Tensor]:
+        model = Tower()
+        optimizer = distribute(world, model)
+        train(model, optimizer)
+        optimizer.step()
+        optimizer.close()
+        return values_of(model)
+
+    model = Tower()
+    train(model, None)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert_close(run_ranks(SIZE, rank), values_of(model))
+
+
 def assert_close(found: list[list[Tensor]], wanted: list[Tensor]) -> None:
     for values in found:
         for value, other in zip(values, wanted, strict=True):
@@ -109,23 +126,13 @@ def test_gradients_in_any_order(numbers: tuple[int, ...]) -> None:
 def test_gradients_that_first_come_after_a_reduction() -> None:
     """A loss of some layers, whose norm is asked for, and then one of the others."""
 
-    def train(model: Tower, between: Callable[[], object] = lambda: None) -> None:
+    def train(model: Tower, optimizer: DistributedOptimizer | None) -> None:
         model((1,)).backward()
-        between()
+        if optimizer is not None:
+            optimizer.clip_grad_norm_(math.inf)
         model((2, 3)).backward()
 
-    def rank(world: World) -> list[Tensor]:
-        model = Tower()
-        optimizer = distribute(world, model)
-        train(model, lambda: optimizer.clip_grad_norm_(math.inf))
-        optimizer.step()
-        optimizer.close()
-        return values_of(model)
-
-    model = Tower()
-    train(model)
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-    assert_close(run_ranks(SIZE, rank), values_of(model))
+    check_as_alone(train)
 
 
 def test_a_layer_of_several_segments_that_backprop_computes_again() -> None:
@@ -163,24 +170,13 @@ def break_off(model: Tower) -> None:
 def test_a_backprop_after_one_that_was_broken_off(numbers: tuple[int, ...], clears: bool) -> None:
     """What has come counts, as without the engine, or is dropped by ``model.zero_grad()``."""
 
-    def train(model: Tower) -> None:
+    def train(model: Tower, _: DistributedOptimizer | None) -> None:
         break_off(model)
         if clears:
             model.zero_grad()
         model(numbers).backward()
 
-    def rank(world: World) -> list[Tensor]:
-        model = Tower()
-        optimizer = distribute(world, model)
-        train(model)
-        optimizer.step()
-        optimizer.close()
-        return values_of(model)
-
-    model = Tower()
-    train(model)
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-    assert_close(run_ranks(SIZE, rank), values_of(model))
+    check_as_alone(train)
 
 
 def test_a_gradient_of_one_that_was_broken_off_is_not_cleared_by_itself() -> None:
@@ -201,7 +197,7 @@ def test_a_gradient_of_one_that_was_broken_off_is_not_cleared_by_itself() -> Non
 def test_a_layer_that_is_frozen_while_backprop_comes_to_it(number: int) -> None:
     """Nothing comes for it, though it was expected and autograd calls its hooks."""
 
-    def train(model: Tower) -> None:
+    def train(model: Tower, _: DistributedOptimizer | None) -> None:
         def freeze(_: Tensor) -> None:
             model.layers[number].weight.requires_grad = False
 
@@ -209,18 +205,7 @@ def test_a_layer_that_is_frozen_while_backprop_comes_to_it(number: int) -> None:
         model.layers[2].weight.register_hook(freeze)
         loss.backward()
 
-    def rank(world: World) -> list[Tensor]:
-        model = Tower()
-        optimizer = distribute(world, model)
-        train(model)
-        optimizer.step()
-        optimizer.close()
-        return values_of(model)
-
-    model = Tower()
-    train(model)
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-    assert_close(run_ranks(SIZE, rank), values_of(model))
+    check_as_alone(train)
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 2, 3), (2, 3)])

@@ -71,3 +71,18 @@ def test_a_hook_that_takes_a_gradient_away_is_refused_by_the_parameter() -> None
             model(torch.ones(1, 3)).sum().backward()
 
     run_ranks(2, rank)
+
+
+def test_a_hook_on_all_gradients_that_comes_after_the_engine_is_refused() -> None:
+    """It would see some while they are still the rank's own, and others when they are not."""
+
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        DistributedOptimizer(inner, model, world=world)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: param.grad.div_(2))
+        with pytest.raises(UsageError, match=r"the gradient of [01]\.\w+ is being reduced"):
+            model(torch.ones(1, 3)).sum().backward()
+
+    run_ranks(2, rank)

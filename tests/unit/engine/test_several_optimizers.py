@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,42 @@ def test_two_optimizers_on_halves_of_one_model(gather: str) -> None:
         if world is not None:
             for half in halves:
                 half.close()
+
+    assert_same_as_alone(script, Case(gather=gather))
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e9])
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_gradients_of_two_optimizers_are_clipped_by_one_norm(gather: str, max_norm: float) -> None:
+    """As the guide from DDP says."""
+
+    def script(training: Training) -> None:
+        world, model = training.world, training.model
+        params = list(model.parameters())
+        optimizers: list[Any] = [
+            torch.optim.SGD(half, lr=0.05, momentum=0.9) for half in (params[0::2], params[1::2])
+        ]
+        if world is not None:
+            training.optimizer.close()
+            optimizers = [
+                DistributedOptimizer(one, model, world=world, gather=gather) for one in optimizers
+            ]
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            training.backward(step)
+            if world is None:
+                nn.utils.clip_grad_norm_(params, max_norm)
+            else:
+                norm = math.hypot(*(float(o.clip_grad_norm_(math.inf)) for o in optimizers))
+                if norm > max_norm:
+                    for optimizer in optimizers:
+                        optimizer.scale_gradients_(max_norm / (norm + 1e-6))
+            for optimizer in optimizers:
+                optimizer.step()
+        if world is not None:
+            for optimizer in optimizers:
+                optimizer.close()
 
     assert_same_as_alone(script, Case(gather=gather))
 
@@ -142,6 +179,17 @@ def test_parameters_that_cannot_be_added_leave_the_optimizer_as_it_was(size: int
         first.close()
 
     run_ranks(size, rank)
+
+
+def test_an_optimizer_of_several_models_is_told_how_to_pass_them() -> None:
+    def rank(world: World) -> None:
+        one, other = nn.Linear(3, 4), nn.Linear(4, 2)
+        inner = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+        with pytest.raises(ConfigError, match=r"several modules: nn\.ModuleList\(\[a, b\]\)"):
+            DistributedOptimizer(inner, one, world=world)
+        DistributedOptimizer(inner, nn.ModuleList([one, other]), world=world).close()
+
+    run_ranks(2, rank)
 
 
 def test_what_is_forgotten_on_one_rank_claims_nothing() -> None:

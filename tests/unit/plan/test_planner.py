@@ -128,7 +128,7 @@ def test_plans_of_the_papers_models_are_near_the_bound(name: str, ratio: float) 
     seconds = made.prediction
     assert seconds.bound_s <= seconds.iteration_s <= 1.01 * seconds.bound_s
     specs = list(profile.workload.params())
-    cap = EngineConfig().cap_bytes(sum(spec.nbytes for spec in specs))
+    cap = EngineConfig().cap_bytes(sum(spec.nbytes for spec in specs), world_size=4)
     layout = build_layout(fuse_by_cap(specs, cap), 4)
     conduct = Conduct(dear(len(layout)), window=2, eager=True)
     default = simulate(profile, layout, conduct, HOSTS)

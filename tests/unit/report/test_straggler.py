@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 import pytest
@@ -63,6 +64,15 @@ def test_differences_that_harm_nobody_are_not_told(ranks: list[tuple[float, floa
 def test_it_must_cost_a_share_of_a_step(more: float, is_slow: bool) -> None:
     excess_s = WORTH + more
     assert (find((1.0 - excess_s, excess_s), (1.0, 0.0)) is not None) is is_slow
+
+
+@pytest.mark.parametrize("num_slow", [0, 1, 5_000, 10_000])
+def test_many_ranks_are_looked_through_in_no_time(num_slow: int) -> None:
+    busy_s = [1.0] * num_slow + [0.5] * (20_000 - num_slow)
+    begun_s = time.process_time()
+    found = find_stragglers(busy_s, [1.0 - own_s for own_s in busy_s], step_s=1.0)
+    assert time.process_time() - begun_s < 0.5
+    assert (0 if found is None else len(found.places)) == num_slow
 
 
 def follow(

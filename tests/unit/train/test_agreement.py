@@ -51,6 +51,38 @@ def test_an_error_that_nobody_foresaw_is_told_with_its_traceback() -> None:
     assert "Traceback" in str(error) and "ZeroDivisionError: oops" in str(error)
 
 
+def test_a_long_failure_is_cut_for_the_others_and_whole_on_the_rank_that_has_it() -> None:
+    """Every rank holds the texts of all: a quoted sample would take gigabytes on thousands."""
+    sample = "".join(f"{number:07}," for number in range(25_000))
+
+    sent: list[int] = []
+
+    def work(world: World) -> AgreedError:
+        gather = world.all_gather_text
+
+        def note(text: str) -> list[str]:
+            sent.append(len(text))
+            return gather(text)
+
+        world.all_gather_text = note  # type: ignore[method-assign]
+        return attempt(world, {1: DataError(f"row 7 of a.csv holds {sample} and no label")})
+
+    other, failed = run_ranks(2, work)
+    assert max(sent) < 9_000
+    assert str(other) == str(failed)
+    assert "rank 1 on fakehost: row 7 of a.csv holds 0000000," in str(other)
+    assert str(other).endswith("0024999, and no label")
+    assert "[... 192034 characters are cut here; the log of the rank that failed" in str(other)
+    assert sample in str(failed.__cause__)
+
+
+def test_many_ranks_that_each_fail_otherwise_are_counted_beyond_the_first() -> None:
+    failures: dict[int, Exception] = {rank: DataError(f"no file {rank}") for rank in range(12)}
+    error = run_ranks(12, lambda world: attempt(world, failures))[3]
+    assert "rank 7 on fakehost: no file 7\nand 4 more ranks failed in other ways" in str(error)
+    assert len(str(error).splitlines()) == 9
+
+
 def test_success_everywhere_goes_on_and_keeps_what_was_made() -> None:
     def work(world: World) -> int:
         with together(world):

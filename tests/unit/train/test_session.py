@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.train import session
+from dearmpi.train.agreement import AgreedError
+from dearmpi.train.checkpoint import manifest
+from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.data import MicroBatch
 from dearmpi.train.session import open_session
 from dearmpi.train.sources import make_source
+from tests.unit.train.checkpoint.example_snapshot import flip_byte, make_snapshot, save_in_parts
 from tests.unit.train.points import SGD, equal, make_task, parameters
 
 
@@ -45,3 +54,43 @@ def test_torch_is_told_whether_operators_must_repeat(
     begin(alone, deterministic=True)
     begin(alone, deterministic=False)
     assert told == [True, False]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("number", range(5))
+def test_ranks_share_the_verifying_of_a_checkpoint_and_all_refuse_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, damage: str
+) -> None:
+    checkpoint = save_in_parts(tmp_path / "a", make_snapshot(), 5)
+    broken = checkpoint / f"part-{number:05d}.safetensors"
+    if damage == "flipped":
+        flip_byte(broken, broken.stat().st_size - 1)
+    elif damage == "truncated":
+        broken.write_bytes(broken.read_bytes()[:-1])
+    else:
+        broken.unlink()
+    hashed: Counter[str] = Counter()
+    record_file = manifest.record_file
+
+    def note(path: Path) -> FileRecord:
+        hashed[path.name] += 1
+        return record_file(path)
+
+    monkeypatch.setattr(manifest, "record_file", note)
+    told = run_ranks(3, lambda world: refusal_of(world, checkpoint))
+    assert len(set(told)) == 1, "all ranks are told the same"
+    words = {
+        "flipped": "is corrupted: SHA-256",
+        "truncated": "is truncated",
+        "missing": "is missing",
+    }
+    wrong = rf"{broken} {words[damage]}[^\n]*restore it from a copy[^\n]*"
+    assert re.fullmatch(rf"rank {number % 3} on [^\n]*{wrong}", told[0])
+    assert hashed and max(hashed.values()) == 1, "a file is hashed once, whatever the ranks"
+
+
+def refusal_of(world: World, checkpoint: Path) -> str:
+    with pytest.raises(AgreedError) as caught:
+        begin(world, resume=str(checkpoint))
+    assert caught.value.exit_code == 6
+    return str(caught.value)

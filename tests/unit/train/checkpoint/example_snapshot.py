@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from dearmpi.train.checkpoint import Snapshot
+from dearmpi.train.checkpoint import Draft, Snapshot
+from dearmpi.train.checkpoint.part import CopyBuffer
+from dearmpi.train.checkpoint.snapshot_part import make_head, make_part
 
 
 def make_snapshot(step: int = 10, *, fill: float = 0.5) -> Snapshot:
@@ -19,6 +21,16 @@ def make_snapshot(step: int = 10, *, fill: float = 0.5) -> Snapshot:
         groups=[{"lr": 0.1, "betas": (0.9, 0.999), "params": ["weight", "bias"]}],
         meta={"epoch": 2, "world_size": 4},
     )
+
+
+def save_in_parts(run_folder: Path, snapshot: Snapshot, size: int) -> Path:
+    """The folder of a checkpoint that ``size`` ranks have written."""
+    run_folder.mkdir(exist_ok=True)
+    draft = Draft(run_folder, snapshot.step)
+    draft.begin()
+    parts = [make_part(snapshot, rank=rank, size=size) for rank in range(size)]
+    files = [draft.write(CopyBuffer().copy(part), rank=rank) for rank, part in enumerate(parts)]
+    return draft.commit(make_head(snapshot), files)
 
 
 def content_of(folder: Path) -> dict[str, str]:

@@ -44,6 +44,14 @@ def test_nan_infinity_and_masks_survive(tmp_path: Path) -> None:
     assert loaded.model["mask"].tolist() == [True, False]
 
 
+def test_a_default_device_of_the_script_s_is_not_that_of_files(tmp_path: Path) -> None:
+    """Such as ``torch.set_default_device("cuda")``; ``meta`` has no values to save."""
+    values = torch.randn(4, 3)
+    with torch.device("meta"):
+        loaded = checkpoint.load(checkpoint.save(tmp_path, Snapshot(1, {"v": values}, {}, [], {})))
+    assert torch.equal(loaded.model["v"], values)
+
+
 def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None:
     embedding = torch.randn(6, 4)
     model = {"embed": embedding, "other": torch.randn(2), "head": embedding}

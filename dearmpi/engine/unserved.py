@@ -1,0 +1,54 @@
+"""Modules that would go wrong beside an optimizer of several ranks are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import distributed, nn
+
+from dearmpi.errors import ConfigError
+
+
+def refuse_renormed(names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
+    """Each rank would scale the rows of its own samples, and replicas part."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        if any(param in names for param in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"module {name or 'of the model'} has max_norm={module.max_norm}: in each forward "
+                "it scales rows of its weight, on each rank those of its own samples; leave "
+                "max_norm out, and scale the rows on every rank after step(), as by "
+                "weight.data.copy_(weight.data.renorm(2, 0, max_norm))"
+            )
+
+
+def refuse_alone_in_their_group(model: nn.Module) -> None:
+    """Torch's synchronised batch normalisation, without a word, is an ordinary one where torch's
+    own process group is not there. With one of several ranks it does as its script has asked.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        if distributed.get_world_size() > 1:
+            return
+        found = "torch.distributed has one rank"
+    else:
+        found = "torch.distributed is not initialized"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"module {name or 'of the model'} is torch's SyncBatchNorm, which would normalise "
+                f"each rank's samples by themselves, as {found}; call model = "
+                "dearmpi.convert_sync_batchnorm(model) before the DistributedOptimizer is made"
+            )
+
+
+def refuse_data_parallel(model: nn.Module) -> None:
+    """It would reduce gradients in what stands in for them."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            what = f"module {name} of the model" if name else "the model"
+            raise ConfigError(
+                f"{what} is a DistributedDataParallel, which averages gradients as the "
+                "DistributedOptimizer does; leave it out, and train and pass the module in it "
+                "(model.module)"
+            )

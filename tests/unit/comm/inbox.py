@@ -1,0 +1,30 @@
+"""What a watchdog in a test has of the others: messages, and the time that goes by."""
+
+from __future__ import annotations
+
+import pytest
+
+from dearmpi.comm.api import Completed, Request
+
+
+class Inbox:
+    """Messages to read, and to whom something was sent."""
+
+    def __init__(self, *messages: tuple[int, bytes]) -> None:
+        self.messages = list(messages)
+        self.sent: list[int] = []
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        return self.messages.pop(0) if self.messages else None
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        self.sent.append(destination)
+        return Completed()
+
+
+class Clock:
+    """Seconds as a test has them go by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr("dearmpi.comm.watchdog.time.monotonic", lambda: self.now_s)

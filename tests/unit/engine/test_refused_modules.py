@@ -1,0 +1,81 @@
+"""Modules of torch's own that count on torch.distributed are refused where they would go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dearmpi import DistributedOptimizer, convert_sync_batchnorm
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+
+
+@contextmanager
+def process_group(size: int) -> Iterator[None]:
+    """Torch's, of so many ranks, that communicates nothing."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def wrap(model: nn.Module, world: World) -> DistributedOptimizer:
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, world=world)
+
+
+def normalised() -> nn.Module:
+    """As scripts for DistributedDataParallel make it."""
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4)))
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
+    return converted
+
+
+def test_torchs_sync_batch_norm_that_nobody_synchronises_is_refused() -> None:
+    """It would be an ordinary one."""
+
+    def rank(world: World) -> None:
+        model = normalised()
+        told = r"module 1\.0 is torch's SyncBatchNorm.* is not init.*dearmpi\.convert_sync_batchn"
+        with pytest.raises(ConfigError, match=told):
+            wrap(model, world)
+        wrap(convert_sync_batchnorm(model, world), world).close()
+
+    run_ranks(2, rank)
+    run_ranks(1, lambda world: wrap(normalised(), world).close())
+
+
+def test_torchs_sync_batch_norm_that_torch_synchronises_is_left_to_it() -> None:
+    def refused(world: World) -> None:
+        with pytest.raises(ConfigError, match=r"torch\.distributed has one rank; call"):
+            wrap(normalised(), world)
+
+    with process_group(2):
+        run_ranks(2, lambda world: wrap(normalised(), world).close())
+    with process_group(1):
+        run_ranks(2, refused)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_that_averages_gradients_by_itself_is_refused(inside: bool) -> None:
+    """Two of a kind would reduce each gradient."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        parallel: nn.Module = nn.parallel.DistributedDataParallel(model)
+        if inside:
+            parallel = nn.Sequential(parallel)
+        who = "module 0 of the model" if inside else "the model"
+        told = rf"{who} is a DistributedDataParallel.*leave it out.*\(model\.module\)"
+        with pytest.raises(ConfigError, match=told):
+            wrap(parallel, world)
+        wrap(model, world).close()
+
+    with process_group(2):
+        run_ranks(2, rank)
