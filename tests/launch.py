@@ -24,6 +24,7 @@ from tests.roster import FOLDER_VARIABLE, Entry, collect_stacks, read_entry  # n
 
 _SLOW_FACTOR = 5
 _LOOK_S, _MOST_LOOK_S = 0.1, 10.0
+_NOTICE_S = 10.0  # for the launcher to end a job of which a rank is gone
 
 
 def main() -> int:
@@ -62,7 +63,8 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 
 def _watch(job: Job, folder: Path, options: argparse.Namespace) -> int:
-    seen_s, paused_s = time.monotonic(), 0.0
+    seen_s = whole_s = time.monotonic()
+    paused_s = 0.0
     while job.is_running():
         time.sleep(_LOOK_S)
         before_s, seen_s = seen_s, time.monotonic()
@@ -75,13 +77,19 @@ def _watch(job: Job, folder: Path, options: argparse.Namespace) -> int:
             _say(f"TIMEOUT on {options.ranks} ranks: {problem}\n{stacks}")
             job.end(timed_out=True)
             return 124
+        if not any(entry.is_gone() for entry in entries):
+            whole_s = seen_s
+        elif seen_s - whole_s > _NOTICE_S:
+            break  # the launcher has not noticed, as where a child of the rank lives on
+    is_unnoticed = job.is_running()
     ended = job.end()
-    if ended.returncode:
+    if ended.returncode or is_unnoticed:
         lines = [f"FAILED on {options.ranks} ranks, exit status {ended.returncode}"]
         for entry in _read_entries(folder, options.ranks):
             if entry.running:
                 lines.append(f"rank {entry.rank} ended in {entry.running}")
         _say("\n".join(lines))
+        return ended.returncode or 1
     elif ended.left_over:
         _say(f"FAILED on {options.ranks} ranks: {ended.left_over} processes had to be killed")
         return 125

@@ -49,6 +49,10 @@ class Entry:
     slow: bool = False
     left: bool = False
 
+    def is_gone(self) -> bool:
+        """Whether its process has ended before it was through."""
+        return not self.left and not Path(f"/proc/{self.pid}").exists()
+
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process, or the one with this environment, is a rank of an MPI job."""

@@ -108,8 +108,11 @@ def test_a_failure_on_one_rank_fails_the_test_on_all_and_the_next_one_runs(plant
     assert "2 passed, 1 error" in ended.stdout
 
 
-def test_a_rank_that_dies_ends_the_job(plant: Plant) -> None:
-    root = plant("def test_dies():\n    if comm.rank:\n        os._exit(3)\n    comm.barrier()\n")
+@pytest.mark.parametrize("before", ["", "os.fork() or time.sleep(50)\n        "])
+def test_a_rank_that_dies_ends_the_job(before: str, plant: Plant) -> None:
+    """Also where a child of it lives on, so that the launcher does not notice."""
+    dies = f"    if comm.rank:\n        {before}os._exit(3)\n"
+    root = plant(f"def test_dies():\n{dies}    comm.barrier()\n")
     ended = launch(root, ranks=2)
     assert ended.returncode not in (0, 124), ended.stdout
     assert "rank 1 ended in tests/mpi/test_planted.py::test_dies" in ended.stdout
