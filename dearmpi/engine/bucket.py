@@ -140,7 +140,7 @@ class BucketRuntime:
         for slot, grad in held:
             view = self.gradients.views[slot]
             if grad.nbytes >= _COPIED_BYTES:
-                view.copy_(grad)
+                view.copy_(grad)  # nothing, where ``no_sync`` has kept it there
             elif grad is not view:
                 views.append(view)
                 grads.append(grad)
@@ -287,8 +287,8 @@ def _is_same(grad: Tensor | None, view: Tensor) -> bool:
 
 
 def _quiet_slots(nbytes: Sequence[int]) -> frozenset[int]:
-    """Slots of gradients that can wait for that of a lower slot, which backprop finishes later: of
-    neighbours that are copied together all but the lowest. ``nbytes``: by slot.
+    """Of neighbours that are copied together all but the lowest slot, which backprop finishes last;
+    ``nbytes``: by slot.
     """
     quiet, together = set(), 0
     for slot in range(len(nbytes) - 1, 0, -1):
