@@ -18,6 +18,7 @@ from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.buffers import Arena
 from dearmpi.engine.check import Checks, steps_between_checks
 from dearmpi.engine.claim import check_unclaimed, claim, release
+from dearmpi.engine.device import zeros
 from dearmpi.engine.device_way import open_side_stream
 from dearmpi.engine.engine import Engine
 from dearmpi.engine.hooks import ModelHooks
@@ -272,10 +273,10 @@ def _choose_halves(
     wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
     if config.reduce_scatter != "auto":
         return Halves(config.reduce_scatter, wire_dtype)
-    # A frozen bucket may never need the memory that its gradients would take.
-    trained = [bucket for bucket in buckets if bucket.spec.trained] or buckets
-    buffer = max(trained, key=lambda bucket: bucket.spec.nbytes).gradients.data
-    side.follow()  # it may be new
+    largest = max(buckets, key=lambda bucket: (bucket.spec.trained, bucket.spec.nbytes))
+    # Not its own buffer, which it may never need.
+    buffer = zeros(largest.spec.padded_numel, largest.params[0])
+    side.follow()  # it is new
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
     can_be_native = dtypes <= {"float32", "float64"}

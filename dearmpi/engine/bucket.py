@@ -14,6 +14,7 @@ from dearmpi.engine.bucket_state import LEGAL, BucketState
 from dearmpi.engine.buffers import Arena, FlatBuffer
 from dearmpi.engine.device import Event
 from dearmpi.engine.gradient import GradientUnderWay
+from dearmpi.engine.gradient_memory import GradientMemory
 from dearmpi.plan.layout import Bucket
 
 # Of gradients that are copied together: few enough for them to be in a processor's cache still.
@@ -23,7 +24,7 @@ _COPIED_BYTES = 1 << 20
 class BucketRuntime:
     """One bucket while training.
 
-    index: number of the bucket, in feed-forward order.
+    index: number of the bucket, in feed-forward order. memory: where its gradients lie.
     pending: an optimizer step was taken whose result the parameters do not show yet.
     arrivals: which of its gradients have come.
     compiled: a compiled graph may read the parameters, and waits for nobody.
@@ -52,8 +53,7 @@ class BucketRuntime:
         self.index = spec.index
         self.params = tuple(params)
         self._rank = rank
-        self._arena = gradients
-        self._gradients: FlatBuffer | None = None
+        self.memory = GradientMemory(spec, self.params, rank=rank, arena=gradients)
         self.parameters = None if parameters is None else self._move_parameters(parameters)
         self.state = BucketState.IDLE
         self.pending = False
@@ -74,10 +74,8 @@ class BucketRuntime:
 
     @property
     def gradients(self) -> FlatBuffer:
-        """The gradients' flat buffer, made when the first gradient is expected."""
-        if self._gradients is None:
-            self._gradients = self._make_buffer(self._arena)
-        return self._gradients
+        """The gradients' flat buffer, which need not be the same in each iteration."""
+        return self.memory.buffer
 
     def is_current(self) -> bool:
         """Whether the parameters show the last step."""
@@ -110,7 +108,9 @@ class BucketRuntime:
             self.store_gradients()
             self.gradients.views[slot].add_(self._swap_gradient(slot))
         else:
-            self._held.append((slot, self._swap_gradient(slot)))
+            taken = [self._swap_gradient(slot)]
+            if not self.memory.adopt(taken):
+                self._held.append((slot, taken[0]))
         is_last = self.arrivals.arrive(slot)
         if is_last or slot in self._copied_at:
             self.store_gradients()
@@ -228,6 +228,7 @@ class BucketRuntime:
 
     def forget(self) -> None:
         """Back to the start of an iteration."""
+        self.memory.give_up()
         self.arrivals.forget()
         self.move_to(BucketState.IDLE)
 
@@ -243,10 +244,10 @@ class BucketRuntime:
         """Raise UsageError for a gradient that was kept of what is frozen by now: whether a bucket
         travels cannot depend on it, since other ranks may have none.
         """
-        if self._gradients is None:
+        if (kept := self.memory.made) is None:
             return
         for slot in self.arrivals.frozen:
-            if _is_same(self.params[slot].grad, self._gradients.views[slot]):
+            if _is_same(self.params[slot].grad, kept.views[slot]):
                 raise refusal.frozen_with_gradient(self.spec.names[slot])
 
     def _blank_frozen(self) -> None:
@@ -255,13 +256,11 @@ class BucketRuntime:
             for slot in self.arrivals.frozen:
                 self.gradients.views[slot].zero_()
 
-    def _make_buffer(self, arena: Arena) -> FlatBuffer:
-        likes = [param.detach() for param in self.params]
-        return FlatBuffer(self.spec, likes, rank=self._rank, arena=arena)
-
     def _move_parameters(self, arena: Arena) -> FlatBuffer:
         """Make the parameters views of a flat buffer."""
-        buffer = self._make_buffer(arena)
+        likes = [param.detach() for param in self.params]
+        data = arena.take(self.spec, likes[0])
+        buffer = FlatBuffer(self.spec, data, likes, rank=self._rank)
         for param, view in zip(self.params, buffer.views, strict=True):
             view.copy_(param.detach())
             param.data = view

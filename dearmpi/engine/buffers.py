@@ -45,14 +45,15 @@ class Arena:
 
 
 class FlatBuffer:
-    """1-D storage of ``bucket.padded_numel`` elements; what is in the padding means nothing.
+    """``data``, 1-D, of ``bucket.padded_numel`` elements; what is in the padding means nothing.
 
     views: per parameter, in the parameter's shape and memory format.
     shard: the elements that this rank owns, without padding; the last ranks may own none.
     """
 
-    def __init__(self, bucket: Bucket, like: Sequence[Tensor], *, rank: int, arena: Arena) -> None:
-        self.data = arena.take(bucket, like[0])
+    def __init__(self, bucket: Bucket, data: Tensor, like: Sequence[Tensor], *, rank: int) -> None:
+        """``like``: a tensor of the shape and memory format of each parameter."""
+        self.data = data
         self.views = [
             shaped_like(tensor, _apart(self.data, placed.start, placed.stop), 0)
             for placed, tensor in zip(bucket.placements, like, strict=True)

@@ -221,6 +221,7 @@ class Pipeline:
             check_gradients(bucket, self._halves.wire_dtype)
             with self.spans.update(bucket.spec):
                 self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
+            bucket.memory.give_up()
             bucket.move_to(BucketState.UPDATED)
             if self._gathers_gradients:
                 self._finished(bucket)

@@ -150,8 +150,7 @@ def _gather_bucket(
 
 def _gather_flat(world: World, update: ShardUpdate, key: str, dtype: torch.dtype) -> Tensor:
     """The state tensor ``key`` of the whole bucket, laid out like its flat buffer."""
-    like = update.bucket.gradients.data
-    flat = torch.zeros(like.numel(), dtype=dtype, device=update.device)
+    flat = torch.zeros(update.bucket.spec.padded_numel, dtype=dtype, device=update.device)
     for run in update.runs:
         value = update.state_of(run).get(key)
         if isinstance(value, Tensor):

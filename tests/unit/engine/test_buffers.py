@@ -21,6 +21,10 @@ def bucket_of(tensors: list[Tensor], world_size: int) -> Bucket:
     return build_layout([specs], world_size).buckets[0]
 
 
+def buffer_of(bucket: Bucket, tensors: list[Tensor], *, rank: int = 0) -> FlatBuffer:
+    return FlatBuffer(bucket, Arena([bucket]).take(bucket, tensors[0]), tensors, rank=rank)
+
+
 def runtime_of(param: nn.Parameter) -> BucketRuntime:
     bucket = bucket_of([param], 2)
     return BucketRuntime(
@@ -35,9 +39,7 @@ def test_every_element_is_in_one_view_and_in_one_shard(
     tensors = [torch.zeros(shape) for shape in shapes]
     bucket = bucket_of(tensors, world_size)
     tensors = [tensors[int(name.removeprefix("p"))] for name in bucket.names]
-    buffers = [
-        FlatBuffer(bucket, tensors, rank=rank, arena=Arena([bucket])) for rank in range(world_size)
-    ]
+    buffers = [buffer_of(bucket, tensors, rank=rank) for rank in range(world_size)]
     for number, view in enumerate(buffers[0].views):
         assert view.shape == tensors[number].shape
         view.add_(number + 1)
@@ -66,7 +68,7 @@ def test_every_element_is_in_one_view_and_in_one_shard(
 )
 def test_memory_formats_are_kept(tensor: Tensor) -> None:
     bucket = bucket_of([tensor], 2)
-    buffer = FlatBuffer(bucket, [tensor], rank=0, arena=Arena([bucket]))
+    buffer = buffer_of(bucket, [tensor])
     buffer.views[0].copy_(tensor)
     assert buffer.views[0].stride() == tensor.stride()
     assert torch.equal(buffer.views[0], tensor)
@@ -97,7 +99,7 @@ def test_buckets_lie_side_by_side_but_are_copied_and_saved_one_by_one() -> None:
 def test_a_view_is_a_storage_of_its_own_on_the_memory_of_its_bucket() -> None:
     tensors = [torch.zeros(3), torch.zeros(2, 5)]
     bucket = bucket_of(tensors, 2)
-    buffer = FlatBuffer(bucket, tensors, rank=0, arena=Arena([bucket]))
+    buffer = buffer_of(bucket, tensors)
     for placed, view in zip(bucket.placements, buffer.views, strict=True):
         assert view.untyped_storage().nbytes() == view.nbytes
         assert view.data_ptr() == buffer.data[placed.start :].data_ptr()
