@@ -37,6 +37,7 @@ def measure_layers(
     for number in range(num_warmup + num_batches):
         take_step(job, _full_step(job, number))
     optimizer.close()
+    job.loading.close()
     with together(world):
         profile = timer.finish(
             name=job.task.name,

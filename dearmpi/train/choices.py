@@ -51,6 +51,14 @@ class RunChoices:
         {}, "Task", "texts", "an option of the task", flag="task-option", fixed=True
     )
 
+    workers: int = setting(
+        0,
+        "Task",
+        "integer",
+        "processes of each rank that load samples ahead of it; 0: it loads them itself",
+        least=0,
+    )
+
     epochs: int | None = setting(
         None, "Length", "integer", "passes over the data; default: the task's, else 1", least=1
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +14,10 @@ from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
 from dearmpi.train.choices import Precision
 from dearmpi.train.data import evaluation_shares, load_batch
+from dearmpi.train.loading import Loading, Wanted
 from dearmpi.train.precision import computing, convert_batch, device_of_model, send_batch
 from dearmpi.train.random_state import capture_random_state, restore_random_state
-from dearmpi.train.task import Samples, Task
+from dearmpi.train.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Evaluator:
     """
 
     task: Task
-    data: Samples
+    loading: Loading
     precision: Precision
     batch_size: int
     names: tuple[str, ...] = ()
@@ -51,17 +53,21 @@ class Evaluator:
         Random states stay as they are: training goes on as if nobody had looked.
         """
         sums, broken = [0.0] * (2 + len(self.names)), False
+        assert self.task.eval_data is not None
         shares = evaluation_shares(
-            len(self.data), self.batch_size, world_size=world.size, rank=world.rank
+            len(self.task.eval_data), self.batch_size, world_size=world.size, rank=world.rank
         )
+        wanted = [Wanted(indices, held_out=True, seed=indices[:1]) for indices in shares]
         state = capture_random_state()
+        self.loading.expect(wanted, held_out=True)
         with evaluating(self.task.model):
-            for indices in shares:
+            for one in wanted:
                 broken = stop_asked()
                 if broken:
                     break
-                for place, value in enumerate(self._measure(indices)):
+                for place, value in enumerate(self._measure(one)):
                     sums[place] += value
+        self.loading.expect((), held_out=True)  # no more, also where it was broken off
         restore_random_state(state)
         num_broken, count, loss, *rest = world.all_reduce([broken, *sums], "sum")
         if num_broken:
@@ -69,23 +75,22 @@ class Evaluator:
         means = {name: value / count for name, value in zip(self.names, rest, strict=True)}
         return Evaluation(loss / count, int(count), means)
 
-    def _measure(self, indices: tuple[int, ...]) -> list[float]:
+    def _measure(self, wanted: Wanted) -> list[float]:
         """Sums over the samples: their number, loss, and the metrics in order."""
-        loss, metrics = measure_batch(self.task, self.data, indices, self.precision)
+        loss, metrics = measure_batch(self.task, self.loading.load(wanted), self.precision)
+        num_samples = len(wanted.indices)
         if sorted(metrics) != sorted(self.names):
             raise TaskError(
                 f"task {self.task.name} gave the metrics {sorted(metrics)} for one batch and "
                 f"{sorted(self.names)} for another; give the same names for each"
             )
-        return [len(indices), loss * len(indices), *(metrics[name] for name in self.names)]
+        return [num_samples, loss * num_samples, *(metrics[name] for name in self.names)]
 
 
-def measure_batch(
-    task: Task, data: Samples, indices: tuple[int, ...], precision: Precision
-) -> tuple[float, dict[str, float]]:
+def measure_batch(task: Task, batch: Any, precision: Precision) -> tuple[float, dict[str, float]]:
     """Mean loss and the task's metrics (sums) of one batch, in the model's present mode."""
     device = device_of_model(task.model)
-    batch = send_batch(convert_batch(load_batch(task, data, indices), precision), device)
+    batch = send_batch(convert_batch(batch, precision), device)
     with computing(device, precision):
         loss = float(task.loss(task.model, batch))
         metrics = {} if task.metrics is None else dict(task.metrics(task.model, batch))
@@ -100,7 +105,7 @@ def probe_metrics(task: Task, precision: Precision) -> tuple[str, ...]:
     if task.eval_data is None:
         return ()
     with torch.random.fork_rng(devices=[]), evaluating(task.model):
-        _, metrics = measure_batch(task, task.eval_data, (0,), precision)
+        _, metrics = measure_batch(task, load_batch(task, task.eval_data, (0,)), precision)
     return tuple(sorted(metrics))  # each rank's order is its own where they come from a set
 
 

@@ -23,6 +23,7 @@ from dearmpi.train.checkpoint import check_model, optimizer_state_dict, paramete
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data import Batches
 from dearmpi.train.evaluation import Evaluator, probe_metrics
+from dearmpi.train.loading import Loading, open_loading
 from dearmpi.train.lr_schedule import LrCurve, lr_curve
 from dearmpi.train.metrics import check_names
 from dearmpi.train.optimizers import OptimizerChoice
@@ -42,7 +43,7 @@ class Job:
     device: where the model is.
     base_lrs: learning rate of each param group, which the curve's factor multiplies.
     start_step, total_steps: optimizer steps taken before, and at the end of the run.
-    evaluator: None where the task has nothing to evaluate on.
+    loading: who loads samples. evaluator: None where the task has nothing to evaluate on.
     """
 
     world: World
@@ -55,6 +56,7 @@ class Job:
     batches: Batches
     start_step: int
     total_steps: int
+    loading: Loading
     evaluator: Evaluator | None
 
     def position(self, step: int) -> tuple[int, int]:
@@ -97,7 +99,8 @@ def prepare(
         total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
         _check_passes(batches, task, total_steps)
         _fill_model(task, settings, snapshot)
-        evaluator = _evaluator(settings, task, batches)
+        loading = open_loading(task, name=settings.task, num_workers=settings.workers)
+        evaluator = _evaluator(settings, task, batches, loading)
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
@@ -116,6 +119,7 @@ def prepare(
         batches=batches,
         start_step=start_step,
         total_steps=total_steps,
+        loading=loading,
         evaluator=evaluator,
     )
 
@@ -267,7 +271,9 @@ def _set_random_state(
             restore_random_state(states[world.rank])
 
 
-def _evaluator(settings: RunSettings, task: Task, batches: Batches) -> Evaluator | None:
+def _evaluator(
+    settings: RunSettings, task: Task, batches: Batches, loading: Loading
+) -> Evaluator | None:
     if task.eval_data is None:
         return None
     share = batches.world_size * batches.micro_batches
@@ -275,7 +281,7 @@ def _evaluator(settings: RunSettings, task: Task, batches: Batches) -> Evaluator
     check_names(names)
     return Evaluator(
         task,
-        task.eval_data,
+        loading,
         settings.precision,
         batch_size=-(-settings.batch_size // share),
         names=names,

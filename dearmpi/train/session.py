@@ -109,7 +109,12 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
             # Before the task is built, to which the options of another one mean nothing.
             check_resumable(stored.values, before_task(sources), names=BEFORE_THE_TASK)
         basis = before_task(sources)
-    threads = choose_threads(world, asked=basis.threads, progress_thread=world.has_progress_thread)
+    threads = choose_threads(
+        world,
+        asked=basis.threads,
+        progress_thread=world.has_progress_thread,
+        num_workers=basis.workers,
+    )
     device = choose_device(world, basis.device)
     if device.device.type == "cpu":  # where a run that was begun on devices may go on
         sources = [without(a, OF_DEVICES) if a.kind == "checkpoint" else a for a in sources]

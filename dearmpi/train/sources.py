@@ -31,7 +31,7 @@ OF_THE_PLACE = ("run_folder", "name", "resume")
 # What is needed before a task can be built, which therefore has nothing to say about it.
 BEFORE_THE_TASK = (
     *("task", "task_options", "data", *OF_THE_PLACE),
-    *("device", "deterministic", "seed", "threads"),
+    *("device", "deterministic", "seed", "threads", "workers"),
     *OF_THE_PROCESS,
 )
 OPTIONS_WITH_SETTINGS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dearmpi.engine.span import Track
 from dearmpi.errors import NonFiniteLossError, TaskError
-from dearmpi.train.data import MicroBatch, load_batch
+from dearmpi.train.data import MicroBatch
 from dearmpi.train.job import Job
+from dearmpi.train.loading import Wanted
 from dearmpi.train.precision import computing, convert_batch, send_batch
 
 
@@ -42,7 +43,7 @@ def take_step(job: Job, step: int) -> StepResult:
     The learning rate is set first, since buckets may be updated while backprop still runs. Each
     micro-batch goes forward and back; the gradients of all but the last stay on this rank.
     """
-    loader = _Loader(job)
+    loader = _Loader(job, step)
     return replace(_step(job, step, loader), data_s=loader.seconds)
 
 
@@ -68,6 +69,20 @@ def _step(job: Job, step: int, loader: _Loader) -> StepResult:
     return result
 
 
+def coming_batches(job: Job) -> Iterator[Wanted]:
+    """All batches of this rank, in order, from the run's first step to its end."""
+    batches = replace(job.batches)  # which may keep the order of another epoch
+    for step in range(job.start_step, job.total_steps):
+        shares = (share for share in batches.step(*job.position(step)) if share.indices)
+        for number, share in enumerate(shares):
+            yield _wanted(job, share, step, number)
+
+
+def _wanted(job: Job, share: MicroBatch, step: int, number: int) -> Wanted:
+    """``number``: of the micro-batch among those of the step that are not empty, from 0."""
+    return Wanted(share.indices, seed=(job.settings.seed, step, job.world.rank, number))
+
+
 def set_lr(job: Job, step: int) -> float:
     """Set the learning rate of step number ``step`` in all param groups; returns the first's."""
     factor = job.curve.factor(step)
@@ -81,16 +96,20 @@ def set_lr(job: Job, step: int) -> float:
 
 @dataclass(slots=True)
 class _Loader:
-    """Loads micro-batches. seconds: what that has taken."""
+    """Loads the micro-batches of a step, in their order. seconds: what that has taken."""
 
     job: Job
+    step: int
     seconds: float = 0.0
+    _number: int = 0
 
     def load(self, share: MicroBatch) -> Any:
         """The samples of ``share``, where they are to be computed with."""
         job, begin_s = self.job, time.perf_counter()
+        wanted = _wanted(job, share, self.step, self._number)
+        self._number += 1
         with job.optimizer.spans.span(Track.DATA, "data"):
-            batch = load_batch(job.task, job.task.train_data, share.indices)
+            batch = job.loading.load(wanted)
             batch = send_batch(convert_batch(batch, job.settings.precision), job.device)
         self.seconds += time.perf_counter() - begin_s
         return batch

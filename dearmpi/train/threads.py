@@ -45,17 +45,17 @@ class HostCores:
     num_threads: int
 
 
-def share_of_cores(own: Iterable[int], others: Sequence[Iterable[int]], *, helper: bool) -> int:
+def share_of_cores(own: Iterable[int], others: Sequence[Iterable[int]], *, num_helpers: int) -> int:
     """Cores for this rank's computation, at least 1.
 
     own: the cores that this rank may run on. others: those of each other rank on its host; a rank
-    that may run on none of ``own`` takes nothing away. helper: a thread beside the computation
-    needs one where there is room.
+    that may run on none of ``own`` takes nothing away. num_helpers: threads and processes beside
+    the computation, which need one each where there is room.
     """
     mine = set(own)
     sharers = 1 + sum(1 for other in others if mine & set(other))
     share = max(1, len(mine) // sharers)
-    return share - 1 if helper and share >= ROOM_FROM else share
+    return max(1, share - num_helpers) if share >= ROOM_FROM else share
 
 
 def choose_threads(
@@ -63,9 +63,13 @@ def choose_threads(
     *,
     asked: int | None,
     progress_thread: bool,
+    num_workers: int = 0,
     environment: Mapping[str, str] = os.environ,
 ) -> ThreadChoice:
-    """Decide and set torch's threads in this rank (collective)."""
+    """Decide and set torch's threads in this rank (collective).
+
+    num_workers: processes beside each rank that load samples for it.
+    """
     cores = sorted(os.sched_getaffinity(0))
     masks = [json.loads(text) for text in world.all_gather_text(json.dumps([world.host, cores]))]
     neighbours = [
@@ -77,14 +81,21 @@ def choose_threads(
     elif preset.isdigit() and int(preset) > 0:
         choice = ThreadChoice(int(preset), "from OMP_NUM_THREADS")
     else:
-        count = share_of_cores(cores, neighbours, helper=progress_thread)
+        count = share_of_cores(cores, neighbours, num_helpers=int(progress_thread) + num_workers)
         reason = f"cores: {len(cores)}, ranks on this host: {len(neighbours) + 1}"
-        if count < share_of_cores(cores, neighbours, helper=False):
-            reason += ", one core of each left to communication"
+        if count < share_of_cores(cores, neighbours, num_helpers=0):
+            reason += _describe_left(progress_thread, num_workers)
         choice = ThreadChoice(count, reason)
     torch.set_num_threads(choice.count)
     told = world.all_gather_text(json.dumps([world.host, cores, choice.count]))
     return replace(choice, warnings=find_crowded([RankCores(*json.loads(text)) for text in told]))
+
+
+def _describe_left(progress_thread: bool, num_workers: int) -> str:
+    if not num_workers:
+        return ", one core of each left to communication"
+    before = "one to communication, " if progress_thread else ""
+    return f", of the cores of each left: {before}{num_workers} to loading"
 
 
 def find_crowded(ranks: Iterable[RankCores]) -> tuple[str, ...]:

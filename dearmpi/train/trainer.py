@@ -30,7 +30,7 @@ from dearmpi.train.metrics import MetricsRow
 from dearmpi.train.outcome import Outcome
 from dearmpi.train.rank_times import TimesExchange
 from dearmpi.train.saving import Saver, synchronize
-from dearmpi.train.stepping import StepResult, take_step
+from dearmpi.train.stepping import StepResult, coming_batches, take_step
 from dearmpi.train.tally import StepTotal, Tally
 
 MOST_SKIPS = 100  # in a row: then nothing is learned any more, and somebody should look
@@ -78,6 +78,7 @@ class Trainer:
 
         Raises what a task's code raises; NonFiniteLossError and AgreedError on all ranks alike.
         """
+        self._job.loading.expect(coming_batches(self._job))
         try:
             while self._step < self._job.total_steps and not self._stopping:
                 self._take_turn()
@@ -297,3 +298,4 @@ class Trainer:
         self._tally.close()
         self._times.close()
         self._job.optimizer.close()
+        self._job.loading.close()

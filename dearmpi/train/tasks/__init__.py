@@ -1,5 +1,5 @@
 """The tasks that come with dearmpi, and those named by the user."""
 
-from dearmpi.train.tasks.registry import TASK_FORMS, build_task
+from dearmpi.train.tasks.registry import TASK_FORMS, build_task, prepare_to_load
 
-__all__ = ["TASK_FORMS", "build_task"]
+__all__ = ["TASK_FORMS", "build_task", "prepare_to_load"]

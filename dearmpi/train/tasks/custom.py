@@ -51,12 +51,10 @@ def build_custom(name: str, options: Mapping[str, str]) -> Task:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise TaskError(f"task {name!r} names no function; write {name.strip(':')}:FUNCTION")
-    is_file = place.endswith(".py")
     with _explained(f"task {name!r}: its place cannot be read"):
-        path = Path(place).expanduser().resolve()
-        path.exists()  # raises for what cannot be a path at all
-    with _importable(path.parent if is_file else Path.cwd()):
-        module = _load_file(path, name) if is_file else _import(place, name)
+        path = _file_of(place)
+    with _importable(Path.cwd() if path is None else path.parent):
+        module = _import(place, name) if path is None else _load_file(path, name)
         factory = _find(module, attribute, name)
         tracked = TrackedOptions(options)
         with _explained(f"task {name}: {attribute} failed"):
@@ -72,6 +70,25 @@ def build_custom(name: str, options: Mapping[str, str]) -> Task:
             "check the spelling, or leave it out"
         )
     return task
+
+
+def stay_importable(name: str) -> None:
+    """Let what the place in ``name`` defines be found in another process, which did not build the
+    task, for good.
+    """
+    path = _file_of(name.rpartition(":")[0])
+    sys.path.insert(0, str(Path.cwd() if path is None else path.parent))
+    if path is not None:
+        _load_file(path, name)
+
+
+def _file_of(place: str) -> Path | None:
+    """The file that ``place`` names; None for a module."""
+    if not place.endswith(".py"):
+        return None
+    path = Path(place).expanduser().resolve()
+    path.exists()  # raises for what cannot be a path at all
+    return path
 
 
 def _find(module: ModuleType, attribute: str, name: str) -> Callable[[Mapping[str, str]], object]:

@@ -12,7 +12,7 @@ from dearmpi.errors import CheckpointError, DataError, TaskError
 from dearmpi.train.checkpoint.part import check_storable
 from dearmpi.train.task import Task
 from dearmpi.train.tasks.bytes_lm import build_bytes_lm
-from dearmpi.train.tasks.custom import build_custom
+from dearmpi.train.tasks.custom import build_custom, stay_importable
 from dearmpi.train.tasks.digits import build_digits
 from dearmpi.train.tasks.images import build_images
 from dearmpi.train.tasks.synthetic import PREFIX, build_synthetic
@@ -42,6 +42,12 @@ def build_task(name: str, options: Mapping[str, str]) -> Task:
         raise TaskError(f"there is no task {name!r}{known_names(name, TASK_FORMS)}")
     _check(task, name)
     return task
+
+
+def prepare_to_load(name: str) -> None:
+    """Let samples of the task ``name`` be unpickled in a process that did not build it."""
+    if name not in _BUILDERS and name.partition(":")[0] != PREFIX:
+        stay_importable(name)
 
 
 def _check(task: Task, name: str) -> None:

@@ -24,22 +24,27 @@ from dearmpi.train.threads import (
 
 def test_ranks_that_share_cores_divide_them() -> None:
     cores = range(8)
-    assert share_of_cores(cores, [cores], helper=False) == 4
-    assert share_of_cores(cores, [cores, cores], helper=False) == 2
+    assert share_of_cores(cores, [cores], num_helpers=0) == 4
+    assert share_of_cores(cores, [cores, cores], num_helpers=0) == 2
 
 
 def test_ranks_bound_to_cores_of_their_own_keep_them_all() -> None:
-    assert share_of_cores([0, 1], [[2, 3], [4, 5], [6, 7]], helper=False) == 2
+    assert share_of_cores([0, 1], [[2, 3], [4, 5], [6, 7]], num_helpers=0) == 2
 
 
 def test_more_ranks_than_cores_leave_each_one_thread() -> None:
-    assert share_of_cores([0, 1], [[0, 1]] * 4, helper=True) == 1
+    assert share_of_cores([0, 1], [[0, 1]] * 4, num_helpers=1) == 1
 
 
 def test_the_progress_thread_gets_a_core_only_where_there_are_several() -> None:
-    assert share_of_cores(range(8), [], helper=True) == 7
-    assert share_of_cores(range(4), [], helper=True) == 3
-    assert share_of_cores(range(2), [], helper=True) == 2
+    assert share_of_cores(range(8), [], num_helpers=1) == 7
+    assert share_of_cores(range(4), [], num_helpers=1) == 3
+    assert share_of_cores(range(2), [], num_helpers=1) == 2
+
+
+def test_processes_that_load_get_cores_as_far_as_there_are_some() -> None:
+    assert share_of_cores(range(8), [], num_helpers=1 + 4) == 3
+    assert share_of_cores(range(8), [], num_helpers=1 + 16) == 1
 
 
 def test_what_the_user_asks_for_comes_before_the_environment(alone: World) -> None:
