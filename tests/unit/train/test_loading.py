@@ -23,6 +23,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, DataError
 from dearmpi.train.loading import Loading, LoadingAhead, OwnLoading, Wanted, open_loading
 from dearmpi.train.settings import RunSettings
+from dearmpi.train.stepping import coming_batches
 from dearmpi.train.task import Task
 from tests.unit.train.points import SGD, equal, make_job, make_task, parameters, train
 
@@ -99,6 +100,34 @@ def test_what_is_random_follows_from_the_seed_and_not_from_the_workers() -> None
     assert len(noise.unique()) == noise.numel()
 
 
+class Marked(Squares):
+    """Who loads a sample leaves a file of its number in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Tensor:
+        (self.folder / str(index)).touch()
+        return super().__getitem__(index)
+
+    def await_loaded(self, count: int) -> None:
+        """Until that many have been loaded, from the first on."""
+        until_s = time.monotonic() + LIMIT_S
+        while {path.name for path in self.folder.iterdir()} != set(map(str, range(count))):
+            assert time.monotonic() < until_s, sorted(self.folder.iterdir())
+            time.sleep(0.01)
+
+
+def test_two_batches_of_each_worker_are_loaded_before_they_are_wanted(tmp_path: Path) -> None:
+    data = Marked(tmp_path)
+    with ahead(data, 2) as loading:
+        coming = wanted(*range(0, 12, 2))
+        loading.expect(coming)
+        data.await_loaded(2 * 4)
+        loading.load(coming[0])
+        data.await_loaded(2 * 5)
+
+
 def test_nothing_is_loaded_in_the_training_process() -> None:
     with ahead(Squares()) as loading:
         state = torch.get_rng_state()
@@ -135,12 +164,22 @@ def test_without_workers_anything_will_do() -> None:
     assert loading.load(wanted(0)[0]) == 2
 
 
-def test_a_run_is_the_same_bit_by_bit(alone: World, tmp_path: Path) -> None:
+def test_a_run_is_the_same_bit_by_bit(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over several epochs, whose last batches are smaller, in parts, and with evaluations."""
+    submitted: list[Wanted] = []
+    submit = LoadingAhead._submit
+
+    def noted(loading: LoadingAhead, one: Wanted) -> Any:
+        submitted.append(one)
+        return submit(loading, one)
+
+    monkeypatch.setattr(LoadingAhead, "_submit", noted)
     ends = []
     for workers in (0, 2):
         settings = RunSettings(
-            **SGD, workers=workers, epochs=3, gradient_accumulation_steps=3, eval_interval=2
+            **SGD, workers=workers, epochs=3, gradient_accumulation_steps=6, eval_interval=2
         )
         job = make_job(alone, settings)
         _, notes = train(job, tmp_path / str(workers))
@@ -148,6 +187,8 @@ def test_a_run_is_the_same_bit_by_bit(alone: World, tmp_path: Path) -> None:
         ends.append((parameters(job.task.model), losses))
     assert equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1] and len(ends[0][1]) > 3
+    trained = [one for one in submitted if not one.held_out]
+    assert trained == list(coming_batches(job)), "some were not expected as they were wanted"
 
 
 TASK_FILE = """
