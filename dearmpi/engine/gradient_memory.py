@@ -49,10 +49,10 @@ class GradientMemory:
         """Make the one gradient in ``taken``, which must be all that refers to it, the buffer.
         False, with nothing changed, where that cannot be.
         """
-        if not self._may_adopt or _owners(taken) != _SOLE:
+        if not self._may_adopt or type(taken[0]) is not Tensor or _owners(taken) != _SOLE:
             return False
         grad, param = taken[0], self._params[0].detach()
-        if (grad.dtype, grad.stride()) != (param.dtype, param.stride()) or not is_dense(param):
+        if not is_dense(param) or not _is_stored_as(grad, param):
             return False
         self._adopted = FlatBuffer(self._spec, flattened(grad), [param], rank=self._rank)
         return True
@@ -62,9 +62,16 @@ class GradientMemory:
         self._adopted = None
 
 
+def _is_stored_as(grad: Tensor, param: Tensor) -> bool:
+    """Whether element by element, in the same order, and none of them to be read as another."""
+    same = (grad.dtype, grad.stride()) == (param.dtype, param.stride())
+    return same and not grad.is_conj() and not grad.is_neg()
+
+
 def _owners(taken: list[Tensor]) -> tuple[int, ...]:
     """How many references there are to the tensor in ``taken``, to its storage and to what torch
-    shows of that to Python, as this function sees them; and how much else the storage holds.
+    shows of that to Python, as this function sees them; how much else the storage holds; and
+    whether its memory is torch's, not an array's or another process's.
     """
     storage = taken[0].untyped_storage()
     return (
@@ -72,6 +79,7 @@ def _owners(taken: list[Tensor]) -> tuple[int, ...]:
         torch._C._storage_Use_Count(storage._cdata),
         sys.getrefcount(storage),
         storage.nbytes() - taken[0].nbytes,
+        storage.resizable() and not taken[0].is_shared(),
     )
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -200,6 +201,41 @@ def test_what_a_script_has_kept_stays_its_own_gradient(
     kept = keep(param)
     assert not is_adopted(bucket, param)
     del kept
+
+
+def from_array(grad: Tensor) -> Tensor:
+    return torch.from_numpy(ARRAY)
+
+
+def from_shared_memory(grad: Tensor) -> Tensor:
+    grad.share_memory_()
+    return grad
+
+
+def expanded(grad: Tensor) -> Tensor:
+    return grad[:1, :1].clone().expand_as(grad)
+
+
+ARRAY = np.ones((ROWS, WIDTH), np.float32)
+
+
+@pytest.mark.parametrize("make", [from_array, from_shared_memory, expanded])
+def test_memory_that_is_not_torch_s_alone_is_left_as_it_is(
+    make: Callable[[Tensor], Tensor],
+) -> None:
+    bucket, param = one_parameter(MATRIX)
+    param.grad = make(torch.randn_like(MATRIX))
+    assert not is_adopted(bucket, param)
+
+
+def test_a_conjugate_that_is_not_computed_yet_is_copied() -> None:
+    like = torch.zeros(ROWS, WIDTH, dtype=torch.complex64)
+    bucket, param = one_parameter(like)
+    param.grad = torch.randn_like(like).conj()
+    assert not is_adopted(bucket, param)
+    bucket, param = one_parameter(like)
+    param.grad = torch.randn_like(like)
+    assert is_adopted(bucket, param)
 
 
 def test_a_part_of_larger_memory_is_copied() -> None:
