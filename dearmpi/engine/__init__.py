@@ -30,7 +30,8 @@ What a script sees: optimizer, facade (the part of torch's that others hold on t
     gathered_state (as ``optimizer.state``), clipping, scaler, batch_norm.
 What is built: course, self_planning, attachment, blueprint, assembly, claim, unserved (modules).
 An iteration: engine (alone, closed), backprop, waiting, pipeline, cycle, roll_call, late_buckets,
-    join, wire_range; bucket, bucket_state, arrivals, buffers, gradient (what stands in for one).
+    join, wire_range; bucket, bucket_state, arrivals, buffers, gradient_memory, gradient (what
+    stands in for one).
 Updates: update, shard_update, whole_update, updates (of all buckets), shard, master; options; and
     what the wrapped optimizer can do: probe, piecewise, trial, own_state.
 The optimizer's state: custody (who has it), state (all of it), local_state (this rank's),
