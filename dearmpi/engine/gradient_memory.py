@@ -37,8 +37,8 @@ class GradientMemory:
     @property
     def buffer(self) -> FlatBuffer:
         """Where the gradients lie."""
-        if self._adopted is not None:
-            return self._adopted
+        if (adopted := self._adopted) is not None:
+            return adopted
         if self.made is None:
             likes = [param.detach() for param in self._params]
             data = self._arena.take(self._spec, likes[0])

@@ -33,7 +33,7 @@ class Evaluation:
 class Evaluator:
     """Evaluates a task's model on its held-out samples.
 
-    batch_size: samples of one feed-forward.
+    loading: who loads them. batch_size: samples of one feed-forward.
     names: of the task's metrics, the same on every rank.
     """
 

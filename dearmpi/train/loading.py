@@ -96,7 +96,8 @@ class LoadingAhead:
         with _kept_from_signals():
             forkserver.set_forkserver_preload([__name__])
             forkserver.ensure_running()
-        self._pool.submit(os.getpid)  # starts them all, beside what is prepared meanwhile
+        for _ in range(num_workers):  # each starts one, beside what is prepared meanwhile
+            self._pool.submit(os.getpid)
 
     def expect(self, coming: Iterable[Wanted], *, held_out: bool = False) -> None:
         """Load those, and none that were expected of the same samples before."""

@@ -89,6 +89,8 @@ class Trainer:
             if is_agreed(error):
                 self._close()
             raise
+        finally:
+            self._job.loading.close()
         outcome = self._outcome()
         self._close()
         return outcome
@@ -298,4 +300,3 @@ class Trainer:
         self._tally.close()
         self._times.close()
         self._job.optimizer.close()
-        self._job.loading.close()
