@@ -168,8 +168,8 @@ def test_others_are_copied(like: Tensor, world_size: int) -> None:
 
 
 def test_a_gradient_in_another_order_is_copied() -> None:
-    bucket, param = one_parameter(MATRIX)
-    param.grad = torch.randn(WIDTH, ROWS).T
+    bucket, param = one_parameter(IMAGES.contiguous())
+    param.grad = torch.randn_like(IMAGES)
     assert not is_adopted(bucket, param)
 
 
@@ -231,7 +231,7 @@ def test_memory_that_is_not_torch_s_alone_is_left_as_it_is(
 def test_a_conjugate_that_is_not_computed_yet_is_copied() -> None:
     like = torch.zeros(ROWS, WIDTH, dtype=torch.complex64)
     bucket, param = one_parameter(like)
-    param.grad = torch.randn_like(like).conj()
+    param.grad = torch.randn_like(like).conj().detach()  # which has no base that shares it
     assert not is_adopted(bucket, param)
     bucket, param = one_parameter(like)
     param.grad = torch.randn_like(like)
