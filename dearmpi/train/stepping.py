@@ -53,17 +53,18 @@ def _step(job: Job, step: int, loader: _Loader) -> StepResult:
     *early, last = job.batches.step(*job.position(step))
     skips = job.settings.on_nan == "skip"
     buffers = _copy_buffers(job.task.model) if skips else {}
-    loss = 0.0
+    losses = _Losses()
     with job.optimizer.no_sync():
         for share in early:
-            loss += _go_back(_go_forward(job, share, loader), share)
-    final = _go_forward(job, last, loader)
-    if skips and not _all_finite(job, loss, final):
+            losses.note(_go_forward(job, share, loader), share.weight)
+            losses.go_back()
+    losses.note(_go_forward(job, last, loader), last.weight)
+    if skips and not _all_finite(job, losses):
         job.optimizer.zero_grad()
         result = StepResult(math.nan, lr, skipped=True)
     else:
-        loss += _go_back(final, last)
-        result = _update(job, step, loss, lr)
+        losses.go_back()
+        result = _update(job, step, losses, lr)
     if result.skipped:
         _restore_buffers(job.task.model, buffers)
     return result
@@ -134,12 +135,30 @@ def _go_forward(job: Job, share: MicroBatch, loader: _Loader) -> Tensor | None:
     return loss
 
 
-def _go_back(loss: Tensor | None, share: MicroBatch) -> float:
-    """Backprop of a micro-batch; returns its weighted loss."""
-    if loss is None:
-        return 0.0
-    torch.autograd.backward(loss * share.weight if share.weight != 1.0 else loss)
-    return float(loss.detach()) * share.weight
+class _Losses:
+    """The losses of a step's micro-batches. On a device they are known once it has computed them,
+    for which nobody waits before the step's last operation is queued.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, float] | None = None
+        self._all: list[tuple[Tensor, float]] = []
+
+    def note(self, loss: Tensor | None, weight: float) -> None:
+        """The loss of the next micro-batch, None if that was empty, and what it counts."""
+        self._last = None if loss is None else (loss, weight)
+        if loss is not None:
+            self._all.append((loss.detach().clone(), weight))
+
+    def go_back(self) -> None:
+        """Backprop of the last one."""
+        if self._last is not None:
+            (loss, weight), self._last = self._last, None
+            torch.autograd.backward(loss * weight if weight != 1.0 else loss)
+
+    def total(self) -> float:
+        """Their weighted sum."""
+        return sum(float(loss) * weight for loss, weight in self._all)
 
 
 def _copy_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -153,16 +172,15 @@ def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         buffer.copy_(buffers[name])
 
 
-def _all_finite(job: Job, early: float, final: Tensor | None) -> bool:
+def _all_finite(job: Job, losses: _Losses) -> bool:
     """Whether the losses of all ranks are finite. Nothing has been sent of this step yet, so it
     can still be left out; the price is that each rank waits for the slowest one's feed-forward.
     """
-    last = 0.0 if final is None else float(final.detach())
-    bad = not math.isfinite(early + last)
+    bad = not math.isfinite(losses.total())
     return job.world.all_reduce([float(bad)], "max")[0] == 0
 
 
-def _update(job: Job, step: int, loss: float, lr: float) -> StepResult:
+def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
     norm: float | None = None
     if job.settings.max_grad_norm > 0:
         norm = float(job.optimizer.clip_grad_norm_(job.settings.max_grad_norm))
@@ -175,4 +193,4 @@ def _update(job: Job, step: int, loss: float, lr: float) -> StepResult:
                 "as it was before the step: lower --lr, or leave out such steps with --on-nan skip"
             )
     job.optimizer.step()
-    return StepResult(loss, lr, norm)
+    return StepResult(losses.total(), lr, norm)
