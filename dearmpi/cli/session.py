@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.narrator import Narrator, describe_outcome, describe_start, describe_stop
+from dearmpi.cli.narrator import Narrator, describe_outcome, describe_stop
+from dearmpi.cli.opening import describe_start
 from dearmpi.cli.rank_log import RankLog
 from dearmpi.cli.tracing import open_tracing
 from dearmpi.comm.world import World

@@ -143,9 +143,23 @@ def test_what_all_ranks_refuse_is_told_once(
     assert not (folder / "runs").exists()
 
 
-def test_a_sample_that_one_rank_cannot_read_ends_the_job_with_its_name(folder: Path) -> None:
-    ended = launch(folder, "--name", "a", "--task-option", "bad=17")
+def test_workers_load_the_same_samples_and_are_gone_at_the_end(folder: Path) -> None:
+    losses = []
+    for workers in ("0", "2"):
+        ended = launch(folder, "--name", workers, "--workers", workers, "--log-interval", "2")
+        assert ended.returncode == 0 and ended.left_over == 0, ended.output
+        assert ("loaded ahead by 2 workers" in ended.output) == (workers == "2")
+        losses.append([row.loss for row in metrics.read(folder / "runs" / workers)])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_sample_that_one_rank_cannot_read_ends_the_job_with_its_name(
+    folder: Path, workers: str
+) -> None:
+    ended = launch(folder, "--name", "a", "--task-option", "bad=17", "--workers", workers)
     assert ended.returncode in aborted_with(5), ended.output
+    assert ended.left_over == 0
     (line,) = told(ended)
     assert line.startswith("[rank ") and "sample 17 of 64 cannot be read" in line
     assert "the disk has a hole here" in line and "Traceback" not in ended.output
