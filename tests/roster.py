@@ -50,8 +50,16 @@ class Entry:
     left: bool = False
 
     def is_gone(self) -> bool:
-        """Whether its process has ended before it was through."""
-        return not self.left and not Path(f"/proc/{self.pid}").exists()
+        """Whether its process has ended before it was through; a launcher that waits for its
+        children's output need not have taken note of that.
+        """
+        if self.left:
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return state in "ZX"
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:

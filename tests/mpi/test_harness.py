@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.job import Job, clean_environment, run_job
+from tests.roster import Entry
 
 TESTS = Path(__file__).resolve().parent.parent
 HARNESS = ("conftest.py", "job.py", "launch.py", "roster.py")
@@ -117,6 +118,17 @@ def test_a_rank_that_dies_ends_the_job(before: str, plant: Plant) -> None:
     assert ended.returncode not in (0, 124), ended.stdout
     assert "rank 1 ended in tests/mpi/test_planted.py::test_dies" in ended.stdout
     assert not living(root)
+
+
+def test_a_process_that_its_parent_has_not_waited_for_is_gone() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    entry = Entry(rank=0, size=1, pid=process.pid)
+    assert not entry.is_gone()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert entry.is_gone()
+    process.wait()
+    assert entry.is_gone()
 
 
 def test_a_rank_that_cannot_collect_ends_the_job(plant: Plant) -> None:

@@ -68,7 +68,7 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
         (
             replace(FIGURES, ranks=_with_waits(0.1, 0.1, data_s=0.3)),
             Limit.DATA,
-            ["data", "300 ms of 1.00 s", "30 %", "decode less"],
+            ["data", "300 ms of 1.00 s", "30 %", "--workers", "decode less"],
         ),
         (
             replace(FIGURES, ranks=(*_with_waits(0.4, 0.4), RankTimes(2, "n2", 1.0, 0.0, 0.4))),
