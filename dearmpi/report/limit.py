@@ -137,10 +137,8 @@ def _say_uneven(figures: Figures, lost_s: float) -> str:
 def _say_data(figures: Figures, lost_s: float) -> str:
     slowest = figures.slowest_loader
     others_s = [times.data_s for times in figures.ranks if times is not slowest]
-    where, cure = (
-        "",
-        "try --workers 2, which load ahead, prepare samples beforehand, or decode less",
-    )
+    where = ""
+    cure = "try more --workers, which load ahead, or prepare samples beforehand, or decode less"
     if others_s and median(others_s) < lost_s / 2:
         where = f" on {slowest.label}, and {time_text(median(others_s))} on the others"
         cure = "look at that host's way to the data"

@@ -85,8 +85,9 @@ class LoadingAhead:
         cannot be sent to another process.
         """
         self._task, self._most = task, _AHEAD * num_workers
-        self._coming: dict[bool, Iterator[Wanted]] = {}
-        self._ahead: dict[bool, deque[tuple[Wanted, Future[Any]]]] = {}
+        # By whether they are held out.
+        self._coming: dict[bool, Iterator[Wanted]] = {False: iter(()), True: iter(())}
+        self._ahead: dict[bool, deque[tuple[Wanted, Future[Any]]]] = {False: deque(), True: deque()}
         self._pool = ProcessPoolExecutor(
             num_workers,
             get_context("forkserver"),
@@ -101,17 +102,16 @@ class LoadingAhead:
 
     def expect(self, coming: Iterable[Wanted], *, held_out: bool = False) -> None:
         """Load those, and none that were expected of the same samples before."""
-        for _, batch in self._ahead.pop(held_out, ()):
+        for _, batch in self._ahead[held_out]:
             batch.cancel()
         self._coming[held_out], self._ahead[held_out] = iter(coming), deque()
         self._go_on(held_out)
 
     def load(self, wanted: Wanted) -> Any:
         """One that was not expected takes its time."""
-        ahead = self._ahead.get(wanted.held_out, ())
+        ahead = self._ahead[wanted.held_out]
         if not ahead or ahead[0][0] != wanted:
             return self._await(self._submit(wanted))
-        assert isinstance(ahead, deque)
         _, batch = ahead.popleft()
         self._go_on(wanted.held_out)
         return self._await(batch)

@@ -94,8 +94,7 @@ def choose_threads(
 def _describe_left(progress_thread: bool, num_workers: int) -> str:
     if not num_workers:
         return ", one core of each left to communication"
-    before = "one to communication, " if progress_thread else ""
-    return f", of the cores of each left: {before}{num_workers} to loading"
+    return f", others of each left to {'communication and ' if progress_thread else ''}loading"
 
 
 def find_crowded(ranks: Iterable[RankCores]) -> tuple[str, ...]:
