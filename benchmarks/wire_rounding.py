@@ -67,7 +67,7 @@ def by_ring(terms: Tensor, dtype: torch.dtype) -> Tensor:
     buffers = list(terms.clone())
     rings = [
         RingReduceScatter(
-            Way(Wires(queues, rank), rank=rank, size=size, tag=0, traffic=Traffic()),
+            Way(Wires(queues, rank), tuple(range(size)), rank, tag=0, traffic=Traffic()),
             buffer,
             scratch=[torch.empty(SHARD_NUMEL, dtype=dtype) for _ in range(num)],
             outgoing=[torch.empty(SHARD_NUMEL, dtype=dtype) for _ in range(num)],

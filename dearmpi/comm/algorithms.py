@@ -11,7 +11,14 @@ from functools import partial
 from typing import Any
 
 from dearmpi.comm.api import Buffer, Completed, Request
-from dearmpi.comm.ring import CHUNK_BYTES, RingAllGather, RingReduceScatter, Way, num_receives
+from dearmpi.comm.ring import (
+    CHUNK_BYTES,
+    RingAllGather,
+    RingReduceScatter,
+    Way,
+    num_receives,
+    ring_order,
+)
 from dearmpi.comm.scratch import Scratch, ScratchRequest, add_in_order, carrier_of
 from dearmpi.comm.shard import check_shards, shard_of
 from dearmpi.comm.traffic import Traffic
@@ -26,9 +33,13 @@ class Algorithms(ABC):
     A library adds the operations that they are made of.
     """
 
-    def __init__(self, *, rank: int, size: int, traffic: Traffic) -> None:
-        """``traffic``: shared by all communicators of this rank, which use the same wires."""
-        self.rank, self.size = rank, size
+    def __init__(self, *, rank: int, hosts: tuple[str, ...], traffic: Traffic) -> None:
+        """``hosts``: of each rank. ``traffic``: shared by all communicators of this rank, which
+        use the same wires.
+        """
+        self.rank, self.size, self.hosts = rank, len(hosts), hosts
+        self._order = ring_order(hosts)
+        self._place = self._order.index(rank)
         self._traffic = traffic
         self._scratch = Scratch()
         self._num_started = 0
@@ -100,7 +111,7 @@ class Algorithms(ABC):
         """Where the next ring runs, under a tag of its own."""
         self._num_started += 1
         tag = self._num_started % _NUM_TAGS
-        return Way(self, rank=self.rank, size=self.size, tag=tag, traffic=self._traffic)
+        return Way(self, self._order, self._place, tag=tag, traffic=self._traffic)
 
     def _reduce_by_ring(self, buffer: Buffer, carrier: Buffer) -> Request:
         shard_numel, width = buffer.numel() // self.size, carrier.element_size()

@@ -16,9 +16,9 @@ class AloneCollectives:
     size = 1
 
     @property
-    def host(self) -> str:
+    def hosts(self) -> tuple[str, ...]:
         """The name of this host."""
-        return socket.gethostname()
+        return (socket.gethostname(),)
 
     def start_reduce_scatter(
         self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None

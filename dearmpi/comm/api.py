@@ -100,7 +100,9 @@ class Collectives(Protocol):
     def size(self) -> int: ...
 
     @property
-    def host(self) -> str: ...
+    def hosts(self) -> tuple[str, ...]:
+        """The name of each rank's host."""
+        ...
 
     def start_reduce_scatter(
         self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None

@@ -82,15 +82,12 @@ class MpiRequest(Request):
 class MpiCollectives(Algorithms):
     """``Collectives`` on one communicator."""
 
-    def __init__(self, comm: MPI.Comm, *, rank: int, size: int, traffic: Traffic) -> None:
-        """rank, size: of ``comm``, which a duplicate that is not complete yet cannot tell."""
-        super().__init__(rank=rank, size=size, traffic=traffic)
+    def __init__(
+        self, comm: MPI.Comm, *, rank: int, hosts: tuple[str, ...], traffic: Traffic
+    ) -> None:
+        """rank, hosts: in ``comm``, which a duplicate that is not complete yet cannot tell."""
+        super().__init__(rank=rank, hosts=hosts, traffic=traffic)
         self._comm = comm
-
-    @property
-    def host(self) -> str:
-        """The name of this rank's host."""
-        return MPI.Get_processor_name()
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         """Reduce ``buffer`` over the ranks, in place."""
@@ -104,7 +101,7 @@ class MpiCollectives(Algorithms):
     def start_duplicate(self) -> tuple[MpiCollectives, Request]:
         """A duplicated communicator, usable once the request is complete."""
         comm, request = self._comm.Idup()
-        twin = MpiCollectives(comm, rank=self.rank, size=self.size, traffic=self._traffic)
+        twin = MpiCollectives(comm, rank=self.rank, hosts=self.hosts, traffic=self._traffic)
         return twin, MpiRequest(request, comm)
 
     def free(self) -> None:
@@ -180,7 +177,7 @@ def connect() -> MpiCollectives:
     initialize()
     comm = MPI.COMM_WORLD.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
-    return MpiCollectives(comm, rank=comm.rank, size=comm.size, traffic=Traffic())
+    return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), traffic=Traffic())
 
 
 def initialize() -> None:
@@ -267,6 +264,16 @@ def library() -> Library:
         thread_level=_THREAD_LEVELS[MPI.Query_thread()],
         device=next((said.strip() for key, _, said in lines if key.endswith("Device")), ""),
     )
+
+
+def _hosts_of(comm: MPI.Comm) -> tuple[str, ...]:
+    """The name of each rank's host (collective)."""
+    width = MPI.MAX_PROCESSOR_NAME
+    own = MPI.Get_processor_name().encode(errors="surrogatepass").ljust(width, b"\0")
+    names = bytearray(comm.size * width)
+    comm.Allgather([own, width, MPI.BYTE], [names, width, MPI.BYTE])
+    rows = (bytes(names[start : start + width]) for start in range(0, len(names), width))
+    return tuple(row.rstrip(b"\0").decode(errors="surrogatepass") for row in rows)
 
 
 def _name(buffer: Buffer) -> str:

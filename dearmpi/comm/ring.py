@@ -48,15 +48,39 @@ def num_receives(shard_numel: int, element_size: int, size: int) -> int:
     return min(_MOST_RECEIVES, (size - 1) * num_chunks(shard_numel, element_size))
 
 
+def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
+    """Ranks as they follow each other around a ring, those of a host side by side; ``hosts``: by
+    rank.
+
+    So each link between hosts carries what goes around once, however ranks were dealt out. Where
+    they are numbered host by host it is the order of their numbers.
+    """
+    first: dict[str, int] = {}
+    for rank, host in enumerate(hosts):
+        first.setdefault(host, rank)
+    return tuple(sorted(range(len(hosts)), key=lambda rank: first[hosts[rank]]))
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where a ring runs: this rank's place in it, a tag of its own, and what it competes with."""
+    """Where a ring runs: in what order of ranks, this one at which place of it, under a tag of its
+    own, and what it competes with.
+    """
 
     transport: PointToPoint
-    rank: int
-    size: int
+    order: tuple[int, ...]
+    place: int
     tag: int
     traffic: Traffic
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.order)
+
+    def rank_at(self, place: int) -> int:
+        """The rank at ``place``, counted around the ring."""
+        return self.order[place % len(self.order)]
 
 
 class Ring(Request):
@@ -128,7 +152,7 @@ class Ring(Request):
         num_ready = min(self._num_messages, self._num_chunks + self._num_arrived)
         while self._num_sent < num_ready and self._way.traffic.admits(self) and self._has_room():
             part = self._outgoing(self._num_sent)
-            successor = (self._way.rank + 1) % self._way.size
+            successor = self._way.rank_at(self._way.place + 1)
             self._sends.append(self._way.transport.start_send(part, successor, self._way.tag))
             self._num_sent += 1
         if self._num_sent == self._num_messages:
@@ -136,17 +160,19 @@ class Ring(Request):
 
     def _post_receive(self, number: int) -> None:
         part = self._incoming(number)
-        predecessor = (self._way.rank - 1) % self._way.size
+        predecessor = self._way.rank_at(self._way.place - 1)
         self._receives.append(self._way.transport.start_receive(part, predecessor, self._way.tag))
 
     def _release_sends(self) -> None:
         while self._sends and self._sends[0].test():
             self._sends.popleft()
 
-    def _part(self, first_shard: int, number: int) -> Any:
-        """The elements of message ``number``: its chunk of shard ``first_shard`` less its round."""
+    def _part(self, first_place: int, number: int) -> Any:
+        """The elements of message ``number``: its chunk of the shard of the rank at ``first_place``
+        less its round.
+        """
         rounds, chunk = divmod(number, self._num_chunks)
-        base = (first_shard - rounds) % self._way.size * self._shard_numel
+        base = self._way.rank_at(first_place - rounds) * self._shard_numel
         start = min(chunk * self._chunk_numel, self._shard_numel)
         stop = min(start + self._chunk_numel, self._shard_numel)
         return self._buffer[base + start : base + stop]
@@ -169,7 +195,9 @@ class Ring(Request):
 
 
 class RingAllGather(Ring):
-    """Every rank's shard of ``buffer``, in place: round s passes on shard ``rank - s``."""
+    """Every rank's shard of ``buffer``, in place: round s passes on that of the rank s places
+    before.
+    """
 
     urgency = Urgency.ALL_GATHER
 
@@ -177,10 +205,10 @@ class RingAllGather(Ring):
         super().__init__(way, buffer, element_size=buffer.element_size())
 
     def _outgoing(self, number: int) -> Any:
-        return self._part(self._way.rank, number)
+        return self._part(self._way.place, number)
 
     def _incoming(self, number: int) -> Any:
-        return self._part(self._way.rank - 1, number)
+        return self._part(self._way.place - 1, number)
 
     def _take(self, number: int) -> None:
         """It came in where it belongs."""
@@ -189,12 +217,13 @@ class RingAllGather(Ring):
 class RingReduceScatter(Ring):
     """Sum of ``buffer`` over ranks; complete when this rank's shard holds its part of the sum.
 
-    Round s sends shard ``rank - 1 - s`` and adds the incoming shard ``rank - 2 - s``, chunk by
-    chunk; what is added in one round is what the next one sends, and after P - 1 rounds it is the
-    rank's own shard. ``scratch``: ``num_receives`` buffers of a chunk each, into which receives
-    are posted before what came last is added. ``outgoing``: likewise, into which chunks are copied
-    to be sent; none: they are sent from where they are. Where both are of a narrower dtype, partial
-    sums are rounded once a hop, P - 1 times, and added in the buffer's own.
+    Round s sends the shard of the rank ``s + 1`` places before and adds the incoming one of that
+    ``s + 2`` places before, chunk by chunk; what is added in one round is what the next one sends,
+    and after P - 1 rounds it is the rank's own. ``scratch``: ``num_receives`` buffers of a chunk
+    each, into which receives are posted before what came last is added. ``outgoing``: likewise,
+    into which chunks are copied to be sent; none: they are sent from where they are. Where both
+    are of a narrower dtype, partial sums are rounded once a hop, P - 1 times, and added in the
+    buffer's own.
     """
 
     urgency = Urgency.REDUCE_SCATTER
@@ -208,14 +237,14 @@ class RingReduceScatter(Ring):
         super().__init__(way, buffer, element_size=width)
 
     def _outgoing(self, number: int) -> Any:
-        part = self._part(self._way.rank - 1, number)
+        part = self._part(self._way.place - 1, number)
         if not self._staging:
             return part
         # Sends are taken back in order, so that this one's turn finds its memory free.
         return self._staging[number % len(self._staging)][: part.numel()].copy_(part)
 
     def _incoming(self, number: int) -> Any:
-        numel = self._part(self._way.rank - 2, number).numel()
+        numel = self._part(self._way.place - 2, number).numel()
         return self._scratch[number % len(self._scratch)][:numel]
 
     def _has_room(self) -> bool:
@@ -225,5 +254,5 @@ class RingReduceScatter(Ring):
         return len(self._sends) < len(self._staging)
 
     def _take(self, number: int) -> None:
-        target = self._part(self._way.rank - 2, number)
+        target = self._part(self._way.place - 2, number)
         target.add_(self._scratch[number % len(self._scratch)][: target.numel()])

@@ -46,15 +46,15 @@ class StallLimits:
 
 
 class Watchdog:
-    """One rank's watchdog. ``tend`` runs on the driving thread, the rest on the main thread.
+    """One rank's watchdog. ``tend`` runs on the driving thread, the rest on the main thread."""
 
-    hosts: every rank's host, as soon as it is known.
-    """
-
-    def __init__(self, messenger: Messenger, *, rank: int, size: int, limits: StallLimits) -> None:
-        self.hosts: Sequence[str] = ("an unknown host",) * size
+    def __init__(
+        self, messenger: Messenger, *, rank: int, hosts: Sequence[str], limits: StallLimits
+    ) -> None:
+        """``hosts``: the name of each rank's."""
+        self._hosts = hosts
         self._mail = Mail(messenger, self._complain)
-        self._rank, self._size, self._limits = rank, size, limits
+        self._rank, self._size, self._limits = rank, len(hosts), limits
         self._main = threading.current_thread().ident
         self._backprops = self._steps = self._exchanges = 0
         self._in_exchange = self._left = False
@@ -127,7 +127,7 @@ class Watchdog:
         most_s = self._limits.abort_s + (2 * _ANSWER_S if self._left or self._spared else 0.0)
         if waited_s > most_s and not (self._left and self._is_patient()):
             raise StallError(
-                f"rank {self._rank} on {self.hosts[self._rank]} gave up after waiting "
+                f"rank {self._rank} on {self._hosts[self._rank]} gave up after waiting "
                 f"{waited_s:.0f} s for {self._waiting}\n{self._explain()}"
             )
 
@@ -177,7 +177,7 @@ class Watchdog:
         silent_s = {
             rank: now - self._answered_at[rank] for rank in answers if not self._is_fresh(rank)
         }
-        report = StallReport(self.hosts, {**answers, self._rank: self.status()}, silence, silent_s)
+        report = StallReport(self._hosts, {**answers, self._rank: self.status()}, silence, silent_s)
         title = f"waited {now - self._since:.0f} s for {self._waiting}; the ranks say:"
         return "\n".join([title, *report.lines()])
 
@@ -186,7 +186,7 @@ class Watchdog:
         if not self._spared:
             return self.report()
         judge = self._spared_by
-        return f"rank {judge} on {self.hosts[judge]} has asked all ranks, and reports what they do"
+        return f"rank {judge} on {self._hosts[judge]} has asked all ranks, and reports what they do"
 
     def status(self, stack: tuple[str, ...] | None = None) -> Status:
         """This rank's own. ``stack``: the main thread's, if it was looked at just now."""
@@ -211,7 +211,7 @@ class Watchdog:
 
     def _complain(self, problem: str) -> None:
         last_words.say(
-            f"[rank {self._rank} on {self.hosts[self._rank]}] a message between watchdogs failed: "
+            f"[rank {self._rank} on {self._hosts[self._rank]}] a message between watchdogs failed: "
             f"{problem}; this rank goes on, and asks no other any more what it does. If file "
             "handles have run out, raise ulimit -n"
         )

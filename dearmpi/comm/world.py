@@ -59,20 +59,19 @@ class World:
         self.serves_any_thread = serves_any_thread
         self.rank = collectives.rank
         self.size = collectives.size
-        self.host = collectives.host
+        self.hosts = collectives.hosts
+        self.host = self.hosts[self.rank]
         self.progress = Progress(progress, origin=f"rank {self.rank} on {self.host}")
         self._collectives = collectives
         self._channel = Channel(
             collectives, self.progress.open_lane("control", window=1), self.progress
         )
         self._watchdog = Watchdog(
-            collectives, rank=self.rank, size=self.size, limits=stall_limits or StallLimits()
+            collectives, rank=self.rank, hosts=self.hosts, limits=stall_limits or StallLimits()
         )
         self.progress.watch(self._watchdog)
         self._closed = False
         self._process = os.getpid()
-        self.hosts = tuple(self.all_gather_text(self.host))
-        self._watchdog.hosts = self.hosts
         # Of its own: no exchange of a rank that goes on may take part in it.
         self._farewell = self.open_channel("farewell", window=1)
         self.local_rank = self.hosts[: self.rank].count(self.host)
@@ -289,6 +288,7 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
         )
     except Exception as error:
         if collectives.size > 1:  # nothing else would end the others, who wait for this rank
-            last_words.say(f"[rank {collectives.rank} on {collectives.host}] {error}")
+            host = collectives.hosts[collectives.rank]
+            last_words.say(f"[rank {collectives.rank} on {host}] {error}")
             collectives.abort(error.exit_code if isinstance(error, DearError) else 1)
         raise

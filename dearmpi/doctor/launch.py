@@ -94,10 +94,7 @@ def judge_launch(
     joined: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> Finding:
-    """Whether the ranks that were launched are one world, and those of a host follow each other.
-
-    hosts: each rank's.
-    """
+    """Whether the ranks that were launched are one world; ``hosts``: each rank's."""
     launcher = name_launcher(environment)
     if not joined:
         said = f"{announced_size(environment)} processes were launched by {launcher}, but "
@@ -121,36 +118,7 @@ def judge_launch(
     listed = [f"{host}: {number}" for host, number in counts.items()]
     more = f" and {len(listed) - _MOST_HOSTS} more" if len(listed) > _MOST_HOSTS else ""
     said = f"{ranks} on {len(counts)} hosts ({', '.join(listed[:_MOST_HOSTS])}{more}), {started}"
-    # From rank to rank messages go around, so the last and the first are neighbours too.
-    entries = Counter(host for rank, host in enumerate(hosts) if hosts[rank - 1] != host)
-    host, times = entries.most_common(1)[0]
-    if times == 1:
-        return ok("launch", said)
-    return warn(
-        "launch",
-        f"{said}\nranks of a host do not follow each other: {host} has {_name_some(hosts, host)}. "
-        "Each sends to the next one,\nso the link of that host carries "
-        f"{times} times the bytes that it would carry if they did",
-        cure=f"number the ranks host by host: {_order_ranks(launcher, max(counts.values()))}",
-    )
-
-
-def _name_some(hosts: Sequence[str], host: str, most: int = 4) -> str:
-    """``ranks 0, 2, 4, 6 and 4 more``."""
-    ranks = [str(rank) for rank, other in enumerate(hosts) if other == host]
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"ranks {', '.join(ranks[:most])}{more}"
-
-
-def _order_ranks(launcher: str, num_per_host: int) -> str:
-    """The option of the launcher, or of each that is known."""
-    options = {
-        "mpirun (Hydra)": f"mpirun -ppn {num_per_host}",
-        "mpirun (Open MPI)": "mpirun --map-by slot",
-        "srun": "srun --distribution=block",
-    }
-    hydra, open_mpi, srun = options.values()
-    return options.get(launcher, f"{hydra} (Hydra), {open_mpi} (Open MPI), {srun}")
+    return ok("launch", said)
 
 
 def _match_launcher(library: Library) -> str:

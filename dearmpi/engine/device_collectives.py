@@ -73,7 +73,7 @@ class DeviceCollectives(ABC):
     def __init__(self, collectives: Collectives, side: DeviceSideStream, *, window: int) -> None:
         """``window``: most operations on the network at once."""
         self._collectives = collectives
-        self.rank, self.size, self.host = collectives.rank, collectives.size, collectives.host
+        self.rank, self.size, self.hosts = collectives.rank, collectives.size, collectives.hosts
         self._side, self._device = side, side.device
         self._passage = Passage(window)
         self._driver: CrossingRequest | None = None

@@ -16,7 +16,7 @@ class FakeCollectives:
     """``Collectives`` of one in-process rank on one communicator of its hub: 0 is the world's."""
 
     def __init__(self, hub: FakeHub, rank: int, communicator: int = 0) -> None:
-        self.rank, self.size, self.host = rank, hub.size, hub.hosts[rank]
+        self.rank, self.size, self.hosts = rank, hub.size, hub.hosts
         self._hub, self._communicator = hub, communicator
 
     def start_reduce_scatter(

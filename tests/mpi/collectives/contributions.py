@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ WIDE = [torch.float32, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
 LARGE = 0  # stands for shards that make a little more than 1 MiB together
 SHARDS = [1, 7, 1001, LARGE]
+LIMIT_S = 60.0  # far beyond what any of this takes; reached only by a deadlock
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
@@ -49,3 +51,12 @@ def gather(
     buffer: Buffer, wire_dtype: WireDtype | None = None, algorithm: AllGather = "ring"
 ) -> Callable[[Collectives], Request]:
     return lambda c: c.start_all_gather(buffer, algorithm, wire_dtype=wire_dtype)
+
+
+def complete(requests: Sequence[Request]) -> None:
+    """Poll ``requests`` until all are complete."""
+    deadline = time.monotonic() + LIMIT_S
+    left = list(requests)
+    while left := [request for request in left if not request.test()]:
+        assert time.monotonic() < deadline, "operations did not complete"
+        time.sleep(0)

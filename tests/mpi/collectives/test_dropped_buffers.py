@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
@@ -15,9 +14,7 @@ from torch import Tensor
 from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.config import AllGather
-from tests.mpi.collectives.contributions import ALGORITHMS, contribution, own, total
-
-LIMIT_S = 60.0  # far beyond what any of this takes; reached only by a deadlock
+from tests.mpi.collectives.contributions import ALGORITHMS, complete, contribution, own, total
 
 
 def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Request:
@@ -78,12 +75,3 @@ def test_buffers_that_the_caller_drops_live_until_the_operation_is_complete(
         for number, buffer in kept.items():
             assert_expected(world, buffer, number)
         assert all(bool((owner == 77.0).all()) for owner in owners)
-
-
-def complete(requests: Sequence[Request]) -> None:
-    """Poll ``requests`` until all are complete."""
-    deadline = time.monotonic() + LIMIT_S
-    left = list(requests)
-    while left := [request for request in left if not request.test()]:
-        assert time.monotonic() < deadline, "operations did not complete"
-        time.sleep(0)

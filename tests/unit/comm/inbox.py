@@ -6,6 +6,9 @@ import pytest
 
 from dearmpi.comm.api import Completed, Request
 
+HOSTS = tuple(f"n{rank}" for rank in range(1000))
+"""Of each rank; as many of them as a test has."""
+
 
 class Inbox:
     """Messages to read, and to whom something was sent."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,22 @@ from dearmpi.comm import ring
 from dearmpi.comm.api import Movement, Request
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.lane import Lane, Work
-from dearmpi.comm.ring import RingAllGather, RingReduceScatter, num_chunks, num_receives
+from dearmpi.comm.ring import (
+    RingAllGather,
+    RingReduceScatter,
+    num_chunks,
+    num_receives,
+    ring_order,
+)
 from tests.unit.comm.wires import End, Post, Wires, run, shard, way
 
 
 def start_rings(
-    wires: Wires, inputs: list[Any], tag: int = 1, wire_dtype: torch.dtype | None = None
+    wires: Wires,
+    inputs: list[Any],
+    tag: int = 1,
+    wire_dtype: torch.dtype | None = None,
+    order: Sequence[int] | None = None,
 ) -> list[RingReduceScatter]:
     size, shard_numel = len(inputs), inputs[0].numel() // len(inputs)
     width = inputs[0].element_size() if wire_dtype is None else wire_dtype.itemsize
@@ -33,7 +45,7 @@ def start_rings(
 
     return [
         RingReduceScatter(
-            way(End(wires, rank), size, tag),
+            way(End(wires, rank), size, tag, order=order),
             buffer,
             scratch=scratch(buffer),
             outgoing=() if wire_dtype is None else scratch(buffer),
@@ -61,7 +73,7 @@ def check_sum(size: int, shard_numel: int, chance: random.Random) -> None:
     whole = torch.randint(-50, 50, (size, size * shard_numel), generator=generator).double()
     buffers = list(whole.clone())
     wires = Wires()
-    run(wires, start_rings(wires, buffers), chance)
+    run(wires, start_rings(wires, buffers, order=chance.sample(range(size), size)), chance)
     for rank, buffer in enumerate(buffers):
         assert torch.equal(shard(buffer, rank, size), shard(whole.sum(0), rank, size))
     assert not any(wires.sends.values()) and not any(wires.receives.values())
@@ -129,6 +141,35 @@ def test_any_dtype_that_can_be_added(dtype: torch.dtype) -> None:
     run(wires, start_rings(wires, buffers), random.Random(0))
     for rank, buffer in enumerate(buffers):
         assert torch.equal(shard(buffer, rank, 3), shard(whole.sum(0, dtype=dtype), rank, 3))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "order"),
+    [
+        (("n0", "n0", "n1", "n1"), (0, 1, 2, 3)),
+        (("n0", "n1", "n0", "n1"), (0, 2, 1, 3)),
+        (("n9", "n1", "n1", "n9", "n0", "n1"), (0, 3, 1, 2, 5, 4)),
+        (("n0",) * 3, (0, 1, 2)),
+    ],
+)
+def test_ranks_of_a_host_follow_each_other(hosts: tuple[str, ...], order: tuple[int, ...]) -> None:
+    assert ring_order(hosts) == order
+
+
+def test_a_link_carries_what_goes_around_once_however_ranks_are_dealt_out() -> None:
+    hosts = ("n0", "n1") * 3
+    sent: Counter[tuple[str, str]] = Counter()
+
+    class Counting(End):
+        def start_send(self, buffer: Any, destination: int, tag: int) -> Post:
+            sent[hosts[self.rank], hosts[destination]] += buffer.numel()
+            return super().start_send(buffer, destination, tag)
+
+    wires, order = Wires(), ring_order(hosts)
+    buffers = list(torch.ones(6, 12))
+    ways = [way(Counting(wires, rank), 6, order=order) for rank in range(6)]
+    run(wires, [RingAllGather(*both) for both in zip(ways, buffers, strict=True)], random.Random(0))
+    assert sent["n0", "n1"] == sent["n1", "n0"] == 5 * 2  # P - 1 shards, and not three times that
 
 
 def test_host_buffers() -> None:
@@ -241,10 +282,11 @@ def test_an_all_gather_gives_every_rank_every_shard(
     buffers = [torch.full_like(whole, -1.0) for _ in range(size)]
     for rank, buffer in enumerate(buffers):
         shard(buffer, rank, size).copy_(shard(whole, rank, size))
-    wires = Wires()
+    wires, order = Wires(), chance.sample(range(size), size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "CHUNK_BYTES", chunk_bytes)
-        rings = [RingAllGather(way(End(wires, r), size), b) for r, b in enumerate(buffers)]
+        ways = [way(End(wires, rank), size, order=order) for rank in range(size)]
+        rings = [RingAllGather(*both) for both in zip(ways, buffers, strict=True)]
         run(wires, rings, chance)
     assert all(torch.equal(buffer, whole) for buffer in buffers)
     assert not any(wires.sends.values()) and not any(wires.receives.values())

@@ -61,8 +61,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watchdog, Inbox, 
     """Rank 9 of many, in a wait."""
     clock, inbox = Clock(monkeypatch), Inbox()
     limits = StallLimits(warning_s=5.0, abort_s=60.0)
-    watchdog = Watchdog(inbox, rank=9, size=SIZE, limits=limits)
-    watchdog.hosts = HOSTS
+    watchdog = Watchdog(inbox, rank=9, hosts=HOSTS, limits=limits)
     watchdog.begin_wait("RS0")
     yield watchdog, inbox, clock
 

@@ -13,7 +13,7 @@ from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.errors import StallError
-from tests.unit.comm.inbox import Clock, Inbox
+from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 
 LIMITS = StallLimits(warning_s=5.0, abort_s=60.0)
 FAILED = "a message between watchdogs failed: OSError: [Errno 24] Too many open files"
@@ -55,14 +55,14 @@ def test_a_rank_whose_question_fails_says_so_once_and_asks_no_more(
     messenger: type[Inbox], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock, inbox = Clock(monkeypatch), messenger()
-    watchdog = Watchdog(inbox, rank=0, size=6, limits=LIMITS)
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:6], limits=LIMITS)
     for what in ("RS0", "RS1", "RS2"):  # which all come in the end
         watchdog.begin_wait(what)
         wait(watchdog, clock, 50.0)
         watchdog.end_wait()
     assert inbox.sent in ([1, 2], [1, 2, 3, 4, 5])
     told = capsys.readouterr().err
-    assert told.count(f"[rank 0 on an unknown host] {FAILED}; this rank goes on") == 1
+    assert told.count(f"[rank 0 on n0] {FAILED}; this rank goes on") == 1
     assert "raise ulimit -n" in told
 
 
@@ -72,7 +72,7 @@ def test_a_wait_without_answers_ends_at_its_limit_and_says_why_it_has_none(
     """At the end of a program too: nobody could tell work from a host that is cut off."""
     for has_left in (False, True):
         clock = Clock(monkeypatch)
-        watchdog = Watchdog(Crowded(), rank=0, size=6, limits=LIMITS)
+        watchdog = Watchdog(Crowded(), rank=0, hosts=HOSTS[:6], limits=LIMITS)
         if has_left:
             watchdog.leave()
         watchdog.begin_wait("RS0")
@@ -84,7 +84,7 @@ def test_a_wait_without_answers_ends_at_its_limit_and_says_why_it_has_none(
 
 def test_a_rank_that_cannot_ask_answers_whom_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, inbox = Clock(monkeypatch), Crowded()
-    watchdog = Watchdog(inbox, rank=0, size=6, limits=LIMITS)
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:6], limits=LIMITS)
     inbox.messages += [(rank, b'{"ask": 1}') for rank in (4, 1, 5, 2)]
     clock.now_s += 0.5
     watchdog.tend()
@@ -96,7 +96,7 @@ def test_a_rank_that_cannot_ask_leaves_it_to_any_that_can(
 ) -> None:
     """At the end of a program, where it would give up the ranks that answer the other."""
     clock, inbox = Clock(monkeypatch), Crowded()
-    watchdog = Watchdog(inbox, rank=0, size=6, limits=LIMITS)
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:6], limits=LIMITS)
     watchdog.leave()
     watchdog.begin_wait("the end of the other ranks' programs")
     wait(watchdog, clock, 5.5)
@@ -111,8 +111,8 @@ def test_a_message_that_nobody_understands_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=LIMITS)
-    status = asdict(Watchdog(Inbox(), rank=1, size=2, limits=LIMITS).status())
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:2], limits=LIMITS)
+    status = asdict(Watchdog(Inbox(), rank=1, hosts=HOSTS[:2], limits=LIMITS).status())
     strange = json.dumps({"status": {**status, "mood": "good"}, "to": 1}).encode()
     inbox.messages += [(1, strange), (1, b'{"ask": 1}')]
     clock.now_s += 0.5
@@ -129,7 +129,7 @@ def test_a_rank_without_messages_waits_for_what_comes_all_the_same(
 
     hub, came = FakeHub(1), threading.Event()
     world = World(FakeCollectives(hub, 0))
-    world.progress.watch(Watchdog(Cut(hub, 0), rank=0, size=1, limits=LIMITS))
+    world.progress.watch(Watchdog(Cut(hub, 0), rank=0, hosts=HOSTS[:1], limits=LIMITS))
     threading.Timer(1.0, came.set).start()
     world.progress.wait_until(came.is_set, what="RS0")
     assert world.all_reduce([2.0]) == [2.0]

@@ -11,14 +11,15 @@ import pytest
 from dearmpi.comm.api import Completed, Request
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
-from tests.unit.comm.inbox import Clock, Inbox
+from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 
 LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
+PATIENT = StallLimits(warning_s=5.0, abort_s=60.0)
 
 
 def test_time_in_which_the_job_was_suspended_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:2], limits=PATIENT)
     watchdog.begin_wait("RS0")
     for _ in range(3):  # as a scheduler does that lets several jobs take turns
         clock.now_s += 3600.0
@@ -36,7 +37,7 @@ def test_after_a_suspension_a_dead_rank_is_told_as_soon_as_ever(
 ) -> None:
     """Whichever thread the system lets go on first."""
     clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:2], limits=PATIENT)
     watchdog.begin_wait("RS0")
     watchdog.tend()
     clock.now_s += 3600.0
@@ -48,13 +49,13 @@ def test_after_a_suspension_a_dead_rank_is_told_as_soon_as_ever(
         clock.now_s += 0.5
         watchdog.tend()
         watchdog.check_wait()
-    assert inbox.sent and "rank 1 on an unknown host: does not answer" in capsys.readouterr().err
+    assert inbox.sent and "rank 1 on n1: does not answer" in capsys.readouterr().err
 
 
 def test_a_rank_at_its_end_outlives_a_suspension_too(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
-    other = Watchdog(Inbox(), rank=1, size=2, limits=LIMITS)
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:2], limits=PATIENT)
+    other = Watchdog(Inbox(), rank=1, hosts=HOSTS[:2], limits=LIMITS)
     answer = (1, json.dumps({"status": asdict(other.status()), "to": 1}).encode())
     watchdog.leave()
     watchdog.begin_wait("the end of the other ranks' programs")
@@ -72,8 +73,8 @@ def test_an_answer_to_a_question_of_an_earlier_wait_is_none(
 ) -> None:
     """The ranks may have gone on since, and what was hopeless would be so no more."""
     clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
-    other = Watchdog(Inbox(), rank=1, size=2, limits=LIMITS)
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:2], limits=PATIENT)
+    other = Watchdog(Inbox(), rank=1, hosts=HOSTS[:2], limits=LIMITS)
     other.leave()
     late = json.dumps({"status": asdict(other.status()), "to": 1}).encode()
     with watchdog.exchange():
@@ -99,9 +100,9 @@ def test_an_answer_of_long_ago_is_told_as_such(
 ) -> None:
     """The host of a rank that was slow may be cut off a minute later."""
     clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=0, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:2], limits=PATIENT)
     watchdog.begin_wait("RS0")
-    other = Watchdog(Inbox(), rank=1, size=2, limits=LIMITS)
+    other = Watchdog(Inbox(), rank=1, hosts=HOSTS[:2], limits=LIMITS)
     with pytest.raises(StallError) as caught:
         for _ in range(200):
             clock.now_s += 0.5
@@ -119,7 +120,7 @@ def test_an_answer_of_long_ago_is_told_as_such(
 def test_the_questions_of_many_ranks_are_answered_at_once() -> None:
     """They come together where all wait for one, and who is late is called stopped."""
     inbox = Inbox(*((rank, b'{"ask": 1}') for rank in range(1, 1000)))
-    Watchdog(inbox, rank=0, size=1000, limits=LIMITS).tend()
+    Watchdog(inbox, rank=0, hosts=HOSTS[:1000], limits=LIMITS).tend()
     assert inbox.sent == list(range(1, 1000))
 
 
@@ -142,7 +143,7 @@ class Shy:
 def test_a_question_behind_other_messages_is_answered_at_once() -> None:
     """A rank that computes looks for questions rarely; MPI may need several looks to find one."""
     messenger = Shy()
-    Watchdog(messenger, rank=0, size=2, limits=LIMITS).tend()
+    Watchdog(messenger, rank=0, hosts=HOSTS[:2], limits=LIMITS).tend()
     assert messenger.answers == [1]
 
 
@@ -152,7 +153,7 @@ def test_who_is_asked_by_a_lower_rank_leaves_questions_and_report_to_it(
     """At the end of a program too: else all ranks would ask all others as long as one works."""
     for has_left in (False, True):
         clock, inbox = Clock(monkeypatch), Inbox()
-        watchdog = Watchdog(inbox, rank=2, size=3, limits=StallLimits(warning_s=5.0, abort_s=60.0))
+        watchdog = Watchdog(inbox, rank=2, hosts=HOSTS[:3], limits=PATIENT)
         if has_left:
             watchdog.leave()
         watchdog.begin_wait("RS0")
@@ -172,8 +173,8 @@ def test_who_is_asked_no_more_asks(
 ) -> None:
     """The other rank's wait is over, or its host cut off; this one's may have become hopeless."""
     clock, inbox = Clock(monkeypatch), Inbox()
-    watchdog = Watchdog(inbox, rank=1, size=2, limits=StallLimits(warning_s=5.0, abort_s=60.0))
-    other = Watchdog(Inbox(), rank=0, size=2, limits=LIMITS)
+    watchdog = Watchdog(inbox, rank=1, hosts=HOSTS[:2], limits=PATIENT)
+    other = Watchdog(Inbox(), rank=0, hosts=HOSTS[:2], limits=LIMITS)
     other.leave()
     answer = json.dumps({"status": asdict(other.status()), "to": 1}).encode()
     with watchdog.exchange():
@@ -193,7 +194,7 @@ def test_who_is_asked_no_more_asks(
 
 def test_a_rank_that_has_ended_is_a_single_line() -> None:
     """Of hundreds that wait for one, frames of this package would hide the one that counts."""
-    watchdog = Watchdog(Inbox(), rank=0, size=1, limits=LIMITS)
+    watchdog = Watchdog(Inbox(), rank=0, hosts=HOSTS[:1], limits=LIMITS)
     assert __file__ in str(watchdog.status().stack)
     watchdog.leave()
     assert len(watchdog.report().splitlines()) == 2, watchdog.report()

@@ -10,7 +10,7 @@ import pytest
 from dearmpi.comm.api import Completed, Request
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
-from tests.unit.comm.inbox import Clock, Inbox
+from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 
 LIMITS = StallLimits(warning_s=5.0, abort_s=60.0)
 QUESTION = b'{"ask": 1, "left": true}'
@@ -22,8 +22,8 @@ class Ended:
     def __init__(self, clock: Clock) -> None:
         self.inbox = Inbox()
         self._clock = clock
-        self._watchdog = Watchdog(self.inbox, rank=1, size=3, limits=LIMITS)
-        self._status = asdict(Watchdog(Inbox(), rank=2, size=3, limits=LIMITS).status())
+        self._watchdog = Watchdog(self.inbox, rank=1, hosts=HOSTS[:3], limits=LIMITS)
+        self._status = asdict(Watchdog(Inbox(), rank=2, hosts=HOSTS[:3], limits=LIMITS).status())
         self._watchdog.leave()
         self._watchdog.begin_wait("the end of the other ranks' programs")
         self._num_asked = 0
@@ -90,9 +90,9 @@ def test_of_hundreds_that_begin_to_wait_together_few_ask(
     has_left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor do all that are left, when the host of the one that has asked is cut off."""
-    clock, size, inboxes = Clock(monkeypatch), 128, list[Linked]()
-    inboxes += [Linked(rank, inboxes) for rank in range(size)]
-    watchdogs = [Watchdog(box, rank=i, size=size, limits=LIMITS) for i, box in enumerate(inboxes)]
+    clock, hosts, inboxes = Clock(monkeypatch), HOSTS[:128], list[Linked]()
+    inboxes += [Linked(rank, inboxes) for rank in range(len(hosts))]
+    watchdogs = [Watchdog(box, rank=i, hosts=hosts, limits=LIMITS) for i, box in enumerate(inboxes)]
     for watchdog in watchdogs:
         if has_left:
             watchdog.leave()
@@ -106,6 +106,7 @@ def test_of_hundreds_that_begin_to_wait_together_few_ask(
                 watchdog.tend()
         return sum(inbox.num_questions for inbox in inboxes) - before
 
+    size = len(hosts)
     assert count_questions(8.0) == size - 1
     assert size - 1 <= count_questions(12.0, num_cut_off=8) <= 8 * 2 * (size - 1)
 
@@ -122,7 +123,7 @@ def test_a_thousand_questions_at_once_take_one_look_at_the_stack(
 
     monkeypatch.setattr("dearmpi.comm.watchdog.stack_of", look)
     inbox = Inbox(*((rank, QUESTION) for rank in range(1, 1000)))
-    watchdog = Watchdog(inbox, rank=0, size=1000, limits=LIMITS)
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:1000], limits=LIMITS)
     watchdog.tend()
     assert inbox.sent == list(range(1, 1000)) and len(looks) == 1
 
@@ -131,5 +132,5 @@ def test_answers_do_not_look_at_source_files(monkeypatch: pytest.MonkeyPatch) ->
     """They may lie on a disk that does not answer, which is what is to be told."""
     looked_at: list[object] = []
     monkeypatch.setattr("linecache.checkcache", looked_at.append)
-    stack = Watchdog(Inbox(), rank=0, size=1, limits=LIMITS).status().stack
+    stack = Watchdog(Inbox(), rank=0, hosts=HOSTS[:1], limits=LIMITS).status().stack
     assert __file__ in stack[-1] and not looked_at

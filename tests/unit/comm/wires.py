@@ -62,8 +62,16 @@ class End:
         return post
 
 
-def way(end: End, size: int, tag: int = 1, traffic: Traffic | None = None) -> Way:
-    return Way(end, rank=end.rank, size=size, tag=tag, traffic=traffic or Traffic())
+def way(
+    end: End,
+    size: int,
+    tag: int = 1,
+    traffic: Traffic | None = None,
+    order: Sequence[int] | None = None,
+) -> Way:
+    """``order``: as ranks follow each other; by default that of their numbers."""
+    ranks = tuple(range(size) if order is None else order)
+    return Way(end, ranks, ranks.index(end.rank), tag=tag, traffic=traffic or Traffic())
 
 
 def run(wires: Wires, rings: Sequence[Ring], chance: random.Random) -> None:
