@@ -135,10 +135,13 @@ class BucketRuntime:
         """Copy what has been taken into the buffer: small ones in one call, which is one of a
         device too, but uses little of it for a large one.
         """
+        if not self._held:
+            return
         held, self._held = self._held, []
+        places = self.gradients.views
         views, grads = [], []
         for slot, grad in held:
-            view = self.gradients.views[slot]
+            view = places[slot]
             if grad.nbytes >= _COPIED_BYTES:
                 view.copy_(grad)  # nothing, where ``no_sync`` has kept it there
             elif grad is not view:

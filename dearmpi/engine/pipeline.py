@@ -7,7 +7,6 @@ its state: reduced, updated and gathered (or gathered and updated), and then cur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from dearmpi.comm.api import Collectives, Completed, Request
@@ -92,8 +91,8 @@ class Pipeline:
         self.side.follow()  # options may be tensors
         if self._replicas is not None:
             self._replicas.begin()
-        order, gathers = self.schedule.with_last(self.late.find())
-        self.cycle = replace(cycle, reduce_scatters=order, all_gathers=gathers)
+        cycle.reduce_scatters, cycle.all_gathers = self.schedule.with_last(self.late.find())
+        self.cycle = cycle
 
     def launch(self, bucket: BucketRuntime) -> None:
         """Submit the reduce-scatter of a READY bucket."""

@@ -32,6 +32,7 @@ from dearmpi.train.rank_times import TimesExchange
 from dearmpi.train.saving import Saver, synchronize
 from dearmpi.train.stepping import StepResult, coming_batches, take_step
 from dearmpi.train.tally import StepTotal, Tally
+from dearmpi.train.timetable import Due, Timetable
 
 MOST_SKIPS = 100  # in a row: then nothing is learned any more, and somebody should look
 
@@ -59,6 +60,7 @@ class Trainer:
         check_own: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._listener, self._stop_asked = job, listener, stop_asked
+        self._timetable = Timetable.of(job)
         self._tally = Tally(job.world)
         self._times = TimesExchange(job.world)
         self._meter = Meter()
@@ -80,7 +82,7 @@ class Trainer:
         """
         self._job.loading.expect(coming_batches(self._job))
         try:
-            while self._step < self._job.total_steps and not self._stopping:
+            while not (self._stopping or self._due.end):
                 self._take_turn()
             self._finish()
         except Exception as error:
@@ -97,14 +99,14 @@ class Trainer:
 
     def _take_turn(self) -> None:
         self._take_step()
-        if self._save_due():
+        if self._due.save:
             self._save()
-        if self._at_end() or self._evaluation_due():
+        if self._due.end or self._due.evaluation:
             self._saver.finish()
-        if self._row_due():
+        if self._due.row:
             self._read_all_totals()
             if not self._stopping:  # what is due then comes at the end
-                self._measure(evaluate=self._evaluation_due())
+                self._measure(evaluate=self._due.evaluation)
 
     def _take_step(self) -> None:
         """Phases 1 and 2."""
@@ -129,7 +131,7 @@ class Trainer:
         sums.waited_s = self._job.world.progress.waited_s - waited_s
         sums.data_s = self._last.data_s
         self._meter.add(sums)
-        if self._row_due():
+        if self._due.row:
             self._times.share(self._meter.tell())
         self._listener.stepped(self._step)
 
@@ -176,24 +178,9 @@ class Trainer:
             "--max-grad-norm, or leave out such steps with --on-nan skip"
         )
 
-    def _at_end(self) -> bool:
-        return self._step >= self._job.total_steps
-
-    def _row_due(self) -> bool:
-        due = self._step % self._job.settings.log_interval == 0
-        return due or self._evaluation_due() or self._at_end()
-
-    def _evaluation_due(self) -> bool:
-        if self._job.evaluator is None:
-            return False
-        interval = self._job.settings.eval_interval
-        if interval is None:
-            interval = self._job.batches.steps_per_epoch
-        return self._at_end() or (interval > 0 and self._step % interval == 0)
-
-    def _save_due(self) -> bool:
-        interval = self._job.settings.checkpoint_interval
-        return self._at_end() or (interval > 0 and self._step % interval == 0)
+    @property
+    def _due(self) -> Due:
+        return self._timetable.after(self._step)
 
     def _measure(self, *, evaluate: bool) -> None:
         """Phase 4, once the totals of all steps are read."""
@@ -211,7 +198,7 @@ class Trainer:
         """None where a rank was asked to stop meanwhile; the last evaluation goes to its end."""
         assert self._job.evaluator is not None
         self._catch_up()
-        stop_asked = (lambda: False) if self._at_end() else self._stop_asked
+        stop_asked = (lambda: False) if self._due.end else self._stop_asked
         found = self._job.evaluator.run(self._job.world, stop_asked=stop_asked)
         self._evaluation = found or self._evaluation
         self._stopping = self._stopping or found is None
@@ -257,8 +244,8 @@ class Trainer:
             self._save()
         self._saver.finish()
         if self._step > self._row_step:
-            self._measure(evaluate=self._at_end() and self._evaluation_due())
-        elif self._evaluation is None and self._evaluation_due() and not self._stopping:
+            self._measure(evaluate=self._due.end and self._due.evaluation)
+        elif self._evaluation is None and self._due.evaluation and not self._stopping:
             self._evaluate_again()
 
     def _evaluate_again(self) -> None:
@@ -282,7 +269,7 @@ class Trainer:
         exposed_s, busy_s = self._job.world.all_reduce([steady.exposed_s, steady.communication_s])
         return Outcome(
             step=self._step,
-            stopped=not self._at_end(),
+            stopped=not self._due.end,
             first_loss=self._first_loss,
             last_loss=self._last_loss,
             evaluation=self._evaluation,
