@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dearmpi.comm.api import Movement, Request
+from dearmpi.errors import CommError
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +48,9 @@ class Lane:
             work.request = work.start()
             movement = Movement.OPERATION
         for work in list(self.in_flight):
-            assert work.request is not None
             self.current = work
+            if work.request is None:
+                raise CommError("it was interrupted while it was being posted")
             if work.request.test():
                 self.in_flight.remove(work)
                 work.finish()

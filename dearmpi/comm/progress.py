@@ -54,6 +54,7 @@ class Progress:
         self._submitted = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)
         self._driving = threading.RLock()
+        self._driver: int | None = None  # the thread that drives lanes at this moment
         self._failure: CommError | None = None
         self._closing = False
         self._awaited: list[Callable[[], bool]] = []
@@ -92,9 +93,14 @@ class Progress:
         with self._lock:
             self._lanes = [other for other in self._lanes if other is not lane]
 
+    def is_driver(self) -> bool:
+        """Whether the calling thread drives lanes: it is called by something of theirs."""
+        return self._driver == threading.get_ident()
+
     def submit(self, lane: Lane, work: Work) -> None:
         """Queue ``work`` behind what ``lane`` already has."""
         self.raise_failure()
+        self._refuse_fork(work.label)  # the lock may be held in it, by nobody
         with self._lock:
             lane.queue.append(work)
             self._num_submitted += 1
@@ -105,7 +111,7 @@ class Progress:
 
         Nor is there in a fork: what is under way is its parent's.
         """
-        if self.mode == "poll" and os.getpid() == self._process:
+        if self.mode == "poll" and os.getpid() == self._process and not self.is_driver():
             self._advance()
             self.raise_failure()
 
@@ -117,11 +123,12 @@ class Progress:
         """
         if ready():
             return
-        if os.getpid() != self._process:
+        self._refuse_fork(what)
+        if self.is_driver():
             raise CommError(
-                f"a process that was forked from {self._origin} waits for {what}, but nothing "
-                "drives communication in a fork; call optimizer.synchronize() before you fork, and "
-                "train in processes that are started anew"
+                f"{self._origin} waits for {what} on the thread that brings it about, which would "
+                "take for ever: the step of an optimizer runs there, and must not read parameters "
+                "through the model; have it read those of its param groups"
             )
         watchdog, began_s = self._watchdog, time.perf_counter()
         if watchdog is not None:
@@ -211,20 +218,34 @@ class Progress:
         with self._driving, self.around():
             if self._failure is not None:
                 return Movement.NONE
-            for lane in self._lanes:
-                if not (lane.queue or lane.in_flight):
-                    continue
-                try:
-                    movement = max(movement, lane.advance())
-                except BaseException as error:
-                    if not self._keeps(error):
-                        raise
-                    label = lane.current.label if lane.current else "an operation"
-                    self._fail(f"{label} ({lane.name} lane)", error)
-                    return Movement.NONE
-            if self._watchdog is not None:
-                self._watchdog.tend()
+            self._driver = threading.get_ident()
+            try:
+                for lane in self._lanes:
+                    if lane.queue or lane.in_flight:
+                        movement = max(movement, self._advance_lane(lane))
+                if self._watchdog is not None:
+                    self._watchdog.tend()
+            finally:
+                self._driver = None
         return movement
+
+    def _advance_lane(self, lane: Lane) -> Movement:
+        try:
+            return lane.advance()
+        except BaseException as error:
+            if not self._keeps(error):
+                raise
+            label = lane.current.label if lane.current else "an operation"
+            self._fail(f"{label} ({lane.name} lane)", error)
+            return Movement.NONE
+
+    def _refuse_fork(self, what: str) -> None:
+        if os.getpid() != self._process:
+            raise CommError(
+                f"a process that was forked from {self._origin} waits for {what}, but nothing "
+                "drives communication in a fork; call optimizer.synchronize() before you fork, and "
+                "train in processes that are started anew"
+            )
 
     def _keeps(self, error: BaseException) -> bool:
         """Whether ``error`` is for those who wait, and not for who polls.
@@ -245,7 +266,13 @@ class Progress:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        yield_to_computation()
+        try:
+            yield_to_computation()
+            self._drive()
+        except BaseException as error:  # beside the lanes: who waits would wait for ever
+            self._fail("driving communication", error)
+
+    def _drive(self) -> None:
         backoff = Backoff()
         while not self._closing and self._failure is None:
             movement = self._advance()

@@ -217,6 +217,7 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
         grad_ready=engine.backprop.grad_ready,
         end_backprop=engine.backprop.end,
         polls=engine.waiting.polls,
+        is_driver=engine.waiting.is_driver,
     )
 
 

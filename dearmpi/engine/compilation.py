@@ -57,10 +57,18 @@ class CompilationWatch:
     another of the same class, without a word to anybody.
     """
 
-    def __init__(self, buckets: Iterable[BucketRuntime], synchronize: Callable[[], None]) -> None:
-        """``synchronize`` is called before torch begins to compile."""
+    def __init__(
+        self,
+        buckets: Iterable[BucketRuntime],
+        synchronize: Callable[[], None],
+        *,
+        is_driver: Callable[[], bool],
+    ) -> None:
+        """``synchronize`` is called before torch begins to compile. ``is_driver``: whether the
+        calling thread drives communication.
+        """
         self._buckets = tuple(buckets)
-        self._synchronize = synchronize
+        self._synchronize, self._is_driver = synchronize, is_driver
         self._callback = _call_weakly(self._compiling)
         callback_handler.register_start_callback(self._callback)
         if convert_frame.FRAME_COUNTER > 0:
@@ -72,6 +80,8 @@ class CompilationWatch:
             callback_handler.remove_start_callback(self._callback)
 
     def _compiling(self, event: CallbackArgs) -> None:
+        if self._is_driver():  # the arithmetic of an optimizer, on the tensors that it is given
+            return
         self._mark()
         # The code of a backprop is compiled when it is first needed, without being traced. It
         # reads no parameter that is updated before its gradient is there; and a wait might be for

@@ -108,15 +108,20 @@ class ModelHooks:
         grad_ready: GradientEvent,
         end_backprop: Callable[[], None],
         polls: bool,
+        is_driver: Callable[[], bool],
     ) -> None:
-        """``polls``: ``pre_forward`` is to be called where nobody has to wait, too."""
+        """``polls``: ``pre_forward`` is to be called where nobody has to wait, too. ``is_driver``:
+        as in ``CompilationWatch``.
+        """
         backprops = _Backprops(begin_backprop, end_backprop)
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
         self._watched: list[tuple[nn.Module, str]] = []
         buckets = tuple(dict.fromkeys(bucket for bucket, _ in places.values()))
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
-        self._compilation = CompilationWatch(buckets, partial(pre_forward, buckets))
+        self._compilation = CompilationWatch(
+            buckets, partial(pre_forward, buckets), is_driver=is_driver
+        )
         for param, place in places.items():
             if param.is_floating_point() or param.is_complex():  # integers have no gradients
                 self._watch_gradient(param, *_translate_gradient(place, backprops, grad_ready))

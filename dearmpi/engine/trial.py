@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dearmpi.engine.update import clone, read_options, step_on
+from dearmpi.engine.update import Options, clone, read_options, step_on
 
 _LEAST_RATE = 1e-2  # of trial steps: a schedule may begin at 0, where any two steps are alike
 _SCALES = (1.0, 1e-3, 1e3)  # of made-up gradients: an optimizer may clip those beyond a threshold
@@ -47,7 +47,7 @@ class TrialBucket:
     def train(self, optimizer: Optimizer, gradient: float) -> None:
         """A step with the options of the first group, where every ``gradient`` is the same."""
         self.fill(torch.full_like(self.values, gradient))
-        step_on(optimizer, read_options(optimizer), {0: self.members})
+        step_uncompiled(optimizer, read_options(optimizer), {0: self.members})
 
     def is_moved(self) -> bool:
         """Whether a member has other memory than it was given."""
@@ -57,6 +57,16 @@ class TrialBucket:
     def _cut(self, buffer: Tensor) -> list[Tensor]:
         pieces = buffer.split(self._lengths)
         return [piece.view(self._shape or piece.shape).detach() for piece in pieces]
+
+
+def step_uncompiled(
+    optimizer: Optimizer, options: Options, members: Mapping[int, Sequence[Tensor]]
+) -> None:
+    """``step_on``, with arithmetic that is under ``torch.compile`` as it is: the shapes of trials
+    would use up the recompilations that torch allows a function.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        step_on(optimizer, options, members)
 
 
 def device_of_optimizer(optimizer: Optimizer) -> torch.device:
@@ -117,7 +127,7 @@ def try_steps(
         for gradient in gradients:
             bucket.fill(gradient, anew=anew)
             for twin, group in zip(clones, groups, strict=True):
-                step_on(twin, [lively(options)], {0: group})
+                step_uncompiled(twin, [lively(options)], {0: group})
         rows.append(bucket.values.float())
     return torch.stack(rows)
 

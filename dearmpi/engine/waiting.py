@@ -20,6 +20,7 @@ class Waiting:
         self._progress, self._pipeline = progress, pipeline
         self._side = pipeline.side
         self.polls = progress.mode == "poll"
+        self.is_driver = progress.is_driver
 
     def until(self, ready: Callable[[], bool], what: str) -> None:
         """Until ``ready()``; ``what`` names it for people."""

@@ -238,6 +238,47 @@ def test_a_compiled_function_that_runs_a_backward_or_steps(
     assert_same_on_both_sides(script, world, gather=gather)
 
 
+class CompiledDescent(torch.optim.Optimizer):
+    """Its arithmetic is compiled, as that of many an optimizer is, and anew for every rate."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.descend = torch.compile(_descend, backend="eager", dynamic=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.descend(param, param.grad, group["lr"])
+
+
+def _descend(param: Tensor, grad: Tensor, lr: float) -> None:
+    param.add_(grad, alpha=-lr)
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_optimizer_whose_arithmetic_is_compiled(gather: str, world: World) -> None:
+    """It is compiled where updates run, which must not wait for parameters there; and no later step
+    waits for its gathers.
+    """
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()  # what the other side has compiled
+        model = layers()
+        optimizer = side.wrap(CompiledDescent(model.parameters(), lr=0.1), model)
+        for step in range(NUM_STEPS):
+            optimizer.param_groups[0]["lr"] *= 0.7
+            optimizer.zero_grad()
+            side.loss(model, step).backward()
+            optimizer.step()
+        if side.is_distributed and side.size > 1:
+            assert not any(bucket.compiled for bucket in optimizer._assembly.engine._buckets)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
 @pytest.mark.ranks(2, 3)
 def test_the_engine_causes_no_recompilation(gather: str, world: World) -> None:
     """A whole graph, once: nothing of the engine is traced or guarded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
@@ -125,6 +126,62 @@ def test_errors_of_users_keep_their_words(progress: Progress) -> None:
     progress.submit(lane, Work("RS7", start, do_nothing))
     with pytest.raises(CommError, match="failed: choose 'ring'$"):
         progress.wait_until(lambda: False, what="never")
+
+
+def test_a_wait_of_what_drives_is_an_error_and_not_for_ever(progress: Progress) -> None:
+    """As where the step of an optimizer reads a parameter that is under way."""
+    lane = progress.open_lane("update", window=1)
+
+    def read() -> None:
+        progress.wait_until(lambda: False, what="the parameters of bucket 2")
+
+    progress.submit(lane, Work("update of bucket 3", Completed, read))
+    said = "update of bucket 3.*waits for the parameters of bucket 2.*must not read parameters"
+    with pytest.raises(CommError, match=said):
+        progress.wait_until(lambda: False, what="never")
+
+
+def test_what_drives_does_not_poll_in_turn() -> None:
+    """An update that polls, as by a model's hook, would begin others in its midst."""
+    progress, seen = Progress("poll", origin="rank 3 on n7"), list[str]()
+    lane = progress.open_lane("update", window=2)
+
+    def update(number: int) -> None:
+        seen.append(f"begin {number}")
+        progress.poll()
+        seen.append(f"end {number}")
+
+    for number in range(2):
+        progress.submit(lane, Work(f"update of {number}", Completed, partial(update, number)))
+    progress.wait_until(lambda: len(seen) == 4, what="both")
+    assert seen == ["begin 0", "end 0", "begin 1", "end 1"]
+    progress.close()
+
+
+def test_a_failure_beside_the_operations_reaches_the_waiter(threaded: Progress) -> None:
+    """The thread that drives would end by it, and everybody wait for ever."""
+
+    def around() -> AbstractContextManager[object]:
+        raise OSError("the device is gone")
+
+    threaded.around = around
+    threaded.submit(threaded.open_lane("rs", window=1), gated("RS0", Gate(), []))
+    with pytest.raises(CommError, match="rank 3 on n7: driving .* failed: .*the device is gone"):
+        threaded.wait_until(lambda: False, what="RS0")
+
+
+def test_an_operation_that_was_interrupted_while_it_began_is_named_afterwards() -> None:
+    progress = Progress("poll", origin="rank 3 on n7")
+
+    def interrupted() -> Request:
+        raise KeyboardInterrupt
+
+    progress.submit(progress.open_lane("rs", window=1), Work("RS7", interrupted, do_nothing))
+    with pytest.raises(KeyboardInterrupt):
+        progress.poll()
+    with pytest.raises(CommError, match="RS7 .*: it was interrupted while it was being posted"):
+        progress.wait_until(lambda: False, what="never")
+    progress.close()
 
 
 @pytest.mark.parametrize("mode", MODES)

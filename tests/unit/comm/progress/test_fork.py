@@ -49,6 +49,23 @@ def test_a_fork_does_not_wait_for_what_its_parent_drives(mode: ProgressMode) -> 
     assert "forked from rank 0 on here waits for RS0" in text and "synchronize()" in text
 
 
+def test_a_fork_that_submits_does_not_wait_for_a_lock_that_nobody_there_has() -> None:
+    progress = Progress("poll", origin="rank 0 on here")
+    lane = progress.open_lane("rs", window=1)
+
+    def submit() -> str:
+        try:
+            progress.submit(lane, Work("RS0", Gate, do_nothing))
+        except CommError as error:
+            return str(error)
+        return "submitted"
+
+    with progress._lock:  # as the thread that drives may have it at the fork
+        text = in_a_fork(submit)
+    assert "forked from rank 0 on here waits for RS0" in text
+    progress.close()
+
+
 def test_a_fork_that_polls_drives_nothing() -> None:
     """As one does that only evaluates a model: its hooks poll, over its parent's connections."""
     progress, started = Progress("poll", origin="rank 0 on here"), []
