@@ -88,11 +88,13 @@ class LoadingAhead:
         # By whether they are held out.
         self._coming: dict[bool, Iterator[Wanted]] = {False: iter(()), True: iter(())}
         self._ahead: dict[bool, deque[tuple[Wanted, Future[Any]]]] = {False: deque(), True: deque()}
+        context = get_context("forkserver")
+        self._heard, self._end = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(
             num_workers,
-            get_context("forkserver"),
+            context,
             initializer=_begin,
-            initargs=(name, _pack(task, num_workers)),
+            initargs=(name, _pack(task, num_workers), self._heard),
         )
         with _kept_from_signals():
             forkserver.set_forkserver_preload([__name__])
@@ -117,7 +119,8 @@ class LoadingAhead:
         return self._await(batch)
 
     def close(self) -> None:
-        """Without waiting for what is under way."""
+        """Without waiting for what is under way: the processes end in its midst."""
+        self._end.send_bytes(b"end")
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _go_on(self, held_out: bool) -> None:
@@ -193,19 +196,21 @@ def _kept_from_signals() -> Iterator[None]:
 _served: Task | None = None
 
 
-def _begin(name: str, packed: bytes) -> None:
+def _begin(name: str, packed: bytes, heard: connection.Connection) -> None:
     global _served
-    threading.Thread(target=_end_with_rank, daemon=True).start()
+    threading.Thread(target=_end_when_told, args=(heard,), daemon=True).start()
     torch.set_num_threads(1)
     prepare_to_load(name)
     _served = torch.load(io.BytesIO(packed), weights_only=False)
 
 
-def _end_with_rank() -> None:
-    """Also where that is killed: nobody else would end this process."""
+def _end_when_told(heard: connection.Connection) -> None:
+    """Or when the rank has ended, however: nobody else would end this process, which is deaf to
+    signals, at whatever it is. All processes listen to one pipe, so nobody reads.
+    """
     rank = parent_process()
     assert rank is not None
-    connection.wait([rank.sentinel])
+    connection.wait([rank.sentinel, heard])
     os._exit(1)
 
 

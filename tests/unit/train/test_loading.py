@@ -265,10 +265,10 @@ def is_running(process: int) -> bool:
     return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_they_live_as_long_as_their_rank_whatever_the_job_is_told(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    process = subprocess.run(
+def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "rank.py"
+    script.write_text(text)
+    return subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
@@ -277,6 +277,10 @@ def test_they_live_as_long_as_their_rank_whatever_the_job_is_told(tmp_path: Path
         check=False,
         start_new_session=True,
     )
+
+
+def test_they_live_as_long_as_their_rank_whatever_the_job_is_told(tmp_path: Path) -> None:
+    process = run_script(tmp_path, RANK)
     assert process.returncode == -signal.SIGKILL, process.stderr
     workers = {int(word) for word in process.stdout.split()}
     assert len(process.stdout.split()) == 12 and len(workers) == 2
@@ -284,3 +288,39 @@ def test_they_live_as_long_as_their_rank_whatever_the_job_is_told(tmp_path: Path
     while any(map(is_running, workers)):
         assert time.monotonic() < until_s, f"{workers} outlive their rank"
         time.sleep(0.05)
+
+
+class Endless(Deadly):
+    """Samples from 6 on take an hour: a file server does not answer."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= 6:
+            time.sleep(3600)
+        return super().__getitem__(index)
+
+
+LAST = """
+from dearmpi.errors import DataError
+from dearmpi.train.loading import LoadingAhead, Wanted
+from tests.unit.train.test_loading import Endless, task_over
+
+if __name__ == "__main__":
+    loading = LoadingAhead(task_over(Endless()), name="squares", num_workers=2)
+    loading.load(Wanted((0,)))
+    loading.expect(Wanted((sample,)) for sample in SAMPLES)
+    try:
+        if 5 in SAMPLES:
+            loading.load(Wanted((5,)))
+    except DataError:
+        print("a process has ended")
+    loading.close()
+"""
+
+
+@pytest.mark.parametrize(("samples", "said"), [((6, 7), ""), ((6, 5), "a process has ended\n")])
+def test_at_the_end_of_a_run_nobody_waits_for_what_is_loaded(
+    tmp_path: Path, samples: tuple[int, int], said: str
+) -> None:
+    """Nor where another one of the processes was killed."""
+    process = run_script(tmp_path, LAST.replace("SAMPLES", str(samples)))
+    assert (process.returncode, process.stdout) == (0, said), process.stderr
