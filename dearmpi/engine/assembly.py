@@ -13,7 +13,7 @@ from dearmpi.comm.halves import Halves
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.alone import AloneEngine
-from dearmpi.engine.blueprint import Blueprint, draw_blueprint
+from dearmpi.engine.blueprint import Blueprint
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.buffers import Arena
 from dearmpi.engine.check import Checks, steps_between_checks
@@ -26,15 +26,8 @@ from dearmpi.engine.host_shard import HostMemory, HostShard
 from dearmpi.engine.master import HALVES, MasterRule
 from dearmpi.engine.memory import give_back_freed
 from dearmpi.engine.options import OptionReader
-from dearmpi.engine.piecewise import require_elementwise
 from dearmpi.engine.pipeline import Pipeline
-from dearmpi.engine.probe import (
-    host_twin,
-    require_copied_gradients,
-    require_separable,
-    require_steady,
-    resident_scalars,
-)
+from dearmpi.engine.probe import resident_scalars
 from dearmpi.engine.replicas import Replicas
 from dearmpi.engine.shard import ResidentShard, Shard
 from dearmpi.engine.shard_update import ShardUpdate
@@ -43,7 +36,6 @@ from dearmpi.engine.spans import Spans
 from dearmpi.engine.updates import Updates, shards_of
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.plan.layout import BucketLayout
-from dearmpi.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,27 +89,21 @@ def do_nothing() -> None:
 
 
 def assemble(
+    blueprint: Blueprint,
     optimizer: Optimizer,
     model: nn.Module,
     *,
     world: World,
-    config: EngineConfig,
     spans: Spans,
-    plan: Plan | None = None,
     prepare: Callable[[], None] = do_nothing,
 ) -> Assembly:
-    """Decide, check against the other ranks, and build (collective).
+    """Build (collective). ``prepare`` is called before the updates of each iteration, on the thread
+    that trains.
 
-    ``plan`` goes before what ``config`` says of buckets, schedule and window. ``prepare`` is called
-    before the updates of each iteration, on the thread that trains.
-
-    Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
-    ranks' models, optimizers or settings differ.
+    Raises ConfigError for parameters of another engine.
     """
-    blueprint = draw_blueprint(optimizer, model, world=world, config=config, plan=plan)
     check_unclaimed(blueprint.names)
-    check_optimizer(optimizer, world=world, config=blueprint.config)
-    if config.has_buckets(world.size):
+    if blueprint.config.has_buckets(world.size):
         options = OptionReader(optimizer, prepare)
         assembly = _build(blueprint, optimizer, model, world=world, spans=spans, options=options)
     else:
@@ -170,20 +156,6 @@ def _build(
         replicas=replicas,
         side=side,
     )
-
-
-def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig) -> None:
-    """Raise ConfigError for an optimizer that cannot be served."""
-    if not config.has_buckets(world.size):
-        require_steady(optimizer)  # what cannot run on several ranks is refused on one already
-        require_separable(optimizer)
-        require_copied_gradients(optimizer)
-        return
-    tried = host_twin(optimizer) if config.update_on == "host" else optimizer
-    require_steady(tried)
-    require = require_elementwise if config.gather == "parameters" else require_separable
-    require(tried)
-    require_copied_gradients(tried)
 
 
 def _build_buckets(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,12 +13,13 @@ from dearmpi.comm.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine import custody
-from dearmpi.engine.assembly import Assembly, assemble, check_optimizer, do_nothing
+from dearmpi.engine.assembly import assemble
 from dearmpi.engine.blueprint import check_parameters, lay_out, optimized_parameters
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.claim import check_unclaimed
 from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine, refuse_closed
+from dearmpi.engine.design import check_optimizer, design
 from dearmpi.engine.gathered_state import GatheredState
 from dearmpi.engine.local_state import LocalState
 from dearmpi.engine.options import describe_options
@@ -55,7 +56,8 @@ class Attachment:
         self._waited_before_s = 0.0
         self._relocation: Relocation | None = None
         self._channel: Channel | None = None
-        self.assembly = self._assemble(config, plan)
+        blueprint = design(optimizer, model, world=world, config=config, plan=plan)
+        self.assembly = assemble(blueprint, optimizer, model, world=world, spans=spans)
         try:
             broadcast_buffers(model, world)  # first, since ``optimizer`` then still has its state
             custody.adopt(self._optimizer, self.assembly)
@@ -92,6 +94,7 @@ class Attachment:
             refuse_closed(what)
         self.assembly.engine.joining.refuse(what)
 
+    @torch.inference_mode(False)
     def grow(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer, for ``renew`` to lay out.
 
@@ -101,7 +104,7 @@ class Attachment:
         self._optimizer.add_param_group(param_group)
         in_use = self.assembly.blueprint
         try:
-            names = optimized_parameters(self._optimizer, self._model)
+            names = optimized_parameters(self._optimizer, self._model, in_use.names)
             new = {param: name for param, name in names.items() if param not in in_use.names}
             check_unclaimed(new)
             lay_out(names, self._model, world_size=self._world.size, config=in_use.config)
@@ -111,6 +114,7 @@ class Attachment:
             self._optimizer.param_groups.pop()
             raise
 
+    @torch.inference_mode(False)
     def renew(self, *, config: EngineConfig, plan: Plan | None) -> None:
         """Lay out anew, with the same parameters and state, between two steps (collective).
 
@@ -120,10 +124,12 @@ class Attachment:
         Raises ConfigError for a plan that does not fit, and for parameters that share memory, with
         everything as it was.
         """
-        layout = self._lay_out(config, plan)
+        optimizer, model, world = self._optimizer, self._model, self._world
+        known = self.assembly.blueprint.names
+        blueprint = design(optimizer, model, world=world, config=config, plan=plan, known=known)
         self._settle()
         self.assembly.engine.wait_updated()
-        relocation = Relocation(self._world, self.assembly.updates, layout)
+        relocation = Relocation(world, self.assembly.updates, blueprint.layout)
         self.assembly.engine.synchronize()
         self.assembly.compare_replicas()
         times, old = self.times, [update.bucket for update in self.assembly.updates]
@@ -132,7 +138,9 @@ class Attachment:
         del old  # else their buffers would stay
         self._detach()
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
-        self.assembly = self._assemble(config, plan, prepare=relocation.settle)
+        self.assembly = assemble(
+            blueprint, optimizer, model, world=world, spans=self._spans, prepare=relocation.settle
+        )
         custody.adopt(self._optimizer, self.assembly)
         for update in self.assembly.updates:
             update.bucket.arrivals.recall(history)
@@ -152,11 +160,8 @@ class Attachment:
             self._relocation.settle()
 
     def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
-        names = self.assembly.blueprint.names
-        params = custody.numbered_params(self._optimizer)
-        if names.keys() != {param for param in params if param.numel()}:
-            # Not always, since looking them up waits for the gathers.
-            names = optimized_parameters(self._optimizer, self._model)
+        known = self.assembly.blueprint.names
+        names = optimized_parameters(self._optimizer, self._model, known)
         return lay_out(names, self._model, world_size=self._world.size, config=config, plan=plan)
 
     def check(self) -> None:
@@ -181,11 +186,13 @@ class Attachment:
         """The state by parameter, as ``optimizer.state`` shows it."""
         return GatheredState(self._by_param) if self.assembly.updates else self._optimizer.state
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
         self.synchronize()
         return custody.pack(self._optimizer, self.assembly, self._world)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in plain torch form, whole and the same on every rank, which the ranks
         compare in the next step; all stays as it is where the state does not fit.
@@ -225,20 +232,3 @@ class Attachment:
     def _by_param(self) -> dict[Tensor, Any]:
         params = custody.numbered_params(self._optimizer)
         return {params[index]: entries for index, entries in self.state_dict()["state"].items()}
-
-    def _assemble(
-        self,
-        config: EngineConfig,
-        plan: Plan | None,
-        *,
-        prepare: Callable[[], None] = do_nothing,
-    ) -> Assembly:
-        return assemble(
-            self._optimizer,
-            self._model,
-            world=self._world,
-            config=config,
-            plan=plan,
-            spans=self._spans,
-            prepare=prepare,
-        )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from dearmpi.engine.probe import require_half, require_host
 from dearmpi.engine.unserved import (
     refuse_alone_in_their_group,
     refuse_data_parallel,
+    refuse_layouts,
     refuse_renormed,
 )
 from dearmpi.engine.update import is_patched
@@ -33,6 +35,9 @@ from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
 from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule, build_schedule
+
+NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})
+"""Of no parameter anything is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +102,15 @@ def draw_blueprint(
     world: World,
     config: EngineConfig,
     plan: Plan | None = None,
+    known: Mapping[nn.Parameter, str] = NOT_KNOWN,
 ) -> Blueprint:
-    """Lay out and check, here and against the other ranks (collective).
+    """Lay out and check, here and against the other ranks (collective). ``known``: as in
+    ``optimized_parameters``.
 
     Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
     ranks' models, optimizers or settings differ.
     """
-    names = optimized_parameters(optimizer, model)
+    names = optimized_parameters(optimizer, model, known)
     check_devices(world, names, config=config)
     layout = lay_out(names, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
@@ -132,6 +139,7 @@ def lay_out(
         refuse_renormed(names, model)
         refuse_alone_in_their_group(model)
     if config.has_buckets(world_size):
+        refuse_layouts(names)
         refuse_data_parallel(model)
         check_apart(names, model)
         if config.gather == "parameters":
@@ -144,13 +152,30 @@ def lay_out(
     return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
 
 
-def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
+def optimized_parameters(
+    optimizer: Optimizer, model: nn.Module, known: Mapping[nn.Parameter, str] = NOT_KNOWN
+) -> dict[nn.Parameter, str]:
     """The optimizer's parameters with their names, in the model's order; those without elements,
     of which nothing travels and no step changes anything, are left out.
+
+    Who is ``known`` keeps the name, by which the state goes from one layout to another, whatever
+    the model calls it by now; who is new, and called as one of these, gets another one.
 
     Raises ConfigError for parameters that are not in the model, or if none requires grad.
     """
     wanted = {param for group in optimizer.param_groups for param in group["params"]}
+    if known.keys() == {param for param in wanted if param.numel()}:
+        names = dict(known)  # not looked up, since that waits for the gathers
+    else:
+        names = _name(wanted, model, known)
+    if not any(param.requires_grad for param in names):
+        raise ConfigError("the optimizer has no parameter that requires grad: nothing to train")
+    return names
+
+
+def _name(
+    wanted: Collection[nn.Parameter], model: nn.Module, known: Mapping[nn.Parameter, str]
+) -> dict[nn.Parameter, str]:
     names = {param: name for name, param in model.named_parameters() if param in wanted}
     strangers = [tuple(param.shape) for param in wanted if param not in names]
     if strangers:
@@ -159,10 +184,14 @@ def optimized_parameters(optimizer: Optimizer, model: nn.Module) -> dict[nn.Para
             f"{strangers[:3]}; pass the model that the optimizer was made for (several modules: "
             "nn.ModuleList([a, b]))"
         )
-    names = {param: name for param, name in names.items() if param.numel()}
-    if not any(param.requires_grad for param in names):
-        raise ConfigError("the optimizer has no parameter that requires grad: nothing to train")
-    return names
+    taken = set(known.values())
+    for param, name in names.items():
+        if param not in known:
+            while name in taken:
+                name += "'"
+            taken.add(name)
+        names[param] = known.get(param, name)
+    return {param: name for param, name in names.items() if param.numel()}
 
 
 def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -> None:

@@ -14,9 +14,12 @@ from dearmpi.errors import ConfigError, MismatchError
 
 
 def broadcast_parameters(model: nn.Module, world: World, *, root: int = 0) -> None:
-    """Overwrite every parameter of ``model`` with that of rank ``root`` (collective)."""
-    if world.size > 1:
-        _broadcast(model.parameters(), world, root)
+    """Overwrite every parameter of ``model`` with that of rank ``root`` (collective).
+
+    Raises as ``broadcast_buffers`` does.
+    """
+    named = ((f"parameter {name}", param) for name, param in model.named_parameters())
+    _broadcast(named, world, root)
 
 
 def broadcast_buffers(model: nn.Module, world: World, *, root: int = 0) -> None:
@@ -25,13 +28,7 @@ def broadcast_buffers(model: nn.Module, world: World, *, root: int = 0) -> None:
     Raises ConfigError for one in a layout that cannot be sent, and MismatchError for a sparse one
     of which ranks hold different numbers of elements.
     """
-    if world.size == 1:
-        return
-    for name, buffer in model.named_buffers():
-        parts = stored_parts(buffer, name)
-        if buffer.layout is not torch.strided:
-            _compare_sizes(parts, name, world)
-        _broadcast(parts, world, root)
+    _broadcast(((f"buffer {name}", buffer) for name, buffer in model.named_buffers()), world, root)
 
 
 def stored_parts(tensor: Tensor, name: str) -> list[Tensor]:
@@ -47,7 +44,7 @@ def stored_parts(tensor: Tensor, name: str) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout is not torch.strided:
         raise ConfigError(
-            f"buffer {name} has the layout {tensor.layout}, which cannot be sent to other ranks; "
+            f"{name} has the layout {tensor.layout}, which cannot be sent to other ranks; "
             "keep it in a dense or a COO tensor"
         )
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -61,16 +58,23 @@ def _compare_sizes(parts: Iterable[Tensor], name: str, world: World) -> None:
     for rank, other in enumerate(told):
         if other != told[0]:
             raise MismatchError(
-                f"rank {rank} has another sparse buffer {name} than rank 0, with tensors of shapes "
+                f"rank {rank} has another sparse {name} than rank 0, with tensors of shapes "
                 f"{other} against {told[0]}; every rank must build the same"
             )
 
 
-def _broadcast(tensors: Iterable[Tensor], world: World, root: int) -> None:
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        flat = flattened(tensor)
-        through_host(flat, lambda host: world.broadcast(host, root))
-        if not is_dense(tensor):
-            tensor.detach().copy_(flat.view(tensor.shape))
+def _broadcast(named: Iterable[tuple[str, Tensor]], world: World, root: int) -> None:
+    for name, tensor in named if world.size > 1 else ():
+        parts = stored_parts(tensor.detach(), name)
+        if tensor.layout is not torch.strided:
+            _compare_sizes(parts, name, world)
+        for part in parts:
+            if part.numel():
+                _overwrite(part, world, root)
+
+
+def _overwrite(part: Tensor, world: World, root: int) -> None:
+    flat = flattened(part)
+    through_host(flat, lambda host: world.broadcast(host, root))
+    if not is_dense(part):
+        part.copy_(flat.view(part.shape))

@@ -27,7 +27,8 @@ class BucketRuntime:
     index: number of the bucket, in feed-forward order. memory: where its gradients lie.
     pending: an optimizer step was taken whose result the parameters do not show yet.
     arrivals: which of its gradients have come.
-    compiled: a compiled graph may read the parameters, and waits for nobody.
+    unguarded: who reads the parameters may wait for nobody: a compiled graph, or a module that has
+        taken one over. So ``step`` waits.
     mark: on a device, the event that whoever reads the parameters lets its stream wait for;
         None once it has passed.
     stand_ins: what each parameter has for its gradient while that is under way.
@@ -59,7 +60,7 @@ class BucketRuntime:
         self.pending = False
         quiet = _quiet_slots([param.nbytes for param in self.params])
         self.arrivals = Arrivals(spec.names, quiet=quiet)
-        self.compiled = False
+        self.unguarded = False
         self.mark: Event | None = None
         self.held_on: Any = None
         self.streams: set[Any] = set()

@@ -75,7 +75,8 @@ def _apart(flat: Tensor, start: int, stop: int) -> Tensor:
 def shaped_like(tensor: Tensor, flat: Tensor, start: int) -> Tensor:
     """The view of ``flat`` from element ``start`` on that has ``tensor``'s shape and strides.
 
-    Memory formats such as channels-last are kept; anything else that is not contiguous becomes so.
+    The order in memory is kept, as with channels-last or a transposed matrix; what leaves gaps, or
+    has several elements in one place, becomes contiguous.
     """
     strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape).stride()
     return flat.as_strided(tensor.shape, strides, flat.storage_offset() + start)
@@ -89,9 +90,13 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether ``tensor`` fills one stretch of memory in a format that a view can keep."""
+    """Whether ``tensor`` fills one stretch of memory, each element once, in whatever order."""
     if tensor.is_contiguous():
         return True
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats.get(tensor.dim())
-    return memory_format is not None and tensor.is_contiguous(memory_format=memory_format)
+    filled = 1
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
+        if stride != filled:
+            return False
+        filled *= size
+    return True

@@ -51,7 +51,7 @@ def untraced(function: Function) -> Function:
 
 
 class CompilationWatch:
-    """Marks ``buckets`` as compiled once anything in this process is.
+    """Marks ``buckets`` as unguarded once anything in this process is compiled.
 
     Which graph reads which parameters is not asked: torch may reuse the graph of one model for
     another of the same class, without a word to anybody.
@@ -97,7 +97,7 @@ class CompilationWatch:
 
     def _mark(self) -> None:
         for bucket in self._buckets:
-            bucket.compiled = True
+            bucket.unguarded = True
 
 
 def compiled_part(model: nn.Module) -> str | None:

@@ -95,7 +95,7 @@ class Engine:
         self._pipeline.call_roll()
         if self._pipeline.schedule.wait is Wait.STEP:
             self.synchronize()
-        self.waiting.pre_forward(bucket for bucket in self._buckets if bucket.compiled)
+        self.waiting.pre_forward(bucket for bucket in self._buckets if bucket.unguarded)
         self.times = self._pipeline.clock.lap()
 
     def synchronize(self) -> None:

@@ -59,6 +59,13 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         self._wait(name)
         return dict.__getitem__(self, name)
 
+    def __delitem__(self, name: str) -> None:
+        """Another module may have it from now on, as where a parametrization is put on."""
+        self._wait(name)
+        if name in self._watched:
+            self._watched[name][0].unguarded = True
+        super().__delitem__(name)
+
     def get(self, name: str, default: Any = None) -> Any:
         """As ``dict.get``."""
         self._wait(name)
@@ -85,7 +92,7 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         if watched is None:
             return
         bucket, pre_forward = watched
-        if bucket.compiled and is_compiling():
+        if bucket.unguarded and is_compiling():
             return  # not to be traced: see CompilationWatch
         if bucket.pending or bucket.mark is not None:
             pre_forward((bucket,))
@@ -251,7 +258,7 @@ class _PreForward(OwnHook):
 
     def __call__(self, *_: Any) -> None:
         for bucket in self._owned:
-            if bucket.compiled and is_compiling():
+            if bucket.unguarded and is_compiling():
                 return
             if self._polls or bucket.pending or bucket.mark is not None:
                 self._pre_forward(self._owned)

@@ -9,6 +9,7 @@ it learns how they clip.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from dearmpi.engine.update import Options
 from dearmpi.errors import UsageError
 
 _STEP = (0.0, 0.0, 0.0)
+_thread = threading.local()  # whether it is inside a join()
 
 
 class Joining:
@@ -37,12 +39,20 @@ class Joining:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Ranks may."""
-        self.is_open = True
+        """Ranks may. Raises UsageError where they may already: who has no batches left would take
+        part in the steps of one optimizer, while the others wait for it in those of the other.
+        """
+        if getattr(_thread, "is_inside", False):
+            raise UsageError(
+                "join() inside join(): a rank without batches takes part in the steps of one "
+                "DistributedOptimizer alone; give every rank as many batches (drop_last), or make "
+                "one optimizer with param groups of both"
+            )
+        self.is_open = _thread.is_inside = True
         try:
             yield
         finally:
-            self.is_open = False
+            self.is_open = _thread.is_inside = False
 
     def refuse(self, what: str) -> None:
         """Raise UsageError for ``what``, if ranks may."""

@@ -63,7 +63,7 @@ class BufferExchange:
 
 def _parts(model: nn.Module) -> Iterator[Tensor]:
     for name, buffer in model.named_buffers():
-        yield from stored_parts(buffer, name)
+        yield from stored_parts(buffer, f"buffer {name}")
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import distributed, nn
 
 from dearmpi.errors import ConfigError
+
+
+def refuse_layouts(names: Mapping[nn.Parameter, str]) -> None:
+    """Only dense elements of a kind that can be added lie side by side in a buffer."""
+    for param, name in names.items():
+        if param.layout is not torch.strided or param.is_quantized:
+            found = "quantized" if param.is_quantized else f"of the layout {param.layout}"
+            raise ConfigError(
+                f"parameter {name} is {found}, and cannot be trained in buckets; leave it out of "
+                "the optimizer, or keep it dense"
+            )
 
 
 def refuse_renormed(names: Mapping[nn.Parameter, str], model: nn.Module) -> None:

@@ -273,7 +273,7 @@ def test_an_optimizer_whose_arithmetic_is_compiled(gather: str, world: World) ->
             side.loss(model, step).backward()
             optimizer.step()
         if side.is_distributed and side.size > 1:
-            assert not any(bucket.compiled for bucket in optimizer._assembly.engine._buckets)
+            assert not any(bucket.unguarded for bucket in optimizer._assembly.engine._buckets)
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from tests.mpi.semantics import (
     layers,
     outcome,
     seeded,
+    slow_adam,
     train,
     whole_batch,
 )
@@ -116,6 +119,82 @@ def test_parameters_added_later_by_add_param_group(gather: str, world: World) ->
         train(side, model, optimizer, 2)
         optimizer.add_param_group({"params": list(model[0].parameters())})
         train(side, model, optimizer, 2)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+class Adapted(nn.Module):
+    """A layer with a second one beside it, as where a model is fine-tuned."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base = layer
+        self.beside = nn.Linear(layer.in_features, layer.out_features, bias=False).double()
+        nn.init.zeros_(self.beside.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.base(inputs) + self.beside(inputs)
+        return outputs
+
+
+def put_beside(model: nn.Sequential) -> nn.Module:
+    """``2.weight`` is ``2.base.weight`` from then on."""
+    adapted = model[2] = Adapted(model[2])  # type: ignore[arg-type]
+    return adapted.beside
+
+
+def put_between(model: nn.Sequential) -> nn.Module:
+    """``2.weight`` is another parameter from then on, and what it was is ``3.weight``."""
+    first: nn.Linear = model[0]  # type: ignore[assignment]
+    new = nn.Linear(first.out_features, first.out_features, bias=False).double()
+    nn.init.eye_(new.weight)
+    model.insert(2, new)
+    return new
+
+
+@pytest.mark.parametrize("put", [put_beside, put_between])
+def test_parameters_that_get_other_names_keep_their_state(
+    put: Callable[[nn.Sequential], nn.Module], gather: str, world: World
+) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(slow_adam(model), model)
+        train(side, model, optimizer, 2)
+        optimizer.add_param_group({"params": list(put(model).parameters())})
+        train(side, model, optimizer, 2)
+        if side.is_distributed:
+            optimizer.fuse(0.001)
+        train(side, model, optimizer, 2)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+class Transposed(nn.Module):
+    """A parameter that does not lie in memory row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, NUM_FEATURES, dtype=torch.float64).t())
+        self.last = nn.Linear(7, 3, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last((inputs @ self.weight).tanh())
+        return outputs
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_that_lies_in_memory_column_by_column(
+    fused: bool, gather: str, world: World
+) -> None:
+    """A fused optimizer goes through memory, and does not look which element is which."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = seeded(Transposed)
+        inner = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
+        optimizer = side.wrap(inner, model)
+        train(side, model, optimizer)
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather)

@@ -13,6 +13,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.engine.join import pack, unpack
+from dearmpi.errors import UsageError
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.99), [0.9, 0.99]])
@@ -107,3 +108,23 @@ def test_buffers_of_ranks_without_batches_take_no_part(
     last = [rank for rank, number in enumerate(num_batches) if number == num_steps]
     mean = 10.0 * (num_steps - 1) + (last[-1] if how == "broadcast" else sum(last) / len(last))
     assert run_ranks(3, rank) == [(mean, num_steps)] * 3
+
+
+def test_a_join_inside_another_is_refused() -> None:
+    """A rank that has no batches left would be in one of them, and the others in the other."""
+
+    def rank(world: World) -> None:
+        models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+        one, other = (
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, world=world)
+            for model in models
+        )
+        said = r"join\(\) inside join\(\).*drop_last"
+        with pytest.raises(UsageError, match=said), one.join(), other.join():
+            raise AssertionError("not refused")
+        with other.join():  # once the other one is left, there may be one
+            pass
+        for optimizer in (one, other):
+            optimizer.close()
+
+    run_ranks(2, rank)

@@ -61,6 +61,37 @@ def test_buffers_of_any_layout_are_sent(size: int, layout: str, how: Any) -> Non
         assert torch.equal(found, MAKERS[layout](1.0).to_dense())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", MAKERS)
+def test_so_are_parameters_that_are_not_trained(layout: str) -> None:
+    def rank(world: World) -> Tensor:
+        model: Any = nn.Linear(3, 2)
+        value = MAKERS[layout](1.0 if world.is_root else 5.0)
+        model.mask = nn.Parameter(value, requires_grad=False)
+        inner = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        found: Tensor = model.mask.detach().to_dense()
+        return found
+
+    for found in run_ranks(2, rank):
+        assert torch.equal(found, MAKERS[layout](1.0).to_dense())
+
+
+def test_a_sparse_parameter_under_the_optimizer_is_refused_by_name() -> None:
+    def rank(world: World) -> None:
+        model: Any = nn.Linear(3, 2)
+        model.mask = nn.Parameter(torch.eye(4).to_sparse())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        said = r"parameter mask is of the layout torch.sparse_coo.*keep it dense"
+        with pytest.raises(ConfigError, match=said):
+            DistributedOptimizer(inner, model, world=world)
+
+    run_ranks(2, rank)
+
+
 def test_sparse_buffers_that_differ_in_size_are_named() -> None:
     def rank(world: World) -> None:
         model = build(torch.eye(4)[: 3 + world.rank].to_sparse())

@@ -138,3 +138,30 @@ def test_hooks_for_all_optimizers_are_called_once_for_all_buckets() -> None:
     finally:
         handle.remove()
     assert calls == ["DistributedOptimizer"] * 6
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_state_and_buckets_that_are_made_in_inference_mode_can_be_updated(gather: str) -> None:
+    """As where a checkpoint is loaded inside an evaluation."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, world=world, gather=gather)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+        step()
+        with torch.inference_mode():
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+            optimizer.fuse(1.0)
+            optimizer.synchronize()
+        step()
+        assert optimizer.state_dict()["state"][0]["step"] == 2
+        optimizer.close()
+
+    run_ranks(2, rank)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.fake import FakeHub
@@ -120,6 +121,58 @@ def test_references_kept_elsewhere_are_current_after_synchronize(gather: str) ->
         return [param for group in optimizer.param_groups for param in group["params"]]
 
     train(read, gather=gather)
+
+
+class Itself(nn.Module):
+    """A parametrization that changes nothing."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+def parametrize(layer: nn.Module) -> Callable[[], Tensor]:
+    nn.utils.parametrize.register_parametrization(layer, "weight", Itself())
+    return lambda: layer.weight  # type: ignore[return-value]
+
+
+def mask(layer: nn.Module) -> Callable[[], Tensor]:
+    prune.identity(layer, "weight")
+    return lambda: layer.weight_orig  # type: ignore[return-value]
+
+
+def take_over(layer: nn.Module) -> Callable[[], Tensor]:
+    other, weight = nn.Module(), layer.weight
+    del layer.weight
+    other.register_parameter("taken", weight)  # type: ignore[arg-type]
+    layer.register_module("other", other)
+    return lambda: other.taken  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("change", [parametrize, mask, take_over])
+def test_a_parameter_that_another_module_has_taken_over_is_current(
+    change: Callable[[nn.Module], Callable[[], Tensor]],
+) -> None:
+    hub = FakeHub(2, seconds=lambda label, nbytes: 0.004 if label != "AR" else 0.0)
+
+    def rank(world: World) -> None:
+        model = Chain(NUM_LAYERS)
+        kept = list(model.parameters())
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), model, world=world, bucket_cap_mb=1e-6
+        )
+        model.backward()
+        optimizer.step()
+        read = change(model.layers[0])  # while its gather is under way
+        for _ in range(2):
+            found = read().detach().clone()
+            optimizer.synchronize()
+            assert torch.equal(found, kept[0])
+            optimizer.zero_grad()
+            sum(param.sum() for param in kept).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, rank, hub=hub)
 
 
 def test_a_copy_is_an_ordinary_model() -> None:

@@ -46,6 +46,31 @@ def test_buckets_stay_inside_join(act: str) -> None:
     run_ranks(2, rank)
 
 
+def test_buckets_that_cannot_be_made_leave_those_that_there_are() -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+        step()
+        model.requires_grad_(False)
+        with pytest.raises(ConfigError, match="no parameter that requires grad"):
+            optimizer.fuse(1.0)
+        model.requires_grad_(True)
+        before = model.bias.tolist()
+        step()
+        moved = [old - new for old, new in zip(before, model.bias.tolist(), strict=True)]
+        assert moved == pytest.approx([0.19, 0.19])  # with the momentum of the first one
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
 def test_a_plan_that_is_refused_leaves_the_settings_as_they_are() -> None:
     def rank(world: World) -> None:
         model, other = nn.Linear(3, 2), nn.Linear(3, 4)
