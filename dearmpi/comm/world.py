@@ -70,6 +70,7 @@ class World:
             collectives, rank=self.rank, hosts=self.hosts, limits=stall_limits or StallLimits()
         )
         self.progress.watch(self._watchdog)
+        self._shared: dict[str, Channel] = {}
         self._closed = False
         self._process = os.getpid()
         # Of its own: no exchange of a rank that goes on may take part in it.
@@ -116,6 +117,12 @@ class World:
                 "left: call close() on those that are no longer needed"
             ) from error
         return Channel(carry(twins[0]), self.progress.open_lane(name, window), self.progress)
+
+    def shared_channel(self, name: str) -> Channel:
+        """That of all who ask for it by this name, opened at the first call (collective)."""
+        if name not in self._shared:
+            self._shared[name] = self.open_channel(name, window=1)
+        return self._shared[name]
 
     def all_reduce(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
         """Reduce each value over the ranks, which must all have as many.

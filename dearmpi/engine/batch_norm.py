@@ -38,18 +38,14 @@ class SyncBatchNorm(_BatchNorm):
         *,
         bias: bool = True,
         world: World | None = None,
-        channel: Channel | None = None,
     ) -> None:
-        """As ``torch.nn.BatchNorm2d`` (collective).
-
-        world: by default the one that this process was launched into.
-        channel: shared with other layers; by default one of its own.
+        """As ``torch.nn.BatchNorm2d``. world: by default the one that this process was launched
+        into.
         """
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias
         )
         self._world: World | None = world if world is not None else connect()
-        self._channel = channel if channel is not None else _open_channel(self._world)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``, (N, C, ...). Raises ValueError for another number of channels."""
@@ -60,13 +56,12 @@ class SyncBatchNorm(_BatchNorm):
             )
         if self.training and self._world is None:  # read from a file
             self._world = connect()
-            self._channel = _open_channel(self._world)
         if not self.training or self._world is None or self._world.size == 1:
             plain: Tensor = super().forward(input)
             return plain
         output: Tensor
         output, mean, variance, count = _normalize(
-            input, self.weight, self.bias, self.eps, self._world, self._channel
+            input, self.weight, self.bias, self.eps, self._world
         )
         if self.running_mean is not None:
             self._track(mean, variance, float(count))
@@ -74,13 +69,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: the layer that is read connects when it trains."""
-        return {**self.__dict__, "_world": None, "_channel": None}
+        return {**self.__dict__, "_world": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy with parameters and buffers of its own; it shares the channel."""
+        """A copy with parameters and buffers of its own, in the same world."""
         twin: SyncBatchNorm = object.__new__(type(self))
         memo[id(self)] = twin
-        memo[id(self._world)], memo[id(self._channel)] = self._world, self._channel
+        memo[id(self._world)] = self._world
         twin.__dict__.update(deepcopy(self.__dict__, memo))
         return twin
 
@@ -102,7 +97,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(model: nn.Module, world: World | None = None) -> nn.Module:
-    """Replace every batch normalisation in ``model`` by ``SyncBatchNorm`` (collective).
+    """Replace every batch normalisation in ``model`` by ``SyncBatchNorm``.
 
     Parameters and buffers are kept. Call it before the optimizer is made. Returns the model, which
     is another one only where ``model`` itself is such a layer. Raises ConfigError, with nothing
@@ -110,7 +105,7 @@ def convert_sync_batchnorm(model: nn.Module, world: World | None = None) -> nn.M
     """
     _refuse_more(model)
     world = world if world is not None else connect()
-    return _convert(model, world, _open_channel(world), {})
+    return _convert(model, world, {})
 
 
 def _refuse_more(model: nn.Module) -> None:
@@ -131,24 +126,19 @@ def _refuse_more(model: nn.Module) -> None:
             )
 
 
-def _convert(
-    module: nn.Module,
-    world: World,
-    channel: Channel | None,
-    converted: dict[nn.Module, nn.Module],
-) -> nn.Module:
+def _convert(module: nn.Module, world: World, converted: dict[nn.Module, nn.Module]) -> nn.Module:
     """``converted``: what has become of modules, which may stand in several places."""
     if module not in converted:
-        converted[module] = _twin_of(module, world, channel)
+        converted[module] = _twin_of(module, world)
         for name, child in list(module._modules.items()):
             if child is not None:
-                twin = _convert(child, world, channel, converted)
+                twin = _convert(child, world, converted)
                 if twin is not child:
                     setattr(module, name, twin)
     return converted[module]
 
 
-def _twin_of(module: nn.Module, world: World, channel: Channel | None) -> nn.Module:
+def _twin_of(module: nn.Module, world: World) -> nn.Module:
     """What stands in place of ``module`` alone."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         twin = SyncBatchNorm(
@@ -159,16 +149,10 @@ def _twin_of(module: nn.Module, world: World, channel: Channel | None) -> nn.Mod
             module.track_running_stats,
             device="meta",  # its values come from the module
             world=world,
-            channel=channel,
         )
         twin._parameters, twin._buffers = module._parameters, module._buffers
         return twin.train(module.training)
     return module
-
-
-def _open_channel(world: World) -> Channel | None:
-    """None in a world of one."""
-    return world.open_channel("batch norm", window=1) if world.size > 1 else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -178,10 +162,11 @@ def _normalize(
     bias: Tensor | None,
     eps: float,
     world: World,
-    channel: Channel | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, and mean, biased variance and number of samples per channel, over all ranks."""
     precise = torch.promote_types(input.dtype, torch.float32)
+    # One for all layers and models, which all ranks call in one order.
+    channel = world.shared_channel("batch norm")
     with torch.no_grad():
         mean, variance, count = _gather_moments(input.detach().to(precise), world, channel)
     if float(count) < 2:
@@ -201,7 +186,7 @@ def _normalize(
 
 
 def _gather_moments(
-    values: Tensor, world: World, channel: Channel | None
+    values: Tensor, world: World, channel: Channel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance and count per channel, from every rank's own (Chan et al., 1983).
 
@@ -229,7 +214,7 @@ class _Standardize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, mean: Tensor, scale: Tensor, count: Tensor, channel: Channel | None
+        ctx: Any, input: Tensor, mean: Tensor, scale: Tensor, count: Tensor, channel: Channel
     ) -> Tensor:
         output = (input - mean) * scale
         ctx.save_for_backward(output, scale, count)
@@ -250,8 +235,7 @@ class _Standardize(torch.autograd.Function):
         return (grad - mean - output * slope) * scale, None, None, None, None
 
 
-def _run(channel: Channel | None, kind: str, buffer: Tensor) -> None:
-    assert channel is not None
+def _run(channel: Channel, kind: str, buffer: Tensor) -> None:
     through_host(buffer, partial(_run_on_host, channel, kind))
 
 

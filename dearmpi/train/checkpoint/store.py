@@ -67,6 +67,8 @@ class Draft:
         with self._explaining():
             self.target.parent.mkdir(exist_ok=True)
             remove_leftovers(self.target.parent)
+            if self.folder.exists():  # of the same step, and not removed: it says why
+                shutil.rmtree(self.folder)
             self.folder.mkdir()
 
     def write(self, part: Part, *, rank: int) -> FileRecord:

@@ -172,9 +172,7 @@ def advise(path: Path) -> str:
 def remove_leftovers(checkpoints: Path) -> None:
     """Remove what a killed writer left behind, and what has been replaced."""
     for folder in list(checkpoints.iterdir()):
-        if folder.name.startswith(WRITING):
-            shutil.rmtree(folder)
-        elif folder.name.startswith(REMOVING):
+        if folder.name.startswith((WRITING, REMOVING)):
             shutil.rmtree(folder, ignore_errors=True)  # where a file is in use, next time
         elif folder.name.endswith(REPLACED) and folder.with_suffix("").exists():
             with contextlib.suppress(OSError):

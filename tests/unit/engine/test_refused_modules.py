@@ -37,6 +37,22 @@ def normalised() -> nn.Module:
     return converted
 
 
+def test_models_that_come_and_go_share_what_their_layers_communicate_by() -> None:
+    """MPI has some two thousand communicators, and nothing tells that a layer is gone."""
+
+    def rank(world: World) -> None:
+        before = world.progress.num_lanes
+        for _ in range(3):
+            model = convert_sync_batchnorm(
+                nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), world
+            )
+            found = model(torch.arange(6.0).view(2, 3) * (1 + world.rank))
+            assert torch.isfinite(found).all()
+        assert world.progress.num_lanes == before + 1
+
+    run_ranks(2, rank)
+
+
 def test_torchs_sync_batch_norm_that_nobody_synchronises_is_refused() -> None:
     """It would be an ordinary one."""
 

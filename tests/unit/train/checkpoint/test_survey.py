@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint import manifest
 from tests.unit.train.checkpoint.example_snapshot import make_snapshot
@@ -106,6 +107,29 @@ def test_what_was_replaced_and_is_still_in_use_costs_no_save(
         assert checkpoint.prune(tmp_path, keep=2) == ()
     checkpoint.save(tmp_path, make_snapshot(20))
     assert sorted(path.parent.iterdir()) == [path, last]
+
+
+def test_what_a_killed_writer_left_and_is_still_in_use_costs_no_other_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint.save(tmp_path, make_snapshot(10))
+    left = path.with_name(".writing-step-00000020")
+    shutil.copytree(path, left)
+    remove = shutil.rmtree
+
+    def in_use(folder: Path, ignore_errors: bool = False) -> None:
+        if folder != left:
+            remove(folder, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy", folder.name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", in_use)
+        checkpoint.save(tmp_path, make_snapshot(15))
+        with pytest.raises(CheckpointError, match="busy"):
+            checkpoint.save(tmp_path, make_snapshot(20))
+    checkpoint.save(tmp_path, make_snapshot(20))
+    assert not left.exists()
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
