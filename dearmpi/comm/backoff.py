@@ -13,25 +13,34 @@ _SLEEP_SHARE = 0.05
 _LEAST_SLEEP_S = 20e-6
 _MOST_SLEEP_S = 1e-3
 
-# Likewise of the time since the last message of a long ring. There what each rank sleeps too long
-# makes all later hops later; messages are many, so that a smaller share would cost much CPU time.
-_SHARE_BETWEEN_MESSAGES = 0.5
+# And for no more than half of what messages of rings take, one after the other: the wire, which has
+# few of them ahead of time, would run dry, and each hop of a long ring make all later ones later.
+_SHARE_OF_MESSAGE = 0.5
+_WEIGHT_OF_LAST = 0.25
 
 
 class Backoff:
     """How long to sleep between polls that found nothing, or a message."""
 
     def __init__(self) -> None:
+        self._message_s = _LEAST_SLEEP_S  # of those that came last, one by one
+        self._begin_s = self._moved_s = 0.0
         self.note(Movement.OPERATION)
 
     def note(self, movement: Movement) -> None:
         """What a poll has found: after an operation's begin or end, poll eagerly again."""
         if movement is Movement.NONE:
             return
-        self._num_idle = 0
-        self._message_s = time.perf_counter()
+        now = time.perf_counter()
         if movement is Movement.OPERATION:
-            self._begin_s = self._message_s
+            self._num_idle = 0
+            self._begin_s = now
+        else:
+            # The mean of rates, which a wait for a rank that is late hardly changes.
+            each_s = max(now - self._moved_s, _LEAST_SLEEP_S)
+            rate = (1 - _WEIGHT_OF_LAST) / self._message_s + _WEIGHT_OF_LAST / each_s
+            self._message_s = 1 / rate
+        self._moved_s = now
 
     def next_sleep_s(self) -> float:
         """Seconds to sleep before the next poll; 0 means to yield only."""
@@ -40,5 +49,5 @@ class Backoff:
             return 0.0
         now = time.perf_counter()
         waited_s = _SLEEP_SHARE * (now - self._begin_s)
-        between_s = _SHARE_BETWEEN_MESSAGES * (now - self._message_s)
-        return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, min(waited_s, between_s)))
+        message_s = _SHARE_OF_MESSAGE * max(self._message_s, now - self._moved_s)
+        return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, min(waited_s, message_s)))

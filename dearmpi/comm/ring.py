@@ -23,11 +23,6 @@ from dearmpi.comm.traffic import Traffic, Urgency
 CHUNK_BYTES = 1 << 19
 _MOST_RECEIVES = 6
 
-# In longer rings the wait for each message counts by itself. If sleeps between polls grew with the
-# whole wait, by 5 % of it, P hops in a row would take (1.025 ** P - 1) / 0.025 times one of them:
-# half as long again at 32 ranks, and four times as long at 100.
-_LONG = 8
-
 
 @runtime_checkable
 class PointToPoint(Protocol):
@@ -120,7 +115,7 @@ class Ring(Request):
                 self._post_sends()
             if self._num_arrived + len(self._receives) < self._num_messages:
                 self._post_receive(self._num_arrived + len(self._receives))
-        moved = self._num_arrived > num_before and self._way.size > _LONG
+        moved = self._num_arrived > num_before
         self._movement = Movement.MESSAGE if moved else Movement.NONE
         if self._num_sent < self._num_messages:
             self._post_sends()  # others, or the memory to send from, may have held this ring up
@@ -131,7 +126,7 @@ class Ring(Request):
 
     @property
     def movement(self) -> Movement:
-        """Whether messages came in, of a ring where that counts."""
+        """Whether messages came in."""
         return self._movement
 
     @property
