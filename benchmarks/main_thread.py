@@ -77,7 +77,7 @@ class Stopwatch:
                 self.around(after, "hook after it: launch"),
             )
 
-        hooks._translate_gradient = make_timed
+        setattr(hooks, make.__name__, make_timed)
 
 
 def clock_seconds() -> float:

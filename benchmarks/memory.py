@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,7 +38,9 @@ def main() -> None:
     torch.set_num_threads(1)
 
     def make(model: ReplayModel) -> torch.optim.Optimizer:
-        return {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name](model.parameters(), lr=0.01)
+        kind: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
+        made: torch.optim.Optimizer = kind(model.parameters(), lr=0.01)
+        return made
 
     plain = train(workload, make)
     found: list[DistributedOptimizer] = []

@@ -31,6 +31,7 @@ from dearmpi.bench.method import BAYES, Entrant, Method, Setup, read_config
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject
 from dearmpi.bench.table import align
+from dearmpi.comm.halves import Halves
 from dearmpi.comm.world import World
 from dearmpi.engine.blueprint import Blueprint
 from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
@@ -151,7 +152,7 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
             optimizer.config,
         ),
         world=world,
-        reduce_scatter="ring",  # the default
+        halves=Halves("ring"),  # the default
         waited=lambda: optimizer.waited_s,
         spans=optimizer.spans,
     )

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +74,11 @@ def main() -> None:
     )
     looks: list[Look] = []
     inputs = torch.ones(4, 8)
-    tell = partial(print, flush=True) if world.is_root else lambda _: None
+
+    def tell(line: str) -> None:
+        if world.is_root:
+            print(line, flush=True)
+
     tell(f"{'iteration':>10} {'resident MiB':>13} {'file handles':>13} {'threads':>8}")
     begin_s = time.perf_counter()
     for iteration in range(1, num_iterations + 1):

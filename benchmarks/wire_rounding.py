@@ -11,6 +11,7 @@ and in brackets the largest error over its documented bound.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,11 +52,11 @@ class Wires:
     def __init__(self, queues: defaultdict[tuple[int, int], deque[Tensor]], rank: int) -> None:
         self._queues, self._rank = queues, rank
 
-    def start_send(self, buffer: Tensor, destination: int, tag: int) -> Sent:
+    def start_send(self, buffer: Any, destination: int, tag: int) -> Sent:
         self._queues[self._rank, destination].append(buffer.clone())
         return Sent()
 
-    def start_receive(self, buffer: Tensor, source: int, tag: int) -> Message:
+    def start_receive(self, buffer: Any, source: int, tag: int) -> Message:
         return Message(self._queues[source, self._rank], buffer)
 
 

@@ -41,7 +41,7 @@ def describe_start(
         lines.append(f"data: loaded ahead by {workers} beside each rank")
     lines.append(_describe_length(job))
     if job.start_step:
-        lines.append(f"resumed at step {job.start_step}")
+        lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")
     return [*lines, f"run folder: {folder}"]
 
 
@@ -60,6 +60,15 @@ def _describe_length(job: Job) -> str:
         samples = f"{num_samples} samples, all that there are, for a batch size of {batch_size}"
     epochs = job.total_steps / job.batches.steps_per_epoch
     return f"length: {job.total_steps} steps of {samples} ({epochs:.2f} epochs)"
+
+
+def _describe_rest(job: Job) -> str:
+    if job.start_step < job.total_steps:
+        return ""
+    return (
+        ": nothing is left to train; --epochs and --max-steps count from the run's beginning, so "
+        f"give more than the {job.start_step} steps that it has"
+    )
 
 
 def _describe_planning(job: Job) -> list[str]:

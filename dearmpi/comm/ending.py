@@ -79,13 +79,13 @@ def abort_on_exception(world: World) -> None:
     """Print an uncaught exception with its rank, then end the job."""
 
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-        lines = traceback.format_exception(error)
+        text = "".join(traceback.format_exception(error)).rstrip()
         if world.is_closed:
-            last_words.say("".join(lines).rstrip())
+            last_words.say(text)
             return
-        told = "".join(f"[rank {world.rank} on {world.host}] {line}" for line in lines)
+        told = "\n".join(f"[rank {world.rank} on {world.host}] {line}" for line in text.split("\n"))
         # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
-        last_words.say(told.rstrip(), stream=sys.__stderr__ or sys.stderr)
+        last_words.say(told, stream=sys.__stderr__ or sys.stderr)
         code = error.exit_code if isinstance(error, DearError) else 1
         world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
 

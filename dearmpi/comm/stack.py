@@ -10,11 +10,11 @@ import traceback
 _NUM_FRAMES = 6
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _HIDDEN = (_PACKAGE, threading.__file__)
-_TORCH = f"site-packages{os.sep}torch{os.sep}"
+_LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("torch", "click"))
 
 
 def stack_of(thread: int) -> tuple[str, ...]:
-    """The innermost frames of ``thread``, without those of this package and of torch.
+    """The innermost frames of ``thread``, without those of this package, of torch and of click.
 
     Without a look at source files, which may lie on a disk that does not answer.
     """
@@ -25,7 +25,8 @@ def stack_of(thread: int) -> tuple[str, ...]:
     own = [
         (code, line)
         for code, line in frames
-        if not code.co_filename.startswith(_HIDDEN) and _TORCH not in code.co_filename
+        if not code.co_filename.startswith(_HIDDEN)
+        and not any(library in code.co_filename for library in _LIBRARIES)
     ]
     shown = (own or frames)[-_NUM_FRAMES:]
     return tuple(f"{code.co_filename}:{line} {code.co_name}" for code, line in shown)

@@ -93,19 +93,37 @@ def measure_batch(task: Task, batch: Any, precision: Precision) -> tuple[float, 
     batch = send_batch(convert_batch(batch, precision), device)
     with computing(device, precision):
         loss = float(task.loss(task.model, batch))
-        metrics = {} if task.metrics is None else dict(task.metrics(task.model, batch))
-    return loss, {name: float(value) for name, value in metrics.items()}
+        metrics = {} if task.metrics is None else task.metrics(task.model, batch)
+    return loss, _numbers(task, metrics)
+
+
+def _numbers(task: Task, metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise TaskError(
+            f"task {task.name} gave a {type(metrics).__name__} for metrics; give numbers by name"
+        )
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TaskError(
+                f"task {task.name} gave no number for the metric {name}: {error}; give the sum "
+                "over the samples of the batch"
+            ) from error
+    return numbers
 
 
 def probe_metrics(task: Task, precision: Precision) -> tuple[str, ...]:
-    """Names of the task's metrics, from one held-out sample: what is wrong there shows early.
+    """Names of the task's metrics, from two held-out samples: what is wrong there shows early.
 
     Leaves torch's random state as it is. No names where there is nothing to evaluate on.
     """
     if task.eval_data is None:
         return ()
     with torch.random.fork_rng(devices=[]), evaluating(task.model):
-        _, metrics = measure_batch(task, load_batch(task, task.eval_data, (0,)), precision)
+        few = tuple(range(min(2, len(task.eval_data))))  # of one any metric is a number
+        _, metrics = measure_batch(task, load_batch(task, task.eval_data, few), precision)
     return tuple(sorted(metrics))  # each rank's order is its own where they come from a set
 
 

@@ -27,7 +27,8 @@ def main() -> None:
     """Write both."""
     workload, costs = read_workload("resnet50"), assumed_costs(4, gigabits=1)
     profile, specs = timed(workload, costs, ratio=1.0), list(workload.params())
-    cap_bytes = EngineConfig().cap_bytes(sum(spec.nbytes for spec in specs))
+    model_bytes = sum(spec.nbytes for spec in specs)
+    cap_bytes = EngineConfig().cap_bytes(model_bytes, world_size=costs.world_size)
     buckets = build_layout(fuse_by_cap(specs, cap_bytes), costs.world_size)
     by_default = plan_of(
         profile,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -177,9 +178,12 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_resume_goes_on(
     assert (runs / "a" / "latest").read_text() == "checkpoints/step-00000004\n"
     assert "stopped as asked at step 4 of 6" in capsys.readouterr().out
     assert run(alone, task_file, name="a", resume="auto") == 0
-    assert "resumed at step 4" in capsys.readouterr().out
+    assert "resumed at step 4\n" in capsys.readouterr().out
     whole, resumed = (runs / n / "checkpoints" / "step-00000006" for n in ("whole", "a"))
     assert same_state(whole, resumed)
+    assert run(alone, task_file, name="a", resume="auto", max_steps=2) == 0  # as if it were 2 more
+    said = "resumed at step 6: nothing is left to train; .*more than the 6 steps that it has"
+    assert re.search(said, capsys.readouterr().out)
 
 
 def test_a_resumed_run_keeps_its_settings_unless_told_otherwise(

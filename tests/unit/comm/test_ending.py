@@ -80,6 +80,27 @@ def test_an_abort_happens_whatever_became_of_the_streams(
     assert ended.value.code == 1
 
 
+def test_each_line_of_what_nobody_catches_has_its_rank(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those of several ranks come mixed."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def fail(world: World) -> None:
+        if not world.is_root:
+            return world.barrier()
+        abort_on_exception(world)
+        try:
+            raise ValueError("a wrong turn\nand another")
+        except ValueError as error:
+            sys.excepthook(ValueError, error, None)
+
+    with pytest.raises(SystemExit):
+        run_ranks(2, fail)
+    told = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert len(told) > 3 and all(line.startswith("[rank 0 on fakehost] ") for line in told)
+
+
 def test_what_nobody_catches_is_told_even_if_torch_holds_standard_error_back(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.errors import TaskError
 from dearmpi.train.evaluation import Evaluator, probe_metrics
 from dearmpi.train.loading import OwnLoading
 from dearmpi.train.random_state import capture_random_state
@@ -78,3 +80,19 @@ def test_metrics_that_come_in_another_order_on_another_rank_are_not_mixed_up() -
         return found.metrics
 
     assert run_ranks(2, work) == [{"top1": 1.0, "top5": 5.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (lambda *_: [1.0], "gave a list for metrics; give numbers by name"),
+        (lambda _, batch: {"hits": batch[1]}, "gave no number for the metric hits: .*give the sum"),
+        (lambda *_: {"hits": "two"}, "gave no number for the metric hits: could not convert"),
+    ],
+)
+def test_metrics_that_are_no_numbers_are_named_before_the_run(
+    metrics: Callable[..., Any], said: str
+) -> None:
+    """One value per sample is a number where there is one sample."""
+    with pytest.raises(TaskError, match=f"task points {said}"):
+        probe_metrics(replace(make_task(eval_count=7), metrics=metrics), "fp32")
