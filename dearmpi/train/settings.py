@@ -142,11 +142,18 @@ def check_resumable(
     new = settings.as_plain()
     stored = {name: _plain(value) for name, value in stored.items() if value != {}}
     for name in names:
-        if SETTINGS[name].fixed and stored.get(name) != new.get(name):
+        before, now = stored.get(name), new.get(name)
+        if name == "task":  # whose file may be called from another folder, or lie there by now
+            before, now = _without_folder(before), _without_folder(now)
+        if SETTINGS[name].fixed and before != now:
             raise ConfigError(
                 f"{name} is {_show(new.get(name))}, but the run to resume has "
                 f"{_show(stored.get(name))}; leave out --{SETTINGS[name].flag}, or start a new run"
             )
+
+
+def _without_folder(task: Any) -> Any:
+    return task.rpartition("/")[2] if isinstance(task, str) and ".py:" in task else task
 
 
 def _show(value: Any) -> str:

@@ -119,7 +119,10 @@ def _import(place: str, name: str) -> ModuleType:
 def _load_file(path: Path, name: str) -> ModuleType:
     """Run the file as a module under a name that no other module has."""
     if not path.is_file():
-        raise TaskError(f"task {name}: there is no file {path}")
+        raise TaskError(
+            f"task {name}: there is no file {path}; a run is resumed in the folder in which it "
+            "began, or with --task and the path from here"
+        )
     # Two files of one name, and the user's own package of that name, must not meet.
     module_name = f"dearmpi_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)

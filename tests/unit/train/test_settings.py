@@ -191,3 +191,11 @@ def test_every_setting_has_a_flag_of_its_own() -> None:
     flags = [about.flag for about in SETTINGS.values()]
     assert len(set(flags)) == len(flags)
     assert all(about.help for about in SETTINGS.values())
+
+
+def test_the_file_of_a_task_may_lie_in_another_folder_by_now() -> None:
+    stored = RunSettings(task="here/mine.py:build").as_plain()
+    check_resumable(stored, RunSettings(task="/there/mine.py:build"))
+    for other in ("here/mine.py:other", "here/yours.py:build", "mine:build"):
+        with pytest.raises(ConfigError, match="leave out --task"):
+            check_resumable(stored, RunSettings(task=other))
