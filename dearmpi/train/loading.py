@@ -144,7 +144,8 @@ class LoadingAhead:
         return DataError(
             f"task {self._task.name}: a process that loads samples ahead (--workers) could not be "
             "started or has ended: where it says nothing above, for want of memory, or of "
-            "/dev/shm, through which batches come; try fewer --workers, or 0"
+            "/dev/shm, through which batches come; try fewer --workers, or 0. A task file that "
+            "imports mpi4py would start MPI in it: import that where it is used"
         )
 
 

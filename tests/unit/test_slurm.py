@@ -68,6 +68,16 @@ def follows(words: list[str], *expected: str) -> bool:
     return any(tuple(words[i : i + size]) == expected for i in range(len(words) - size + 1))
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_without_an_environment_a_script_says_where_it_has_looked(folder: Path, name: str) -> None:
+    (folder / ".venv").rename(folder / "elsewhere")
+    with pytest.raises(AssertionError) as ended:
+        start(folder, name)
+    code, said = ended.value.args
+    assert code == 127
+    assert said.startswith(f"no dear-train in {folder}/.venv/bin: set DEARMPI_VENV")
+
+
 def test_mpirun_starts_as_many_ranks_as_slurm_has_tasks(folder: Path) -> None:
     words = run(folder, "train", "--task", "my task.py:make", "--lr", "*")
     assert words[:7] == ["dear-train", "requeue", "mpirun", "-n", "8", "dear-train", "run"]
