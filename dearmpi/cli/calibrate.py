@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NO_TIME_PER_BYTE = "no time per byte was seen: calibrate for longer with --seconds"
 _WARM_UP_S = 2.0
+_LARGEST_ERROR = 0.2  # of a fit; on a quiet machine it is a few hundredths
 _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone ms")
 
 
@@ -92,6 +93,11 @@ def describe_calibration(result: Calibration) -> list[str]:
     ]
     for name, _, fit in halves:
         lines.append(f"{name}: {_describe_fit(fit, result.world_size)}")
+    if any(fit.relative_error > _LARGEST_ERROR for fit in result.fits):
+        lines.append(
+            "a plan cannot be made of times that a line fits so badly: something else has used the "
+            "machine or the network meanwhile; measure again"
+        )
     return lines
 
 

@@ -171,6 +171,13 @@ def test_a_table_of_costs() -> None:
     )
 
 
+def test_times_that_no_line_fits_are_told_not_to_be_planned_with() -> None:
+    times = (5e-3, 1e-3, 30e-3, 4e-3)  # another program has used the cores meanwhile
+    samples = tuple(SizeTimes(2 ** (16 + i), time, 1.5 * time) for i, time in enumerate(times))
+    lines = describe_calibration(Calibration(("a", "b"), "MPICH 5", "ring", samples, samples))
+    assert lines[-1].startswith("a plan cannot be made") and lines[-1].endswith("measure again")
+
+
 def test_a_link_whose_bytes_took_no_time_is_told() -> None:
     samples = (SizeTimes(2**16, 2e-3, 2e-3), SizeTimes(2**19, 1.5e-3, 1.5e-3))
     lines = describe_calibration(Calibration(("a", "b"), "MPICH 5", "ring", samples, samples))
