@@ -27,7 +27,7 @@ def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
         if getattr(config, name) != getattr(defaults, name):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but the plan decides on it; leave out one "
-                "of the two"
+                "of the two, or where a resumed run has its plan from before, give --plan none"
             )
     if isinstance(plan, Plan) and plan.eager and not config.eager:
         raise ConfigError(
