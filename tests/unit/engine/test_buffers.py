@@ -75,8 +75,26 @@ def test_memory_formats_are_kept(tensor: Tensor) -> None:
     assert torch.equal(buffer.data[: tensor.numel()], flattened(tensor))
 
 
-def test_a_transposed_parameter_becomes_contiguous_and_keeps_its_values() -> None:
-    param = nn.Parameter(torch.randn(4, 3).T)
+@pytest.mark.parametrize(
+    ("tensor", "stride"),
+    [
+        (torch.randn(4, 3).T, (1, 3)),
+        (torch.randn(2, 4, 3).permute(1, 2, 0), (3, 1, 12)),
+        (torch.randn(4, 3).unsqueeze(1).transpose(0, 2), (1, 1, 3)),
+    ],
+)
+def test_a_parameter_keeps_its_order_in_memory(tensor: Tensor, stride: tuple[int, ...]) -> None:
+    """Fused optimizers go through that of the gradient and of the parameter alike."""
+    param = nn.Parameter(tensor)
+    values = param.detach().clone()
+    bucket = runtime_of(param)
+    moved = tuple(s for s, size in zip(param.stride(), param.shape, strict=True) if size > 1)
+    assert moved == tuple(s for s, size in zip(stride, param.shape, strict=True) if size > 1)
+    assert bucket.gradients.views[0].stride() == param.stride() and torch.equal(param, values)
+
+
+def test_a_parameter_with_gaps_becomes_contiguous_and_keeps_its_values() -> None:
+    param = nn.Parameter(torch.randn(4, 3)[:, ::2])
     values = param.detach().clone()
     bucket = runtime_of(param)
     assert param.is_contiguous() and torch.equal(param, values)

@@ -56,7 +56,7 @@ def test_a_checkpoint_is_complete_before_the_evaluation_of_its_step(
     found = []
 
     def looks(model: nn.Module, batch: Any) -> Tensor:
-        if not model.training and len(batch[0]) > 1:  # one sample is looked at before the start
+        if not model.training and len(batch[0]) > 2:  # two samples are looked at before the start
             found.append((tmp_path / "latest").read_text().strip())
         return squared_error(model, batch)
 
@@ -81,7 +81,7 @@ def test_an_evaluation_that_fails_at_the_end_does_not_cost_the_run(
     alone: World, tmp_path: Path
 ) -> None:
     def fails_on_held_out(model: nn.Module, batch: Any) -> Tensor:
-        if not model.training and len(batch[0]) > 1:  # one sample is looked at before the start
+        if not model.training and len(batch[0]) > 2:  # two samples are looked at before the start
             raise ValueError("a bad sample")
         return squared_error(model, batch)
 
@@ -132,7 +132,7 @@ def test_a_stop_breaks_off_the_evaluation_under_way_on_all_ranks(tmp_path: Path,
         batches: list[int] = []
 
         def counted(model: nn.Module, batch: Any) -> Tensor:
-            if not model.training and len(batch[0]) > 1:  # one sample is looked at before the start
+            if not model.training and len(batch[0]) > 2:  # two are looked at before the start
                 batches.append(len(batch[0]))
             return squared_error(model, batch)
 
