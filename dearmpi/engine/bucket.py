@@ -27,6 +27,8 @@ class BucketRuntime:
     index: number of the bucket, in feed-forward order. memory: where its gradients lie.
     pending: an optimizer step was taken whose result the parameters do not show yet.
     arrivals: which of its gradients have come.
+    unread: a step was taken since somebody last waited for the parameters to show one. Compiled
+        graphs hold only while nothing is that they read.
     unguarded: who reads the parameters may wait for nobody: a compiled graph, or a module that has
         taken one over. So ``step`` waits.
     mark: on a device, the event that whoever reads the parameters lets its stream wait for;
@@ -37,7 +39,7 @@ class BucketRuntime:
 
     One thread at a time writes: the main one until the reduce-scatter is submitted, then the
     driving one until ``forget``. Only ``pending``, which the main thread sets and the driving one
-    clears, and ``mark``, the other way round, are written by both.
+    clears, and ``mark``, the other way round, are written by both; ``unread`` by the main one only.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class BucketRuntime:
         self.parameters = None if parameters is None else self._move_parameters(parameters)
         self.state = BucketState.IDLE
         self.pending = False
+        self.unread = False
         quiet = _quiet_slots([param.nbytes for param in self.params])
         self.arrivals = Arrivals(spec.names, quiet=quiet)
         self.unguarded = False

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.bucket import BucketRuntime
@@ -51,6 +52,8 @@ class Checks:
         name = name or type(module).__name__
 
         def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if is_dynamo_compiling():  # the graph would hold only while nothing is pending
+                return
             pending = [bucket for bucket in self._buckets if bucket.pending]
             if pending and any(_has_nan(tensor) for tensor in _tensors(output)):
                 names = [name for bucket in pending for name in bucket.spec.names]

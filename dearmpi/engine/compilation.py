@@ -1,8 +1,8 @@
 """Getting along with ``torch.compile``.
 
-A compiled graph runs without hooks and reads parameters without looking them up, so nothing can
-make it wait. And while torch traces it says so of the whole process: an optimizer that steps
-meanwhile on another thread would compute like a traced one, with its scalars in fp32.
+A compiled graph runs without hooks and reads parameters without looking them up, so nothing in it
+can wait: who calls it has to. And while torch traces it says so of the whole process: an optimizer
+that steps meanwhile on another thread would compute like a traced one, with its scalars in fp32.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
-from torch._dynamo import OptimizedModule, convert_frame
+from torch._dynamo import OptimizedModule
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.compiled_roots import CompiledFrame, CompiledRoots
 from dearmpi.errors import ConfigError
 
 # torch counts them, those that activation checkpoints run inside another included; else -1.
@@ -32,6 +33,14 @@ at_end_of_backprop: Callable[[Callable[[], None]], None] = (
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
+def run_as_it_is(function: Function) -> Function:
+    """Have torch compile neither ``function`` nor what it calls, where compiled code calls it; a
+    graph that it becomes a part of traces it all the same.
+    """
+    _leave_out(function)
+    return function
+
+
 def untraced(function: Function) -> Function:
     """Have torch run ``function``, and all that it calls, as it is, where a compiled function
     steps or runs a backward.
@@ -39,27 +48,33 @@ def untraced(function: Function) -> Function:
     Marks its code, so that a call costs nothing: torch.compiler.disable(), for a torch that has
     another way of marking, makes each one slower.
     """
+    if not _leave_out(function):
+        return cast("Function", torch.compiler.disable(function))
+    vars(function)["_torchdynamo_disable"] = True  # nor is it traced as a part of its caller
+    return function
+
+
+def _leave_out(function: Callable[..., object]) -> bool:
+    """Whether torch could be told to compile no frame of ``function``."""
     assert isinstance(function, FunctionType)
     try:
         skip = eval_frame._FrameAction.SKIP
         strategy = eval_frame._FrameExecStrategy(skip, skip)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
     except AttributeError:
-        return cast("Function", torch.compiler.disable(function))
-    vars(function)["_torchdynamo_disable"] = True  # nor is it traced as a part of its caller
-    return function
+        return False
+    return True
 
 
 class CompilationWatch:
-    """Marks ``buckets`` as unguarded once anything in this process is compiled.
-
-    Which graph reads which parameters is not asked: torch may reuse the graph of one model for
-    another of the same class, without a word to anybody.
+    """Marks ``buckets`` as unguarded once something is compiled that may read them and waits for
+    nobody.
     """
 
     def __init__(
         self,
         buckets: Iterable[BucketRuntime],
+        roots: CompiledRoots,
         synchronize: Callable[[], None],
         *,
         is_driver: Callable[[], bool],
@@ -67,12 +82,10 @@ class CompilationWatch:
         """``synchronize`` is called before torch begins to compile. ``is_driver``: whether the
         calling thread drives communication.
         """
-        self._buckets = tuple(buckets)
+        self._buckets, self._roots = tuple(buckets), roots
         self._synchronize, self._is_driver = synchronize, is_driver
         self._callback = _call_weakly(self._compiling)
         callback_handler.register_start_callback(self._callback)
-        if convert_frame.FRAME_COUNTER > 0:
-            self._mark()
 
     def remove(self) -> None:
         """Stop watching."""
@@ -82,11 +95,13 @@ class CompilationWatch:
     def _compiling(self, event: CallbackArgs) -> None:
         if self._is_driver():  # the arithmetic of an optimizer, on the tensors that it is given
             return
-        self._mark()
-        # The code of a backprop is compiled when it is first needed, without being traced. It
-        # reads no parameter that is updated before its gradient is there; and a wait might be for
-        # buckets whose gradients only this code brings.
-        if number_of_backprop() >= 0 and event.callback_trigger is not CallbackTrigger.DYNAMO:
+        if event.callback_trigger is CallbackTrigger.DYNAMO:
+            if not self._roots.admit(CompiledFrame.under_way()):
+                self._mark()
+        elif number_of_backprop() >= 0:
+            # The code of a backprop is compiled when it is first needed, without being traced. It
+            # reads no parameter that is updated before its gradient is there; and a wait might be
+            # for buckets whose gradients only this code brings.
             return
         compiling = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = False  # tracing itself begins after this call
@@ -116,8 +131,8 @@ def refuse_compiled(model: nn.Module) -> None:
     if name is not None:
         raise ConfigError(
             f"plan is 'auto', but {f'module {name}' if name else 'the model'} is compiled "
-            "(torch.compile): its layers run without the hooks that time them, and step() waits "
-            "for the gathers that a plan would hide; leave plan out, or leave the compilation out"
+            "(torch.compile): its layers run without the hooks that time them; leave plan out, or "
+            "give one that was made without compilation"
         )
 
 

@@ -103,6 +103,8 @@ class Engine:
         if self._cycle.stepped:
             self.waiting.until_finished()
             self._side.lead()
+            for bucket in self._buckets:
+                bucket.unread = False
         elif self._eager:
             raise refusal.synchronized_before_step()
 

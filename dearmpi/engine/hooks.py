@@ -8,7 +8,7 @@ in its module's table, so the table waits too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.bucket import BucketRuntime
@@ -24,8 +24,10 @@ from dearmpi.engine.compilation import (
     CompilationWatch,
     at_end_of_backprop,
     number_of_backprop,
+    run_as_it_is,
     untraced,
 )
+from dearmpi.engine.compiled_roots import CompiledRoots, buckets_by_module
 from dearmpi.tune.own_hook import OwnHook
 
 if TYPE_CHECKING:
@@ -92,9 +94,8 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         if watched is None:
             return
         bucket, pre_forward = watched
-        if bucket.unguarded and is_compiling():
-            return  # not to be traced: see CompilationWatch
-        if bucket.pending or bucket.mark is not None:
+        # Where torch traces this nothing is unread, and the graph holds as long as nothing is.
+        if bucket.unread or (not is_dynamo_compiling() and bucket.mark is not None):
             pre_forward((bucket,))
 
     def _wait_all(self) -> None:
@@ -126,14 +127,20 @@ class ModelHooks:
         self._watched: list[tuple[nn.Module, str]] = []
         buckets = tuple(dict.fromkeys(bucket for bucket, _ in places.values()))
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
+        reads = buckets_by_module(model, places)
+        watch_calls = partial(_watch_calls, self._handles, pre_forward, polls)
         self._compilation = CompilationWatch(
-            buckets, partial(pre_forward, buckets), is_driver=is_driver
+            buckets,
+            CompiledRoots(model, reads, watch_calls),
+            partial(pre_forward, buckets),
+            is_driver=is_driver,
         )
         for param, place in places.items():
             if param.is_floating_point() or param.is_complex():  # integers have no gradients
                 self._watch_gradient(param, *_translate_gradient(place, backprops, grad_ready))
-        for module in model.modules():
-            self._watch(module, places, pre_forward, polls)
+        for module, read in reads.items():
+            self._watch_table(module, places, pre_forward)
+            watch_calls(module, read)
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -162,29 +169,28 @@ class ModelHooks:
         self._handles.append(param.register_post_accumulate_grad_hook(after))
         param.requires_grad = required
 
-    def _watch(
-        self,
-        module: nn.Module,
-        places: Mapping[nn.Parameter, Place],
-        pre_forward: PreForward,
-        polls: bool,
+    def _watch_table(
+        self, module: nn.Module, places: Mapping[nn.Parameter, Place], pre_forward: PreForward
     ) -> None:
         table = module._parameters
-        buckets = {
-            name: places[param][0]
-            for name, param in table.items()
-            if param is not None and param in places
-        }
-        if not buckets:
-            return
         if not isinstance(table, ParameterTable):
             module._parameters = table = ParameterTable(table)
-        for name, bucket in buckets.items():
-            table.watch(name, bucket, pre_forward)
-            self._watched.append((module, name))
-        owned = tuple(dict.fromkeys(buckets.values()))
-        hook = _PreForward(owned, pre_forward, polls)
-        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        for name, param in dict.items(table):
+            if param is not None and param in places:
+                table.watch(name, places[param][0], pre_forward)
+                self._watched.append((module, name))
+
+
+def _watch_calls(
+    handles: list[RemovableHandle],
+    pre_forward: PreForward,
+    polls: bool,
+    module: nn.Module,
+    read: Sequence[BucketRuntime],
+) -> None:
+    """Have ``module`` wait for the buckets that it will ``read`` whenever it is called."""
+    hook = _PreForward(read, pre_forward, polls)
+    handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
 
 class _Backprops:
@@ -247,19 +253,18 @@ def _translate_gradient(
 
 
 class _PreForward(OwnHook):
-    """Before a module's forward: wait for the buckets that it owns."""
+    """Before a module's forward: wait for the buckets that it reads."""
 
-    __slots__ = ("_owned", "_polls", "_pre_forward")
+    __slots__ = ("_polls", "_pre_forward", "_read")
 
-    def __init__(
-        self, owned: tuple[BucketRuntime, ...], pre_forward: PreForward, polls: bool
-    ) -> None:
-        self._owned, self._pre_forward, self._polls = owned, pre_forward, polls
+    def __init__(self, read: Sequence[BucketRuntime], pre_forward: PreForward, polls: bool) -> None:
+        self._read, self._pre_forward, self._polls = read, pre_forward, polls
 
+    @run_as_it_is
     def __call__(self, *_: Any) -> None:
-        for bucket in self._owned:
-            if bucket.unguarded and is_compiling():
-                return
-            if self._polls or bucket.pending or bucket.mark is not None:
-                self._pre_forward(self._owned)
+        if is_dynamo_compiling():
+            return  # in a graph nobody waits: see CompiledRoots
+        for bucket in self._read:
+            if self._polls or bucket.unread or bucket.mark is not None:
+                self._pre_forward(self._read)
                 return

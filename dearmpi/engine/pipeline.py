@@ -105,7 +105,7 @@ class Pipeline:
 
     def supersede(self, bucket: BucketRuntime) -> None:
         """The next update of ``bucket``, which cannot have begun, will change its parameters."""
-        bucket.pending = True
+        bucket.pending = bucket.unread = True
         bucket.supersede()
         if self._replicas is not None and not self._gathers_gradients:
             bucket.poison()  # now, since afterwards a gather may already bring new ones

@@ -39,6 +39,7 @@ class Waiting:
             if bucket.pending:
                 self._refuse_endless()
                 self.until(bucket.is_current, f"the parameters of bucket {bucket.index}")
+            bucket.unread = False
             if bucket.mark is not None and self._side.await_mark(bucket.mark):
                 bucket.mark = None
 

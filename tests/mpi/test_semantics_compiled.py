@@ -104,6 +104,7 @@ def train_compiled(side: Side, compiled: Compiled, backend: str, *, when: str) -
         (wrap_whole, "run before"),
         (compile_in_place, "after"),
         (compile_parts, "before"),
+        (compile_parts, "run before"),
     ],
 )
 def test_a_compiled_model(compiled: Compiled, when: str, gather: str, world: World) -> None:
@@ -151,6 +152,165 @@ def test_backprop_compiled_while_a_later_layer_is_updated(
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather, eager=True, bucket_cap_mb=1e-6)
+
+
+class Block(nn.Module):
+    """One of several that torch compiles once for all."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(num_features)
+        self.linear = nn.Linear(num_features, num_features)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + self.linear(self.norm(inputs)).tanh()
+        return outputs
+
+
+class BrokenBlock(Block):
+    """torch compiles it in two parts."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        normed = self.norm(inputs)
+        torch._dynamo.graph_break()
+        outputs: Tensor = inputs + self.linear(normed).tanh()
+        return outputs
+
+
+def blocks(kind: type[Block] = Block) -> nn.Sequential:
+    """A stack of compiled blocks between two layers that are not."""
+    model: nn.Sequential = seeded(
+        lambda: nn.Sequential(
+            nn.Linear(NUM_FEATURES, 9), *(kind(9) for _ in range(4)), nn.Linear(9, 3)
+        )
+    )
+    return model
+
+
+def unguarded(optimizer: Any) -> int:
+    """Buckets that ``step`` waits for."""
+    return sum(bucket.unguarded for bucket in optimizer._assembly.engine._buckets)
+
+
+def in_place(block: nn.Module) -> nn.Module:
+    block.compile(backend="aot_eager")
+    return block
+
+
+def wrapped(block: nn.Module) -> Any:
+    return torch.compile(block, backend="aot_eager")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("compiled", [in_place, wrapped])
+@pytest.mark.parametrize("kind", [Block, BrokenBlock])
+@pytest.mark.parametrize("eager", [False, True])
+def test_compiled_blocks_wait_for_their_own_parameters_only(
+    compiled: Callable[[nn.Module], Any], kind: type[Block], eager: bool, gather: str, world: World
+) -> None:
+    """With batches of several sizes, for which torch compiles anew."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()  # what the other side has compiled
+        model = blocks(kind)
+        optimizer = side.wrap(slow_adam(model), model)
+        for number in range(1, 5):
+            model[number] = compiled(model[number])
+        for step in range(NUM_STEPS):
+            rows = side.inputs(step).repeat(1 + step // 2, 1)
+            optimizer.zero_grad()
+            side.average(squared_error(model(rows))).backward()
+            optimizer.step()
+        if side.is_distributed and side.size > 1:
+            assert not unguarded(optimizer)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather, eager=eager)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_blocks_in_other_buckets(gather: str, world: World) -> None:
+    """What torch has compiled before the buckets changed waits for the new ones, too."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        model = blocks()
+        for number in range(1, 5):
+            in_place(model[number])
+        side.loss(model, 0)
+        optimizer = side.wrap(slow_adam(model), model)
+        train(side, model, optimizer)
+        if side.is_distributed:
+            optimizer.fuse(0.001)
+        train(side, model, optimizer)
+        if side.is_distributed and side.size > 1:
+            assert not unguarded(optimizer)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_blocks_are_compiled_once(gather: str, world: World) -> None:
+    compiled_graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled_graphs.append(graph)
+        return graph.forward
+
+    model = blocks()
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(slow_adam(model), model)
+    for number in range(1, 5):
+        model[number].compile(backend=count, fullgraph=True)
+    numbers = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        side.loss(model, step).backward()
+        optimizer.step()
+        numbers.append(len(compiled_graphs))
+    assert numbers == [numbers[0]] * NUM_STEPS
+    side.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_function_without_parameters_makes_nobody_wait(
+    gather: str, world: World
+) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        model = layers()
+        optimizer = side.wrap(slow_adam(model), model)
+        loss = torch.compile(squared_error, backend="eager")
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            side.average(loss(model(side.inputs(step)))).backward()
+            optimizer.step()
+        if side.is_distributed and side.size > 1:
+            assert not unguarded(optimizer)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_forward_that_is_called_past_the_hooks(gather: str, world: World) -> None:
+    """No hook runs, but torch sees that the graph does not hold."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        model = seeded(Mixture)
+        optimizer = side.wrap(slow_adam(model), model)
+        forward: Callable[[Tensor], Tensor] = torch.compile(model.forward, backend="eager")
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            side.average(squared_error(forward(side.inputs(step)))).backward()
+            optimizer.step()
+        if side.is_distributed and side.size > 1:
+            assert unguarded(optimizer)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
 
 
 @pytest.mark.ranks(2)
@@ -273,7 +433,7 @@ def test_an_optimizer_whose_arithmetic_is_compiled(gather: str, world: World) ->
             side.loss(model, step).backward()
             optimizer.step()
         if side.is_distributed and side.size > 1:
-            assert not any(bucket.unguarded for bucket in optimizer._assembly.engine._buckets)
+            assert not unguarded(optimizer)
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather)

@@ -1,0 +1,111 @@
+"""Compiled roots: modules that torch compiles each as a whole, and who waits before they run.
+
+Inside a compiled graph nothing can wait. But torch calls a module's hooks before the graph of its
+forward, so that a hook of the root can wait for all that the graph reads. It goes to every module
+of the same code, since torch may use the graph of one for another without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+from torch._dynamo import convert_frame
+
+from dearmpi.engine.bucket import BucketRuntime
+
+_COMPILES = getattr(getattr(convert_frame, "_compile", None), "__code__", None)
+
+Guard = Callable[[nn.Module, Sequence[BucketRuntime]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFrame:
+    """What torch is about to compile: ``code``, called with ``owner`` as its first argument."""
+
+    code: CodeType
+    owner: Any
+
+    @classmethod
+    def under_way(cls) -> CompiledFrame | None:
+        """The one that a callback of torch's is called for; None where torch does not show it."""
+        caller: FrameType | None = sys._getframe()
+        while caller is not None and caller.f_code is not _COMPILES:
+            caller = caller.f_back
+        seen = {} if caller is None else caller.f_locals
+        code, values = seen.get("code"), seen.get("locals")
+        if not isinstance(code, CodeType) or not isinstance(values, dict):
+            return None
+        return cls(code, values.get(code.co_varnames[0]) if code.co_argcount else None)
+
+
+class CompiledRoots:
+    """Of one model, by what torch compiles of it."""
+
+    def __init__(
+        self, model: nn.Module, reads: Mapping[nn.Module, Sequence[BucketRuntime]], guard: Guard
+    ) -> None:
+        """``reads``: the buckets that hold parameters of a module itself. ``guard``: to have a
+        module wait for buckets whenever it is called.
+        """
+        self._modules = tuple(model.modules())
+        self._reads, self._guard = reads, guard
+        self._buckets = tuple(dict.fromkeys(bucket for owned in reads.values() for bucket in owned))
+        self._seen: set[CodeType] = set()
+
+    def admit(self, frame: CompiledFrame | None) -> bool:
+        """Whether what runs ``frame`` waits for the parameters that it reads, as far as is known.
+
+        A graph holds only while nothing is unread that it reads; who waits for nobody has torch
+        compile the same code again. So has a call with inputs of another shape, before which the
+        root has waited.
+        """
+        if frame is None or _calls_some_module(frame.code):
+            return False
+        owner = frame.owner
+        is_root = isinstance(owner, nn.Module) and _forward_of(owner) is frame.code
+        is_root = is_root and any(module is owner for module in self._modules)
+        is_new = frame.code not in self._seen
+        self._seen.add(frame.code)
+        if is_root and is_new:
+            for module in self._modules:
+                if _forward_of(module) is frame.code and (read := self._read_in(module)):
+                    self._guard(module, read)
+        read = self._read_in(owner) if is_root else self._buckets
+        return is_new or not any(bucket.unread for bucket in read)
+
+    def _read_in(self, module: nn.Module) -> Sequence[BucketRuntime]:
+        owned = (bucket for part in module.modules() for bucket in self._reads.get(part, ()))
+        return tuple(dict.fromkeys(owned))
+
+
+def _forward_of(module: nn.Module) -> CodeType | None:
+    return getattr(type(module).forward, "__code__", None)
+
+
+def _calls_some_module(code: CodeType) -> bool:
+    """Whether it is what torch compiles for any layer of its own that is wrapped: of such code one
+    module cannot be told from another.
+    """
+    return code.co_qualname.startswith("wrap_inline.")
+
+
+def buckets_by_module(
+    model: nn.Module, places: Mapping[nn.Parameter, tuple[BucketRuntime, int]]
+) -> dict[nn.Module, Sequence[BucketRuntime]]:
+    """The buckets that hold parameters of a module itself, for those that have any."""
+    reads: dict[nn.Module, Sequence[BucketRuntime]] = {}
+    for module in model.modules():
+        owned = (places.get(param) for param in own_parameters(module))
+        if buckets := tuple(dict.fromkeys(place[0] for place in owned if place is not None)):
+            reads[module] = buckets
+    return reads
+
+
+def own_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
+    """Those of a module itself, not of modules in it."""
+    return (param for param in module._parameters.values() if param is not None)
