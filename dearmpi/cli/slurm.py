@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Container, Iterator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from dearmpi.cli.batch_script import BatchScript, Launcher
+from dearmpi.cli.failure import complain
 from dearmpi.cli.run import check_config, read_sources, run
 from dearmpi.engine.settings import check_plan
 from dearmpi.errors import ConfigError, LaunchError
 from dearmpi.train.settings import RunSettings
-from dearmpi.train.sources import merge
+from dearmpi.train.sources import Source, merge
 
 _COUNT = click.IntRange(min=1)
 
@@ -80,27 +83,56 @@ def slurm(
       dear-train slurm --nodes 2 --ntasks-per-node 4 -- --task digits --epochs 50 >job.sbatch
       dear-train slurm --nodes 2 --time 12:00:00 --submit -- --task digits --epochs 50
     """
-    _check_arguments(arguments)
-    options = {
+    options: dict[str, str | None] = {
         name.replace("_", "-"): str(value) for name, value in given.items() if value is not None
     }
+    options |= _parse_others(others, taken=options)
+    folder = Path.cwd() / (options.get("chdir") or "")  # in which the job will run
+    missing = list(_check_arguments(arguments, folder))
     script = BatchScript(
-        launcher=launcher,
-        options={**options, **_parse_others(others, taken=options)},
-        arguments=arguments,
-        environment=sys.prefix,
+        launcher=launcher, options=options, arguments=arguments, environment=sys.prefix
     )
+    _tell_missing(missing, folder, submit=submit)
     click.echo(_submit(script) if submit else script.render(), nl=submit)
 
 
-def _check_arguments(arguments: tuple[str, ...]) -> None:
-    """Refuse now what ``dear-train run`` would refuse once the job had left the queue."""
+def _check_arguments(arguments: tuple[str, ...], folder: Path) -> Iterator[str]:
+    """Refuse now what ``dear-train run`` would refuse once the job had left the queue. Returns what
+    it would miss if it ran in ``folder`` now.
+    """
     given = run.make_context("dear-train run", list(arguments)).params
     config = given.pop("config")
     check_config(config)
-    chosen = merge(read_sources(given, os.environ, None))
+    sources = read_sources(given, os.environ, None)
     if config is None:  # it may give more, and need not be here yet
-        _check_combination(chosen)
+        _check_combination(merge(sources))
+    return _missing_files(config, sources, folder)
+
+
+def _missing_files(config: str | None, sources: Sequence[Source], folder: Path) -> Iterator[str]:
+    """For the config and the task's file, a line if there is none at the path given."""
+    if config is not None and not os.path.isfile(folder / config):
+        yield f"--config is {config}, and there is no file {folder / config}"
+    for source in sources:
+        task = source.values.get("task")
+        if task is not None:
+            path = folder / Path(task.rpartition(":")[0]).expanduser()
+            if path.suffix == ".py" and not os.path.isfile(path):
+                yield f"{source.label('task')} is {task}, and there is no file {path}"
+            return  # those that follow are overruled
+
+
+def _tell_missing(missing: Sequence[str], folder: Path, *, submit: bool) -> None:
+    """Raise ConfigError for files that a job to ``submit`` would miss; a script to be printed may
+    be meant for another machine.
+    """
+    if submit and missing:
+        raise ConfigError(
+            f"{'; '.join(missing)}; a job submitted here runs in {folder}: correct the path, or "
+            "leave out --submit where the file is yet to come"
+        )
+    for one in missing:
+        complain(f"warning: {one}; there must be one where the job runs, or it ends at its start")
 
 
 def _check_combination(chosen: dict[str, Any]) -> None:
@@ -111,7 +143,7 @@ def _check_combination(chosen: dict[str, Any]) -> None:
     check_plan(settings.plan if settings.plan not in ("none", "bayes") else None, settings.engine())
 
 
-def _parse_others(words: tuple[str, ...], *, taken: dict[str, str]) -> dict[str, str | None]:
+def _parse_others(words: tuple[str, ...], *, taken: Container[str]) -> dict[str, str | None]:
     parsed: dict[str, str | None] = {}
     for word in words:
         name, equals, value = word.partition("=")

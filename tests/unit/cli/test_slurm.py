@@ -178,6 +178,63 @@ def test_settings_that_exclude_each_other_are_refused_before_a_job_waits_for_the
     assert render(capsys, "--", *words, "--config", str(tmp_path / "elsewhere.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "file"),
+    [
+        ("--config", "sub/run.yaml", "sub/run.yaml"),
+        ("--task", "my_tsk.py:build", "my_tsk.py"),
+        ("--task", "sub/my_tsk.py:build", "sub/my_tsk.py"),
+    ],
+)
+def test_a_file_that_the_run_would_miss_is_told_before_a_job_waits_for_it(
+    tmp_path: Path,
+    sbatch: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    value: str,
+    file: str,
+) -> None:
+    sbatch.write_text("#!/bin/sh\necho Submitted batch job 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    words = ["--", flag, value]
+    expected = f"{flag} is {value}, and there is no file {tmp_path / file}"
+    assert main(["slurm", *words]) == 0
+    told = capsys.readouterr()
+    assert f"warning: {expected}" in told.err and value in told.out
+
+    assert main(["slurm", "--submit", *words]) == 2
+    told = capsys.readouterr()
+    assert f"error: {expected}" in told.err and "leave out --submit" in told.err and not told.out
+
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    for submit in ([], ["--submit"]):
+        assert main(["slurm", *submit, *words]) == 0
+        assert capsys.readouterr().err == ""
+
+
+def test_files_are_looked_for_where_the_job_will_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "task.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["slurm", "--sbatch-option", "chdir=/no/where", "--", "--task", "task.py:f"]) == 0
+    assert "there is no file /no/where/task.py" in capsys.readouterr().err
+    monkeypatch.setenv("DEAR_TRAIN_TASK", "gone.py:f")  # which a flag overrules
+    assert main(["slurm", "--", "--task", "task.py:f"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["slurm"]) == 0
+    assert "DEAR_TRAIN_TASK is gone.py:f, and there is no file" in capsys.readouterr().err
+
+
+def test_a_module_or_a_task_that_comes_along_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    for task in ("package.module:function", "digits", "synthetic:resnet50"):
+        assert main(["slurm", "--", "--task", task]) == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_what_a_task_may_justify_or_a_variable_does_is_not_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
