@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from dearmpi.bench.link import measure_link
 from dearmpi.bench.memory import peak_bytes, start_peak
 from dearmpi.bench.method import ALONE, Entrant, Method, Setup
 from dearmpi.bench.peers import read_method
+from dearmpi.bench.problem import agree_on, problem_of
 from dearmpi.bench.result import Block, Iteration, Result, Row
 from dearmpi.bench.subject import Subject
 from dearmpi.comm.world import World
@@ -34,8 +35,6 @@ from dearmpi.train.agreement import is_agreed
 Tell = Callable[[str], None]
 Keep = Callable[[Result], None]
 
-# Found in what a rank says that only lost the others: gloo's connections, or Horovod's thread.
-_AFTERMATH = ("gloo", "horovod has been shut down")
 _LINK_REPEATS = 3  # of communication alone in each round
 
 
@@ -48,15 +47,17 @@ def hold_contest(
     tell: Tell,
     keep: Keep = lambda result: None,
     comm_dtype: CommDtype = "fp32",
+    missing: Mapping[str, str] = MappingProxyType({}),
 ) -> Result:
     """Measure every method, and computation and communication alone (collective).
 
     tell: is given a line on each block as it ends. keep: what there is then. comm_dtype: in what
-    communication alone sends fp32; methods know for themselves.
+    communication alone sends fp32; methods know for themselves. missing: by label, why one is out
+    from the start.
     """
     config = EngineConfig(comm_dtype=comm_dtype)
     buckets = buckets_of(world, subject.build())
-    result = _blank(world, subject, methods, buckets, comm_dtype)
+    result = _blank(world, subject, methods, buckets, comm_dtype, missing)
     alone = read_method(ALONE)
     num_tuning = least_tuning(methods)
     entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
@@ -83,6 +84,7 @@ def _blank(
     methods: Sequence[Method],
     buckets: Sequence[Bucket],
     comm_dtype: CommDtype,
+    missing: Mapping[str, str],
 ) -> Result:
     """What is known before anything is measured."""
     return Result(
@@ -93,7 +95,10 @@ def _blank(
         world_size=world.size,
         hosts=len(set(world.hosts)),
         alone=Row(ALONE),
-        rows=[Row(method.label, comm_dtype=method.comm_dtype) for method in methods],
+        rows=[
+            Row(method.label, error=missing.get(method.label, ""), comm_dtype=method.comm_dtype)
+            for method in methods
+        ],
         link=[],
         num_buckets=len(buckets),
         payload_bytes=sum(bucket.nbytes for bucket in buckets),
@@ -124,7 +129,7 @@ def _run_block(world: World, trial: _Trial, row: Row) -> None:
     start_bytes = start_peak()
     # The phases of a trial; after each, the ranks agree on whether to go on.
     for phase in (trial.join, trial.enter, trial.measure, trial.verify):
-        row.error = _agree(world, trial.attempt(phase))
+        row.error = agree_on(world, trial.attempt(phase))
         if row.error:
             break
     peak, note = peak_bytes(start_bytes), trial.note
@@ -165,9 +170,7 @@ class _Trial:
             may_wait = self._method.waits_in_mpi and phase in (self.enter, self.measure)
             if may_wait and not _fails_on_all(error) and self._world.size > 1:
                 raise
-            lines = str(error).strip().splitlines()
-            problem = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-            traceback.clear_frames(error.__traceback__)
+            problem = problem_of(error)
         else:
             return ""
         if self._method.uses_group:
@@ -252,19 +255,6 @@ def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> Iteration
     back = time.perf_counter()
     entrant.optimizer.step()
     return Iteration(fed - start, back - fed, time.perf_counter() - back)
-
-
-def _agree(world: World, problem: str) -> str:
-    """The problem that came first, as far as one can tell, with its rank (collective)."""
-    problems = {rank: text for rank, text in enumerate(world.all_gather_text(problem)) if text}
-    if not problems:
-        return ""
-    first = min(problems, key=lambda rank: (_is_aftermath(problems[rank]), rank))
-    return problems[first] if world.size == 1 else f"rank {first}: {problems[first]}"
-
-
-def _is_aftermath(problem: str) -> bool:
-    return any(words in problem.lower() for words in _AFTERMATH)
 
 
 def _average(world: World, iterations: Sequence[Iteration]) -> tuple[Iteration, ...]:

@@ -47,7 +47,7 @@ def horovod(setup: Setup) -> Entrant:
     ImportError on all ranks if it is missing on any, RuntimeError if it is of another MPI.
     """
     variables = horovod_variables(setup.options)
-    hvd = find_on_all(setup.world, "horovod", _find_horovod, _HOROVOD_ADVICE)
+    hvd = find_horovod(setup.world)
     with environment(variables):
         hvd.init()
     try:
@@ -57,7 +57,12 @@ def horovod(setup: Setup) -> Entrant:
         raise
 
 
-def _find_horovod() -> Any:
+def find_horovod(world: World) -> Any:
+    """Horovod itself; raises ImportError on all ranks if it is missing on any (collective)."""
+    return find_on_all(world, "horovod", _import_horovod, _HOROVOD_ADVICE)
+
+
+def _import_horovod() -> Any:
     hvd = import_module("horovod.torch")
     if not hasattr(hvd, "init"):  # without its library it imports all the same
         raise ImportError("it was built without torch")
@@ -125,12 +130,8 @@ def deepspeed(setup: Setup) -> Entrant:
     MiB; ``comm_dtype``, of gradients. Raises ImportError on all ranks if it is missing on any.
     """
     config = deepspeed_config(setup.options)
-    # Its own launcher would say which rank of the host this is.
-    variables = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(setup.world.local_rank)}
-    with environment(variables):
-        package = find_on_all(
-            setup.world, "deepspeed", lambda: import_module("deepspeed"), _DEEPSPEED_ADVICE
-        )
+    package = find_deepspeed(setup.world)
+    with environment(_deepspeed_variables(setup.world)):
         _tame(package)
         engine, *_ = package.initialize(
             model=setup.model,
@@ -145,6 +146,19 @@ def deepspeed(setup: Setup) -> Entrant:
             package.comm.destroy_process_group()
 
     return Entrant(engine, _EngineSteps(engine.step), backward=engine.backward, close=close)
+
+
+def find_deepspeed(world: World) -> Any:
+    """DeepSpeed itself; raises ImportError on all ranks if it is missing on any (collective)."""
+    with environment(_deepspeed_variables(world)):
+        return find_on_all(
+            world, "deepspeed", lambda: import_module("deepspeed"), _DEEPSPEED_ADVICE
+        )
+
+
+def _deepspeed_variables(world: World) -> dict[str, str]:
+    """What it looks up; its own launcher would say which rank of the host this is."""
+    return {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(world.local_rank)}
 
 
 def _tame(package: Any) -> None:

@@ -93,6 +93,10 @@ def accept(setup: Setup) -> None:
     """Of a method whose options have an effect on any model and any number of ranks."""
 
 
+def no_package(world: World) -> None:
+    """Of a method that needs nothing besides this package and torch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A method by name. label: as the user wrote it, options included.
@@ -102,6 +106,8 @@ class Method:
     waits_in_mpi: a rank of it that fails leaves the others waiting in this package's operations.
     tunes_itself: in iterations before those that warm up.
     check: raises ConfigError where it cannot enter; it communicates with nobody.
+    find: raises, before anything is measured, where what it needs cannot be imported; all ranks
+        call it, whatever the others meet.
     """
 
     label: str
@@ -111,6 +117,7 @@ class Method:
     waits_in_mpi: bool = False
     tunes_itself: bool = False
     check: Callable[[Setup], None] = accept
+    find: Callable[[World], object] = no_package
 
     @property
     def comm_dtype(self) -> CommDtype:
@@ -215,6 +222,11 @@ def _read_value(name: str, text: str, kind: object) -> object:
         kind_text = words.get(kind, "a whole number")
         raise ConfigError(f"{name} is {text!r}; it must be {kind_text}") from None
     return text
+
+
+def asked_options(comm_dtype: CommDtype) -> dict[str, str]:
+    """The options of a method that is to send ``comm_dtype``, as all are."""
+    return {} if comm_dtype == "fp32" else {"comm_dtype": comm_dtype}
 
 
 def read_options(parts: Iterable[str], *, label: str) -> dict[str, str]:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args
 
 import torch.distributed as dist
@@ -18,6 +14,8 @@ from dearmpi.bench.guests import (
     HOROVOD_SENDS,
     deepspeed,
     deepspeed_config,
+    find_deepspeed,
+    find_horovod,
     horovod,
     horovod_variables,
 )
@@ -33,7 +31,9 @@ from dearmpi.bench.method import (
     Setup,
     accept,
     alone,
+    asked_options,
     check_precision,
+    no_package,
     ours,
     read_cap,
     read_flag,
@@ -43,6 +43,7 @@ from dearmpi.bench.method import (
 )
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.searched import bayes, check_bayes, refuse_cap
+from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, check_choice
 from dearmpi.errors import ConfigError
 
@@ -181,8 +182,8 @@ def block_name(leaf: str) -> str:
 class _Peer:
     """read: raises ConfigError for options that do not exist or fit; the factory reads by it, too.
 
-    sends: in what it can be asked to send. options: those that its name implies. check: as that of
-    a method.
+    sends: in what it can be asked to send. options: those that its name implies. check, find: as
+    those of a method.
     """
 
     factory: Factory
@@ -191,6 +192,7 @@ class _Peer:
     options: Mapping[str, str] = field(default_factory=dict)
     uses_group: bool = True
     check: Callable[[Setup], None] = accept
+    find: Callable[[World], object] = no_package
 
 
 _PEERS: Mapping[str, _Peer] = {
@@ -199,8 +201,10 @@ _PEERS: Mapping[str, _Peer] = {
         ddp_bf16, _read_ddp_bf16, sends=("fp32", "bf16"), options={"comm_dtype": "bf16"}
     ),
     "fsdp2": _Peer(fsdp2, _read_fsdp2, sends=("fp32",), check=_check_fsdp2),
-    "deepspeed": _Peer(deepspeed, deepspeed_config),
-    "horovod": _Peer(horovod, horovod_variables, sends=HOROVOD_SENDS, uses_group=False),
+    "deepspeed": _Peer(deepspeed, deepspeed_config, find=find_deepspeed),
+    "horovod": _Peer(
+        horovod, horovod_variables, sends=HOROVOD_SENDS, uses_group=False, find=find_horovod
+    ),
 }
 METHOD_NAMES = (ALONE, *OURS, *_PEERS)
 
@@ -219,7 +223,7 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
         )
     if name == ALONE and parts:
         raise ConfigError(f"method {text!r}: alone has no options, since it sends nothing")
-    options = {**_asked(comm_dtype), **read_options(parts, label=text)}
+    options = {**asked_options(comm_dtype), **read_options(parts, label=text)}
     _refuse_dtype(name, options, comm_dtype)
     try:
         return _make_method(name, text, options)
@@ -245,7 +249,14 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
         peer = _PEERS[name]
         options = {**peer.options, **options}
         peer.read(options)
-        return Method(label, peer.factory, options, uses_group=peer.uses_group, check=peer.check)
+        return Method(
+            label,
+            peer.factory,
+            options,
+            uses_group=peer.uses_group,
+            check=peer.check,
+            find=peer.find,
+        )
     refuse_settings(name, options)
     if name == BAYES:
         refuse_cap(options)
@@ -258,39 +269,3 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
         tunes_itself=name in (PLANNED, BAYES),
         check=check_bayes if name == BAYES else check_precision,
     )
-
-
-def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
-    """The method of ``module:factory``, which is imported when it enters, on every rank; the
-    working folder is searched first.
-
-    The factory takes a ``Setup`` and returns an ``Entrant``; ``torch.distributed`` is initialised.
-    ``comm_dtype`` is among the setup's options, unless it is fp32.
-    """
-    module, colon, attribute = text.partition(":")
-    if not (module and colon and attribute):
-        raise ConfigError(f"--method {text!r} is not of the form module:factory")
-
-    def enter(setup: Setup) -> Entrant:
-        entry = str(Path.cwd())
-        sys.path.insert(0, entry)
-        try:
-            factory: Factory = getattr(_import(module, entry), attribute)
-            return factory(setup)
-        finally:
-            sys.path.remove(entry)
-
-    return Method(text, enter, _asked(comm_dtype))
-
-
-def _import(module: str, folder: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error}, neither installed nor in {folder}; install it, or start in its folder"
-        ) from error
-
-
-def _asked(comm_dtype: CommDtype) -> dict[str, str]:
-    return {} if comm_dtype == "fp32" else {"comm_dtype": comm_dtype}

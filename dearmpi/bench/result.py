@@ -187,6 +187,10 @@ class Result:
             payload_bytes=self.payload_bytes,
         )
 
+    def problems(self) -> list[str]:
+        """Why rows have no more blocks, a line for each; none where all were measured."""
+        return [f"{row.label}: {row.error}" for row in (self.alone, *self.rows) if row.error]
+
     def rows_that_send_less(self) -> list[Row]:
         """Those measured that send half of what the bounds are of, and so may be below them."""
         if self.comm_dtype != "fp32":

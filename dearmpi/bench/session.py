@@ -12,7 +12,9 @@ from dearmpi.bench.length import LINK_WARM_UP_S, Length
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.memory import reuse_pages
 from dearmpi.bench.method import Method, Setup
-from dearmpi.bench.peers import plug_in, read_method
+from dearmpi.bench.peers import read_method
+from dearmpi.bench.plug_in import plug_in
+from dearmpi.bench.problem import find_missing
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.result import Result
 from dearmpi.bench.subject import ReplaySubject, Subject, task_subject
@@ -94,6 +96,7 @@ def answer(
     """
     with together(world):
         methods = question.read_methods()
+    missing = find_missing(world, methods, tell)
     subject = make_subject(world, question, tell)
     _check_methods(world, subject, methods)
     return hold_contest(
@@ -104,6 +107,7 @@ def answer(
         tell=tell,
         keep=keep,
         comm_dtype=question.comm_dtype,
+        missing=missing,
     )
 
 

@@ -20,7 +20,7 @@ def describe_result(result: Result) -> list[str]:
     cells = [_cells(result, row, bounds, unit) for row in _rows(result)]
     lines += ["", *align([_header(unit), *cells])]
     remarks = [remark for row in _rows(result) for remark in _describe_choices(row, unit)]
-    remarks += [f"{row.label}: {row.error}" for row in _rows(result) if row.error]
+    remarks += result.problems()
     return [*lines, *([""] if remarks else []), *remarks]
 
 

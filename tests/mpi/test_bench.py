@@ -19,7 +19,8 @@ from dearmpi.bench import session
 from dearmpi.bench.collectives import describe_collectives, measure_collectives
 from dearmpi.bench.group import leave_group
 from dearmpi.bench.method import Entrant, Method, Setup
-from dearmpi.bench.peers import plug_in, read_method
+from dearmpi.bench.peers import read_method
+from dearmpi.bench.plug_in import plug_in
 from dearmpi.bench.record import collectives_json, result_json
 from dearmpi.bench.result import LinkTimes, Result
 from dearmpi.bench.session import Question, answer

@@ -10,7 +10,8 @@ import pytest
 
 from dearmpi.bench import group, peers
 from dearmpi.bench.method import Entrant, Method, Setup
-from dearmpi.bench.peers import plug_in, read_method
+from dearmpi.bench.peers import read_method
+from dearmpi.bench.plug_in import plug_in
 from dearmpi.bench.result import Result
 from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World

@@ -12,7 +12,8 @@ from dearmpi import DistributedOptimizer
 from dearmpi.bench.length import Length
 from dearmpi.bench.memory import peak_bytes, start_peak
 from dearmpi.bench.method import Setup, read_config, read_options
-from dearmpi.bench.peers import METHOD_NAMES, block_name, blocks_of, plug_in, read_method
+from dearmpi.bench.peers import METHOD_NAMES, block_name, blocks_of, read_method
+from dearmpi.bench.plug_in import plug_in
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.session import Question
 from dearmpi.comm.world import World

@@ -54,9 +54,11 @@ def test_a_peer_that_is_not_installed_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, peer, None)
     monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)
-    assert main(["bench", *SMALL, "--methods", f"{peer},dear"]) == 0
+    assert main(["bench", *SMALL, "--methods", f"dear,{peer}"]) == 1
     text = capsys.readouterr().out
     assert f"{peer}: ImportError: {peer} cannot be imported on any rank (" in text
+    early = text.index(f"{peer} is out: ImportError: {peer} cannot be imported on any rank (")
+    assert early < text.index("compute time: ")  # by which nothing has been measured
     assert "pip install --no-build-isolation" in text and "dear         Iter #0: " in text
 
 
@@ -64,6 +66,46 @@ def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> No
     arguments = ["--methods", "", "--method", "not_installed_anywhere:make"]
     assert main(["bench", *SMALL, *arguments]) == 1
     assert "ModuleNotFoundError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import not_installed_anywhere\n", "ModuleNotFoundError: No module named 'not_installed"),
+        ("raise SystemExit('no licence')\n", "SystemExit: no licence"),
+        ("def others(setup): ...\n", "AttributeError: module 'bad_method' has no attribute 'make'"),
+    ],
+)
+def test_a_method_that_cannot_be_imported_is_told_before_anything_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    body: str,
+    words: str,
+) -> None:
+    (tmp_path / "bad_method.py").write_text(body)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "bad_method", raising=False)
+    report = tmp_path / "bench.json"
+    arguments = ["--methods", "dear", "--method", "bad_method:make", "--json", str(report)]
+    assert main(["bench", *SMALL, *arguments]) == 1
+    text = capsys.readouterr().out
+    assert text.index(f"bad_method:make is out: {words}") < text.index("compute time: ")
+    assert f"\nbad_method:make: {words}" in text  # below the table as well
+    dear, bad = json.loads(report.read_text())["rows"]
+    assert dear["blocks"] and not dear["error"] and words in bad["error"]
+
+
+def test_a_method_that_fails_is_a_failure_though_others_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "failing_method.py").write_text("def make(setup):\n    raise OSError('no luck')\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--methods", "dear", "--method", "failing_method:make"]
+    assert main(["bench", *SMALL, *arguments]) == 1
+    text = capsys.readouterr().out
+    assert "failing_method:make: OSError: no luck" in text and " is out: " not in text
+    assert "dear         Iter #0: " in text and "bound of DeAR" in text
 
 
 @pytest.mark.parametrize(
