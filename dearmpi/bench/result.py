@@ -102,7 +102,7 @@ class Row:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third."""
+    """The first and the third; of one value, twice that."""
     if len(values) < 2:
         return values[0], values[0]
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")

@@ -43,15 +43,21 @@ def _header(unit: TimeUnit) -> tuple[str, ...]:
 
 
 def _describe_rates(result: Result, row: Row) -> list[str]:
-    """As the synthetic benchmarks of the field do: the mean of the rounds +- 1.96 sigma."""
+    """As the synthetic benchmarks of the field do: the mean of the rounds +- 1.96 sigma, which one
+    round does not tell.
+    """
     rates = [result.rate(block.mean_s) for block in row.blocks]
-    mean = statistics.fmean(rates)
-    spread = 1.96 * statistics.pstdev(rates)
     unit, size = result.unit, result.world_size
+
+    def said(ranks: int) -> str:
+        mean = f"{ranks * statistics.fmean(rates):.1f}"
+        if len(rates) == 1:
+            return mean
+        return f"{mean} +-{ranks * 1.96 * statistics.pstdev(rates):.1f}"
+
     return [
-        f"{row.label:<12} {unit.capitalize()}/sec per CPU: {mean:.1f} +-{spread:.1f}",
-        f"{row.label:<12} Total {unit}/sec on {size} CPU(s): {size * mean:.1f} "
-        f"+-{size * spread:.1f}",
+        f"{row.label:<12} {unit.capitalize()}/sec per CPU: {said(1)}",
+        f"{row.label:<12} Total {unit}/sec on {size} CPU(s): {said(size)}",
     ]
 
 
@@ -103,6 +109,7 @@ def _cells(result: Result, row: Row, bounds: Bounds | None, unit: TimeUnit) -> t
         return (row.label, "failed", *["-"] * (len(_header(unit)) - 2))
     median_s = row.median_s
     low, high = map(unit.of, quartiles(row.totals()))
+    spread = f"{low:.4f}-{high:.4f}" if len(row.totals()) > 1 else "-"
     relative = ["-", "-", "-"]
     if bounds is not None and row is not result.alone:
         relative = [
@@ -114,7 +121,7 @@ def _cells(result: Result, row: Row, bounds: Bounds | None, unit: TimeUnit) -> t
     return (
         row.name,
         f"{unit.of(median_s):.4f}",
-        f"{low:.4f}-{high:.4f}",
+        spread,
         f"{result.rate(median_s):.1f}",
         *relative,
         f"{unit.of(row.cpu_s):.3f}",

@@ -132,6 +132,21 @@ def test_rates_have_the_form_of_the_field() -> None:
     assert "dear         Total img/sec on 4 CPU(s): 57.8 +-4.8" in lines
 
 
+def test_one_value_has_no_spread() -> None:
+    """Which is unknown then, and not zero."""
+    told = result()
+    told.rows[0].blocks = [block(4.0)]
+    lines = describe_result(told)
+    assert "dear         Img/sec per CPU: 16.0" in lines
+    assert "dear         Total img/sec on 4 CPU(s): 64.0" in lines
+    cells = {line.split()[0]: line.split()[1:3] for line in lines if line and "/sec" not in line}
+    assert (cells["alone"], cells["dear"]) == (["3.1250", "-"], ["4.0000", "-"])
+    told.rows[0].blocks = [block(4.0, 4.5)]  # of one round there are quartiles all the same
+    lines = describe_result(told)
+    assert not any("+-" in line for line in lines)
+    assert any("4.1250-4.3750" in line for line in lines)
+
+
 def test_columns_are_aligned() -> None:
     assert align([("a", "bb"), ("ccc", "d")]) == ["a    bb", "ccc   d"]
 
