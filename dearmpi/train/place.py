@@ -174,7 +174,7 @@ def _go_on(root: Path, name: str, begun_from: Path | None) -> Place:
             f"the run in {root / name} was begun from {begun_from}, which is gone, and has no "
             "checkpoint of its own yet; begin another run with another --name"
         )
-    notes = _passed_over(found)
+    notes = () if found.latest is None else _passed_over(found)
     checkpoint = found.latest or begun_from
     return Place(
         root, name, checkpoint, continued=True, notes=notes, begun_from=begun_from, goes_on=True
@@ -212,4 +212,7 @@ def check_unchanged(place: Place) -> None:
 
 
 def _passed_over(found: Survey) -> tuple[str, ...]:
-    return tuple(f"passed over: {reason}" for reason in found.passed_over)
+    """A note on each; there is a checkpoint to go on from."""
+    assert found.latest is not None
+    instead = f"resuming from {found.latest.name}"
+    return tuple(f"passed over: {reason}; {instead}" for reason in found.passed_over)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dearmpi.errors import ConfigError, DearError
+from dearmpi.errors import CheckpointError, ConfigError, DearError
 from dearmpi.train import durable
 from dearmpi.train.occupation import Occupation
 from dearmpi.train.presence import is_folder, is_there
@@ -172,11 +172,19 @@ class RunFolder:
         _write(self.begun_from, json.dumps(str(checkpoint)) + "\n")
 
     def read_begun_from(self) -> Path | None:
-        """That checkpoint; None where the run was not begun from any."""
+        """That checkpoint; None where the run was not begun from any. Raises CheckpointError where
+        that cannot be told: the run would begin anew instead, and say nothing.
+        """
         try:
             return Path(json.loads(self.begun_from.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError, TypeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+            raise CheckpointError(
+                f"cannot read {self.begun_from}, which names the checkpoint that the run was begun "
+                f"from: {reason}; restore it, or remove it if the run has checkpoints of its own"
+            ) from error
 
     def check_free(self, *, resume: bool) -> None:
         """Raise ConfigError unless a run can begin here or, with ``resume``, go on."""
@@ -200,9 +208,15 @@ class RunFolder:
     def _describe_content(self) -> str:
         if not self.holds_run:
             return "holds other files"
-        if self.latest.is_file():
-            return f"holds a run that reached {Path(self.latest.read_text().strip()).name}"
-        return "holds a run without a checkpoint"
+        try:
+            reached = Path(self.latest.read_text(encoding="utf-8").strip()).name
+        except FileNotFoundError:
+            return "holds a run without a checkpoint"
+        except (OSError, ValueError):
+            reached = ""
+        if not reached.startswith("step-"):
+            return f"holds a run, of which {self.latest} names no checkpoint"
+        return f"holds a run that reached {reached}"
 
 
 def _write(path: Path, text: str) -> None:

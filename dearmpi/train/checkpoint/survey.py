@@ -28,7 +28,8 @@ class Survey:
     """What a run folder holds.
 
     latest: the checkpoint to resume from, None where there is none.
-    passed_over: for each damaged checkpoint that is not older than that, what is wrong with it.
+    passed_over: what is wrong with ``latest``, or with the checkpoint that it names, and with each
+        damaged checkpoint that is not older than the one to resume from.
     """
 
     latest: Path | None
@@ -43,12 +44,18 @@ def survey(run_folder: Path) -> Survey:
     when the checkpoint is loaded. Folders that a killed writer left behind are not considered.
     """
     complete, damaged = list_checkpoints(run_folder / "checkpoints")
-    named = _read_latest(run_folder)
+    text = _read_latest(run_folder)
+    named = _folder_named(run_folder, text)
     latest = _choose(complete, named)
-    if named is not None and named not in complete and named not in damaged:
-        damaged[named] = f"{run_folder / 'latest'} names {named.name}, which does not exist"
     floor = -1 if latest is None else _step_of(latest)
-    reasons = (damaged[path] for path in sorted(damaged) if _step_of(path) >= floor)
+    reasons = [damaged[p] for p in sorted(damaged) if _step_of(p) >= floor or p == named]
+    pointer = run_folder / "latest"
+    if text is None and len(complete) > 1:  # the first checkpoint may be there before it
+        reasons.insert(0, f"there is no {pointer}, which would name one of {len(complete)}")
+    elif text is not None and named is None:
+        reasons.insert(0, f"{pointer} holds {_shortened(text)!r}, which names no checkpoint")
+    elif named is not None and named not in complete and named not in damaged:
+        reasons.insert(0, f"{pointer} names {named.name}, which does not exist")
     return Survey(latest=latest, passed_over=tuple(reasons))
 
 
@@ -110,7 +117,7 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
     if len(_folders(checkpoints)) <= keep:  # as mostly before a save, for which all ranks wait
         return ()
     complete, _ = list_checkpoints(checkpoints)
-    latest = _choose(complete, _read_latest(run_folder))
+    latest = _choose(complete, _folder_named(run_folder, _read_latest(run_folder)))
     by_age = sorted(complete, key=lambda path: _order(complete[path]))
     removed = tuple(path for path in by_age[: max(0, len(by_age) - keep)] if path != latest)
     for path in removed:
@@ -206,12 +213,26 @@ def _step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def _read_latest(run_folder: Path) -> Path | None:
+def _read_latest(run_folder: Path) -> str | None:
+    """What the file says, which may be anything; None where there is none."""
     try:
-        name = (run_folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
+        return (run_folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot read {run_folder / 'latest'}: {error.strerror}") from error
-    folder = run_folder / "checkpoints" / name.removeprefix("checkpoints/")
+        raise CheckpointError(
+            f"cannot read {run_folder / 'latest'}, which names the checkpoint to resume from: "
+            f"{error.strerror}; make it a file that this user may read, or remove it to have the "
+            "one that was written last"
+        ) from error
+
+
+def _folder_named(run_folder: Path, text: str | None) -> Path | None:
+    if text is None:
+        return None
+    folder = run_folder / "checkpoints" / text.removeprefix("checkpoints/")
     return folder if FOLDER_NAME.fullmatch(folder.name) else None
+
+
+def _shortened(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."

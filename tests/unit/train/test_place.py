@@ -69,6 +69,30 @@ def test_auto_says_which_checkpoints_it_passed_over(tmp_path: Path) -> None:
     assert "step-00000006" in found.notes[0]
 
 
+def test_it_says_that_latest_is_damaged_and_what_is_resumed_instead(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 3, 6)
+    (run / "latest").write_bytes(b"\xff")
+    for chosen in ({"resume": "auto", "name": "a"}, {"resume": str(run)}):
+        found = find(tmp_path, **chosen)
+        assert found.checkpoint == run / "checkpoints" / "step-00000006"
+        (note,) = found.notes
+        assert note.startswith(f"passed over: {run / 'latest'} holds ")
+        assert note.endswith("; resuming from step-00000006")
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[]", b"{", None])
+def test_a_run_whose_beginning_cannot_be_read_does_not_begin_anew(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    begun_from = RunFolder.create(tmp_path, "a").begun_from
+    if content is None:
+        begun_from.mkdir()
+    else:
+        begun_from.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"cannot read {begun_from}, .*restore it, or remove"):
+        find(tmp_path, name="a", resume="auto")
+
+
 def test_auto_does_not_begin_anew_where_no_checkpoint_can_be_read(tmp_path: Path) -> None:
     """What is there may yet be restored, and a new beginning would replace it."""
     run = make_run(tmp_path, "a", 3)

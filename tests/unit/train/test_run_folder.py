@@ -41,6 +41,19 @@ def test_a_run_is_not_overwritten_but_resumed(tmp_path: Path) -> None:
     assert folder.latest.read_text() == "checkpoints/step-00000007\n"
 
 
+@pytest.mark.parametrize("content", [b"", b"step", b"\xff\xfe", None])
+def test_a_run_whose_latest_cannot_be_read_is_not_overwritten(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    if content is None:
+        folder.latest.mkdir()
+    else:
+        folder.latest.write_bytes(content)
+    with pytest.raises(ConfigError, match="a run, of which .*latest names no checkpoint; name"):
+        RunFolder.create(tmp_path, "run")
+
+
 def test_one_of_two_runs_that_start_at_once_gets_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

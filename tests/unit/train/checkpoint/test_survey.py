@@ -29,15 +29,58 @@ def test_the_latest_file_decides(tmp_path: Path) -> None:
     assert checkpoint.resolve(second) == second
 
 
-@pytest.mark.parametrize("text", ["checkpoints/step-00000099\n", "", "../../etc", "\0", None])
-def test_a_useless_latest_file_is_passed_over(tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"checkpoints/step-00000099\n", "names step-00000099, which does not exist"),
+        (b"checkpoints/step-00000001\n", "names step-00000001, which does not exist"),
+        (b"", "holds '', which names no checkpoint"),
+        (b"../../etc", "holds '../../etc', which names no checkpoint"),
+        (b"\0" * 500, "...', which names no checkpoint"),
+        (b"\xff\xfe", "which names no checkpoint"),
+        (None, "there is no "),
+    ],
+)
+def test_a_useless_latest_file_is_passed_over_and_told(
+    tmp_path: Path, text: bytes | None, told: str
+) -> None:
     checkpoint.save(tmp_path, make_snapshot(10))
     second = checkpoint.save(tmp_path, make_snapshot(20))
-    if text is None:
-        (tmp_path / "latest").unlink()
-    else:
-        (tmp_path / "latest").write_text(text)
-    assert checkpoint.find_latest(tmp_path) == second
+    pointer = tmp_path / "latest"
+    pointer.unlink()
+    if text is not None:
+        pointer.write_bytes(text)
+    found = checkpoint.survey(tmp_path)
+    assert found.latest == second
+    (reason,) = found.passed_over
+    assert str(pointer) in reason and told in reason and len(reason) < len(str(pointer)) + 250
+
+
+def test_a_damaged_checkpoint_is_told_where_latest_names_it_however_old(tmp_path: Path) -> None:
+    """To which the run was sent back."""
+    for step in (10, 20, 30):
+        checkpoint.save(tmp_path, make_snapshot(step))
+    for step in (10, 20):
+        (tmp_path / f"checkpoints/step-000000{step}/part-00000.safetensors").unlink()
+    (tmp_path / "latest").write_text("checkpoints/step-00000020\n")
+    found = checkpoint.survey(tmp_path)
+    assert found.latest is not None and found.latest.name == "step-00000030"
+    (reason,) = found.passed_over
+    assert "step-00000020" in reason
+
+
+def test_the_first_checkpoint_may_be_there_before_latest(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, make_snapshot(10))
+    (tmp_path / "latest").unlink()
+    assert checkpoint.survey(tmp_path).passed_over == ()
+
+
+def test_a_latest_that_is_no_file_says_what_to_do(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, make_snapshot(10))
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match="latest, which names .*: Is a directory; .* remove"):
+        checkpoint.survey(tmp_path)
 
 
 def test_what_was_written_last_is_newest_even_after_going_back(tmp_path: Path) -> None:
