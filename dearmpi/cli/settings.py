@@ -10,6 +10,7 @@ import click
 from dearmpi.train.setting import Setting
 from dearmpi.train.settings import SETTINGS, RunSettings
 from dearmpi.train.sources import CONFIG_VARIABLE
+from dearmpi.train.synonym import our_name
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _FLAG_WIDTH = 30
@@ -31,7 +32,20 @@ class SettingOption(click.Option):
 
 
 class RunCommand(click.Command):
-    """A command whose help lists its flags by section."""
+    """A command whose help lists its flags by section, and that knows what others call them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As the base class, which would take the nearest name for what was meant."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            ours = our_name(error.option_name)
+            if ours is None:
+                raise
+            told = (
+                f"No such option {error.option_name!r}; it is called --{SETTINGS[ours].flag} here."
+            )
+            raise click.NoSuchOption(error.option_name, told, ctx=ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one list of flags for each section, in the order of the settings."""

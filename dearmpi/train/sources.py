@@ -16,6 +16,7 @@ from dearmpi.config import known_names
 from dearmpi.engine.settings import DECIDED_BY_PLAN
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings import EXCLUSIVE, SETTINGS, RunSettings
+from dearmpi.train.synonym import our_name
 
 PREFIX = "DEAR_TRAIN_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
@@ -252,4 +253,8 @@ def before_task(sources: Sequence[Source]) -> RunSettings:
 
 
 def _known(name: str, names: Mapping[str, object]) -> str:
-    return known_names(name, sorted(names), most=len(names))
+    """End of a message about an unknown ``name``, which may be what other tools call it."""
+    ours = our_name(name.removeprefix(PREFIX))
+    if ours is None:
+        return known_names(name, sorted(names), most=len(names))
+    return f"; it is called {variable(ours) if name.startswith(PREFIX) else ours} here"
