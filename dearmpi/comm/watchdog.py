@@ -5,14 +5,14 @@ while their main threads compute, load data, or wait for something else. Those t
 it to that one, which asks again and again, to report and to judge. The report names, for every
 rank, its host, how many backprops it has begun, what it waits for, and its Python stack. If the
 wait can never end, because another rank has left or waits for this one in turn, it ends with a
-StallError.
+StallError. Several threads may wait at a time; others are told of the one that trains.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from dearmpi.comm.mail import Mail, Messenger
 from dearmpi.comm.stack import stack_of
 from dearmpi.comm.stall_report import StallReport
 from dearmpi.comm.status import Status
+from dearmpi.comm.wait import Wait
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
@@ -46,7 +47,10 @@ class StallLimits:
 
 
 class Watchdog:
-    """One rank's watchdog. ``tend`` runs on the driving thread, the rest on the main thread."""
+    """One rank's watchdog. ``tend`` runs on the driving thread, the rest on those that wait.
+
+    The main thread is the one that trains: it has last begun a step or a collective call.
+    """
 
     def __init__(
         self, messenger: Messenger, *, rank: int, hosts: Sequence[str], limits: StallLimits
@@ -55,18 +59,11 @@ class Watchdog:
         self._hosts = hosts
         self._mail = Mail(messenger, self._complain)
         self._rank, self._size, self._limits = rank, len(hosts), limits
-        self._main = threading.current_thread().ident
+        self._main = threading.get_ident()
         self._backprops = self._steps = self._exchanges = 0
-        self._in_exchange = self._left = False
-        self._waiting = ""
-        self._since = self._looked_at = 0.0
-        self._asked_at: float | None = None
+        self._in_exchange = self._left = False  # in_exchange: the main thread
+        self._waits: dict[int, Wait] = {}  # by thread
         self._num_asked = 0
-        self._first_question = 1  # of this wait
-        self._answers: dict[int, Status] = {}
-        self._answered_at: dict[int, float] = {}
-        self._reported = False
-        self._spared_at, self._spared_by = float("-inf"), 0
         self._tended_at = 0.0
         # Ranks often begin to wait together. Those that would ask later are spared by then: twice
         # as many with each turn, so that a few turns are enough for thousands.
@@ -78,12 +75,14 @@ class Watchdog:
         self._backprops += 1
 
     def begin_step(self) -> None:
-        """The main thread has begun a step."""
+        """The calling thread, which so is the main one, has begun a step."""
+        self._main = threading.get_ident()
         self._steps += 1
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """The main thread is in a collective call on the world."""
+        """The calling thread, which so is the main one, is in a collective call on the world."""
+        self._main = threading.get_ident()
         self._exchanges += 1
         self._in_exchange = True
         try:
@@ -96,39 +95,45 @@ class Watchdog:
         self._left = True
 
     def begin_wait(self, what: str) -> None:
-        """The main thread begins to wait for ``what``."""
-        self._since = self._looked_at = time.monotonic()
-        self._waiting = what
-        self._first_question = self._num_asked + 1
-        self._asked_at, self._answers, self._reported = None, {}, False
-        self._spared_at = float("-inf")
+        """The calling thread begins to wait for ``what``."""
+        now, thread = time.monotonic(), threading.get_ident()
+        self._waits[thread] = Wait(
+            thread=thread,
+            what=what,
+            in_exchange=self._in_exchange and thread == self._main,
+            since=now,
+            looked_at=now,
+            first_question=self._num_asked + 1,
+        )
 
     def end_wait(self) -> None:
-        """The wait is over."""
-        self._waiting = ""
+        """The calling thread's wait is over."""
+        del self._waits[threading.get_ident()]
 
     def check_wait(self) -> None:
-        """Print the report once it is complete. Raises StallError if the wait is to be given up.
+        """Print the report of the calling thread's wait once it is complete. Raises StallError if
+        the wait is to be given up.
 
         Time for which a scheduler has suspended the job does not count.
         """
-        now = time.monotonic()
-        if now - self._looked_at > _SUSPENDED_S:
-            self._skip(now - self._looked_at)
-        self._looked_at = now
-        waited_s = now - self._since
-        if self._is_answered():
+        now, wait = time.monotonic(), self._waits[threading.get_ident()]
+        if now - wait.looked_at > _SUSPENDED_S:
+            wait.skip(now - wait.looked_at, now)
+        wait.looked_at = now
+        waited_s = now - wait.since
+        if self._is_answered(wait):
             if not self._left:
-                self._raise_if_hopeless()
-            if not self._reported:
-                self._reported = True
-                last_words.say(self.report())  # which a full disk must not turn into a failure
+                self._raise_if_hopeless(wait)
+            if not wait.is_reported:
+                wait.is_reported = True
+                last_words.say(self._report(wait))  # which a full disk must not make a failure
         # Whoever gives up ends the job, so those that know what all do come first.
-        most_s = self._limits.abort_s + (2 * _ANSWER_S if self._left or self._spared else 0.0)
-        if waited_s > most_s and not (self._left and self._is_patient()):
+        is_late = self._left or self._is_spared(wait)
+        most_s = self._limits.abort_s + (2 * _ANSWER_S if is_late else 0.0)
+        if waited_s > most_s and not (self._left and self._is_patient(wait)):
             raise StallError(
                 f"rank {self._rank} on {self._hosts[self._rank]} gave up after waiting "
-                f"{waited_s:.0f} s for {self._waiting}\n{self._explain()}"
+                f"{waited_s:.0f} s for {wait.what}\n{self._explain(wait)}"
             )
 
     def tend(self) -> None:
@@ -136,73 +141,73 @@ class Watchdog:
         now = time.monotonic()
         if now - self._tended_at < _TEND_S:
             return
-        was_suspended = now - max(self._since, self._tended_at) > _SUSPENDED_S
-        self._tended_at, self._stack = now, None
+        tended_at, self._tended_at, self._stack = self._tended_at, now, None
         self._mail.drop_sent()
         # Of each rank no more than a few are under way.
         self._mail.read(self._handle, most=4 * self._size)
-        if was_suspended:
-            return  # whether there is a wait worth a question, check_wait() finds first
-        due_s = max(self._since + self._turn_s, self._asked_at or 0.0) + self._limits.warning_s
-        if self._waiting and not self._spared and now > due_s:
-            self._ask(now)
+        due = [wait for wait in tuple(self._waits.values()) if self._is_due(wait, now, tended_at)]
+        if due:
+            self._ask(now, due)
 
-    @property
-    def _spared(self) -> bool:
+    def _is_due(self, wait: Wait, now: float, tended_at: float) -> bool:
+        """Whether to ask the others for ``wait``, now that they have not been since."""
+        if now - max(wait.since, tended_at) > _SUSPENDED_S:
+            return False  # this process was suspended: check_wait() first finds out for how long
+        began_s = max(wait.since + self._turn_s, wait.asked_at or 0.0)
+        return not self._is_spared(wait) and now > began_s + self._limits.warning_s
+
+    def _is_spared(self, wait: Wait) -> bool:
         """Whether another rank asks, as it does again and again, and so will report and judge."""
-        return self._is_recent(self._spared_at + self._turn_s)
+        return self._is_recent(wait.spared_at + self._turn_s)
 
-    def _skip(self, seconds: float) -> None:
-        """This process did not run for so long, and so can say nothing of others."""
-        now = time.monotonic()
-        self._since += seconds
-        # The driving thread may have gone on first, and asked and heard since.
-        self._spared_at = min(now, self._spared_at + seconds)
-        if self._asked_at is not None:
-            self._asked_at = min(now, self._asked_at + seconds)
-        for rank in list(self._answered_at):  # in place: it may add some meanwhile
-            self._answered_at[rank] = min(now, self._answered_at[rank] + seconds)
-
-    def report(self) -> str:
+    def _report(self, wait: Wait) -> str:
         """What every rank is doing, with the stacks of those that answered."""
         now = time.monotonic()
         silence = "does not answer (stopped, or its host is)"
-        if self._asked_at is None:
+        if wait.asked_at is None:
             silence = "was not asked"
         if self._mail.problem:
             silence = (
                 f"does not answer, or was not asked, since messages failed: {self._mail.problem}"
             )
-        answers = dict(self._answers)
+        answers = dict(wait.answers)
         silent_s = {
-            rank: now - self._answered_at[rank] for rank in answers if not self._is_fresh(rank)
+            rank: now - wait.answered_at[rank]
+            for rank in answers
+            if not self._is_recent(wait.answered_at[rank])
         }
-        report = StallReport(self._hosts, {**answers, self._rank: self.status()}, silence, silent_s)
-        title = f"waited {now - self._since:.0f} s for {self._waiting}; the ranks say:"
+        statuses = {**answers, self._rank: self._tell(wait, wait.thread)}
+        report = StallReport(self._hosts, statuses, silence, silent_s)
+        title = f"waited {now - wait.since:.0f} s for {wait.what}; the ranks say:"
         return "\n".join([title, *report.lines()])
 
-    def _explain(self) -> str:
+    def _explain(self, wait: Wait) -> str:
         """The report, or who has it: of hundreds that give up, one tells what all do."""
-        if not self._spared:
-            return self.report()
-        judge = self._spared_by
+        if not self._is_spared(wait):
+            return self._report(wait)
+        judge = wait.spared_by
         return f"rank {judge} on {self._hosts[judge]} has asked all ranks, and reports what they do"
 
     def status(self, stack: tuple[str, ...] | None = None) -> Status:
-        """This rank's own. ``stack``: the main thread's, if it was looked at just now."""
+        """This rank's own, as others are told: that of the main thread, which may yet do what they
+        wait for. ``stack``: of it, if it was looked at just now.
+        """
+        return self._tell(self._waits.get(self._main), self._main, stack)
+
+    def _tell(self, wait: Wait | None, thread: int, stack: tuple[str, ...] | None = None) -> Status:
+        """This rank's own, where ``wait`` is that of ``thread``."""
         left = self._left
         if left:
             stack = ()  # what runs then is this package
         elif stack is None:
-            stack = stack_of(self._main or 0)
-        waited_s = time.monotonic() - self._since if self._waiting else 0.0
+            stack = stack_of(thread)
         # The main thread may go on meanwhile: whatever it is said to wait for, or to have left, it
         # must not seem to be further back than it was then, so the counts come last.
         return Status(
             left=left,
-            waiting=self._waiting,
-            waited_s=waited_s,
-            in_exchange=self._in_exchange,
+            waiting=wait.what if wait else "",
+            waited_s=time.monotonic() - wait.since if wait else 0.0,
+            in_exchange=wait is not None and wait.in_exchange,
             exchanges=self._exchanges,
             steps=self._steps,
             backprops=self._backprops,
@@ -216,8 +221,9 @@ class Watchdog:
             "handles have run out, raise ulimit -n"
         )
 
-    def _ask(self, now: float) -> None:
-        self._asked_at = now
+    def _ask(self, now: float, waits: Iterable[Wait]) -> None:
+        for wait in waits:
+            wait.asked_at = now
         self._num_asked += 1
         for other in range(self._size):
             # After a problem it asks nobody; the rest count as silent.
@@ -225,56 +231,54 @@ class Watchdog:
                 self._mail.send({"ask": self._num_asked, "left": self._left}, other)
 
     def _handle(self, sender: int, message: Any) -> None:
+        now, waits = time.monotonic(), tuple(self._waits.values())
         if "ask" in message:
             # One report is enough, but of one that still trains, if this rank does.
             judges = sender < self._rank or self._mail.problem
             if judges and (self._left or not message.get("left")):
-                self._spared_by, self._spared_at = sender, time.monotonic()
+                for wait in waits:
+                    wait.spared_at, wait.spared_by = now, sender
             if self._stack is None:
-                self._stack = stack_of(self._main or 0)
+                self._stack = stack_of(self._main)
             status = asdict(self.status(self._stack))
             self._mail.send({"status": status, "to": message["ask"]}, sender)
             return
-        self._answered_at[sender] = time.monotonic()
-        if message["to"] >= self._first_question:  # else what was so in an earlier wait
-            status = message["status"]
-            self._answers[sender] = Status(**{**status, "stack": tuple(status["stack"])})
+        told = message["status"]
+        said = Status(**{**told, "stack": tuple(told["stack"])})
+        for wait in waits:
+            wait.hear(sender, said, question=message["to"], now=now)
 
-    def _is_answered(self) -> bool:
-        if self._asked_at is None or self._spared:
+    def _is_answered(self, wait: Wait) -> bool:
+        if wait.asked_at is None or self._is_spared(wait):
             return False
-        complete = len(self._answers) == self._size - 1
-        return complete or time.monotonic() - self._asked_at > _ANSWER_S
+        complete = len(wait.answers) == self._size - 1
+        return complete or time.monotonic() - wait.asked_at > _ANSWER_S
 
-    def _is_patient(self) -> bool:
+    def _is_patient(self, wait: Wait) -> bool:
         """Whether a rank at the end of its program goes on waiting for those that work on.
 
         It does as long as they answer it, or another rank, which asks and judges in its place. When
         that one has ceased to, answers to this one's own question are due.
         """
-        return self._is_recent(self._spared_at + self._turn_s + 2 * _ANSWER_S) or self._all_answer()
-
-    def _all_answer(self) -> bool:
-        """Whether all other ranks have answered the last question, or the one before."""
-        return sum(map(self._is_fresh, list(self._answered_at))) == self._size - 1
-
-    def _is_fresh(self, rank: int) -> bool:
-        """Whether ``rank`` has."""
-        return self._is_recent(self._answered_at[rank])
+        is_spared = self._is_recent(wait.spared_at + self._turn_s + 2 * _ANSWER_S)
+        # Else all must have answered the last question, or the one before.
+        num_fresh = sum(map(self._is_recent, list(wait.answered_at.values())))
+        return is_spared or num_fresh == self._size - 1
 
     def _is_recent(self, at: float) -> bool:
         """Whether what ranks do every ``warning_s`` was last done ``at`` and has not ceased."""
         return time.monotonic() - at <= self._limits.warning_s + 2 * _ANSWER_S
 
-    def _raise_if_hopeless(self) -> None:
-        own = self.status()
-        for rank, other in sorted(self._answers.items()):
-            mutual = other.left or other.waits_for(own)
-            if own.waits_for(other) and mutual:
+    def _raise_if_hopeless(self, wait: Wait) -> None:
+        own = self._tell(wait, wait.thread)
+        trains = wait.thread == self._main  # else the thread that does may yet do what others need
+        for rank, other in sorted(wait.answers.items()):
+            in_vain = other.left or (trains and other.waits_for(own))
+            if own.waits_for(other) and in_vain:
                 raise StallError(
                     f"rank {self._rank} {own.describe()}, but rank {rank} {other.describe()}: "
                     f"the ranks, which have taken {own.steps} and {other.steps} steps, have "
                     "unequal numbers of batches, or call collective operations in different "
                     "order. Give every rank as many batches, or train inside "
-                    f"optimizer.join()\n{self.report()}"
+                    f"optimizer.join()\n{self._report(wait)}"
                 )
