@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from types import MappingProxyType
 
 import torch
@@ -16,11 +13,11 @@ from torch.optim import Optimizer
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.aliasing import check_apart, check_private
+from dearmpi.engine.comparison import check_alike
 from dearmpi.engine.compilation import refuse_compiled
 from dearmpi.engine.device import device_of
 from dearmpi.engine.device_way import check_devices
 from dearmpi.engine.master import is_half
-from dearmpi.engine.options import describe_options, describe_state
 from dearmpi.engine.probe import require_half, require_host
 from dearmpi.engine.unserved import (
     refuse_alone_in_their_group,
@@ -29,9 +26,9 @@ from dearmpi.engine.unserved import (
     refuse_renormed,
 )
 from dearmpi.engine.update import is_patched
-from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.errors import ConfigError
 from dearmpi.plan.fusion import fuse_by_cap
-from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
+from dearmpi.plan.layout import BucketLayout, build_layout
 from dearmpi.plan.parameter import spec_of
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule, build_schedule
@@ -117,10 +114,9 @@ def draw_blueprint(
         schedule, config = plan.schedule, replace(config, window=plan.window)
     else:
         schedule = build_schedule(config.schedule, len(layout))
-    blueprint = Blueprint(names, layout, schedule, config)
-    _check_agreement(world, optimizer, blueprint)
+    check_alike(world, optimizer, names, config=config, layout=layout, schedule=schedule)
     check_parameters(optimizer, names, config=config)
-    return blueprint
+    return Blueprint(names, layout, schedule, config)
 
 
 def lay_out(
@@ -192,61 +188,6 @@ def _name(
             taken.add(name)
         names[param] = known.get(param, name)
     return {param: name for param, name in names.items() if param.numel()}
-
-
-def _check_agreement(world: World, optimizer: Optimizer, blueprint: Blueprint) -> None:
-    """Raise MismatchError unless all ranks have the same model, optimizer and settings.
-
-    State counts too: where rank 0 alone has loaded it, the others would begin without.
-    """
-    names = blueprint.names
-    groups = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
-    options, state = describe_options(optimizer), describe_state(optimizer, names)
-    facts = {
-        "settings": repr(blueprint.config),
-        "model": repr([bucket.placements for bucket in blueprint.layout]),
-        "optimizer": f"{type(optimizer).__name__} {groups}",
-        "optimizer option": repr(options),
-        "optimizer state": repr(state),
-        "schedule": repr(blueprint.schedule),
-    }
-    details = {
-        "model": [_describe(spec_of(param, name)) for param, name in names.items()],
-        "optimizer option": options,
-        "optimizer state": state,
-    }
-    own = [f"{fact[:300]} ... (hash {_digest(fact)})" for fact in facts.values()]
-    seen = [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
-    for what, told in zip(facts, zip(*seen, strict=True), strict=True):
-        for rank, other in enumerate(told):
-            if other != told[0]:
-                first = _first_difference(world, details[what], rank) if what in details else ""
-                raise MismatchError(
-                    f"rank {rank} has another {what} than rank 0: "
-                    f"{first or f'{other} against {told[0]}'}; every rank must build, and load, "
-                    "the same"
-                )
-
-
-def _digest(fact: str) -> str:
-    return hashlib.sha256(fact.encode()).hexdigest()[:12]
-
-
-def _first_difference(world: World, own: Sequence[str], rank: int) -> str:
-    """The first item of ``rank`` that is another on rank 0; empty if none is (collective)."""
-    others = json.loads(world.broadcast_text(json.dumps(own)))
-    pairs = zip_longest(own, others, fillvalue="nothing further")
-    found = (
-        f"its optimizer has {one} where rank 0's has {other}"
-        for one, other in pairs
-        if one != other
-    )
-    return world.all_gather_text(next(found, ""))[rank]
-
-
-def _describe(spec: ParamSpec) -> str:
-    frozen = "" if spec.trained else ", frozen"
-    return f"{spec.name} of shape {spec.shape} ({spec.dtype} on {spec.device}{frozen})"
 
 
 def check_parameters(

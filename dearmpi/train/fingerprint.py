@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import dearmpi
 from dearmpi.comm.crowd import name_ranks
+from dearmpi.comm.difference import first_difference
 from dearmpi.errors import MismatchError
 from dearmpi.train.task import Task
 from dearmpi.train.text_world import TextWorld
@@ -21,6 +23,8 @@ from dearmpi.train.text_world import TextWorld
 NUM_DIGITS = 12
 LONGEST_VALUE = 60
 MOST_ITEMS = 5
+
+MakeLines = Callable[[], Sequence[str]]
 
 CURES = {
     "code": "install the same dearmpi on every host",
@@ -51,14 +55,39 @@ def argument_fingerprints(arguments: Mapping[str, Any]) -> dict[str, str]:
 def model_fingerprints(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the items ``model shapes`` (names, shapes, dtypes) and ``model values``."""
     shapes, values = hashlib.sha256(), hashlib.sha256()
-    for name, tensor in state.items():
-        shapes.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        values.update(flat.view(torch.uint8).numpy().data)
+    for line in _describe_shapes(state):
+        shapes.update(f"{line}\n".encode())
+    for tensor in state.values():
+        values.update(_bytes_of(tensor))
     return {
         "model shapes": shapes.hexdigest()[:NUM_DIGITS],
         "model values": values.hexdigest()[:NUM_DIGITS],
     }
+
+
+def model_lines(state: Mapping[str, Tensor]) -> dict[str, MakeLines]:
+    """Return what makes the lines that the items of ``model_fingerprints`` stand for, of which the
+    first to differ is told in their place.
+    """
+    return {
+        "model shapes": lambda: _describe_shapes(state),
+        "model values": lambda: [
+            f"{name} (hash {hashlib.sha256(_bytes_of(tensor)).hexdigest()[:NUM_DIGITS]})"
+            for name, tensor in state.items()
+        ],
+    }
+
+
+def _describe_shapes(state: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in state.items()
+    ]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def data_fingerprints(task: Task) -> dict[str, str]:
@@ -70,22 +99,37 @@ def data_fingerprints(task: Task) -> dict[str, str]:
     return {"data samples": samples, "data contents": task.data_digest}
 
 
-def compare(world: TextWorld, fingerprints: Mapping[str, str]) -> None:
+def compare(
+    world: TextWorld,
+    fingerprints: Mapping[str, str],
+    lines: Mapping[str, MakeLines] = MappingProxyType({}),
+) -> None:
     """Raise MismatchError on every rank, with every value and its ranks, unless all ranks have
-    equal ``fingerprints``. Collective: every rank must call it."""
+    equal ``fingerprints``. Collective: every rank must call it.
+
+    lines: makes what a hash stands for, which is looked at only where that differs.
+    """
     own = json.dumps({"host": world.host, "items": dict(fingerprints)})
     gathered = [json.loads(text) for text in world.all_gather_text(own)]
     hosts = [entry["host"] for entry in gathered]
     names = dict.fromkeys(name for entry in gathered for name in entry["items"])
     differing: dict[str, dict[str, list[int]]] = {}
     for name in names:
-        ranks_by_value: dict[str, list[int]] = defaultdict(list)
-        for rank, entry in enumerate(gathered):
-            ranks_by_value[entry["items"].get(name, "absent")].append(rank)
-        if len(ranks_by_value) > 1:
-            differing[name] = ranks_by_value
+        told = [entry["items"].get(name, "absent") for entry in gathered]
+        if len(set(told)) > 1:
+            if name in lines:
+                told = first_difference(lines[name](), world.all_gather_text) or told
+            differing[name] = _by_value(told)
     if differing:
         raise MismatchError(_explain(differing, hosts))
+
+
+def _by_value(told: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks that have told each value."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, value in enumerate(told):
+        ranks[value].append(rank)
+    return ranks
 
 
 def _explain(differing: Mapping[str, Mapping[str, list[int]]], hosts: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from dearmpi.train.fingerprint import (
     compare,
     data_fingerprints,
     model_fingerprints,
+    model_lines,
 )
 from dearmpi.train.job import Job, check_position, prepare, share_samples
 from dearmpi.train.metrics import MetricsLog
@@ -126,8 +127,7 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
         settings, choice = settle(sources, task, snapshot)
         settings = replace(settings, run_folder=str(place.root), name=place.name)
         share_samples(settings, task, world)
-    fingerprints = argument_fingerprints(settings.as_plain()) | data_fingerprints(task)
-    compare(world, fingerprints | model_fingerprints(task.model.state_dict()))
+    _compare_built(world, settings, task)
     kept = RunFolder(place.root / place.name).plan if _has_planned(place, snapshot) else None
     job = prepare(world, settings, task, choice=choice, snapshot=snapshot, kept_plan=kept)
     untraced = "" if settings.trace is None else why_untraceable(settings.trace, job)
@@ -136,6 +136,13 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
         if untraced and not (place.continued and job.start_step):
             raise ConfigError(untraced)
     return Session(place, job, threads, device, untraced)
+
+
+def _compare_built(world: World, settings: RunSettings, task: Task) -> None:
+    """Raise MismatchError unless all ranks have built the same (collective)."""
+    fingerprints = argument_fingerprints(settings.as_plain()) | data_fingerprints(task)
+    state = task.model.state_dict()
+    compare(world, fingerprints | model_fingerprints(state), model_lines(state))
 
 
 def _load(world: World, path: Path) -> Snapshot:

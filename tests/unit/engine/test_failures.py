@@ -121,7 +121,8 @@ def mismatch(make: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> list[st
 def test_another_setting_on_one_rank_is_named_on_all_with_both_values() -> None:
     messages = mismatch(lambda rank: (Chain(2), {"window": 3 if rank == 2 else 1}))
     assert len(set(messages)) == 1
-    assert "rank 2" in messages[0] and "window=3" in messages[0] and "window=1" in messages[0]
+    assert "rank 2 on fakehost has another setting than rank 0 on fakehost: " in messages[0]
+    assert "its optimizer has window=3 where rank 0's has window=1;" in messages[0]
 
 
 def test_another_model_on_one_rank_is_named_on_all() -> None:
@@ -130,11 +131,11 @@ def test_another_model_on_one_rank_is_named_on_all() -> None:
 
     messages = mismatch(make)
     assert len(set(messages)) == 1
+    assert "rank 1 on fakehost has another model than rank 0 on fakehost: " in messages[0]
     assert (
-        "rank 1 has another model than rank 0: its optimizer has weight of shape (5, 4)"
-        in messages[0]
+        "its optimizer has weight of shape (5, 4) (float32 on cpu) where rank 0's has weight of "
+        "shape (3, 4) (float32 on cpu);" in messages[0]
     )
-    assert "where rank 0's has weight of shape (3, 4)" in messages[0]
 
 
 def test_of_a_model_that_ends_sooner_the_first_parameter_that_is_missing_is_named() -> None:
@@ -153,8 +154,40 @@ def test_another_optimizer_on_one_rank_is_named_on_all() -> None:
         return str(caught.value)
 
     for message in run_ranks(2, rank):
-        assert "rank 1 has another optimizer" in message
-        assert "Adam " in message and "AdamW " in message
+        assert "rank 1 on fakehost has another optimizer than rank 0 on fakehost" in message
+        assert "the type AdamW where rank 0's has the type Adam;" in message
+
+
+def test_of_many_parameters_in_another_group_the_first_is_named() -> None:
+    """All in a line would be cut, and leave two hashes to look at."""
+
+    def rank(world: World) -> str:
+        model = Chain(40)
+        params = list(model.parameters())
+        count = 33 if world.rank == 2 else 32
+        groups = [{"params": params[:count]}, {"params": params[count:]}]
+        with pytest.raises(MismatchError) as caught:
+            DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), model, world=world)
+        return str(caught.value)
+
+    (message, *others) = run_ranks(3, rank)
+    assert others == [message] * 2
+    name = list(dict(Chain(40).named_parameters()))[32]
+    assert f"its optimizer has {name} in param group 0 where rank 0's has {name} in" in message
+
+
+def test_ranks_that_are_alike_tell_each_other_hashes_alone() -> None:
+    """Of hundreds of ranks each would have to keep what all have told."""
+
+    def rank(world: World) -> int:
+        told: list[str] = []
+        gather = world.all_gather_text
+        world.all_gather_text = lambda text: (told.append(text), gather(text))[1]  # type: ignore
+        model = Chain(40)
+        DistributedOptimizer(torch.optim.Adam(model.parameters()), model, world=world).close()
+        return max(map(len, told))
+
+    assert max(run_ranks(2, rank)) < 150
 
 
 def refused(

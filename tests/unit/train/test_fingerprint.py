@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import dearmpi
 from dearmpi.errors import MismatchError
@@ -15,6 +16,7 @@ from dearmpi.train.fingerprint import (
     code_fingerprint,
     compare,
     model_fingerprints,
+    model_lines,
 )
 
 
@@ -33,17 +35,23 @@ class Rank:
     def all_gather_text(self, text: str) -> list[str]:
         self.ranks.texts[self.rank] = text
         self.ranks.barrier.wait()
-        return list(self.ranks.texts)
+        told = list(self.ranks.texts)
+        self.ranks.barrier.wait()  # before anybody tells the next
+        return told
 
 
-def compare_all(*items: Mapping[str, str]) -> list[str | None]:
-    """Compare on as many ranks as there are items, two to a host; each rank's message or None."""
+def compare_all(*items: Mapping[str, str], models: Sequence[nn.Module] = ()) -> list[str | None]:
+    """Compare on as many ranks as there are items, two to a host; each rank's message or None.
+
+    models: each rank's, if any.
+    """
     ranks = Ranks(len(items))
     messages: list[str | None] = [None] * len(items)
 
     def run(rank: int) -> None:
         try:
-            compare(Rank(ranks, rank, f"node{rank // 2}"), items[rank])
+            lines = model_lines(models[rank].state_dict()) if models else {}
+            compare(Rank(ranks, rank, f"node{rank // 2}"), items[rank], lines)
         except MismatchError as error:
             messages[rank] = str(error)
 
@@ -128,3 +136,37 @@ def test_shapes_and_values_of_a_model_are_told_apart() -> None:
         assert model_fingerprints(state | change)["model shapes"] != base["model shapes"]
     copied = {name: tensor.clone() for name, tensor in state.items()}
     assert model_fingerprints(copied) == base
+
+
+def compare_models(*models: nn.Module) -> str:
+    """What all ranks are told that have these models."""
+    items = [model_fingerprints(model.state_dict()) for model in models]
+    (message, *others) = compare_all(*items, models=models)
+    assert message is not None and others == [message] * len(others)
+    return message
+
+
+def test_of_models_that_differ_the_first_parameter_to_do_so_is_named() -> None:
+    torch.manual_seed(1)
+    usual, wide = (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, width)) for width in (4, 5))
+    message = compare_models(usual, usual, wide)
+    assert message.startswith(
+        "model shapes differs: 1.weight (4, 3) float32 on ranks 0-1 (node0); "
+        "1.weight (5, 3) float32 on rank 2 (node1)\n"
+    )
+    without = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4, bias=False))
+    assert (
+        "model shapes differs: 1.bias (4,) float32 on rank 0 (node0); nothing further on rank 1"
+        in compare_models(usual, without)
+    )
+
+
+def test_of_values_that_differ_the_first_parameter_is_named() -> None:
+    one, other = (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    state = other.state_dict()
+    state["1.weight"][2, 1] += 1.0
+    state["1.bias"][0] += 1.0
+    message = compare_models(one, one, other)
+    assert "model values differs: 1.weight (hash " in message and "shapes" not in message
+    assert message.count("1.weight (hash ") == 2 and "bias" not in message
