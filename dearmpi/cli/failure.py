@@ -28,6 +28,8 @@ def exit_code(error: BaseException) -> int:
     """What the process ends with."""
     if isinstance(error, DearError):
         return error.exit_code
+    if isinstance(error, SystemExit):
+        return _status(error)
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -73,6 +75,12 @@ def describe(error: BaseException, log: Path | None) -> str:
         return "interrupted"
     if isinstance(error, DearError):
         return f"error: {error}"
+    if isinstance(error, SystemExit):
+        where = "" if log is None else f"; the traceback is in {log}"
+        return (
+            f"error: ended itself, and with it the job, by sys.exit({error.code!r}) "
+            f"({_origin(error)}){where}"
+        )
     if log is None:
         return "error: " + "".join(traceback.format_exception(error)).rstrip()
     message = "".join(traceback.format_exception_only(error)).rstrip()
@@ -87,6 +95,13 @@ def is_first_process() -> bool:
 def process_name() -> str:
     """``[rank 1 on n2]``, as the launcher calls this process."""
     return f"[rank {announced_rank(os.environ)} on {os.uname().nodename}]"
+
+
+def _status(error: SystemExit) -> int:
+    """What a process ends with by ``error``: as in Python, 1 where a message is given."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    return 1
 
 
 def _origin(error: BaseException) -> str:

@@ -35,5 +35,7 @@ def on_ranks(
         try:
             share_failure(world, failure)
             return carry_out(world, log)
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, SystemExit) and exit_code(error) == 0:
+                raise  # as a program does that has come to its end
             return end_run(world, error, log)

@@ -28,6 +28,10 @@ from dearmpi.errors import ConfigError, StallError
 _TEND_S = 0.2  # how often messages are looked for
 _ANSWER_S = 2.0  # how long answers may take
 _TURN_S = 0.5  # in which a question reaches all ranks that wait
+_GIVING_UP = (  # Python tells nobody what sys.exit was called with
+    "; if that rank has called sys.exit(), have it raise an exception or call world.abort(status), "
+    "which end the job at once"
+)
 _SUSPENDED_S = 10.0  # without a look at a wait: this process did not run
 
 
@@ -280,5 +284,5 @@ class Watchdog:
                     f"the ranks, which have taken {own.steps} and {other.steps} steps, have "
                     "unequal numbers of batches, or call collective operations in different "
                     "order. Give every rank as many batches, or train inside "
-                    f"optimizer.join()\n{self._report(wait)}"
+                    f"optimizer.join(){_GIVING_UP if other.left else ''}\n{self._report(wait)}"
                 )

@@ -108,6 +108,8 @@ for step in range(1_000_000):
         print("now", flush=True)
         if how == "exit":
             os._exit(3)
+        if how == "abort":
+            world.abort(3)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "freeze":
@@ -153,6 +155,7 @@ def run(script: Path, how: str, ranks: int = 3) -> tuple[Ended, float]:
     [
         "raise",
         "raise in backward",
+        "abort",
         pytest.param("kill", marks=pytest.mark.slow),
         pytest.param("exit", marks=pytest.mark.slow),
     ],
@@ -162,6 +165,8 @@ def test_one_rank_that_fails_ends_the_job_in_time(how: str, script: Path) -> Non
     assert ended.returncode not in (0, 124), ended.output
     assert seconds < END_S
     assert ended.left_over == 0
+    if how == "abort":
+        assert ended.returncode in (3, signal.SIGKILL)
     if how == "raise":
         assert "[rank 2 on " in ended.output
         assert "ValueError: a mistake of one rank's own" in ended.output

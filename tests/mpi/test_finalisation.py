@@ -84,6 +84,16 @@ if "looks on" in sys.argv:  # as while the script draws its pictures
     assert all(looked.acquire(timeout=30.0) for _ in range(3))
 """
 
+EXIT = """
+import sys
+import dearmpi
+
+world = dearmpi.connect()
+world.barrier()
+if world.is_root or "all" in sys.argv:
+    sys.exit(3)
+"""
+
 
 def run(script: str, *arguments: str, folder: Path, ranks: int = 2) -> Ended:
     path = folder / "script.py"
@@ -136,3 +146,11 @@ def test_what_has_failed_before_a_script_ends_mpi_by_itself_is_told(
     ended = run(BY_ITSELF, "fails", folder=tmp_path, ranks=ranks)
     assert ended.returncode != 0, ended.output
     assert "the last step is lost" in ended.output
+
+
+@pytest.mark.parametrize("who", ["all", "root"])
+def test_a_script_at_whose_end_ranks_exit_with_a_status_ends_with_it(
+    who: str, tmp_path: Path
+) -> None:
+    ended = run(EXIT, who, folder=tmp_path)
+    assert ended.returncode == 3 and "[rank " not in ended.output, ended.output

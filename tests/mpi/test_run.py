@@ -24,6 +24,7 @@ END_S = 10.0  # how long a job may go on after one of its ranks has failed
 
 TASK = """
 import os
+import sys
 import time
 import torch
 from torch import nn
@@ -62,6 +63,8 @@ def make(options):
                 raise RuntimeError("a mistake in the loss")
             if wrong == "exit" and last:
                 os._exit(13)
+            if wrong == "sys.exit" and last:
+                sys.exit(23)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     model = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -179,6 +182,16 @@ def test_a_rank_that_vanishes_ends_the_job(folder: Path) -> None:
     ended = launch(folder, "--task-option", "wrong=exit")
     assert ended.returncode not in (0, 124), ended.output
     assert ended.left_over == 0
+
+
+def test_a_rank_that_exits_by_itself_ends_the_job_with_its_status(folder: Path) -> None:
+    """Not with that of those who wait for it in vain, half a minute later."""
+    ended = launch(folder, "--task-option", "wrong=sys.exit", "--name", "a")
+    assert ended.returncode in aborted_with(23), ended.output
+    (line,) = told(ended)
+    assert line.startswith("[rank 1 on ")
+    assert "error: ended itself, and with it the job, by sys.exit(23) (" in line
+    assert "line.py:" in line and line.endswith("a/logs/rank-00001.log")
 
 
 def test_killing_one_rank_ends_the_job_in_time(job: Job) -> None:

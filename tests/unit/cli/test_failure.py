@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from dearmpi.cli.failure import describe, end_run, exit_code
 from dearmpi.cli.rank_log import RankLog, rank_log
+from dearmpi.cli.ranks import on_ranks
+from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, ConfigError, DataError, NonFiniteLossError
@@ -32,6 +35,11 @@ def fail_inside() -> Exception:
         (AgreedError("x", exit_code=6), 6),
         (ValueError("x"), 1),
         (KeyboardInterrupt(), 130),
+        (SystemExit(3), 3),
+        (SystemExit(-1), 255),
+        (SystemExit("the check has failed"), 1),
+        (SystemExit(0), 0),
+        (SystemExit(), 0),
     ],
 )
 def test_each_kind_of_failure_has_its_exit_code(error: BaseException, code: int) -> None:
@@ -50,6 +58,34 @@ def test_an_error_of_the_users_code_is_told_with_its_place_and_the_log() -> None
     assert told.startswith(f"error: ValueError: too small ({__file__}:")
     assert "in fail_inside)" in told and told.endswith("rank-00000.log")
     assert "Traceback" in describe(fail_inside(), None)
+
+
+def exit_by_itself(status: object) -> int:
+    """How a command ends of which a rank calls sys.exit."""
+
+    def carry_out(world: World, log: RankLog) -> int:
+        sys.exit(status)  # type: ignore[arg-type]
+
+    return on_ranks(carry_out, connect=lambda: World(AloneCollectives(), progress="poll"))
+
+
+@pytest.mark.parametrize(("status", "code"), [(3, 3), ("the check has failed", 1)])
+def test_an_exit_with_a_status_is_told_with_its_place(
+    status: object, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the user's code, of which nobody else may know that it calls sys.exit."""
+    assert exit_by_itself(status) == code
+    said = f"dear-train: error: ended itself, and with it the job, by sys.exit({status!r}) ("
+    assert capsys.readouterr().err.startswith(said + __file__)
+
+
+@pytest.mark.parametrize("status", [0, None])
+def test_an_exit_without_one_is_no_failure(
+    status: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        exit_by_itself(status)
+    assert not capsys.readouterr().err
 
 
 def test_what_all_ranks_know_is_told_by_the_first_and_aborts_nobody(
