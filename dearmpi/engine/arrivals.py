@@ -111,3 +111,17 @@ class Arrivals:
         """Go on with the ``history`` that parameters have had in buckets of before."""
         self._ever |= {slot for slot, name in enumerate(self._names) if name in history}
         self._zeroed |= {slot for slot in self._ever if history.get(self._names[slot])}
+
+
+def quiet_slots(nbytes: Sequence[int], *, copied_bytes: int) -> frozenset[int]:
+    """Slots that may be quiet: of neighbours of ``copied_bytes``, which are copied together, all
+    but the lowest, which backprop finishes last; ``nbytes``: by slot.
+    """
+    quiet, together = set(), 0
+    for slot in range(len(nbytes) - 1, 0, -1):
+        together += nbytes[slot]
+        if together < copied_bytes:
+            quiet.add(slot)
+        else:
+            together = 0
+    return frozenset(quiet)

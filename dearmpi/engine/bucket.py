@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.engine import refusal
-from dearmpi.engine.arrivals import Arrivals
+from dearmpi.engine.arrivals import Arrivals, quiet_slots
 from dearmpi.engine.bucket_state import LEGAL, BucketState
 from dearmpi.engine.buffers import Arena, FlatBuffer
 from dearmpi.engine.device import Event
@@ -61,7 +61,8 @@ class BucketRuntime:
         self.state = BucketState.IDLE
         self.pending = False
         self.unread = False
-        quiet = _quiet_slots([param.nbytes for param in self.params])
+        nbytes = [param.nbytes for param in self.params]
+        quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
         self.arrivals = Arrivals(spec.names, quiet=quiet)
         self.unguarded = False
         self.mark: Event | None = None
@@ -290,17 +291,3 @@ class BucketRuntime:
 
 def _is_same(grad: Tensor | None, view: Tensor) -> bool:
     return grad is not None and grad.data_ptr() == view.data_ptr()
-
-
-def _quiet_slots(nbytes: Sequence[int]) -> frozenset[int]:
-    """Of neighbours that are copied together all but the lowest slot, which backprop finishes last;
-    ``nbytes``: by slot.
-    """
-    quiet, together = set(), 0
-    for slot in range(len(nbytes) - 1, 0, -1):
-        together += nbytes[slot]
-        if together < _COPIED_BYTES:
-            quiet.add(slot)
-        else:
-            together = 0
-    return frozenset(quiet)

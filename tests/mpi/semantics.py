@@ -145,6 +145,11 @@ def outcome(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return {**copies(model), **flat_state(optimizer.state_dict())}
 
 
+def num_unguarded(optimizer: Any) -> int:
+    """Buckets that ``step`` waits for."""
+    return sum(bucket.unguarded for bucket in optimizer._assembly.engine._buckets)
+
+
 def script_of(build: Callable[[], nn.Module]) -> Script:
     """The plain loop with Adam on a model, with an evaluation after each step."""
 

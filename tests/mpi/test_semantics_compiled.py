@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dearmpi import GradScaler
 from dearmpi.comm.world import World
 from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.oracle import copies
@@ -19,7 +18,7 @@ from tests.mpi.semantics import (
     SEMANTICS,
     Side,
     assert_same_on_both_sides,
-    layers,
+    num_unguarded,
     outcome,
     seeded,
     slow_adam,
@@ -154,145 +153,6 @@ def test_backprop_compiled_while_a_later_layer_is_updated(
     assert_same_on_both_sides(script, world, gather=gather, eager=True, bucket_cap_mb=1e-6)
 
 
-class Block(nn.Module):
-    """One of several that torch compiles once for all."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(num_features)
-        self.linear = nn.Linear(num_features, num_features)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = inputs + self.linear(self.norm(inputs)).tanh()
-        return outputs
-
-
-class BrokenBlock(Block):
-    """torch compiles it in two parts."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        normed = self.norm(inputs)
-        torch._dynamo.graph_break()
-        outputs: Tensor = inputs + self.linear(normed).tanh()
-        return outputs
-
-
-def blocks(kind: type[Block] = Block) -> nn.Sequential:
-    """A stack of compiled blocks between two layers that are not."""
-    model: nn.Sequential = seeded(
-        lambda: nn.Sequential(
-            nn.Linear(NUM_FEATURES, 9), *(kind(9) for _ in range(4)), nn.Linear(9, 3)
-        )
-    )
-    return model
-
-
-def unguarded(optimizer: Any) -> int:
-    """Buckets that ``step`` waits for."""
-    return sum(bucket.unguarded for bucket in optimizer._assembly.engine._buckets)
-
-
-def in_place(block: nn.Module) -> nn.Module:
-    block.compile(backend="aot_eager")
-    return block
-
-
-def wrapped(block: nn.Module) -> Any:
-    return torch.compile(block, backend="aot_eager")
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("compiled", [in_place, wrapped])
-@pytest.mark.parametrize("kind", [Block, BrokenBlock])
-@pytest.mark.parametrize("eager", [False, True])
-def test_compiled_blocks_wait_for_their_own_parameters_only(
-    compiled: Callable[[nn.Module], Any], kind: type[Block], eager: bool, gather: str, world: World
-) -> None:
-    """With batches of several sizes, for which torch compiles anew."""
-
-    def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()  # what the other side has compiled
-        model = blocks(kind)
-        optimizer = side.wrap(slow_adam(model), model)
-        for number in range(1, 5):
-            model[number] = compiled(model[number])
-        for step in range(NUM_STEPS):
-            rows = side.inputs(step).repeat(1 + step // 2, 1)
-            optimizer.zero_grad()
-            side.average(squared_error(model(rows))).backward()
-            optimizer.step()
-        if side.is_distributed and side.size > 1:
-            assert not unguarded(optimizer)
-        return outcome(model, optimizer)
-
-    assert_same_on_both_sides(script, world, gather=gather, eager=eager)
-
-
-@pytest.mark.ranks(2)
-def test_compiled_blocks_in_other_buckets(gather: str, world: World) -> None:
-    """What torch has compiled before the buckets changed waits for the new ones, too."""
-
-    def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()
-        model = blocks()
-        for number in range(1, 5):
-            in_place(model[number])
-        side.loss(model, 0)
-        optimizer = side.wrap(slow_adam(model), model)
-        train(side, model, optimizer)
-        if side.is_distributed:
-            optimizer.fuse(0.001)
-        train(side, model, optimizer)
-        if side.is_distributed and side.size > 1:
-            assert not unguarded(optimizer)
-        return outcome(model, optimizer)
-
-    assert_same_on_both_sides(script, world, gather=gather)
-
-
-@pytest.mark.ranks(2)
-def test_compiled_blocks_are_compiled_once(gather: str, world: World) -> None:
-    compiled_graphs = []
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        compiled_graphs.append(graph)
-        return graph.forward
-
-    model = blocks()
-    side = Side(world, gather=gather)
-    optimizer = side.wrap(slow_adam(model), model)
-    for number in range(1, 5):
-        model[number].compile(backend=count, fullgraph=True)
-    numbers = []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        side.loss(model, step).backward()
-        optimizer.step()
-        numbers.append(len(compiled_graphs))
-    assert numbers == [numbers[0]] * NUM_STEPS
-    side.close()
-
-
-@pytest.mark.ranks(2)
-def test_a_compiled_function_without_parameters_makes_nobody_wait(
-    gather: str, world: World
-) -> None:
-    def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()
-        model = layers()
-        optimizer = side.wrap(slow_adam(model), model)
-        loss = torch.compile(squared_error, backend="eager")
-        for step in range(NUM_STEPS):
-            optimizer.zero_grad()
-            side.average(loss(model(side.inputs(step)))).backward()
-            optimizer.step()
-        if side.is_distributed and side.size > 1:
-            assert not unguarded(optimizer)
-        return outcome(model, optimizer)
-
-    assert_same_on_both_sides(script, world, gather=gather)
-
-
 @pytest.mark.ranks(2)
 def test_a_compiled_forward_that_is_called_past_the_hooks(gather: str, world: World) -> None:
     """No hook runs, but torch sees that the graph does not hold."""
@@ -307,7 +167,7 @@ def test_a_compiled_forward_that_is_called_past_the_hooks(gather: str, world: Wo
             side.average(squared_error(forward(side.inputs(step)))).backward()
             optimizer.step()
         if side.is_distributed and side.size > 1:
-            assert unguarded(optimizer)
+            assert num_unguarded(optimizer)
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather)
@@ -321,122 +181,6 @@ def test_a_compiled_model_with_inductor(gather: str, world: World) -> None:
         world,
         gather=gather,
     )
-
-
-@pytest.mark.ranks(2)
-def test_a_compiled_function_of_parameters(gather: str, world: World) -> None:
-    """No module is called, so no hook runs."""
-
-    def script(side: Side) -> dict[str, Tensor]:
-        model = layers()
-        optimizer = side.wrap(slow_adam(model), model)
-
-        @torch.compile(backend="eager")
-        def apply(inputs: Tensor) -> Tensor:
-            hidden = functional.linear(inputs, model[0].weight)  # type: ignore[arg-type]
-            return functional.linear(hidden.tanh(), model[2].weight)  # type: ignore[arg-type]
-
-        for step in range(NUM_STEPS):
-            optimizer.zero_grad()
-            side.average(squared_error(apply(side.inputs(step)))).backward()
-            optimizer.step()
-        return outcome(model, optimizer)
-
-    assert_same_on_both_sides(script, world, gather=gather)
-
-
-def step_alone(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    side.loss(model, step).backward()
-    compiled_by(side, optimizer.step)()
-
-
-def backward_alone(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    compiled_by(side, lambda: side.loss(model, step).backward())()
-    optimizer.step()
-
-
-def whole_iteration(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
-    def iterate() -> None:
-        optimizer.zero_grad()
-        side.loss(model, step).backward()
-        side.clip(optimizer, model, 0.5)
-        optimizer.step()
-
-    compiled_by(side, iterate)()
-
-
-def scaled_iteration(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
-    scaler = (GradScaler if side.is_distributed else torch.amp.GradScaler)("cpu", init_scale=16.0)
-
-    def iterate() -> None:
-        optimizer.zero_grad()
-        scaler.scale(side.loss(model, step)).backward()
-        scaler.step(optimizer)
-
-    compiled_by(side, iterate)()
-
-
-def compiled_by(side: Side, function: Callable[[], Any]) -> Callable[[], Any]:
-    """Compiled by dearmpi's side only: a step that torch compiles has its scalars in fp32."""
-    return torch.compile(function, backend="eager") if side.is_distributed else function
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("iterate", [step_alone, backward_alone, whole_iteration, scaled_iteration])
-def test_a_compiled_function_that_runs_a_backward_or_steps(
-    iterate: Callable[[Side, nn.Module, Any, int], None], gather: str, world: World
-) -> None:
-    def script(side: Side) -> dict[str, Tensor]:
-        model = layers()
-        optimizer = side.wrap(slow_adam(model), model)
-        for step in range(NUM_STEPS):
-            iterate(side, model, optimizer, step)
-        return outcome(model, optimizer)
-
-    assert_same_on_both_sides(script, world, gather=gather)
-
-
-class CompiledDescent(torch.optim.Optimizer):
-    """Its arithmetic is compiled, as that of many an optimizer is, and anew for every rate."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-        self.descend = torch.compile(_descend, backend="eager", dynamic=False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.descend(param, param.grad, group["lr"])
-
-
-def _descend(param: Tensor, grad: Tensor, lr: float) -> None:
-    param.add_(grad, alpha=-lr)
-
-
-@pytest.mark.ranks(2, 3)
-def test_an_optimizer_whose_arithmetic_is_compiled(gather: str, world: World) -> None:
-    """It is compiled where updates run, which must not wait for parameters there; and no later step
-    waits for its gathers.
-    """
-
-    def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()  # what the other side has compiled
-        model = layers()
-        optimizer = side.wrap(CompiledDescent(model.parameters(), lr=0.1), model)
-        for step in range(NUM_STEPS):
-            optimizer.param_groups[0]["lr"] *= 0.7
-            optimizer.zero_grad()
-            side.loss(model, step).backward()
-            optimizer.step()
-        if side.is_distributed and side.size > 1:
-            assert not unguarded(optimizer)
-        return outcome(model, optimizer)
-
-    assert_same_on_both_sides(script, world, gather=gather)
 
 
 @pytest.mark.ranks(2, 3)

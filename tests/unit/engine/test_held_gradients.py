@@ -17,7 +17,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.bucket import _quiet_slots
+from dearmpi.engine.arrivals import quiet_slots
 from dearmpi.errors import UsageError
 from tests.lazy_device import LazyDevice, LazyStream, put_on
 from tests.mpi.models import fill
@@ -94,7 +94,7 @@ def assert_close(found: list[list[Tensor]], wanted: list[Tensor]) -> None:
 def test_of_a_mebibyte_of_neighbours_the_lowest_is_waited_for(
     nbytes: list[int], quiet: set[int]
 ) -> None:
-    assert _quiet_slots(nbytes) == quiet
+    assert quiet_slots(nbytes, copied_bytes=MIB) == quiet
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1), (3, 1), (0,)])

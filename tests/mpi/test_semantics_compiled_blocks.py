@@ -1,0 +1,146 @@
+"""Blocks of a model that are compiled one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi.comm.world import World
+from tests.mpi.models import NUM_FEATURES, squared_error
+from tests.mpi.semantics import (
+    NUM_STEPS,
+    SEMANTICS,
+    Side,
+    assert_same_on_both_sides,
+    num_unguarded,
+    outcome,
+    seeded,
+    slow_adam,
+    train,
+)
+
+pytestmark = SEMANTICS
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    """One of several that torch compiles once for all."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(num_features)
+        self.linear = nn.Linear(num_features, num_features)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + self.linear(self.norm(inputs)).tanh()
+        return outputs
+
+
+class BrokenBlock(Block):
+    """torch compiles it in two parts."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        normed = self.norm(inputs)
+        torch._dynamo.graph_break()
+        outputs: Tensor = inputs + self.linear(normed).tanh()
+        return outputs
+
+
+def blocks(kind: type[Block] = Block) -> nn.Sequential:
+    """A stack of compiled blocks between two layers that are not."""
+    model: nn.Sequential = seeded(
+        lambda: nn.Sequential(
+            nn.Linear(NUM_FEATURES, 9), *(kind(9) for _ in range(4)), nn.Linear(9, 3)
+        )
+    )
+    return model
+
+
+def in_place(block: nn.Module) -> nn.Module:
+    block.compile(backend="aot_eager")
+    return block
+
+
+def wrapped(block: nn.Module) -> Any:
+    return torch.compile(block, backend="aot_eager")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("compiled", [in_place, wrapped])
+@pytest.mark.parametrize("kind", [Block, BrokenBlock])
+@pytest.mark.parametrize("eager", [False, True])
+def test_compiled_blocks_wait_for_their_own_parameters_only(
+    compiled: Callable[[nn.Module], Any], kind: type[Block], eager: bool, gather: str, world: World
+) -> None:
+    """With batches of several sizes, for which torch compiles anew."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()  # what the other side has compiled
+        model = blocks(kind)
+        optimizer = side.wrap(slow_adam(model), model)
+        for number in range(1, 5):
+            model[number] = compiled(model[number])
+        for step in range(NUM_STEPS):
+            rows = side.inputs(step).repeat(1 + step // 2, 1)
+            optimizer.zero_grad()
+            side.average(squared_error(model(rows))).backward()
+            optimizer.step()
+        if side.is_distributed and side.size > 1:
+            assert not num_unguarded(optimizer)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather, eager=eager)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_blocks_in_other_buckets(gather: str, world: World) -> None:
+    """What torch has compiled before the buckets changed waits for the new ones, too."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        model = blocks()
+        for number in range(1, 5):
+            in_place(model[number])
+        side.loss(model, 0)
+        optimizer = side.wrap(slow_adam(model), model)
+        train(side, model, optimizer)
+        if side.is_distributed:
+            optimizer.fuse(0.001)
+        train(side, model, optimizer)
+        if side.is_distributed and side.size > 1:
+            assert not num_unguarded(optimizer)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_blocks_are_compiled_once(gather: str, world: World) -> None:
+    compiled_graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled_graphs.append(graph)
+        return graph.forward
+
+    model = blocks()
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(slow_adam(model), model)
+    for number in range(1, 5):
+        model[number].compile(backend=count, fullgraph=True)
+    numbers = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        side.loss(model, step).backward()
+        optimizer.step()
+        numbers.append(len(compiled_graphs))
+    assert numbers == [numbers[0]] * NUM_STEPS
+    side.close()
