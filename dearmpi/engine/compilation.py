@@ -95,13 +95,11 @@ class CompilationWatch:
     def _compiling(self, event: CallbackArgs) -> None:
         if self._is_driver():  # the arithmetic of an optimizer, on the tensors that it is given
             return
-        if event.callback_trigger is CallbackTrigger.DYNAMO:
-            if not self._roots.admit(CompiledFrame.under_way()):
-                self._mark()
-        elif number_of_backprop() >= 0:
-            # The code of a backprop is compiled when it is first needed, without being traced. It
-            # reads no parameter that is updated before its gradient is there; and a wait might be
-            # for buckets whose gradients only this code brings.
+        traces = event.callback_trigger is CallbackTrigger.DYNAMO
+        # The code of a backprop is compiled when it is first needed, without being traced. It reads
+        # no parameter that is updated before its gradient is there; and a wait might be for buckets
+        # whose gradients only this code brings.
+        if not traces and number_of_backprop() >= 0:
             return
         compiling = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = False  # tracing itself begins after this call
@@ -109,6 +107,8 @@ class CompilationWatch:
             self._synchronize()
         finally:
             torch.compiler._is_compiling_flag = compiling
+        if traces and not self._roots.admit(CompiledFrame.under_way()):
+            self._mark()
 
     def _mark(self) -> None:
         for bucket in self._buckets:

@@ -25,10 +25,14 @@ Guard = Callable[[nn.Module, Sequence[BucketRuntime]], None]
 
 @dataclass(frozen=True, slots=True)
 class CompiledFrame:
-    """What torch is about to compile: ``code``, called with ``owner`` as its first argument."""
+    """What torch is about to compile: ``code``, with ``values`` by the names of its variables.
+
+    made: what torch has made of that code before.
+    """
 
     code: CodeType
-    owner: Any
+    values: Mapping[str, Any]
+    made: Sequence[Any]
 
     @classmethod
     def under_way(cls) -> CompiledFrame | None:
@@ -37,10 +41,20 @@ class CompiledFrame:
         while caller is not None and caller.f_code is not _COMPILES:
             caller = caller.f_back
         seen = {} if caller is None else caller.f_locals
-        code, values = seen.get("code"), seen.get("locals")
-        if not isinstance(code, CodeType) or not isinstance(values, dict):
+        try:
+            return cls(seen["code"], seen["locals"], seen["cache_entries"])
+        except KeyError:
             return None
-        return cls(code, values.get(code.co_varnames[0]) if code.co_argcount else None)
+
+    @property
+    def owner(self) -> Any:
+        """The first argument."""
+        code = self.code
+        return self.values.get(code.co_varnames[0]) if code.co_argcount else None
+
+    def holds(self) -> bool:
+        """Whether a graph that was made before holds now."""
+        return any(entry.guard_manager.check(self.values) for entry in self.made)
 
 
 class CompiledRoots:
@@ -54,29 +68,28 @@ class CompiledRoots:
         """
         self._modules = tuple(model.modules())
         self._reads, self._guard = reads, guard
-        self._buckets = tuple(dict.fromkeys(bucket for owned in reads.values() for bucket in owned))
         self._seen: set[CodeType] = set()
 
     def admit(self, frame: CompiledFrame | None) -> bool:
-        """Whether what runs ``frame`` waits for the parameters that it reads, as far as is known.
+        """Whether what runs ``frame`` waits for the parameters that it reads, as far as is known:
+        to be asked when nothing is unread.
 
-        A graph holds only while nothing is unread that it reads; who waits for nobody has torch
-        compile the same code again. So has a call with inputs of another shape, before which the
-        root has waited.
+        A graph holds only while nothing is unread that it reads, so that torch compiles its code
+        again for who waits for nobody. By then the old graph would do; it would not where inputs
+        have another shape.
         """
         if frame is None or _calls_some_module(frame.code):
             return False
-        owner = frame.owner
-        is_root = isinstance(owner, nn.Module) and _forward_of(owner) is frame.code
-        is_root = is_root and any(module is owner for module in self._modules)
-        is_new = frame.code not in self._seen
-        self._seen.add(frame.code)
-        if is_root and is_new:
-            for module in self._modules:
-                if _forward_of(module) is frame.code and (read := self._read_in(module)):
-                    self._guard(module, read)
-        read = self._read_in(owner) if is_root else self._buckets
-        return is_new or not any(bucket.unread for bucket in read)
+        if frame.code not in self._seen:
+            self._seen.add(frame.code)
+            if any(module is frame.owner for module in self._modules):
+                self._guard_all(frame.code)
+        return not frame.holds()
+
+    def _guard_all(self, code: CodeType) -> None:
+        for module in self._modules:
+            if _forward_of(module) is code and (read := self._read_in(module)):
+                self._guard(module, read)
 
     def _read_in(self, module: nn.Module) -> Sequence[BucketRuntime]:
         owned = (bucket for part in module.modules() for bucket in self._reads.get(part, ()))

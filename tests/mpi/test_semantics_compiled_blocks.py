@@ -144,3 +144,44 @@ def test_compiled_blocks_are_compiled_once(gather: str, world: World) -> None:
         numbers.append(len(compiled_graphs))
     assert numbers == [numbers[0]] * NUM_STEPS
     side.close()
+
+
+class Reader(nn.Module):
+    """Calls a layer that is no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(9)
+
+    def forward(self, inputs: Tensor, layer: nn.Module) -> Tensor:
+        outputs: Tensor = self.norm(layer(inputs))
+        return outputs
+
+
+class Lender(nn.Module):
+    """Has a compiled part read another, which nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reader()
+        self.lent = nn.Linear(NUM_FEATURES, 9)
+        self.last = nn.Linear(9, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.reader(inputs, self.lent))
+        return outputs
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_block_that_reads_what_is_no_part_of_it(gather: str, world: World) -> None:
+    """For more steps than torch compiles anything anew, before it gives up."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        model = seeded(Lender)
+        optimizer = side.wrap(slow_adam(model), model)
+        model.reader.compile(backend="eager", fullgraph=True)
+        train(side, model, optimizer, num_steps=12)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
