@@ -168,7 +168,9 @@ class Attachment:
         """After a step: see whether replicas were alike after the one before, as far as that was to
         be compared, and note what this one used.
         """
-        replicas = self.assembly.replicas
+        hooks, replicas = self.assembly.hooks, self.assembly.replicas
+        if hooks is not None:
+            hooks.stepped()
         if replicas is not None:
             # Of ranks that have joined no scheduler runs, but they take over the others' options.
             joining = self.assembly.engine.joining.is_open

@@ -85,7 +85,12 @@ class CompilationWatch:
         self._buckets, self._roots = tuple(buckets), roots
         self._synchronize, self._is_driver = synchronize, is_driver
         self._callback = _call_weakly(self._compiling)
-        callback_handler.register_start_callback(self._callback)
+        self.renew()
+
+    def renew(self) -> None:
+        """Watch from now on, also where ``torch.compiler.reset()`` has forgotten who does."""
+        if self._callback not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._callback)
 
     def remove(self) -> None:
         """Stop watching."""

@@ -142,6 +142,10 @@ class ModelHooks:
             self._watch_table(module, places, pre_forward)
             watch_calls(module, read)
 
+    def stepped(self) -> None:
+        """A step was taken."""
+        self._compilation.renew()
+
     def remove(self) -> None:
         """Leave the model as it was."""
         self._compilation.remove()

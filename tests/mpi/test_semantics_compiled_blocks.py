@@ -124,6 +124,33 @@ def test_compiled_blocks_in_other_buckets(gather: str, world: World) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_compiled_blocks_after_a_reset(gather: str, world: World) -> None:
+    """torch forgets whom it tells of what it compiles, until the next step. An optimizer that steps
+    while torch traces would round its scalars.
+    """
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        model = blocks()
+        optimizer = side.wrap(slow_adam(model), model)
+        for number in range(1, 5):
+            in_place(model[number])
+        train(side, model, optimizer)
+        torch.compiler.reset()
+        if side.is_distributed:
+            optimizer.synchronize()
+        train(side, model, optimizer)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            rows = side.inputs(step).repeat(2 + step, 1)
+            side.average(squared_error(model(rows))).backward()
+            optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.ranks(2)
 def test_compiled_blocks_are_compiled_once(gather: str, world: World) -> None:
     compiled_graphs = []
 
