@@ -68,7 +68,7 @@ class CompiledRoots:
         """
         self._modules = tuple(model.modules())
         self._reads, self._guard = reads, guard
-        self._seen: set[CodeType] = set()
+        self._guarded: set[CodeType] = set()
 
     def admit(self, frame: CompiledFrame | None) -> bool:
         """Whether what runs ``frame`` waits for the parameters that it reads, as far as is known:
@@ -80,13 +80,17 @@ class CompiledRoots:
         """
         if frame is None or _calls_some_module(frame.code):
             return False
-        if frame.code not in self._seen:
-            self._seen.add(frame.code)
-            if any(module is frame.owner for module in self._modules):
-                self._guard_all(frame.code)
+        if frame.code not in self._guarded and self._is_root(frame):
+            self._guard_all(frame.code)  # perhaps made for another model, which had none to wait
+            return True
         return not frame.holds()
 
+    def _is_root(self, frame: CompiledFrame) -> bool:
+        owner, code = frame.owner, frame.code
+        return any(module is owner and _forward_of(module) is code for module in self._modules)
+
     def _guard_all(self, code: CodeType) -> None:
+        self._guarded.add(code)
         for module in self._modules:
             if _forward_of(module) is code and (read := self._read_in(module)):
                 self._guard(module, read)

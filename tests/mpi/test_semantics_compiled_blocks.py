@@ -151,6 +151,31 @@ def test_compiled_blocks_after_a_reset(gather: str, world: World) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_compiled_blocks_beside_a_teacher_of_the_same_code(gather: str, world: World) -> None:
+    """For which torch has compiled it first."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        model, teacher = blocks(), blocks()
+        teacher.requires_grad_(False)
+        optimizer = side.wrap(slow_adam(model), model)
+        for number in range(1, 5):
+            in_place(model[number])
+            in_place(teacher[number])
+        for step in range(NUM_STEPS):
+            rows = side.inputs(step)
+            hint = teacher(rows)
+            optimizer.zero_grad()
+            side.average((model(rows) - hint - 1).square().sum()).backward()
+            optimizer.step()
+        if side.is_distributed and side.size > 1:
+            assert not num_unguarded(optimizer)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+@pytest.mark.ranks(2)
 def test_compiled_blocks_are_compiled_once(gather: str, world: World) -> None:
     compiled_graphs = []
 
