@@ -53,8 +53,11 @@ class CompiledFrame:
         return self.values.get(code.co_varnames[0]) if code.co_argcount else None
 
     def holds(self) -> bool:
-        """Whether a graph that was made before holds now."""
-        return any(entry.guard_manager.check(self.values) for entry in self.made)
+        """Whether a graph that was made before holds now, or may for all that torch shows."""
+        try:
+            return any(entry.guard_manager.check(self.values) for entry in self.made)
+        except AttributeError:  # another torch, which keeps them otherwise
+            return True
 
 
 class CompiledRoots:
