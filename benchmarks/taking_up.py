@@ -76,7 +76,7 @@ def report(optimizer: DistributedOptimizer, seconds: list[float], *, num_before:
         f"{pause.waiting_s:.2f}, laying out {pause.laying_out_s:.2f}; link measured before, in "
         f"{pause.measuring_s:.2f}"
     )
-    # The next iteration need not wait for gathers, which have arrived meanwhile.
+    # What is still under way then, gathers and state, may hold up the next one.
     both_s = sum(seconds[num_before - 1 : num_before + 1])
     print(
         f"that iteration and the next one together: {both_s:.3f} s, {both_s - 2 * usual_s:.3f} s "

@@ -30,11 +30,25 @@ class Channel:
         """Queue an operation and wait for it."""
         self.begin(label, start)()
 
-    def begin(self, label: str, start: Callable[[Collectives], Request]) -> Callable[[], None]:
-        """Queue an operation; to call what comes back is to wait for it."""
+    def begin(
+        self,
+        label: str,
+        start: Callable[[Collectives], Request],
+        finish: Callable[[], None] = lambda: None,
+    ) -> Callable[[], None]:
+        """As ``submit``; to call what comes back is to wait until ``finish`` has run."""
         done: list[bool] = []
-        self.submit(label, start, lambda: done.append(True))
+
+        def end() -> None:
+            finish()
+            done.append(True)
+
+        self.submit(label, start, end)
         return lambda: self._progress.wait_until(lambda: bool(done), what=label)
+
+    def resize(self, window: int) -> None:
+        """Have so many operations in flight at most, those of before among them."""
+        self._lane.window = window
 
     def close(self) -> None:
         """Wait for what is queued, then stop and give the communicator back (collective)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,6 +16,7 @@ from dearmpi.engine.alone import AloneEngine
 from dearmpi.engine.blueprint import Blueprint
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.buffers import Arena
+from dearmpi.engine.channels import Channels
 from dearmpi.engine.check import Checks, steps_between_checks
 from dearmpi.engine.claim import check_unclaimed, claim, release
 from dearmpi.engine.device import zeros
@@ -35,7 +36,6 @@ from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStr
 from dearmpi.engine.spans import Spans
 from dearmpi.engine.updates import Updates, shards_of
 from dearmpi.engine.whole_update import WholeUpdate
-from dearmpi.plan.layout import BucketLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,6 @@ class Assembly:
         release(self.blueprint.names, self.engine)
 
 
-def do_nothing() -> None:
-    """Where there is nothing to prepare."""
-
-
 def assemble(
     blueprint: Blueprint,
     optimizer: Optimizer,
@@ -95,17 +91,16 @@ def assemble(
     *,
     world: World,
     spans: Spans,
-    prepare: Callable[[], None] = do_nothing,
+    after: Pipeline | None = None,
 ) -> Assembly:
-    """Build (collective). ``prepare`` is called before the updates of each iteration, on the thread
-    that trains.
+    """Build (collective). ``after``: a pipeline whose channels, and one by one the parameters, are
+    taken over.
 
     Raises ConfigError for parameters of another engine.
     """
     check_unclaimed(blueprint.names)
     if blueprint.config.has_buckets(world.size):
-        options = OptionReader(optimizer, prepare)
-        assembly = _build(blueprint, optimizer, model, world=world, spans=spans, options=options)
+        assembly = _build(blueprint, optimizer, model, world=world, spans=spans, after=after)
     else:
         assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
     claim(blueprint.names, assembly.engine)
@@ -119,13 +114,12 @@ def _build(
     *,
     world: World,
     spans: Spans,
-    options: OptionReader,
+    after: Pipeline | None,
 ) -> Assembly:
-    names, layout, config = blueprint.names, blueprint.layout, blueprint.config
+    config = blueprint.config
     every = steps_between_checks(config.check_every)  # refused before anything is attached
-    shards = config.gather == "parameters"
-    buckets = _build_buckets(names, layout, rank=world.rank, shards=shards)
-    side = open_side_stream(names, world=world, layout=layout, config=config)
+    buckets = _build_buckets(blueprint, rank=world.rank, arriving=after is not None)
+    side = open_side_stream(blueprint.names, world=world, layout=blueprint.layout, config=config)
     masters = _choose_masters(world, config)
     with side.section():
         updates = _build_updates(
@@ -139,12 +133,13 @@ def _build(
         updates,
         schedule=blueprint.schedule,
         config=config,
+        channels=_choose_channels(world, config, side, after),
         halves=halves,
         side=side,
         spans=spans,
         replicas=replicas,
     )
-    engine = Engine(world, pipeline, eager=config.eager, options=options)
+    engine = Engine(world, pipeline, eager=config.eager, options=OptionReader(optimizer))
     return Assembly(
         blueprint,
         engine,
@@ -158,11 +153,10 @@ def _build(
     )
 
 
-def _build_buckets(
-    names: Mapping[nn.Parameter, str], layout: BucketLayout, *, rank: int, shards: bool
-) -> list[BucketRuntime]:
-    params = {name: param for param, name in names.items()}
-    gradients, parameters = Arena(layout), Arena(layout) if shards else None
+def _build_buckets(blueprint: Blueprint, *, rank: int, arriving: bool) -> list[BucketRuntime]:
+    params = {name: param for param, name in blueprint.names.items()}
+    layout, shards = blueprint.layout, blueprint.config.gather == "parameters"
+    gradients, parameters = Arena(layout), Arena(layout, zeroed=False) if shards else None
     buckets = [
         BucketRuntime(
             bucket,
@@ -170,10 +164,12 @@ def _build_buckets(
             rank=rank,
             gradients=gradients,
             parameters=parameters,
+            arriving=arriving,
         )
         for bucket in layout
     ]
-    give_back_freed()  # what the parameters have moved out of
+    if not arriving:
+        give_back_freed()  # what the parameters have moved out of
     return buckets
 
 
@@ -191,6 +187,15 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
         polls=engine.waiting.polls,
         is_driver=engine.waiting.is_driver,
     )
+
+
+def _choose_channels(
+    world: World, config: EngineConfig, side: SideStream, after: Pipeline | None
+) -> Channels:
+    if after is None:
+        return Channels.open(world, side, window=config.window)
+    after.channels.resize(config.window)
+    return after.channels
 
 
 def _choose_masters(world: World, config: EngineConfig) -> MasterRule:

@@ -21,9 +21,9 @@ from dearmpi.engine.clock import IterationTimes
 from dearmpi.engine.closed import ClosedEngine, refuse_closed
 from dearmpi.engine.design import check_optimizer, design
 from dearmpi.engine.gathered_state import GatheredState
+from dearmpi.engine.handover import Handover
 from dearmpi.engine.local_state import LocalState
 from dearmpi.engine.options import describe_options
-from dearmpi.engine.relocation import Relocation
 from dearmpi.engine.spans import Spans
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
@@ -54,7 +54,7 @@ class Attachment:
         self._optimizer, self._model = optimizer, model
         self._world, self._spans = world, spans
         self._waited_before_s = 0.0
-        self._relocation: Relocation | None = None
+        self._handover: Handover | None = None
         self._channel: Channel | None = None
         blueprint = design(optimizer, model, world=world, config=config, plan=plan)
         self.assembly = assemble(blueprint, optimizer, model, world=world, spans=spans)
@@ -74,8 +74,7 @@ class Attachment:
     @property
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
-        settling_s = 0.0 if self._relocation is None else self._relocation.waited_s
-        return self._waited_before_s + settling_s + self.assembly.engine.waited_s
+        return self._waited_before_s + self.assembly.engine.waited_s
 
     def follows(self, plan: Plan) -> bool:
         """Whether ``plan`` is what is in use already. Raises ConfigError if it does not fit."""
@@ -118,8 +117,8 @@ class Attachment:
     def renew(self, *, config: EngineConfig, plan: Plan | None) -> None:
         """Lay out anew, with the same parameters and state, between two steps (collective).
 
-        The last step's gathers end meanwhile. State is under way when this returns: the next
-        backprop waits for it, and so does whoever reads it.
+        State is under way when this returns, for which updates wait, and whoever reads it; and on
+        the host so are parameters.
 
         Raises ConfigError for a plan that does not fit, and for parameters that share memory, with
         everything as it was.
@@ -129,35 +128,30 @@ class Attachment:
         blueprint = design(optimizer, model, world=world, config=config, plan=plan, known=known)
         self._settle()
         self.assembly.engine.wait_updated()
-        relocation = Relocation(world, self.assembly.updates, blueprint.layout)
-        self.assembly.engine.synchronize()
-        self.assembly.compare_replicas()
-        times, old = self.times, [update.bucket for update in self.assembly.updates]
-        replicas = self.assembly.replicas
-        history = dict(had for bucket in old for had in bucket.arrivals.history().items())
-        del old  # else their buffers would stay
-        self._detach()
+        handover = Handover(world, self.assembly, blueprint)
+        if handover.after is None:
+            self.assembly.engine.synchronize()
+            self.assembly.compare_replicas()
+        self._detach(finished=handover.after is None)
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
         self.assembly = assemble(
-            blueprint, optimizer, model, world=world, spans=self._spans, prepare=relocation.settle
+            blueprint,
+            optimizer,
+            model,
+            world=world,
+            spans=self._spans,
+            after=handover.after,
         )
         custody.adopt(self._optimizer, self.assembly)
-        for update in self.assembly.updates:
-            update.bucket.arrivals.recall(history)
-        self.assembly.engine.times = times
-        if replicas is not None and self.assembly.replicas is not None:
-            self.assembly.replicas.num_steps = replicas.num_steps
-        if self._relocation is not None:
-            self._waited_before_s += self._relocation.waited_s
-        self._relocation = relocation
+        self._handover = handover
         if self._channel is None:
             self._channel = self._world.open_channel("relocation", window=1)
-        relocation.begin(self._channel, self.assembly.updates, self.assembly.side)
+        handover.begin(self.assembly, self._channel)
 
     def _settle(self) -> None:
         """Wait for state that is under way."""
-        if self._relocation is not None:
-            self._relocation.settle()
+        if self._handover is not None:
+            self._handover.settle()
 
     def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
         known = self.assembly.blueprint.names
@@ -223,8 +217,9 @@ class Attachment:
             self._channel.close()
             self._channel = None
 
-    def _detach(self) -> None:
-        self.assembly.close()
+    def _detach(self, *, finished: bool = True) -> None:
+        """``finished``: what is under way shall be."""
+        (self.assembly.close if finished else self.assembly.detach)()
         self._waited_before_s += self.assembly.engine.waited_s
         closed = ClosedEngine(self._optimizer, self.times)
         self.assembly = replace(

@@ -50,17 +50,19 @@ class BucketRuntime:
         rank: int,
         gradients: Arena,
         parameters: Arena | None,
+        arriving: bool = False,
     ) -> None:
-        """``parameters``: where they move to; None to leave them where they are."""
+        """``parameters``: where they move to; None to leave them where they are. ``arriving``: they
+        come later, each by ``take_over``.
+        """
         self.spec = spec
         self.index = spec.index
         self.params = tuple(params)
         self._rank = rank
         self.memory = GradientMemory(spec, self.params, rank=rank, arena=gradients)
-        self.parameters = None if parameters is None else self._move_parameters(parameters)
+        self.parameters = None if parameters is None else self._make_room(parameters)
         self.state = BucketState.IDLE
-        self.pending = False
-        self.unread = False
+        self.pending = self.unread = arriving
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
         self.arrivals = Arrivals(spec.names, quiet=quiet)
@@ -72,6 +74,9 @@ class BucketRuntime:
         self._copied_at = frozenset(range(len(self.params))) - quiet
         self._carried: Tensor | None = None
         self._addresses = [param.data_ptr() for param in self.params]
+        if self.parameters is not None and not arriving:
+            for slot in range(len(self.params)):
+                self.take_over(slot)
         self.stand_ins = tuple(
             GradientUnderWay.of(param, name)
             for param, name in zip(self.params, spec.names, strict=True)
@@ -81,6 +86,14 @@ class BucketRuntime:
     def gradients(self) -> FlatBuffer:
         """The gradients' flat buffer, which need not be the same in each iteration."""
         return self.memory.buffer
+
+    def take_over(self, slot: int) -> None:
+        """Have a parameter, with its values, lie in the flat buffer from now on."""
+        assert self.parameters is not None
+        param, view = self.params[slot], self.parameters.views[slot]
+        view.copy_(param.detach())
+        param.data = view
+        self._addresses[slot] = param.data_ptr()
 
     def is_current(self) -> bool:
         """Whether the parameters show the last step."""
@@ -264,15 +277,9 @@ class BucketRuntime:
             for slot in self.arrivals.frozen:
                 self.gradients.views[slot].zero_()
 
-    def _move_parameters(self, arena: Arena) -> FlatBuffer:
-        """Make the parameters views of a flat buffer."""
+    def _make_room(self, arena: Arena) -> FlatBuffer:
         likes = [param.detach() for param in self.params]
-        data = arena.take(self.spec, likes[0])
-        buffer = FlatBuffer(self.spec, data, likes, rank=self._rank)
-        for param, view in zip(self.params, buffer.views, strict=True):
-            view.copy_(param.detach())
-            param.data = view
-        return buffer
+        return FlatBuffer(self.spec, arena.take(self.spec, likes[0]), likes, rank=self._rank)
 
     def _swap_gradient(self, slot: int) -> Tensor:
         """``param.grad``, whose place a stand-in takes."""

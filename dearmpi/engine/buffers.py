@@ -24,7 +24,9 @@ class Arena:
     the start have a stretch of their own, which may never be needed.
     """
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], *, zeroed: bool = True) -> None:
+        """``zeroed``: else only the padding is, where everything else is about to be written."""
+        self._zeroed = zeroed
         self._starts: dict[int, int] = {}
         self._nbytes = {True: 0, False: 0}
         self._stretches: dict[bool, NDArray[np.uint8]] = {}
@@ -37,11 +39,18 @@ class Arena:
         if like.device.type != "cpu":
             return zeros(bucket.padded_numel, like)
         if bucket.trained not in self._stretches:
-            self._stretches[bucket.trained] = np.zeros(self._nbytes[bucket.trained], np.uint8)
+            make = np.zeros if self._zeroed else np.empty
+            self._stretches[bucket.trained] = make(self._nbytes[bucket.trained], np.uint8)
         start = self._starts[bucket.index]
         # By way of numpy each bucket is a storage to torch, which copies and saves whole storages.
         part = self._stretches[bucket.trained][start : start + bucket.nbytes]
-        return torch.from_numpy(part).view(like.dtype)
+        data = torch.from_numpy(part).view(like.dtype)
+        data[bucket.numel :] = 0
+        return data
+
+    def discard(self) -> None:
+        """Keep no memory but that of buffers which somebody still has."""
+        self._stretches.clear()
 
 
 class FlatBuffer:

@@ -32,6 +32,7 @@ class Engine:
         the first of them, so that the step has to see that they still hold.
     joining: what ranks tell each other inside ``join``. loads: which states were loaded.
     backprop, waiting: its part until gradients are launched, and where the main thread waits.
+    pipeline: its part from there on.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Engine:
         options: OptionReader,
     ) -> None:
         self._world = world
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._buckets = pipeline.buckets
         self._side = pipeline.side
         self._eager = eager
@@ -56,12 +57,12 @@ class Engine:
 
     @property
     def _cycle(self) -> Cycle:
-        return self._pipeline.cycle
+        return self.pipeline.cycle
 
     @property
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for communication."""
-        return self._pipeline.clock.waited_s
+        return self.pipeline.clock.waited_s
 
     def step(self, *, joined: bool = False) -> None:
         """Have every bucket updated with the options of this moment, and gathered; ``joined``:
@@ -90,13 +91,13 @@ class Engine:
             if self._eager:  # pending since its launch, and perhaps finished by now
                 self._buckets[index].supersede()
             else:
-                self._pipeline.supersede(self._buckets[index])
-        self._pipeline.submit_step(self.joining.announce_step(options, joined=joined))
-        self._pipeline.call_roll()
-        if self._pipeline.schedule.wait is Wait.STEP:
+                self.pipeline.supersede(self._buckets[index])
+        self.pipeline.submit_step(self.joining.announce_step(options, joined=joined))
+        self.pipeline.call_roll()
+        if self.pipeline.schedule.wait is Wait.STEP:
             self.synchronize()
         self.waiting.pre_forward(bucket for bucket in self._buckets if bucket.unguarded)
-        self.times = self._pipeline.clock.lap()
+        self.times = self.pipeline.clock.lap()
 
     def synchronize(self) -> None:
         """Wait until every parameter shows the last step."""
@@ -110,7 +111,7 @@ class Engine:
 
     def wait_updated(self) -> None:
         """After a step: wait until it has changed the optimizer's state, but not for gathers."""
-        self.waiting.until(self._pipeline.is_updated, "the last step's updates")
+        self.waiting.until(self.pipeline.is_updated, "the last step's updates")
         self._side.lead()
 
     def wait_reduced(self) -> None:
@@ -174,7 +175,7 @@ class Engine:
         """
         if self._cycle.stepped:
             self.synchronize()
-            self._pipeline.tell_replicas()
+            self.pipeline.tell_replicas()
 
     def idle_buckets(self) -> list[BucketRuntime]:
         """Those that take no part in this iteration."""
@@ -192,7 +193,7 @@ class Engine:
             self._side.lead()
         for bucket in self._buckets:
             bucket.release_gradients()  # of a backprop that no step followed
-        self._pipeline.close()
+        self.pipeline.close()
         self._side.finish()
 
     def _do_others_train(self) -> bool:

@@ -61,6 +61,11 @@ class GradientMemory:
         """Nobody needs this iteration's gradients any more."""
         self._adopted = None
 
+    def discard(self) -> None:
+        """Nor will there be any others here."""
+        self.made = self._adopted = None
+        self._arena.discard()
+
 
 def _is_stored_as(grad: Tensor, param: Tensor) -> bool:
     """Whether element by element, in the same order, and none of them to be read as another."""

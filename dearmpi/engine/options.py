@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -17,13 +17,11 @@ from dearmpi.engine.update import Options, read_options
 class OptionReader:
     """Gives the updates of each iteration the options that ``optimizer`` has."""
 
-    def __init__(self, optimizer: Optimizer, prepare: Callable[[], None]) -> None:
-        """``prepare``: called before options are read, on the thread that trains."""
-        self._optimizer, self._prepare = optimizer, prepare
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
 
     def read(self) -> Options:
         """The options of this moment, before an iteration's first update."""
-        self._prepare()
         return read_options(self._optimizer)
 
     def confirm(self, earlier: Options) -> None:

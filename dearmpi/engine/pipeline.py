@@ -16,6 +16,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.bucket_state import BucketState
+from dearmpi.engine.channels import Channels
 from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.host_shard import NUM_FETCHED
@@ -35,8 +36,9 @@ class Pipeline:
     """Carries launched buckets through the rest of ``cycle``, in the schedule's order. Those that
     some backprop did not fill in the last steps but one go last, to hold up no others.
 
-    buckets: in feed-forward order. schedule: over them.
+    buckets: in feed-forward order. schedule: over them. channels: on which they travel.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
+    awaits_state: the optimizer's is on its way here; nothing is updated before it has arrived.
     late: which buckets go last. joining: what ranks inside ``join`` tell each other. loads: which
         states were loaded.
     """
@@ -49,6 +51,7 @@ class Pipeline:
         *,
         schedule: Schedule,
         config: EngineConfig,
+        channels: Channels,
         halves: Halves,
         side: SideStream,
         spans: Spans,
@@ -58,6 +61,7 @@ class Pipeline:
 
         side: where on a device the driving thread works. replicas: only where checks are made.
         """
+        self.channels = channels
         self._world = world
         self._progress = world.progress
         self.buckets = tuple(buckets)
@@ -66,21 +70,15 @@ class Pipeline:
         self._halves = halves
         self._gathers_gradients = config.gather == "gradients"
         self.side = side
-        # What carries a device's tensors keeps to the window on the network, and to this order.
-        window = config.window + side.num_ahead
-        self._reduce_channel, self._gather_channel = (
-            world.open_channel(name, window=window, carry=side.carry)
-            for name in ("reduce-scatter", "all-gather")
-        )
-        self._control_channel = world.open_channel("roll call", window=1)
-        self.joining = Joining(self._control_channel, rank=world.rank, size=world.size)
+        self.joining = Joining(channels.control, rank=world.rank, size=world.size)
         self.loads = Loads()
         self.num_reduced = 0  # times that gradients were, or are being, reduced
         num_updated = NUM_FETCHED if config.update_on == "host" else 1
-        self._update_lane = self._progress.open_lane("update", window=num_updated)
+        self.update_lane = self._progress.open_lane("update", window=num_updated)
         self.spans = spans
         self.clock = CommunicationClock(self.spans)
         self._replicas = replicas
+        self.awaits_state = False
         self.late = LateBuckets()
         self.cycle = Cycle(stepped=True)
 
@@ -99,7 +97,7 @@ class Pipeline:
         self.cycle.launched.add(bucket.index)
         bucket.move_to(BucketState.REDUCING)
         self.spans.launched(bucket.spec)
-        self._reduce_channel.submit(
+        self.channels.reduces.submit(
             f"RS{bucket.index}", partial(self._start_reduce, bucket), partial(self._reduced, bucket)
         )
 
@@ -117,7 +115,7 @@ class Pipeline:
         # from the moment that the cycle has them, buckets that are reduced by now are updated.
         self.side.follow()
         self.cycle.options = options
-        self._progress.submit(self._update_lane, Work("step", Completed, self._step_seen))
+        self._progress.submit(self.update_lane, Work("step", Completed, self._step_seen))
 
     def call_roll(self) -> None:
         """After ``submit_step``: let all ranks know which parameters had a gradient on any of them,
@@ -131,7 +129,7 @@ class Pipeline:
         self.late.called(cycle)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
         called = partial(self._roll_called, cycle, roll)
-        self._control_channel.submit(
+        self.channels.control.submit(
             "roll call", lambda c: c.start_all_reduce(roll.told, "max"), called
         )
 
@@ -161,15 +159,24 @@ class Pipeline:
     def tell_replicas(self) -> None:
         """Tell other ranks what the last step has led to, which is over (collective)."""
         if self._replicas is not None:
-            self._replicas.tell(self._control_channel)
+            self._replicas.tell(self.channels.control)
 
     def close(self) -> None:
         """Give the channels back once they are empty."""
-        for channel in (self._reduce_channel, self._gather_channel, self._control_channel):
-            channel.close()
-        self._progress.close_lane(self._update_lane)
+        self.channels.close()
+        self._progress.close_lane(self.update_lane)
 
     # Called on the driving thread.
+
+    def state_arrived(self) -> None:
+        """All of it is in its place."""
+        self.awaits_state = False
+        self._update_all()
+
+    def let_go(self) -> None:
+        """Another one goes on, with the channels; no bucket is under way."""
+        self.buckets, self._updates = (), ()
+        self._progress.close_lane(self.update_lane)
 
     def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         if self._replicas is not None:
@@ -198,13 +205,16 @@ class Pipeline:
         answer = roll.answer()
         cycle.unfilled = answer.unfilled
         cycle.used = answer.used
+        self._update_all()
+
+    def _update_all(self) -> None:
         for bucket in self.buckets:
             self._try_update(bucket)
 
     def _try_update(self, bucket: BucketRuntime) -> None:
         """Update as soon as the gradients, the options and the roll call allow it."""
         before = BucketState.GATHERED if self._gathers_gradients else BucketState.REDUCED
-        if bucket.state is not before or self.cycle.options is None:
+        if bucket.state is not before or self.cycle.options is None or self.awaits_state:
             return
         if bucket.arrivals.missing and self.cycle.used is None:
             return
@@ -212,7 +222,7 @@ class Pipeline:
         update = partial(self._update, bucket)
         fetch = self._updates[bucket.index].start_fetch
         work = Work(f"update of bucket {bucket.index}", fetch, update)
-        self._progress.submit(self._update_lane, work)
+        self._progress.submit(self.update_lane, work)
 
     def _update(self, bucket: BucketRuntime) -> None:
         assert self.cycle.options is not None
@@ -255,7 +265,7 @@ class Pipeline:
 
     def _submit_gather(self, bucket: BucketRuntime) -> None:
         bucket.move_to(BucketState.GATHERING)
-        self._gather_channel.submit(
+        self.channels.gathers.submit(
             f"AG{bucket.index}",
             partial(self._start_gather, bucket),
             partial(self._gathered, bucket),

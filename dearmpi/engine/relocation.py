@@ -8,9 +8,9 @@ the next feed-forward, which needs no state: the next update is the first that d
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dearmpi.comm.api import Collectives, Completed, Request
 from dearmpi.comm.channel import Channel
+from dearmpi.comm.later import Later
 from dearmpi.comm.transfer import Transfer
 from dearmpi.comm.world import World
 from dearmpi.engine.local_state import read_pieces, read_whole
@@ -100,8 +101,6 @@ class Relocation:
     """State on its way to the owners that a layout gives it: taken, sent, and settled.
 
     State that every rank holds whole stays so.
-
-    waited_s: what ``settle`` has taken.
     """
 
     def __init__(self, world: World, updates: Updates, layout: BucketLayout) -> None:
@@ -130,28 +129,34 @@ class Relocation:
                     room.copy_(values[part.start - origin : part.stop - origin])
             for run in update.runs:
                 update.set_state(run, {})
-        self.waited_s = 0.0
         self._settle: Callable[[], None] = lambda: None
 
-    def begin(self, channel: Channel, updates: Updates, side: SideStream) -> None:
-        """Send, to end in ``updates`` of the new layout (collective)."""
+    def begin(
+        self,
+        channel: Channel,
+        updates: Updates,
+        side: SideStream,
+        arrived: Callable[[], None],
+        *,
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Send, to end in ``updates`` of the new layout (collective). There, on the thread that
+        drives progress, ``arrived`` is called. Nothing goes on the wire before ``may_begin()``.
+        """
         rank, sent = self._rank, self._sent
         kept = {place: tensor for place, tensor in sent.tensors.items() if place[0] == rank}
-        arrived = Parcels([(part.source, part) for part in self._receives], kept)
-        sends, receives = sent.to_others(rank), arrived.to_others(rank)
+        parcels = Parcels([(part.source, part) for part in self._receives], kept)
+        sends, receives = sent.to_others(rank), parcels.to_others(rank)
         del self._sent
 
         def start(collectives: Collectives) -> Request:
             if not sends and not receives:
                 return Completed()
-            return Transfer(collectives, sends=sends, receives=receives)
+            return Later(may_begin, partial(Transfer, collectives, sends=sends, receives=receives))
 
-        wait = channel.begin("the optimizer's state", start)
-
-        def settle() -> None:
-            wait()
-            shares = self._open(arrived)
-            with side.section():
+        def place() -> None:
+            shares = self._open(parcels)
+            with side.running():
                 for whole in wholes_of(updates):
                     whole.set_states(self._whole)
                 for update in shards_of(updates):
@@ -159,15 +164,21 @@ class Relocation:
             # The first is as large as the state, where every rank holds all of it; what ranks have
             # described grows with their number.
             self._whole, self._described, self._owners, self._receives = {}, [], {}, []
+            arrived()
+
+        side.follow()  # what is whole was made elsewhere
+        wait = channel.begin("the optimizer's state", start, place)
+
+        def settle() -> None:
+            wait()
+            side.lead()
 
         self._settle = settle
 
     def settle(self) -> None:
         """Wait until all is here, and put it in its place. Does nothing when called again."""
-        begin_s = time.perf_counter()
         settle, self._settle = self._settle, lambda: None
         settle()
-        self.waited_s += time.perf_counter() - begin_s
 
     def _list_parts(self, bucket: Bucket) -> Iterator[Part]:
         """What this rank sends or receives of an old bucket, in an order that all ranks have."""

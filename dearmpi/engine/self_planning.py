@@ -49,8 +49,9 @@ class Pause:
     """What a plan has cost, in seconds.
 
     measuring_s: of the link, before the first step. waiting_s: to compare profiles, and for a plan
-    that was not made in time. laying_out_s: until what was under way had arrived, for new buckets,
-    and for moving the optimizer's state.
+    that was not made in time. laying_out_s: until the last step's updates were made (and, where new
+    buckets cannot take over what is under way, its gathers over), for new buckets, and to pack the
+    optimizer's state.
     """
 
     measuring_s: float = 0.0

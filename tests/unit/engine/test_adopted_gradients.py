@@ -128,8 +128,10 @@ def one_parameter(like: Tensor, *, world_size: int = SIZE) -> tuple[BucketRuntim
     dtype = str(param.dtype).removeprefix("torch.")
     spec = ParamSpec("weight", tuple(param.shape), param.itemsize, dtype)
     layout = build_layout([[spec]], world_size)
-    arenas = {"gradients": Arena(layout), "parameters": Arena(layout)}
-    bucket = BucketRuntime(layout.buckets[0], [param], rank=0, **arenas)
+    gradients, parameters = Arena(layout), Arena(layout)
+    bucket = BucketRuntime(
+        layout.buckets[0], [param], rank=0, gradients=gradients, parameters=parameters
+    )
     bucket.expect_gradients(quietly=False)
     return bucket, param
 

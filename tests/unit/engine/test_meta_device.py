@@ -45,8 +45,10 @@ def update_of(
     params = [nn.Parameter(torch.zeros(4, dtype=dtype, device="meta")) for _ in range(2)]
     specs = [spec_of(param, name) for param, name in zip(params, ("p", "q"), strict=True)]
     layout = build_layout([specs], 1)
-    arenas = {"gradients": Arena(layout), "parameters": Arena(layout)}
-    bucket = BucketRuntime(layout.buckets[0], params, rank=0, **arenas)
+    gradients, parameters = Arena(layout), Arena(layout)
+    bucket = BucketRuntime(
+        layout.buckets[0], params, rank=0, gradients=gradients, parameters=parameters
+    )
     optimizer = Counting(
         [{"params": params[:1], "capturable": True}, {"params": params[1:], "capturable": False}],
         lr=0.1,

@@ -18,7 +18,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.engine.relocation import Stretch, pair, stretches
+from dearmpi.engine.relocation import Relocation, Stretch, pair, stretches
 from dearmpi.plan.layout import BucketLayout, ParamSpec, build_layout
 from tests.mpi.oracle import OPTIMIZERS
 
@@ -140,14 +140,21 @@ def test_a_rank_sends_no_more_than_its_own_share(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_old_buffers_are_gone_at_once() -> None:
-    """They are as large as the model, and Python may take its time to look for cycles."""
+    """They are as large as the model, and Python may take its time to look for cycles. Those of
+    parameters stay until the last of them has moved.
+    """
 
     def rank(world: World) -> None:
         wrapped = trained(world, "adam")
-        updates = wrapped._assembly.updates
-        old = [weakref.ref(getattr(u.bucket, n).data) for u in updates for n in BUFFERS]
-        del updates
+        buckets = [update.bucket for update in wrapped._assembly.updates]
+        old = [weakref.ref(getattr(bucket, n).data) for bucket in buckets for n in BUFFERS]
+        of_gradients = [
+            weakref.ref(stretch) for stretch in buckets[0].memory._arena._stretches.values()
+        ]
+        del buckets
         wrapped.fuse(1.0)
+        assert of_gradients and all(reference() is None for reference in of_gradients)
+        wrapped.synchronize()
         assert all(reference() is None for reference in old)
         wrapped.close()
 
@@ -231,19 +238,31 @@ def test_what_a_rank_looks_at_grows_with_the_number_of_ranks_and_no_faster() -> 
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_nothing_of_a_move_stays_once_the_state_is_in_its_place(gather: str) -> None:
+def test_nothing_of_a_move_stays_once_the_state_is_in_its_place(
+    gather: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What ranks have described to each other grows with their number."""
+    begun: list[int] = []
+    begin = Relocation.begin
+
+    def observed(self: Relocation, *args: Any, **options: Any) -> None:
+        begun.append(sum(map(_has_something, vars(self).values())))
+        begin(self, *args, **options)
+
+    monkeypatch.setattr(Relocation, "begin", observed)
 
     def rank(world: World) -> None:
         wrapped = trained(world, "adam", gather=gather)
         wrapped.fuse(1.0)
-        relocation = wrapped._attachment._relocation
-        assert any(map(_has_something, vars(relocation).values()))
+        handover = wrapped._attachment._handover
+        assert handover is not None
         take_steps(wrapped, 1)
-        assert not any(map(_has_something, vars(relocation).values()))
+        wrapped.synchronize()
+        assert not any(map(_has_something, vars(handover._relocation).values()))
         wrapped.close()
 
     run_ranks(2, rank)
+    assert all(begun) and len(begun) == 2
 
 
 def _has_something(value: Any) -> bool:

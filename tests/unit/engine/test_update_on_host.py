@@ -230,8 +230,9 @@ def test_a_shard_comes_behind_what_is_queued_and_goes_back_before_what_follows(
     device: LazyDevice,
 ) -> None:
     layout, param = build_layout([[ParamSpec("p", (4,))]], 1), nn.Parameter(torch.zeros(4))
-    arenas = {"gradients": Arena(layout), "parameters": Arena(layout)}
-    bucket = BucketRuntime(layout.buckets[0], [param], rank=0, **arenas)
+    bucket = BucketRuntime(
+        layout.buckets[0], [param], rank=0, gradients=Arena(layout), parameters=Arena(layout)
+    )
     side = DeviceSideStream(device, carry=None)
     shard = HostShard(bucket, rank=0, memory=HostMemory(side, most_bytes=16))
     gradients = torch.full((4,), 2.0)

@@ -1,0 +1,115 @@
+"""Succession: buckets change while the last step's gathers, and the state, are under way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.transfer import Transfer
+from dearmpi.comm.world import World
+from dearmpi.engine import relocation
+from dearmpi.engine.bucket_state import BucketState
+from dearmpi.engine.engine import Engine
+from tests.unit.engine.chain import Chain, distribute
+from tests.unit.engine.stage import Stage, wait_for
+
+
+def test_a_layer_waits_only_for_the_gathers_of_what_shares_a_bucket_with_it_now() -> None:
+    stage = Stage(num_layers=4)
+    layouts: list[list[int]] = []
+
+    def rank(world: World) -> None:
+        first = True
+
+        def moment(label: str) -> None:
+            if not first:
+                stage.note(world.rank, label)
+
+        model = Chain(4, moment)
+        optimizer = distribute(model, world)
+        model.backward()
+        optimizer.step()
+        optimizer.fuse(0.0012)
+        layouts.append([len(bucket.placements) for bucket in optimizer.layout])
+        stage.note(world.rank, "fused")
+        first = False
+        model(torch.ones(2, 4))
+        optimizer.close()
+
+    with stage.running(rank):
+        for bucket in (3, 2, 1, 0):
+            stage.finish(f"RS{bucket}")
+        stage.await_moment("fused")
+        for bucket, layer in enumerate((0, None, 2, 3)):
+            assert not stage.has_happened(f"F{bucket}")
+            stage.finish(f"AG{bucket}")
+            if layer is not None:
+                stage.await_moment(f"F{layer}")
+    assert layouts == [[1, 2, 1]] * 2
+    for rank_ in range(2):
+        computed_s = [stage.log[rank_, f"F{layer}"] for layer in range(4)]
+        assert computed_s == [5.0, 7.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_backprop_and_step_wait_for_no_state_but_updates_do(
+    eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrives = threading.Event()
+
+    class Held(Transfer):
+        def test(self) -> bool:
+            return arrives.is_set() and super().test()
+
+    monkeypatch.setattr(relocation, "Transfer", Held)
+
+    def rank(world: World, *, fuses: bool) -> list[Tensor]:
+        model = Chain(3)
+        optimizer = make(model, world, eager=eager)
+        model.backward()
+        optimizer.step()
+        if fuses:
+            optimizer.fuse(1.0)
+        model.backward()
+        optimizer.step()
+        if fuses:
+            buckets = [update.bucket for update in optimizer._assembly.updates]
+            wait_for(lambda: all(b.state is BucketState.REDUCED for b in buckets), "reducing")
+            engine = optimizer._assembly.engine
+            assert isinstance(engine, Engine) and not engine.pipeline.is_updated()
+            world.barrier()
+            arrives.set()
+        optimizer.close()
+        return [param.detach().clone() for param in model.parameters()]
+
+    changed = run_ranks(2, lambda world: rank(world, fuses=True))[0]
+    stayed = run_ranks(2, lambda world: rank(world, fuses=False))[0]
+    assert all(torch.equal(one, other) for one, other in zip(changed, stayed, strict=True))
+
+
+def test_what_nobody_guards_has_moved_before_the_step_is_over() -> None:
+    """A graph that reads parameters past all hooks must not see them move."""
+
+    def rank(world: World) -> None:
+        model = Chain(3)
+        optimizer = make(model, world)
+        model.backward()
+        optimizer._assembly.updates[1].bucket.unguarded = True
+        optimizer.step()
+        optimizer.fuse(1.0)
+        assert all(update.bucket.is_current() for update in optimizer._assembly.updates)
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def make(model: Chain, world: World, **settings: Any) -> DistributedOptimizer:
+    """With state, in a bucket for each layer."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1e-6, **settings)
