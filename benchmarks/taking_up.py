@@ -3,7 +3,7 @@
     mpirun -n 4 python benchmarks/taking_up.py [WORKLOAD] [sgd|adam] [ITERATION_S]
 
 Trains a replayed model with ``plan="auto"``, and prints what the optimizer says of its pause, and
-the longest iterations on the way. The plan is taken up whatever it gains: its cost is the question.
+the iterations around it. The plan is taken up whatever it gains: its cost is the question.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     )
     seconds: list[float] = []
     before = 0
-    while optimizer.is_planning or len(seconds) < before + 5:
+    while optimizer.is_planning or len(seconds) < before + 6:
         if optimizer.is_planning:
             before = len(seconds) + 1
         begin_s = time.perf_counter()
@@ -76,16 +76,13 @@ def report(optimizer: DistributedOptimizer, seconds: list[float], *, num_before:
         f"{pause.waiting_s:.2f}, laying out {pause.laying_out_s:.2f}; link measured before, in "
         f"{pause.measuring_s:.2f}"
     )
-    # What is still under way then, gathers and state, may hold up the next one.
-    both_s = sum(seconds[num_before - 1 : num_before + 1])
+    # The state is on its way behind the next one, and may hold up the gathers of that.
+    then, planned_s = seconds[num_before - 1 : num_before + 2], median(seconds[num_before + 2 :])
+    more_s = sum(then) - 2 * usual_s - planned_s
     print(
-        f"that iteration and the next one together: {both_s:.3f} s, {both_s - 2 * usual_s:.3f} s "
-        "more than two usual ones"
-    )
-    longest = sorted(seconds[1:], reverse=True)[:3]
-    print(
-        f"iterations of {usual_s:.3f} s before and {median(seconds[-4:]):.3f} s after it; the "
-        f"longest: {', '.join(f'{value:.3f}' for value in longest)} s"
+        f"iterations of {usual_s:.3f} s before and {planned_s:.3f} s after it; that one and the "
+        f"next two: {', '.join(f'{value:.3f}' for value in then)} s, {more_s:.3f} s more than two "
+        "such before and one after"
     )
 
 
