@@ -25,10 +25,10 @@ class BucketRuntime:
     """One bucket while training.
 
     index: number of the bucket, in feed-forward order. memory: where its gradients lie.
-    pending: an optimizer step was taken whose result the parameters do not show yet.
+    pending: the parameters do not show the last step yet, or are still to come from other buckets.
     arrivals: which of its gradients have come.
-    unread: a step was taken since somebody last waited for the parameters to show one. Compiled
-        graphs hold only while nothing is that they read.
+    unread: nobody has waited for the parameters since they were last pending. Compiled graphs hold
+        only while nothing is that they read.
     unguarded: who reads the parameters may wait for nobody: a compiled graph, or a module that has
         taken one over. So ``step`` waits.
     mark: on a device, the event that whoever reads the parameters lets its stream wait for;
@@ -38,8 +38,9 @@ class BucketRuntime:
     streams: on a device, those on which gradients have been written since the iteration began.
 
     One thread at a time writes: the main one until the reduce-scatter is submitted, then the
-    driving one until ``forget``. Only ``pending``, which the main thread sets and the driving one
-    clears, and ``mark``, the other way round, are written by both; ``unread`` by the main one only.
+    driving one until ``forget``, and before the first iteration where parameters arrive. Only
+    ``pending``, which the main thread sets and the driving one clears, and ``mark``, the other way
+    round, are written by both; ``unread`` by the main one only.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class Arena:
     """
 
     def __init__(self, buckets: Iterable[Bucket], *, zeroed: bool = True) -> None:
-        """``zeroed``: else only the padding is, where everything else is about to be written."""
+        """``zeroed``: else the host's padding is, as all else is about to be written."""
         self._zeroed = zeroed
         self._starts: dict[int, int] = {}
         self._nbytes = {True: 0, False: 0}
@@ -35,7 +35,7 @@ class Arena:
             self._nbytes[bucket.trained] = -(-(start + bucket.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
     def take(self, bucket: Bucket, like: Tensor) -> Tensor:
-        """The storage of ``bucket``: 1-D, of zeros, with the dtype and device of ``like``."""
+        """The storage of ``bucket``: 1-D, zeroed, with the dtype and device of ``like``."""
         if like.device.type != "cpu":
             return zeros(bucket.padded_numel, like)
         if bucket.trained not in self._stretches:

@@ -14,7 +14,8 @@ class Cycle:
     """From the first gradient of a backprop to the last all-gather of its step.
 
     reduce_scatters, all_gathers: in the order in which they are submitted.
-    active: buckets with a parameter that requires grad; the others take no part.
+    active: buckets with a parameter that requires grad; the others take no part. Before the first
+        iteration, all that parameters are arriving in.
     options: hyperparameters for the update; None until they are known.
     stepped: whether the user has called ``step()``.
     unfilled: buckets that this rank's backprop has not filled by itself; once the ranks have told

@@ -35,11 +35,13 @@ class Handover:
         self._times = old.engine.times
         self._num_compared = None if old.replicas is None else old.replicas.num_steps
         self._world = world
+        self._unguarded = any(bucket.unguarded for bucket in buckets)
         self.after: Pipeline | None = None
         if isinstance(old.engine, Engine) and _can_arrive(old, blueprint):
+            self.after = old.engine.pipeline
+            self.after.retire()
             for bucket in buckets:
                 bucket.memory.discard()  # else the new ones' would be beside it
-            self.after = old.engine.pipeline
 
     def begin(self, new: Assembly, channel: Channel) -> None:
         """Have all that is under way end in ``new`` (collective)."""
@@ -61,6 +63,8 @@ class Handover:
         succession = succeed(self.after, pipeline, self._world.progress)
         relocate(may_begin=succession.is_over)  # gathers first: the feed-forward waits for them
         self.after = None
+        if self._unguarded:  # on this rank perhaps alone, so that it decides nothing else
+            new.engine.synchronize()
 
     def settle(self) -> None:
         """Wait until all state is in its place. Does nothing when called again."""
@@ -68,10 +72,9 @@ class Handover:
 
 
 def _can_arrive(old: Assembly, blueprint: Blueprint) -> bool:
-    """Whether whoever reads a parameter waits for it, and nobody looks at all of them before."""
+    """Whether parameters may arrive later: the same on all ranks, who must all do the same."""
     before = old.blueprint
-    guarded = not any(update.bucket.unguarded for update in old.updates)
     same = list(blueprint.names.values()) == list(before.names.values())
     waits_later = Wait.STEP not in (before.schedule.wait, blueprint.schedule.wait)
     on_host = isinstance(old.side, HostSideStream)
-    return bool(old.shards) and on_host and waits_later and guarded and same and not old.replicas
+    return bool(old.shards) and on_host and waits_later and same and not old.replicas

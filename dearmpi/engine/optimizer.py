@@ -204,8 +204,8 @@ class DistributedOptimizer(Facade):
 
     @untraced
     def synchronize(self) -> None:
-        """Wait until every parameter shows the last step."""
-        self._assembly.engine.synchronize()
+        """Wait until every parameter shows the last step, and nothing else is under way."""
+        self._attachment.synchronize()
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
@@ -250,8 +250,8 @@ class DistributedOptimizer(Facade):
         """Go on by ``plan``, with the same parameters and state (collective).
 
         Call it between ``step`` and the next backward: gradients under way are dropped, those kept
-        by ``no_sync`` are not. Raises ConfigError if it is for another model or world size, and
-        MismatchError if ranks have different ones.
+        by ``no_sync`` are not. Parameters may be under way as after ``step``. Raises ConfigError if
+        it is for another model or world size, and MismatchError if ranks have different ones.
         """
         self._attachment.check_changeable("follow()")
         self._course.follow(plan)
@@ -261,7 +261,8 @@ class DistributedOptimizer(Facade):
     def fuse(self, bucket_cap_mb: float) -> None:
         """Go on with buckets of about ``bucket_cap_mb`` MiB and without a plan (collective).
 
-        Parameters and state stay. Call it where ``follow`` may be called.
+        Parameters and state stay. Call it where ``follow`` may be called; as there, parameters may
+        be under way then.
         """
         self._attachment.check_changeable("fuse()")
         self._course.fuse(bucket_cap_mb)

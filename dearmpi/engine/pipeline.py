@@ -161,6 +161,10 @@ class Pipeline:
         if self._replicas is not None:
             self._replicas.tell(self.channels.control)
 
+    def retire(self) -> None:
+        """No more updates: keep what gathers need."""
+        self._updates = ()
+
     def close(self) -> None:
         """Give the channels back once they are empty."""
         self.channels.close()
@@ -175,7 +179,7 @@ class Pipeline:
 
     def let_go(self) -> None:
         """Another one goes on, with the channels; no bucket is under way."""
-        self.buckets, self._updates = (), ()
+        self.buckets = ()
         self._progress.close_lane(self.update_lane)
 
     def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:

@@ -176,7 +176,7 @@ class Relocation:
         self._settle = settle
 
     def settle(self) -> None:
-        """Wait until all is here, and put it in its place. Does nothing when called again."""
+        """Wait until all is in its place. Does nothing when called again."""
         settle, self._settle = self._settle, lambda: None
         settle()
 
