@@ -144,9 +144,15 @@ class Attachment:
         )
         custody.adopt(self._optimizer, self.assembly)
         self._handover = handover
+        handover.begin(self.assembly, self.relocation_channel())
+
+    def relocation_channel(self) -> Channel:
+        """On which state travels, opened at the first call (collective): where that is known to
+        come, before the wire is busy.
+        """
         if self._channel is None:
             self._channel = self._world.open_channel("relocation", window=1)
-        handover.begin(self.assembly, self._channel)
+        return self._channel
 
     def _settle(self) -> None:
         """Wait for state that is under way."""

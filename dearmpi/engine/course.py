@@ -136,6 +136,7 @@ class Course:
     def _begin_planning(self) -> None:
         if self._plan == "auto" and self._world.size > 1:
             assembly = self._attachment.assembly
+            self._attachment.relocation_channel()
             self.planning = SelfPlanning(
                 self._model,
                 assembly.blueprint,
