@@ -2,7 +2,8 @@
 
 Each element goes from the rank that has it to the rank that is to have it. So a rank sends at most
 its own share of the state, and never holds more than two shares and a bucket. It travels behind
-the next feed-forward, which needs no state: the next update is the first that does.
+the last step's gathers, and is put in its place on the thread that drives progress: only the next
+updates need it.
 """
 
 from __future__ import annotations
