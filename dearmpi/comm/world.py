@@ -5,24 +5,28 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import ClassVar, NoReturn, get_args
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from typing import ClassVar, NoReturn, TypeVar, get_args
 
 import numpy as np
 
 from dearmpi.comm import last_words
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
+from dearmpi.comm.chain import Chain
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.ending import abort_on_exception, leave, limit_end
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.progress import Progress
 from dearmpi.comm.shard import check_shards
+from dearmpi.comm.texts import broadcast_text, gather_texts
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
 
 Carry = Callable[[Collectives], Collectives]
+Told = TypeVar("Told")
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 
 
@@ -140,24 +144,11 @@ class World:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
-        data = text.encode(errors="surrogatepass")  # file names may hold lone surrogates
-        width = int(self.all_reduce([len(data) + 1], "max")[0])
-        rows = np.zeros((self.size, width), dtype=np.uint8)
-        rows[self.rank, : len(data)] = np.frombuffer(data, dtype=np.uint8)
-        rows[self.rank, len(data)] = 1  # marks the end, so that any text survives
-        buffer = HostBuffer(rows.reshape(-1))
-        self._exchange("all-gather of texts", lambda c: c.start_all_gather(buffer))
-        rows = buffer.array.reshape(self.size, width)
-        return [bytes(row).rstrip(b"\0")[:-1].decode(errors="surrogatepass") for row in rows]
+        return self._tell("all-gather of texts", partial(gather_texts, text=text))
 
     def broadcast_text(self, text: str | None) -> str:
         """Rank 0's text on every rank; the others' is ignored."""
-        data = (text or "").encode(errors="surrogatepass") if self.is_root else b""
-        width = int(self.all_reduce([len(data)], "max")[0])
-        buffer = HostBuffer(np.frombuffer(data.ljust(width, b"\0"), dtype=np.uint8).copy())
-        if width:
-            self.broadcast(buffer)
-        return buffer.array.tobytes().decode(errors="surrogatepass")
+        return self._tell("broadcast of a text", partial(broadcast_text, text=text or ""))
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> None:
         """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
@@ -200,6 +191,17 @@ class World:
     def begin_step(self) -> None:
         """A step begins, which the parameters after it wait for on all ranks."""
         self._watchdog.begin_step()
+
+    def _tell(
+        self, label: str, steps: Callable[[Collectives], Generator[Request, None, Told]]
+    ) -> Told:
+        told: list[Told] = []
+
+        def follow(collectives: Collectives) -> Iterator[Request]:
+            told.append((yield from steps(collectives)))
+
+        self._exchange(label, lambda c: Chain(follow(c)))
+        return told[0]
 
     def _exchange(self, label: str, start: Callable[[Collectives], Request]) -> None:
         with self._watchdog.exchange():

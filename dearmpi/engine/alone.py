@@ -36,9 +36,6 @@ class AloneEngine:
     def synchronize(self) -> None:
         """Parameters are always current."""
 
-    def wait_updated(self) -> None:
-        """Nothing is under way."""
-
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Nothing is under way."""
 

@@ -34,6 +34,7 @@ from dearmpi.engine.shard import ResidentShard, Shard
 from dearmpi.engine.shard_update import ShardUpdate
 from dearmpi.engine.side_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.spans import Spans
+from dearmpi.engine.succession import spare_memory
 from dearmpi.engine.updates import Updates, shards_of
 from dearmpi.engine.whole_update import WholeUpdate
 
@@ -118,7 +119,7 @@ def _build(
 ) -> Assembly:
     config = blueprint.config
     every = steps_between_checks(config.check_every)  # refused before anything is attached
-    buckets = _build_buckets(blueprint, rank=world.rank, arriving=after is not None)
+    buckets = _build_buckets(blueprint, rank=world.rank, after=after)
     side = open_side_stream(blueprint.names, world=world, layout=blueprint.layout, config=config)
     masters = _choose_masters(world, config)
     with side.section():
@@ -153,10 +154,14 @@ def _build(
     )
 
 
-def _build_buckets(blueprint: Blueprint, *, rank: int, arriving: bool) -> list[BucketRuntime]:
+def _build_buckets(
+    blueprint: Blueprint, *, rank: int, after: Pipeline | None
+) -> list[BucketRuntime]:
     params = {name: param for param, name in blueprint.names.items()}
     layout, shards = blueprint.layout, blueprint.config.gather == "parameters"
-    gradients, parameters = Arena(layout), Arena(layout, zeroed=False) if shards else None
+    room = spare_memory(after) if after is not None else None
+    gradients = Arena(layout)
+    parameters = Arena(layout, zeroed=False, room=room) if shards else None
     buckets = [
         BucketRuntime(
             bucket,
@@ -164,11 +169,11 @@ def _build_buckets(blueprint: Blueprint, *, rank: int, arriving: bool) -> list[B
             rank=rank,
             gradients=gradients,
             parameters=parameters,
-            arriving=arriving,
+            arriving=after is not None,
         )
         for bucket in layout
     ]
-    if not arriving:
+    if after is None:
         give_back_freed()  # what the parameters have moved out of
     return buckets
 

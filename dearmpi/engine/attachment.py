@@ -118,7 +118,7 @@ class Attachment:
         """Lay out anew, with the same parameters and state, between two steps (collective).
 
         State is under way when this returns, for which updates wait, and whoever reads it; and on
-        the host so are parameters.
+        the host so is all that the last step has begun.
 
         Raises ConfigError for a plan that does not fit, and for parameters that share memory, with
         everything as it was.
@@ -127,11 +127,11 @@ class Attachment:
         known = self.assembly.blueprint.names
         blueprint = design(optimizer, model, world=world, config=config, plan=plan, known=known)
         self._settle()
-        self.assembly.engine.wait_updated()
         handover = Handover(world, self.assembly, blueprint)
         if handover.after is None:
             self.assembly.engine.synchronize()
             self.assembly.compare_replicas()
+            handover.take(self.relocation_channel())
         self._detach(finished=handover.after is None)
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
         self.assembly = assemble(

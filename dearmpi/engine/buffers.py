@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,12 @@ from dearmpi.engine.device import zeros
 from dearmpi.plan.layout import Bucket
 
 _ALIGNMENT = 64  # bytes; a cache line
+# Of a zeroed stretch, so that the padding of another layout fits as well; fresh memory that nobody
+# touches takes none.
+_SPARE_PART = 256
+
+Stretches = Mapping[bool, NDArray[np.uint8]]
+"""Of an arena: that of buckets which are trained, and that of the others."""
 
 
 class Arena:
@@ -24,9 +30,13 @@ class Arena:
     the start have a stretch of their own, which may never be needed.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], *, zeroed: bool = True) -> None:
-        """``zeroed``: else the host's padding is, as all else is about to be written."""
-        self._zeroed = zeroed
+    def __init__(
+        self, buckets: Iterable[Bucket], *, zeroed: bool = True, room: Stretches | None = None
+    ) -> None:
+        """``zeroed``: else on the host nothing is, as all that means anything is about to be
+        written. ``room``: stretches to use where they are large enough, with what is in them.
+        """
+        self._zeroed, self._room = zeroed, room or {}
         self._starts: dict[int, int] = {}
         self._nbytes = {True: 0, False: 0}
         self._stretches: dict[bool, NDArray[np.uint8]] = {}
@@ -35,22 +45,33 @@ class Arena:
             self._nbytes[bucket.trained] = -(-(start + bucket.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
     def take(self, bucket: Bucket, like: Tensor) -> Tensor:
-        """The storage of ``bucket``: 1-D, zeroed, with the dtype and device of ``like``."""
+        """The storage of ``bucket``: 1-D, with the dtype and device of ``like``."""
         if like.device.type != "cpu":
             return zeros(bucket.padded_numel, like)
         if bucket.trained not in self._stretches:
-            make = np.zeros if self._zeroed else np.empty
-            self._stretches[bucket.trained] = make(self._nbytes[bucket.trained], np.uint8)
+            self._stretches[bucket.trained] = self._make(bucket.trained)
         start = self._starts[bucket.index]
         # By way of numpy each bucket is a storage to torch, which copies and saves whole storages.
         part = self._stretches[bucket.trained][start : start + bucket.nbytes]
-        data = torch.from_numpy(part).view(like.dtype)
-        data[bucket.numel :] = 0
-        return data
+        return torch.from_numpy(part).view(like.dtype)
+
+    @property
+    def stretches(self) -> Stretches:
+        """Those that there are by now."""
+        return dict(self._stretches)
 
     def discard(self) -> None:
         """Keep no memory but that of buffers which somebody still has."""
         self._stretches.clear()
+
+    def _make(self, trained: bool) -> NDArray[np.uint8]:
+        nbytes = self._nbytes[trained]
+        room = self._room.get(trained)
+        if room is not None and room.nbytes >= nbytes:
+            return room
+        if not self._zeroed:
+            return np.empty(nbytes, np.uint8)
+        return np.zeros(nbytes + nbytes // _SPARE_PART, np.uint8)
 
 
 class FlatBuffer:

@@ -109,11 +109,6 @@ class Engine:
         elif self._eager:
             raise refusal.synchronized_before_step()
 
-    def wait_updated(self) -> None:
-        """After a step: wait until it has changed the optimizer's state, but not for gathers."""
-        self.waiting.until(self.pipeline.is_updated, "the last step's updates")
-        self._side.lead()
-
     def wait_reduced(self) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients."""
         self.backprop.wait_reduced()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dearmpi.engine.buffers import Arena, FlatBuffer, flattened, is_dense
+from dearmpi.engine.buffers import Arena, FlatBuffer, Stretches, flattened, is_dense
 from dearmpi.plan.layout import Bucket
 
 _LEAST_BYTES = 1 << 20  # to copy less takes no longer than to look whether it can be adopted
@@ -56,6 +56,11 @@ class GradientMemory:
             return False
         self._adopted = FlatBuffer(self._spec, flattened(grad), [param], rank=self._rank)
         return True
+
+    @property
+    def stretches(self) -> Stretches:
+        """What all buffers are part of, those of the other buckets too."""
+        return self._arena.stretches
 
     def give_up(self) -> None:
         """Nobody needs this iteration's gradients any more."""

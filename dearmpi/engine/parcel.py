@@ -44,6 +44,10 @@ class Parcels:
             for place, sizes in sorted(self._sizes.items())
         }
 
+    def of(self, rank: int) -> dict[Place, Tensor]:
+        """Those with ``rank`` on the other side."""
+        return {place: tensor for place, tensor in self.tensors.items() if place[0] == rank}
+
     def to_others(self, rank: int) -> list[tuple[int, Tensor]]:
         """Those with another rank than ``rank`` on the other side, which is named with each."""
         return [(other, tensor) for (other, _), tensor in self.tensors.items() if other != rank]

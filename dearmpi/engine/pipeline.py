@@ -137,18 +137,6 @@ class Pipeline:
         """Whether every bucket of the cycle has gone all the way."""
         return self.cycle.num_finished == len(self.cycle.active)
 
-    def is_updated(self) -> bool:
-        """Whether every bucket of the cycle has its update behind it."""
-        if self._gathers_gradients:
-            return self.is_finished()
-        behind = (
-            BucketState.UPDATED,
-            BucketState.GATHERING,
-            BucketState.GATHERED,
-            BucketState.IDLE,
-        )
-        return all(self.buckets[index].state in behind for index in self.cycle.active)
-
     def is_settled(self) -> bool:
         """Whether all that may happen before the options are known has happened."""
         last = BucketState.REDUCED
@@ -161,10 +149,6 @@ class Pipeline:
         if self._replicas is not None:
             self._replicas.tell(self.channels.control)
 
-    def retire(self) -> None:
-        """No more updates: keep what gathers need."""
-        self._updates = ()
-
     def close(self) -> None:
         """Give the channels back once they are empty."""
         self.channels.close()
@@ -176,6 +160,12 @@ class Pipeline:
         """All of it is in its place."""
         self.awaits_state = False
         self._update_all()
+
+    def retire(self) -> None:
+        """There are no more updates: keep what gathers need."""
+        self._updates = ()
+        for bucket in self.buckets:
+            bucket.memory.discard()
 
     def let_go(self) -> None:
         """Another one goes on, with the channels; no bucket is under way."""

@@ -1,15 +1,14 @@
 """Relocation: optimizer state goes from the shards of one layout to those of another.
 
 Each element goes from the rank that has it to the rank that is to have it. So a rank sends at most
-its own share of the state, and never holds more than two shares and a bucket. It travels behind
-the last step's gathers, and is put in its place on the thread that drives progress: only the next
-updates need it.
+its own share of the state, and never holds more than two shares and a bucket. All of it happens on
+the thread that drives progress, behind the last step's gathers: only the next updates need it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api import Collectives, Completed, Request
-from dearmpi.comm.channel import Channel
 from dearmpi.comm.later import Later
+from dearmpi.comm.texts import gather_texts
 from dearmpi.comm.transfer import Transfer
-from dearmpi.comm.world import World
-from dearmpi.engine.local_state import read_pieces, read_whole
-from dearmpi.engine.parcel import Parcels, Part
+from dearmpi.engine.local_state import StatePiece, read_pieces, read_whole
+from dearmpi.engine.parcel import Parcels, Part, Place
 from dearmpi.engine.shard_update import Piece, ShardUpdate
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.state import State, describe, read_scalar
@@ -99,87 +97,82 @@ class Share:
 
 
 class Relocation:
-    """State on its way to the owners that a layout gives it: taken, sent, and settled.
-
-    State that every rank holds whole stays so.
+    """State on its way from the updates of one layout to those of another, in two stretches of a
+    ``Chain``, on the thread that drives progress. State that every rank holds whole stays so.
     """
 
-    def __init__(self, world: World, updates: Updates, layout: BucketLayout) -> None:
-        """Take what ``updates`` hold, who let go of their shares (collective)."""
-        self._rank = world.rank
-        self._whole = read_whole(updates)
+    def __init__(
+        self, updates: Updates, side: SideStream, layout: BucketLayout, *, rank: int
+    ) -> None:
+        """From ``updates``, which run at ``side``, to the owners by ``layout``."""
+        self._rank, self._from, self._side = rank, updates, side
         self._owners = {
             placed.spec.name: stretches(bucket, placed)
             for bucket in layout
             for placed in bucket.placements
         }
-        shards = shards_of(updates)
-        self._described = _describe(world, shards)
-        listed = [list(self._list_parts(update.bucket.spec)) for update in shards]
+        self._whole: dict[str, State] = {}
+        self._described: list[Descriptions] = []
+        self._receives: list[Part] = []
+        self._sent = Parcels([], {})
+
+    def take(self, collectives: Collectives) -> Iterator[Request]:
+        """Have the updates, whose last step is over, let go of their state (collective). Does
+        nothing when called again.
+
+        Between two buckets others that the same thread drives have their turn.
+        """
+        self._whole |= read_whole(self._from)
+        shards, self._from = shards_of(self._from), ()
+        if not shards:
+            return
+        with self._side.running():
+            own = {name: entries for update in shards for name, entries in describe(update).items()}
+            held = [read_pieces([update]) for update in shards]
+        buckets = [update.bucket.spec for update in shards]
+        shards.clear()  # which keep the memory of their buckets
+        texts = yield from gather_texts(collectives, json.dumps(own))
+        self._described = [json.loads(text) for text in texts]
+        listed = [list(self._list_parts(bucket)) for bucket in buckets]
         parts = [part for of_bucket in listed for part in of_bucket]
         self._receives = [part for part in parts if part.target == self._rank]
         sends = [(part.target, part) for part in parts if part.source == self._rank]
         self._sent = Parcels(sends, {})
         rooms = self._sent.pieces()
-        for update, of_bucket in zip(shards, listed, strict=True):
-            held = {piece.name: piece for piece in read_pieces([update])}
-            for part in of_bucket:
-                if part.source == self._rank:
-                    values, origin = held[part.name].tensors[part.key], held[part.name].start
-                    room = next(rooms[part.target, part.dtype])
-                    room.copy_(values[part.start - origin : part.stop - origin])
-            for run in update.runs:
-                update.set_state(run, {})
-        self._settle: Callable[[], None] = lambda: None
+        for of_bucket in listed:
+            with self._side.running():
+                self._pack(held.pop(0), of_bucket, rooms)
+            yield Completed()
 
-    def begin(
+    def deliver(
         self,
-        channel: Channel,
+        collectives: Collectives,
         updates: Updates,
         side: SideStream,
-        arrived: Callable[[], None],
         *,
-        may_begin: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Send, to end in ``updates`` of the new layout (collective). There, on the thread that
-        drives progress, ``arrived`` is called. Nothing goes on the wire before ``may_begin()``.
+        may_travel: Callable[[], bool],
+    ) -> Iterator[Request]:
+        """Bring what is taken to ``updates``, which run at ``side``, once the wire is free for it
+        and they have their parameters (collective).
         """
-        rank, sent = self._rank, self._sent
-        kept = {place: tensor for place, tensor in sent.tensors.items() if place[0] == rank}
-        parcels = Parcels([(part.source, part) for part in self._receives], kept)
-        sends, receives = sent.to_others(rank), parcels.to_others(rank)
-        del self._sent
-
-        def start(collectives: Collectives) -> Request:
-            if not sends and not receives:
-                return Completed()
-            return Later(may_begin, partial(Transfer, collectives, sends=sends, receives=receives))
-
-        def place() -> None:
-            shares = self._open(parcels)
+        yield from self.take(collectives)
+        with side.running():
+            for whole in wholes_of(updates):
+                whole.set_states(self._whole)
+        parcels = Parcels([(p.source, p) for p in self._receives], self._sent.of(self._rank))
+        sends, receives = self._sent.to_others(self._rank), parcels.to_others(self._rank)
+        self._sent = Parcels([], {})
+        travel = partial(Transfer, collectives, sends=sends, receives=receives)
+        yield Later(may_travel, travel if sends or receives else Completed)
+        sends.clear()
+        shares = self._open(parcels)
+        for update in shards_of(updates):
             with side.running():
-                for whole in wholes_of(updates):
-                    whole.set_states(self._whole)
-                for update in shards_of(updates):
-                    _place(update, shares)
-            # The first is as large as the state, where every rank holds all of it; what ranks have
-            # described grows with their number.
-            self._whole, self._described, self._owners, self._receives = {}, [], {}, []
-            arrived()
-
-        side.follow()  # what is whole was made elsewhere
-        wait = channel.begin("the optimizer's state", start, place)
-
-        def settle() -> None:
-            wait()
-            side.lead()
-
-        self._settle = settle
-
-    def settle(self) -> None:
-        """Wait until all is in its place. Does nothing when called again."""
-        settle, self._settle = self._settle, lambda: None
-        settle()
+                _place(update, shares)
+            yield Completed()
+        # The first is as large as the state, where every rank holds all of it; what ranks have
+        # described grows with their number.
+        self._whole, self._described, self._owners, self._receives = {}, [], {}, []
 
     def _list_parts(self, bucket: Bucket) -> Iterator[Part]:
         """What this rank sends or receives of an old bucket, in an order that all ranks have."""
@@ -192,6 +185,19 @@ class Relocation:
                 for key in sorted(key for key, entry in entries.items() if "tensor" in entry):
                     dtype = entries[key]["tensor"]
                     yield Part(name, key, dtype, old.rank, new.rank, start, stop)
+
+    def _pack(
+        self,
+        held: Iterable[StatePiece],
+        parts: Iterable[Part],
+        rooms: Mapping[Place, Iterator[Tensor]],
+    ) -> None:
+        pieces = {piece.name: piece for piece in held}
+        for part in parts:
+            if part.source == self._rank:
+                values, origin = pieces[part.name].tensors[part.key], pieces[part.name].start
+                room = next(rooms[part.target, part.dtype])
+                room.copy_(values[part.start - origin : part.stop - origin])
 
     def _open(self, arrived: Parcels) -> dict[str, Share]:
         """What this rank is to hold, by parameter name."""
@@ -210,14 +216,6 @@ class Relocation:
         for share in shares.values():
             share.complete()
         return shares
-
-
-def _describe(world: World, updates: Sequence[ShardUpdate]) -> list[Descriptions]:
-    """What each rank holds, by rank (collective); nothing is exchanged without ``updates``."""
-    if not updates:
-        return []
-    own = {name: entries for update in updates for name, entries in describe(update).items()}
-    return [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
 
 
 def _place(update: ShardUpdate, shares: Mapping[str, Share]) -> None:

@@ -49,9 +49,8 @@ class Pause:
     """What a plan has cost, in seconds.
 
     measuring_s: of the link, before the first step. waiting_s: to compare profiles, and for a plan
-    that was not made in time. laying_out_s: until the last step's updates were made (and, where new
-    buckets cannot take over what is under way, its gathers over), for new buckets, and to pack the
-    optimizer's state.
+    that was not made in time. laying_out_s: for new buckets; where they cannot take over what is
+    under way, until the last step was over, too, and to pack the optimizer's state.
     """
 
     measuring_s: float = 0.0
@@ -87,7 +86,8 @@ class SelfPlanning:
         self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
         self._crossings: dict[Track, list[Crossed]] = defaultdict(list)
-        self._num_steps = self._due_step = self._steps_between_looks = 0
+        self._num_steps = self._due_step = 0
+        self._steps_of_planning = self._steps_between_looks = 0
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
         begin_s = time.perf_counter()
@@ -136,11 +136,14 @@ class SelfPlanning:
         if self._process is not None:
             self._process.close()
 
-    def measure(self, *, micro_batches: int = 1) -> tuple[ModelProfile, Costs]:
+    def measure(
+        self, *, micro_batches: int = 1, step_s: float = math.inf
+    ) -> tuple[ModelProfile, Costs]:
         """The times of the layers, and what the link and updates cost (collective).
 
         ``micro_batches``: passes per step, of which the last hands buckets over. The times are
-        those without any bucket, since the costs have a time for each.
+        those without any bucket, since the costs have a time for each. ``step_s``: what a step has
+        taken on this rank, by which the ranks agree on when the plan is due.
 
         Raises UsageError on all ranks if no pass of a rank could be profiled.
         """
@@ -150,11 +153,17 @@ class SelfPlanning:
             own = self._timer.finish(world_size=world.size)
         except (UsageError, ConfigError) as error:
             problem = str(error)
-        if any(world.all_reduce([float(bool(problem))], "max")):
+        network = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
+        paces = [wire_pace(self._crossings[track]) for track in network]
+        steps = math.ceil(_PLANNING_S / max(step_s, 1e-6))
+        # All at once: each message waits behind those of buckets.
+        any_problem, *paces, most = world.all_reduce([bool(problem), *paces, steps], "max")
+        self._steps_of_planning = int(most)
+        if any_problem:
             texts = enumerate(world.all_gather_text(problem))
             rank, text = next((rank, text) for rank, text in texts if text)
             raise UsageError(f"rank {rank} cannot plan: {text}")
-        profile, costs = slowest_profile(world, own), self._as_seen()
+        profile, costs = slowest_profile(world, own), self._as_seen(*paces)
         if micro_batches == 1:  # else the typical pass, which the profile tells of, hands none over
             num_buckets = sum(bucket.trained for bucket in self._in_use.layout)
             profile = profile.with_shorter_backprop(num_buckets * costs.main_thread_s)
@@ -164,14 +173,14 @@ class SelfPlanning:
         """Compare profiles, and have rank 0 plan (collective). step_s: what a step has taken."""
         world, micro_batches = self._world, max(1, self._timer.num_seen // self._num_steps)
         try:
-            profile, costs = self.measure(micro_batches=micro_batches)
+            profile, costs = self.measure(micro_batches=micro_batches, step_s=step_s)
         except (UsageError, ConfigError) as error:
             self.problem = str(error)
             return
         self._stop_listening()
-        most = world.all_reduce([math.ceil(_PLANNING_S / max(step_s, 1e-6))], "max")[0]
+        most = self._steps_of_planning
         self._steps_between_looks = math.ceil(most / _LOOKS_IN_THAT)
-        self._due_step = min(MOST_STEPS, self._num_steps + int(most))
+        self._due_step = min(MOST_STEPS, self._num_steps + most)
         if world.is_root:
             config = self._in_use.config
             request = PlanRequest(
@@ -219,13 +228,10 @@ class SelfPlanning:
             return None
         return Plan.from_json(text, "the plan of rank 0")
 
-    def _as_seen(self) -> Costs:
+    def _as_seen(self, reduces: float, gathers: float) -> Costs:
         """Costs with those of updates, by the bytes that a rank updates of a bucket, and with a
-        wire that is as fast as any that the slowest rank has seen (collective).
+        wire as fast as the slowest rank has seen it: its pace in either half.
         """
-        network = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
-        own = [wire_pace(self._crossings[track]) for track in network]
-        reduces, gathers = self._world.all_reduce(own, "max")
         costs = self._costs.with_slopes(reduce_scatter=reduces, all_gather=gathers)
         size = self._world.size if self._in_use.config.gather == "parameters" else 1
         seconds = sum(median(times) for times in self._updates.values())

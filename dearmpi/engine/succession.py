@@ -1,8 +1,8 @@
 """Succession: parameters go from the buckets of one pipeline to those of the next, while both work.
 
-The last step's gathers end where they began, in the old buckets. Each parameter moves as soon as
-the bucket that it is in is current, on the thread that drives progress; so whoever reads parameters
-waits for no more than those.
+What the last step has begun ends where it began, in the old buckets. Each parameter moves as soon
+as the bucket that it is in is current, on the thread that drives progress; so whoever reads
+parameters waits for no more than those.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dearmpi.comm.api import Movement, Request
 from dearmpi.comm.lane import Work
 from dearmpi.comm.progress import Progress
 from dearmpi.engine.bucket import BucketRuntime
+from dearmpi.engine.bucket_state import BucketState
+from dearmpi.engine.buffers import Stretches
 from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.pipeline import Pipeline
 
@@ -41,8 +43,9 @@ class Arrival:
 
 
 class Succession(Request):
-    """Of ``old``, whose buckets are updated and may still be gathered, by ``new``, to whose buckets
-    the parameters are arriving. Complete once all are there.
+    """Of ``old``, whose step was taken and may still be under way, by ``new``, to whose buckets the
+    parameters are arriving, the first after all updates: they may lie where gradients have lain.
+    Complete once all are there.
     """
 
     def __init__(self, old: Pipeline, new: Pipeline, changed: Callable[[], None]) -> None:
@@ -52,12 +55,16 @@ class Succession(Request):
             Arrival(bucket, [origins[name] for name in bucket.spec.names]) for bucket in new.buckets
         ]
         self._old, self._new, self._changed = old, new, changed
-        self._moved = False
+        self._moved = self._may_begin = False
 
     @property
     def movement(self) -> Movement:
         """Whether the last test has moved one."""
         return Movement.OPERATION if self._moved else Movement.NONE
+
+    def may_begin(self) -> bool:
+        """Whether all updates of the old buckets are over."""
+        return self._may_begin
 
     def is_over(self) -> bool:
         """Whether all are there."""
@@ -65,6 +72,11 @@ class Succession(Request):
 
     def test(self) -> bool:
         """Move one parameter, if any may: more at once would hold up what else is driven."""
+        if not self._may_begin:
+            if not _is_updated(self._old):
+                return False
+            self._may_begin = True
+            self._old.retire()
         arrival = next((one for one in self._arrivals if one.advance()), None)
         self._moved = arrival is not None
         if arrival is not None and arrival.is_over:
@@ -77,6 +89,16 @@ class Succession(Request):
         return self.is_over()
 
 
+def spare_memory(old: Pipeline) -> Stretches:
+    """That of the gradients of ``old``, which nobody needs any more when the first parameter moves;
+    none where some are kept in it for the next step.
+    """
+    params = (param for bucket in old.buckets for param in bucket.params)
+    if any(param.grad is not None for param in params):
+        return {}
+    return old.buckets[0].memory.stretches
+
+
 def succeed(old: Pipeline, new: Pipeline, progress: Progress) -> Succession:
     """Have the parameters move. Before that ``new`` is like one whose step is not over."""
     new.cycle = Cycle(active=frozenset(range(len(new.buckets))), stepped=True)
@@ -84,3 +106,14 @@ def succeed(old: Pipeline, new: Pipeline, progress: Progress) -> Succession:
     work = Work("parameters on their way from other buckets", lambda: succession, lambda: None)
     progress.submit(new.update_lane, work)
     return succession
+
+
+def _is_updated(pipeline: Pipeline) -> bool:
+    """Whether every bucket of its cycle has the update behind it."""
+    behind = (
+        BucketState.UPDATED,
+        BucketState.GATHERING,
+        BucketState.GATHERED,
+        BucketState.IDLE,
+    )
+    return all(pipeline.buckets[index].state in behind for index in pipeline.cycle.active)

@@ -266,12 +266,12 @@ def test_model_zero_grad_where_the_next_backprop_uses_more_of_the_model(case: Ca
 @EVERY_WAY
 def test_gradients_that_no_sync_keeps_outlive_their_buckets(case: Case) -> None:
     def script(training: Training) -> None:
-        for step in range(3):
+        for step in range(4):
             training.optimizer.zero_grad()
             with training.no_sync():
                 training.backward(step)
-            if step == 1 and training.world is not None:
-                training.optimizer.fuse(0.0001)
+            if step and training.world is not None:
+                training.optimizer.fuse(1.0 if step == 2 else 0.0001)
             training.backward(step + 1)
             training.optimizer.step()
 
