@@ -1,4 +1,4 @@
-"""Shard: the part of a buffer that belongs to one rank."""
+"""Shard: the part of a buffer that belongs to one rank, and which buffers have one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from typing import Any
 
 from dearmpi.comm.api import Buffer
 from dearmpi.errors import ConfigError
+
+
+def check_contiguous(operation: str, buffer: Buffer) -> None:
+    """Raise ConfigError unless the elements of ``buffer`` lie side by side."""
+    if not buffer.is_contiguous():
+        raise ConfigError(
+            f"{operation} of {buffer.numel()} elements that do not lie side by side in memory; "
+            "pass a contiguous copy, and copy back what it then holds"
+        )
 
 
 def check_shards(operation: str, buffer: Buffer, size: int) -> None:

@@ -19,7 +19,7 @@ from dearmpi.comm.ending import abort_on_exception, leave, limit_end
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.progress import Progress
-from dearmpi.comm.shard import check_shards
+from dearmpi.comm.shard import check_contiguous, check_shards
 from dearmpi.comm.texts import broadcast_text, gather_texts
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
@@ -33,14 +33,6 @@ _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 def unchanged(collectives: Collectives) -> Collectives:
     """What carries nothing."""
     return collectives
-
-
-def _check_contiguous(operation: str, buffer: Buffer) -> None:
-    if not buffer.is_contiguous():
-        raise ConfigError(
-            f"{operation} of {buffer.numel()} elements that do not lie side by side in memory; "
-            "pass a contiguous copy, and copy back what it then holds"
-        )
 
 
 class World:
@@ -154,12 +146,12 @@ class World:
         """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
         if not 0 <= root < self.size:
             raise ConfigError(f"root is rank {root}, but the world size is {self.size}")
-        _check_contiguous("broadcast", buffer)
+        check_contiguous("broadcast", buffer)
         self._exchange("broadcast", lambda c: c.start_broadcast(buffer, root))
 
     def all_gather(self, buffer: Buffer) -> None:
         """Fill ``buffer`` (1-D, contiguous, a multiple of the size) with every rank's shard."""
-        _check_contiguous("all-gather", buffer)
+        check_contiguous("all-gather", buffer)
         check_shards("all-gather", buffer, self.size)
         self._exchange("all-gather", lambda c: c.start_all_gather(buffer))
 
