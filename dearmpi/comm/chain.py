@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dearmpi.comm.api import Movement, Request
+from dearmpi.errors import CommError
 
 
 class Chain(Request):
@@ -15,8 +16,9 @@ class Chain(Request):
 
     def __init__(self, steps: Iterator[Request]) -> None:
         self._steps = steps
-        self._step = next(steps, None)
+        self._step: Request | None = None
         self._moved = False
+        self._begin_next()
 
     @property
     def movement(self) -> Movement:
@@ -26,8 +28,18 @@ class Chain(Request):
         return self._step.movement
 
     def test(self) -> bool:
-        """Make progress; True once the last step is complete."""
+        """Make progress; True once the last step is complete.
+
+        Raises CommError if the beginning of a step was interrupted, as at a terminal.
+        """
+        if self._is_interrupted:
+            raise CommError("it was interrupted between two of its steps")
         self._moved = self._step is not None and self._step.test()
         if self._moved:
-            self._step = next(self._steps, None)
+            self._begin_next()
         return self._step is None
+
+    def _begin_next(self) -> None:
+        self._is_interrupted = True  # unless the next line comes to its end
+        self._step = next(self._steps, None)
+        self._is_interrupted = False

@@ -19,6 +19,7 @@ from dearmpi.engine.buffers import Arena
 from dearmpi.engine.channels import Channels
 from dearmpi.engine.check import Checks, steps_between_checks
 from dearmpi.engine.claim import check_unclaimed, claim, release
+from dearmpi.engine.clock import CommunicationClock
 from dearmpi.engine.device import zeros
 from dearmpi.engine.device_way import open_side_stream
 from dearmpi.engine.engine import Engine
@@ -94,8 +95,8 @@ def assemble(
     spans: Spans,
     after: Pipeline | None = None,
 ) -> Assembly:
-    """Build (collective). ``after``: a pipeline whose channels, and one by one the parameters, are
-    taken over.
+    """Build (collective). ``after``: a pipeline whose channels and clock, and one by one the
+    parameters, are taken over.
 
     Raises ConfigError for parameters of another engine.
     """
@@ -135,6 +136,7 @@ def _build(
         schedule=blueprint.schedule,
         config=config,
         channels=_choose_channels(world, config, side, after),
+        clock=CommunicationClock(spans) if after is None else after.clock,
         halves=halves,
         side=side,
         spans=spans,

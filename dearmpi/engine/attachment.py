@@ -225,8 +225,11 @@ class Attachment:
 
     def _detach(self, *, finished: bool = True) -> None:
         """``finished``: what is under way shall be."""
-        (self.assembly.close if finished else self.assembly.detach)()
-        self._waited_before_s += self.assembly.engine.waited_s
+        if finished:
+            self.assembly.close()
+            self._waited_before_s += self.assembly.engine.waited_s
+        else:  # its clock goes on
+            self.assembly.detach()
         closed = ClosedEngine(self._optimizer, self.times)
         self.assembly = replace(
             self.assembly, engine=closed, hooks=None, checks=None, replicas=None

@@ -120,6 +120,7 @@ class BucketRuntime:
         if not _is_same(grad, view):
             view.copy_(grad)
             param.grad = view
+            self.memory.is_lent = True
 
     def take_gradient(self, slot: int) -> bool:
         """Take ``param.grad`` away; True if it was the last one, and all are in the buffer."""

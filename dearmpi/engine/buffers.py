@@ -16,6 +16,7 @@ _ALIGNMENT = 64  # bytes; a cache line
 # Of a zeroed stretch, so that the padding of another layout fits as well; fresh memory that nobody
 # touches takes none.
 _SPARE_PART = 256
+_FITTING_PART, _FITTING_BYTES = 8, 1 << 16  # by which room may be larger than what it is used for
 
 Stretches = Mapping[bool, NDArray[np.uint8]]
 """Of an arena: that of buckets which are trained, and that of the others."""
@@ -34,7 +35,7 @@ class Arena:
         self, buckets: Iterable[Bucket], *, zeroed: bool = True, room: Stretches | None = None
     ) -> None:
         """``zeroed``: else on the host nothing is, as all that means anything is about to be
-        written. ``room``: stretches to use where they are large enough, with what is in them.
+        written. ``room``: stretches to use where they fit, with what is in them.
         """
         self._zeroed, self._room = zeroed, room or {}
         self._starts: dict[int, int] = {}
@@ -67,7 +68,8 @@ class Arena:
     def _make(self, trained: bool) -> NDArray[np.uint8]:
         nbytes = self._nbytes[trained]
         room = self._room.get(trained)
-        if room is not None and room.nbytes >= nbytes:
+        most = nbytes + nbytes // _FITTING_PART + _FITTING_BYTES
+        if room is not None and nbytes <= room.nbytes <= most:
             return room
         if not self._zeroed:
             return np.empty(nbytes, np.uint8)

@@ -23,11 +23,13 @@ class GradientMemory:
     to be read; and only what nobody else has, who would find sums over ranks in it.
 
     made: the buffer of the bucket's own, if there is one by now.
+    is_lent: views of it were given away, as a ``param.grad`` that a script may have kept.
     """
 
     def __init__(self, spec: Bucket, params: Sequence[Tensor], *, rank: int, arena: Arena) -> None:
         self._spec, self._params, self._rank, self._arena = spec, params, rank, arena
         self.made: FlatBuffer | None = None
+        self.is_lent = False
         self._adopted: FlatBuffer | None = None
         is_whole = len(params) == 1 and spec.numel == spec.padded_numel
         self._may_adopt = (

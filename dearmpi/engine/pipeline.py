@@ -37,6 +37,7 @@ class Pipeline:
     some backprop did not fill in the last steps but one go last, to hold up no others.
 
     buckets: in feed-forward order. schedule: over them. channels: on which they travel.
+    clock: counts for how long.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
     awaits_state: the optimizer's is on its way here; nothing is updated before it has arrived.
     late: which buckets go last. joining: what ranks inside ``join`` tell each other. loads: which
@@ -52,6 +53,7 @@ class Pipeline:
         schedule: Schedule,
         config: EngineConfig,
         channels: Channels,
+        clock: CommunicationClock,
         halves: Halves,
         side: SideStream,
         spans: Spans,
@@ -76,7 +78,7 @@ class Pipeline:
         num_updated = NUM_FETCHED if config.update_on == "host" else 1
         self.update_lane = self._progress.open_lane("update", window=num_updated)
         self.spans = spans
-        self.clock = CommunicationClock(self.spans)
+        self.clock = clock
         self._replicas = replicas
         self.awaits_state = False
         self.late = LateBuckets()

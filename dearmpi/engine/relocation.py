@@ -2,7 +2,8 @@
 
 Each element goes from the rank that has it to the rank that is to have it. So a rank sends at most
 its own share of the state, and never holds more than two shares and a bucket. All of it happens on
-the thread that drives progress, behind the last step's gathers: only the next updates need it.
+the thread that drives progress: it is packed beside the last step's gathers, and travels behind
+them, since only the next updates need it.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ LEAST_STEPS = NUM_WARMUP + NUM_PROFILED + 1
 MOST_STEPS = 50
 """Steps after which the plan is taken up at the latest."""
 
+_MEASURING_S = 0.85  # so that it is a second at most with channels opened and closed
 _PLANNING_S = 4.0  # what making a plan takes beside training, with some to spare
 _LOOKS_IN_THAT = 4  # how often, from then on, it is asked whether a late plan is there
 _FAILED = "failed: "
@@ -94,6 +95,7 @@ class SelfPlanning:
         costs = calibrate(
             world,
             halves,
+            budget_s=_MEASURING_S,
             most_bytes=sum(bucket.nbytes for bucket in in_use.layout),  # nothing larger travels
         ).costs
         specs = [placed.spec for bucket in in_use.layout for placed in bucket.placements]

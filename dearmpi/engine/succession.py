@@ -1,8 +1,8 @@
 """Succession: parameters go from the buckets of one pipeline to those of the next, while both work.
 
-What the last step has begun ends where it began, in the old buckets. Each parameter moves as soon
-as the bucket that it is in is current, on the thread that drives progress; so whoever reads
-parameters waits for no more than those.
+What the last step has begun ends where it began, in the old buckets. Once all of them are updated,
+each parameter moves as soon as the bucket that it is in is current, on the thread that drives
+progress; so whoever reads parameters waits for no more than the updates and those.
 """
 
 from __future__ import annotations
@@ -91,12 +91,10 @@ class Succession(Request):
 
 def spare_memory(old: Pipeline) -> Stretches:
     """That of the gradients of ``old``, which nobody needs any more when the first parameter moves;
-    none where some are kept in it for the next step.
+    none where a script may still have some of them.
     """
-    params = (param for bucket in old.buckets for param in bucket.params)
-    if any(param.grad is not None for param in params):
-        return {}
-    return old.buckets[0].memory.stretches
+    memories = [bucket.memory for bucket in old.buckets]
+    return {} if any(memory.is_lent for memory in memories) else memories[0].stretches
 
 
 def succeed(old: Pipeline, new: Pipeline, progress: Progress) -> Succession:

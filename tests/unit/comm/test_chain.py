@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
+
 from dearmpi.comm.api import Completed, Movement, Request
 from dearmpi.comm.chain import Chain
+from dearmpi.errors import CommError
 
 
 class Held(Request):
@@ -46,6 +49,21 @@ def test_a_step_begins_when_the_one_before_is_complete_and_one_in_each_test() ->
         (True, 4, Movement.OPERATION),
         (True, 4, Movement.OPERATION),
     ]
+
+
+def test_a_chain_that_was_interrupted_does_not_seem_complete() -> None:
+    """Whoever polls may catch what a Ctrl-C raises, and poll again."""
+
+    def steps() -> Iterator[Request]:
+        yield Completed()
+        raise KeyboardInterrupt
+        yield Completed()
+
+    chain = Chain(steps())
+    with pytest.raises(KeyboardInterrupt):
+        chain.test()
+    with pytest.raises(CommError, match="interrupted"):
+        chain.test()
 
 
 def test_a_chain_without_steps_is_complete() -> None:

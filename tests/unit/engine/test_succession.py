@@ -15,6 +15,7 @@ from dearmpi.comm.transfer import Transfer
 from dearmpi.comm.world import World
 from dearmpi.engine import relocation
 from dearmpi.engine.bucket_state import BucketState
+from dearmpi.engine.engine import Engine
 from tests.unit.engine.chain import Chain, distribute
 from tests.unit.engine.stage import Stage, wait_for
 
@@ -106,6 +107,51 @@ def test_what_nobody_guards_has_moved_before_the_step_is_over(ranks: tuple[int, 
         buckets = [update.bucket for update in optimizer._assembly.updates]
         assert world.rank not in ranks or all(bucket.is_current() for bucket in buckets)
         optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_gradients_that_a_script_has_set_aside_stay_as_they_are() -> None:
+    """Parameters move to where gradients were, but not to where a script may still have some."""
+
+    def rank(world: World) -> None:
+        model = Chain(3)
+        optimizer = make(model, world)
+        model.backward()
+        optimizer.step()
+        with optimizer.no_sync():
+            model.backward()
+        aside = [param.grad for param in model.parameters()]
+        optimizer.zero_grad()
+        kept = [None if grad is None else grad.clone() for grad in aside]
+        optimizer.fuse(1.0)
+        optimizer.synchronize()
+        moved = [param.detach().clone() for param in model.parameters()]
+        for grad, before in zip(aside, kept, strict=True):
+            assert grad is not None and before is not None and torch.equal(grad, before)
+            grad.zero_()
+        params = [param.detach() for param in model.parameters()]
+        assert all(torch.equal(one, other) for one, other in zip(params, moved, strict=True))
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_what_the_main_thread_has_waited_counts_once() -> None:
+    def rank(world: World) -> None:
+        model = Chain(2)
+        optimizer = make(model, world)
+        model.backward()
+        optimizer.step()
+        engine = optimizer._assembly.engine
+        assert isinstance(engine, Engine)
+        with engine.pipeline.clock.waiting("nothing"):
+            pass
+        before_s = optimizer.waited_s
+        optimizer.fuse(1.0)
+        assert 0 < before_s == optimizer.waited_s
+        optimizer.close()
+        assert optimizer.waited_s >= before_s
 
     run_ranks(2, rank)
 
