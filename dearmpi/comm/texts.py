@@ -12,24 +12,32 @@ from dearmpi.comm.host import HostBuffer
 _ERRORS = "surrogatepass"  # file names may hold lone surrogates
 
 
+def encode(text: str) -> bytes:
+    """``text`` as bytes, whatever it holds."""
+    return text.encode(errors=_ERRORS)
+
+
+def decode(data: bytes) -> str:
+    """What ``encode`` was given."""
+    return data.decode(errors=_ERRORS)
+
+
 def gather_texts(collectives: Collectives, text: str) -> Generator[Request, None, list[str]]:
     """Every rank's ``text``, by rank."""
-    data = text.encode(errors=_ERRORS)
-    longest = HostBuffer(np.array([len(data) + 1.0]))
-    yield collectives.start_all_reduce(longest, "max")
-    rows = np.zeros((collectives.size, int(longest.array[0])), dtype=np.uint8)
+    data = encode(text)
+    lengths = np.zeros(collectives.size, dtype=np.int64)
+    lengths[collectives.rank] = len(data)
+    yield collectives.start_all_gather(HostBuffer(lengths))
+    rows = yield from gather_rows(collectives, data, [int(length) for length in lengths])
+    return [decode(row) for row in rows]
+
+
+def gather_rows(
+    collectives: Collectives, data: bytes, lengths: list[int]
+) -> Generator[Request, None, list[bytes]]:
+    """Every rank's ``data``, by rank, of which all ranks know the ``lengths``."""
+    rows = np.zeros((collectives.size, max(lengths)), dtype=np.uint8)
     rows[collectives.rank, : len(data)] = np.frombuffer(data, dtype=np.uint8)
-    rows[collectives.rank, len(data)] = 1  # marks the end, so that any text survives
-    yield collectives.start_all_gather(HostBuffer(rows.reshape(-1)))
-    return [bytes(row).rstrip(b"\0")[:-1].decode(errors=_ERRORS) for row in rows]
-
-
-def broadcast_text(collectives: Collectives, text: str) -> Generator[Request, None, str]:
-    """Rank 0's ``text``; the others' is ignored."""
-    data = text.encode(errors=_ERRORS) if collectives.rank == 0 else b""
-    longest = HostBuffer(np.array([float(len(data))]))
-    yield collectives.start_all_reduce(longest, "max")
-    told = HostBuffer(np.frombuffer(data.ljust(int(longest.array[0]), b"\0"), np.uint8).copy())
-    if told.numel():
-        yield collectives.start_broadcast(told, 0)
-    return told.array.tobytes().decode(errors=_ERRORS)
+    if rows.size:
+        yield collectives.start_all_gather(HostBuffer(rows.reshape(-1)))
+    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dearmpi.comm import last_words
+from dearmpi.comm.call import cure_for
 from dearmpi.comm.mail import Mail, Messenger
 from dearmpi.comm.stack import stack_of
 from dearmpi.comm.stall_report import StallReport
@@ -279,10 +280,13 @@ class Watchdog:
         for rank, other in sorted(wait.answers.items()):
             in_vain = other.left or (trains and other.waits_for(own))
             if own.waits_for(other) and in_vain:
+                calls = [one.waiting for one in (own, other) if one.in_exchange]
+                missed = f". For {calls[0]}: {cure_for(*calls)}" if calls else ""
                 raise StallError(
                     f"rank {self._rank} {own.describe()}, but rank {rank} {other.describe()}: "
                     f"the ranks, which have taken {own.steps} and {other.steps} steps, have "
                     "unequal numbers of batches, or call collective operations in different "
                     "order. Give every rank as many batches, or train inside "
-                    f"optimizer.join(){_GIVING_UP if other.left else ''}\n{self._report(wait)}"
+                    f"optimizer.join(){missed}{_GIVING_UP if other.left else ''}"
+                    f"\n{self._report(wait)}"
                 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, NoReturn, TypeVar, get_args
 
@@ -13,20 +16,28 @@ import numpy as np
 
 from dearmpi.comm import last_words
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
+from dearmpi.comm.call import Call, meet
 from dearmpi.comm.chain import Chain
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.ending import abort_on_exception, leave, limit_end
+from dearmpi.comm.exchange import (
+    Steps,
+    broadcast_text,
+    duplicate,
+    gather_contents,
+    reduce_values,
+    run_alike,
+)
 from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.progress import Progress
 from dearmpi.comm.shard import check_contiguous, check_shards
-from dearmpi.comm.texts import broadcast_text, gather_texts
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
-from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
+from dearmpi.errors import CommError, ConfigError, DearError, LaunchError, MismatchError
 
 Carry = Callable[[Collectives], Collectives]
-Told = TypeVar("Told")
+Result = TypeVar("Result")
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 
 
@@ -67,6 +78,8 @@ class World:
         )
         self.progress.watch(self._watchdog)
         self._shared: dict[str, Channel] = {}
+        self._labels: Counter[str] = Counter()
+        self._calling = threading.local()  # its ``name``: of the outermost call under way
         self._closed = False
         self._process = os.getpid()
         # Of its own: no exchange of a rank that goes on may take part in it.
@@ -95,15 +108,8 @@ class World:
         carry: makes of the channel's collectives those that its operations are started with.
         Raises CommError if MPI has no communicator left for it.
         """
-        twins: list[Collectives] = []
-
-        def start(collectives: Collectives) -> Request:
-            twin, request = collectives.start_duplicate()
-            twins.append(twin)
-            return request
-
         try:
-            self._exchange(f"duplicate of the communicator for {name}", start)
+            twin = self._exchange(f"opening of a channel for {name}", duplicate)
         except CommError as error:
             if type(error) is not CommError:  # others have stalled, or are not alike
                 raise
@@ -112,7 +118,7 @@ class World:
                 "each DistributedOptimizer; if there are hundreds, MPI may have no communicator "
                 "left: call close() on those that are no longer needed"
             ) from error
-        return Channel(carry(twins[0]), self.progress.open_lane(name, window), self.progress)
+        return Channel(carry(twin), self.progress.open_lane(name, window), self.progress)
 
     def shared_channel(self, name: str) -> Channel:
         """That of all who ask for it by this name, opened at the first call (collective)."""
@@ -129,35 +135,66 @@ class World:
         array = np.atleast_1d(np.array(values, dtype=np.float64))
         if array.ndim > 1:
             raise ConfigError(f"values have the shape {array.shape}; give them as one flat list")
-        buffer = HostBuffer(array)
-        if buffer.numel():
-            self._exchange("all-reduce of values", lambda c: c.start_all_reduce(buffer, op))
-        return [float(value) for value in buffer.array]
+        with self.named_call("world.all_reduce()"):
+            operation = f"{op} of {len(array)} {'value' if len(array) == 1 else 'values'}"
+            reduced = self._exchange(operation, partial(reduce_values, values=array, op=op))
+        return [float(value) for value in reduced]
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
-        return self._tell("all-gather of texts", partial(gather_texts, text=text))
+        with self.named_call("world.all_gather_text()"):
+            return self._exchange("all-gather of texts", partial(gather_contents, text=text))
 
     def broadcast_text(self, text: str | None) -> str:
         """Rank 0's text on every rank; the others' is ignored."""
-        return self._tell("broadcast of a text", partial(broadcast_text, text=text or ""))
+        with self.named_call("world.broadcast_text()"):
+            return self._exchange("broadcast of a text", partial(broadcast_text, text=text or ""))
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> None:
         """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
         if not 0 <= root < self.size:
             raise ConfigError(f"root is rank {root}, but the world size is {self.size}")
         check_contiguous("broadcast", buffer)
-        self._exchange("broadcast", lambda c: c.start_broadcast(buffer, root))
+        with self.named_call("world.broadcast()"):
+            self._exchange(
+                f"broadcast of {_describe(buffer)} from rank {root}",
+                partial(run_alike, start=lambda c: c.start_broadcast(buffer, root)),
+            )
 
     def all_gather(self, buffer: Buffer) -> None:
         """Fill ``buffer`` (1-D, contiguous, a multiple of the size) with every rank's shard."""
         check_contiguous("all-gather", buffer)
         check_shards("all-gather", buffer, self.size)
-        self._exchange("all-gather", lambda c: c.start_all_gather(buffer))
+        with self.named_call("world.all_gather()"):
+            self._exchange(
+                f"all-gather of {_describe(buffer)}",
+                partial(run_alike, start=lambda c: c.start_all_gather(buffer)),
+            )
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        self.all_reduce([0.0], "max")
+        with self.named_call("world.barrier()"):
+            self._exchange("wait for every rank", meet)
+
+    @contextmanager
+    def named_call(self, name: str) -> Iterator[None]:
+        """Collective calls inside belong to the script's call of ``name``, which errors name.
+
+        The outermost name counts. Ranks that call different names get a MismatchError.
+        """
+        outermost = not hasattr(self._calling, "name")
+        if outermost:
+            self._calling.name = name
+        try:
+            yield
+        finally:
+            if outermost:
+                del self._calling.name
+
+    def label(self, kind: str) -> str:
+        """``kind`` for the first call with it, ``kind 2`` for the second, and so on."""
+        self._labels[kind] += 1
+        return kind if self._labels[kind] == 1 else f"{kind} {self._labels[kind]}"
 
     def abort(self, code: int) -> NoReturn:
         """End the whole job with exit status ``code``, whatever became of standard output."""
@@ -184,20 +221,26 @@ class World:
         """A step begins, which the parameters after it wait for on all ranks."""
         self._watchdog.begin_step()
 
-    def _tell(
-        self, label: str, steps: Callable[[Collectives], Generator[Request, None, Told]]
-    ) -> Told:
-        told: list[Told] = []
+    def _exchange(self, operation: str, steps: Steps[Result]) -> Result:
+        """The result of ``steps``. Raises MismatchError if ranks are in different calls, on all
+        of them, with nothing under way.
+        """
+        name = getattr(self._calling, "name", operation)
+        call = Call(name, operation, threading.get_ident())
+        results: list[Result] = []
+        problems: list[MismatchError] = []
 
         def follow(collectives: Collectives) -> Iterator[Request]:
-            told.append((yield from steps(collectives)))
+            try:
+                results.append((yield from steps(collectives, call)))
+            except MismatchError as error:
+                problems.append(error)
 
-        self._exchange(label, lambda c: Chain(follow(c)))
-        return told[0]
-
-    def _exchange(self, label: str, start: Callable[[Collectives], Request]) -> None:
         with self._watchdog.exchange():
-            self._channel.run(label, start)
+            self._channel.run(str(call), lambda c: Chain(follow(c)))
+        if problems:
+            raise problems[0]
+        return results[0]
 
     def leave(self) -> None:
         """Wait until every rank has nothing more to do, then close (collective).
@@ -293,3 +336,7 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
             last_words.say(f"[rank {collectives.rank} on {host}] {error}")
             collectives.abort(error.exit_code if isinstance(error, DearError) else 1)
         raise
+
+
+def _describe(buffer: Buffer) -> str:
+    return f"{buffer.numel()} elements of {str(buffer.dtype).removeprefix('torch.')}"

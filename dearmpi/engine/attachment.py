@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -184,9 +185,11 @@ class Attachment:
         self.assembly.engine.synchronize()
         self._settle()
 
-    def state(self) -> Any:
-        """The state by parameter, as ``optimizer.state`` shows it."""
-        return GatheredState(self._by_param) if self.assembly.updates else self._optimizer.state
+    def state(self, gather: Callable[[], dict[str, Any]]) -> Any:
+        """The state by parameter, as ``optimizer.state`` shows it; ``gather``: its state dict."""
+        if not self.assembly.updates:
+            return self._optimizer.state
+        return GatheredState(lambda: self._by_param(gather()))
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
@@ -235,6 +238,6 @@ class Attachment:
             self.assembly, engine=closed, hooks=None, checks=None, replicas=None
         )
 
-    def _by_param(self) -> dict[Tensor, Any]:
+    def _by_param(self, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
         params = custody.numbered_params(self._optimizer)
-        return {params[index]: entries for index, entries in self.state_dict()["state"].items()}
+        return {params[index]: entries for index, entries in state_dict["state"].items()}

@@ -19,7 +19,8 @@ def broadcast_parameters(model: nn.Module, world: World, *, root: int = 0) -> No
     Raises as ``broadcast_buffers`` does.
     """
     named = ((f"parameter {name}", param) for name, param in model.named_parameters())
-    _broadcast(named, world, root)
+    with world.named_call("dearmpi.broadcast_parameters()"):
+        _broadcast(named, world, root)
 
 
 def broadcast_buffers(model: nn.Module, world: World, *, root: int = 0) -> None:
@@ -28,7 +29,9 @@ def broadcast_buffers(model: nn.Module, world: World, *, root: int = 0) -> None:
     Raises ConfigError for one in a layout that cannot be sent, and MismatchError for a sparse one
     of which ranks hold different numbers of elements.
     """
-    _broadcast(((f"buffer {name}", buffer) for name, buffer in model.named_buffers()), world, root)
+    named = ((f"buffer {name}", buffer) for name, buffer in model.named_buffers())
+    with world.named_call("dearmpi.broadcast_buffers()"):
+        _broadcast(named, world, root)
 
 
 def stored_parts(tensor: Tensor, name: str) -> list[Tensor]:

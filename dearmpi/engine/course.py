@@ -55,8 +55,12 @@ class Course:
         """A step was taken; whether the layout is another now (collective)."""
         if self.planning is None:
             return False
-        plan, problem, begin_s = self.planning.stepped(), self.planning.problem, time.perf_counter()
-        pause, is_new = self.planning.pause, False
+        with self._world.named_call("optimizer.step() with plan='auto'"):
+            return self._plan_on(self.planning)
+
+    def _plan_on(self, planning: SelfPlanning) -> bool:
+        plan, problem, begin_s = planning.stepped(), planning.problem, time.perf_counter()
+        pause, is_new = planning.pause, False
         if plan is not None:
             try:
                 is_new = self._take_up(plan)
@@ -67,7 +71,7 @@ class Course:
         if problem:
             self.give_up_planning()
             if self._world.is_root:
-                warnings.warn(f"plan 'auto' is given up: {problem}", stacklevel=4)
+                warnings.warn(f"plan 'auto' is given up: {problem}", stacklevel=5)
         return is_new
 
     def follow(self, plan: Plan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,21 +71,35 @@ class DistributedOptimizer(Facade):
         self._optimizer = optimizer
         self._model = model
         self.world = world if world is not None else connect()
+        self._name = self.world.label("optimizer")  # in errors about collective calls
         self.spans = Spans()
         self._ranges = LayerRanges(model)
         chosen = merge_settings(config, settings)
         start = choose_plan(plan, chosen)
-        given = None if start == "auto" else start
+        with self.world.named_call("DistributedOptimizer()"):
+            self._build(chosen, start)
+
+    def _build(self, chosen: EngineConfig, start: Plan | Literal["auto"] | None) -> None:
         compare_plans(self.world, start)
         (drive_on_all_cores if chosen.update_on == "host" else drive_on_one_core)(self.world)
         self._attachment = Attachment(
-            optimizer, model, world=self.world, config=chosen, plan=given, spans=self.spans
+            self._optimizer,
+            self._model,
+            world=self.world,
+            config=chosen,
+            plan=None if start == "auto" else start,
+            spans=self.spans,
         )
-        self._share(self._attachment.state())
+        self._share(self._attachment.state(self._whole_state))
         self._course = Course(
-            self._attachment, model, world=self.world, spans=self.spans, config=chosen, plan=start
+            self._attachment,
+            self._model,
+            world=self.world,
+            spans=self.spans,
+            config=chosen,
+            plan=start,
         )
-        self._buffers = BufferExchange(model, self.world, self.config.buffers)
+        self._buffers = BufferExchange(self._model, self.world, self.config.buffers)
 
     @property
     def layout(self) -> BucketLayout:
@@ -149,7 +163,7 @@ class DistributedOptimizer(Facade):
         self._mark_stepped()
         self._after_step()
         if self._course.stepped():
-            self._share(self._attachment.state())
+            self._share(self._attachment.state(self._whole_state))
         return loss
 
     @untraced
@@ -190,7 +204,8 @@ class DistributedOptimizer(Facade):
         before clipping, of the averaged gradients, the same on every rank; inf clips nothing.
         Where no rank has a gradient, as after ``step``, it is 0, and rank 0 warns.
         """
-        norm = clip(self._assembly.engine, self.world, max_norm, norm_type)
+        with self._named_call("clip_grad_norm_()"):
+            norm = clip(self._assembly.engine, self.world, max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
@@ -200,7 +215,8 @@ class DistributedOptimizer(Facade):
 
         Call it between backward and ``step``. Waits for the reduce-scatters.
         """
-        return scale(self._assembly.engine, self.world, factor)
+        with self._named_call("scale_gradients_()"):
+            return scale(self._assembly.engine, self.world, factor)
 
     @untraced
     def synchronize(self) -> None:
@@ -210,7 +226,7 @@ class DistributedOptimizer(Facade):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
-        return self._save(self._attachment.state_dict)
+        return self._save(self._whole_state)
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; waits for the last step, but for nobody else.
@@ -239,11 +255,12 @@ class DistributedOptimizer(Facade):
             super().add_param_group(param_group)
             return
         self._attachment.check_changeable("add_param_group()")
-        self._course.check_growth()
-        self._attachment.grow(param_group)
-        self._course.lay_out_grown()
-        self._share(self._attachment.state())
-        broadcast_parameters(self._model, self.world)
+        with self._named_call("add_param_group()"):
+            self._course.check_growth()
+            self._attachment.grow(param_group)
+            self._course.lay_out_grown()
+            self._share(self._attachment.state(self._whole_state))
+            broadcast_parameters(self._model, self.world)
 
     @untraced
     def follow(self, plan: Plan) -> None:
@@ -254,8 +271,9 @@ class DistributedOptimizer(Facade):
         it is for another model or world size, and MismatchError if ranks have different ones.
         """
         self._attachment.check_changeable("follow()")
-        self._course.follow(plan)
-        self._share(self._attachment.state())
+        with self._named_call("follow()"):
+            self._course.follow(plan)
+        self._share(self._attachment.state(self._whole_state))
 
     @untraced
     def fuse(self, bucket_cap_mb: float) -> None:
@@ -265,8 +283,9 @@ class DistributedOptimizer(Facade):
         be under way then.
         """
         self._attachment.check_changeable("fuse()")
-        self._course.fuse(bucket_cap_mb)
-        self._share(self._attachment.state())
+        with self._named_call("fuse()"):
+            self._course.fuse(bucket_cap_mb)
+        self._share(self._attachment.state(self._whole_state))
 
     @untraced
     def close(self) -> None:
@@ -280,16 +299,27 @@ class DistributedOptimizer(Facade):
         self._assembly.engine.joining.refuse("close()")
         self._course.abandon_planning()
         self._ranges.remove()
-        self._buffers.close()
-        self._attachment.close()
-        self._share(self._attachment.state())
+        with self._named_call("close()"):
+            self._buffers.close()
+            self._attachment.close()
+        self._share(self._attachment.state(self._whole_state))
+
+    def _named_call(self, method: str) -> AbstractContextManager[None]:
+        """What the world does inside belongs to the script's call of ``method``."""
+        return self.world.named_call(f"{self._name}.{method}")
+
+    def _whole_state(self) -> dict[str, Any]:
+        # One name for both ways to it, which exchange the same.
+        with self._named_call("state_dict() or optimizer.state"):
+            return self._attachment.state_dict()
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         self._attachment.load_state_dict(state_dict)
-        self._share(self._attachment.state())
+        self._share(self._attachment.state(self._whole_state))
 
     def _shadow_step(self) -> None:
-        follow_clips(self._assembly.engine, self.world)
+        with self._named_call("clip_grad_norm_()"):
+            follow_clips(self._assembly.engine, self.world)
         self._assembly.engine.step(joined=True)
         self._after_step()
 
