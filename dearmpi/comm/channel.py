@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from dearmpi.comm.api import Collectives, Completed, Request
+from dearmpi.comm.chain import Chain
 from dearmpi.comm.lane import Lane, Work
 from dearmpi.comm.progress import Progress
+from dearmpi.comm.texts import gather_texts
 
 
 class Channel:
@@ -45,6 +47,16 @@ class Channel:
 
         self.submit(label, start, end)
         return lambda: self._progress.wait_until(lambda: bool(done), what=label)
+
+    def all_gather_text(self, label: str, text: str) -> list[str]:
+        """Every rank's text, by rank (collective)."""
+        texts: list[str] = []
+
+        def follow(collectives: Collectives) -> Iterator[Request]:
+            texts.extend((yield from gather_texts(collectives, text)))
+
+        self.run(label, lambda collectives: Chain(follow(collectives)))
+        return texts
 
     def resize(self, window: int) -> None:
         """Have so many operations in flight at most, those of before among them."""

@@ -37,7 +37,8 @@ Updates: update, shard_update, whole_update, updates (of all buckets), shard, ma
     what the wrapped optimizer can do: probe, piecewise, trial, own_state.
 The optimizer's state: custody (who has it), state (all of it), local_state (this rank's),
     relocation and parcel (on the way to other owners).
-The model: hooks, compilation, aliasing, broadcast, model_buffers, layers.
+The model: hooks, compilation, aliasing, model_tensors (as ranks compare them), broadcast,
+    model_buffers, layers.
 Devices: device, device_way (how tensors get to MPI), side_stream, device_collectives, staging,
     direct, alone_collectives, passage, pinned, host_shard, memory (the host's).
 What is told: span, spans, layer_spans, layer_ranges, clock; and of mistakes: refusal, check,

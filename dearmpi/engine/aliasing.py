@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parameter import is_lazy
 
+from dearmpi.engine.model_tensors import model_tensors
 from dearmpi.errors import ConfigError
 
 
@@ -44,29 +45,13 @@ def _spans(
     params: Container[nn.Parameter], model: nn.Module
 ) -> Iterator[tuple[int, int, str, bool]]:
     """First and one-past-last address of each tensor, its name, and whether it is of ``params``;
-    not of those with gaps, in which others may lie, nor of sparse ones.
+    not of those with gaps, in which others may lie, nor of sparse ones and those without a shape.
     """
-    for name, tensor in _tensors(model):
-        if tensor.layout is not torch.strided:
+    for _, name, tensor in model_tensors(model):
+        if is_lazy(tensor) or tensor.layout is not torch.strided:
             continue
         dims = zip(tensor.shape, tensor.stride(), strict=True) if tensor.numel() else ()
         extent = 1 + sum((size - 1) * stride for size, stride in dims)
         if tensor.data_ptr() and extent == tensor.numel():
             start = tensor.data_ptr()
             yield start, start + tensor.nbytes, name, tensor in params
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, each once, looked up past the tables that wait."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for prefix, module in model.named_modules():
-        for key, tensor in (*_items(module._parameters), *_items(module._buffers)):
-            if tensor is not None:
-                found.setdefault(id(tensor), (f"{prefix}.{key}" if prefix else key, tensor))
-    yield from found.values()
-
-
-def _items(table: Any) -> Iterable[tuple[str, Tensor | None]]:
-    items: Iterable[tuple[str, Tensor | None]]
-    items = dict.items(table) if isinstance(table, dict) else table.items()  # that of a script
-    return items

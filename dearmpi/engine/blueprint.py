@@ -24,6 +24,7 @@ from dearmpi.engine.unserved import (
     refuse_data_parallel,
     refuse_layouts,
     refuse_renormed,
+    refuse_unaveraged,
 )
 from dearmpi.engine.update import is_patched
 from dearmpi.errors import ConfigError
@@ -114,8 +115,9 @@ def draw_blueprint(
         schedule, config = plan.schedule, replace(config, window=plan.window)
     else:
         schedule = build_schedule(config.schedule, len(layout))
-    check_alike(world, optimizer, names, config=config, layout=layout, schedule=schedule)
+    check_alike(world, optimizer, model, names, config=config, layout=layout, schedule=schedule)
     check_parameters(optimizer, names, config=config)
+    refuse_unaveraged(model.named_buffers(), config.buffers)
     return Blueprint(names, layout, schedule, config)
 
 

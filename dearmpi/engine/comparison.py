@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import fields
 
 from torch import nn
@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 from dearmpi.comm.difference import digest, first_difference
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine.model_tensors import describe, model_tensors
 from dearmpi.engine.options import describe_options, describe_state
 from dearmpi.errors import MismatchError
-from dearmpi.plan.layout import BucketLayout, ParamSpec
-from dearmpi.plan.parameter import spec_of
+from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.schedule import Schedule
 
 
 def check_alike(
     world: World,
     optimizer: Optimizer,
+    model: nn.Module,
     names: Mapping[nn.Parameter, str],
     *,
     config: EngineConfig,
@@ -29,13 +30,15 @@ def check_alike(
     schedule: Schedule,
 ) -> None:
     """Raise MismatchError unless all ranks have the same model, optimizer and settings, with the
-    first that differs (collective).
+    first that differs (collective). ``names``: of the parameters under the optimizer; the model's
+    other parameters and its buffers are compared as well.
 
     State counts too: where rank 0 alone has loaded it, the others would begin without.
     """
     facts = {
         "setting": [f"{field.name}={getattr(config, field.name)!r}" for field in fields(config)],
-        "model": [_describe(spec_of(param, name)) for param, name in names.items()],
+        "model": [_describe(param, name) for param, name in names.items()],
+        "parameter or buffer outside the optimizer": _describe_others(model, names),
         "layout": [f"bucket {b.index} with {len(b.placements)} parameters" for b in layout],
         "optimizer": _describe_optimizer(optimizer, names),
         "optimizer option": describe_options(optimizer),
@@ -51,16 +54,24 @@ def check_alike(
 
 def _refuse(world: World, what: str, told: Sequence[str]) -> None:
     rank = next(rank for rank, line in enumerate(told) if line != told[0])
+    owner = "model" if "outside" in what else "optimizer"
     raise MismatchError(
         f"rank {rank} on {world.hosts[rank]} has another {what} than rank 0 on {world.hosts[0]}: "
-        f"its optimizer has {told[rank]} where rank 0's has {told[0]}; every rank must build, and "
+        f"its {owner} has {told[rank]} where rank 0's has {told[0]}; every rank must build, and "
         "load, the same"
     )
 
 
-def _describe(spec: ParamSpec) -> str:
-    frozen = "" if spec.trained else ", frozen"
-    return f"{spec.name} of shape {spec.shape} ({spec.dtype} on {spec.device}{frozen})"
+def _describe(param: nn.Parameter, name: str) -> str:
+    return f"{name} {describe(param, note='' if param.requires_grad else ', frozen')}"
+
+
+def _describe_others(model: nn.Module, params: Container[nn.Parameter]) -> list[str]:
+    return [
+        f"{kind} {name} {describe(tensor)}"
+        for kind, name, tensor in model_tensors(model)
+        if tensor not in params
+    ]
 
 
 def _describe_schedule(schedule: Schedule) -> list[str]:

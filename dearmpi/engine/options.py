@@ -46,7 +46,7 @@ def describe_options(optimizer: Optimizer) -> list[str]:
 
 def describe_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
     """A line for each entry of the state, such as ``step 5 of fc.weight`` and ``exp_avg of shape
-    (3, 4) of fc.weight``; ``names``: of the parameters.
+    (3, 4) and float32 of fc.weight``; ``names``: of the parameters.
 
     Of what has dimensions only those, since comparing all of it would take its time.
     """
@@ -88,7 +88,8 @@ def _differ(before: Any, now: Any) -> bool:
 
 def _describe_entry(value: Any) -> str | None:
     if isinstance(value, Tensor) and value.ndim:
-        return f"of shape {tuple(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"of shape {tuple(value.shape)} and {dtype}"
     return _describe(value)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
+from dearmpi.config import Buffers
 from dearmpi.errors import ConfigError
+
+_ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def refuse_layouts(names: Mapping[nn.Parameter, str]) -> None:
@@ -63,4 +66,16 @@ def refuse_data_parallel(model: nn.Module) -> None:
                 f"{what} is a DistributedDataParallel, which averages gradients as the "
                 "DistributedOptimizer does; leave it out, and train and pass the module in it "
                 "(model.module)"
+            )
+
+
+def refuse_unaveraged(buffers: Iterable[tuple[str, Tensor]], how: Buffers) -> None:
+    """Raise ConfigError for a buffer that ``how`` averages in a format that nobody can add, such as
+    float8.
+    """
+    for name, buffer in buffers if how == "average" else ():
+        if buffer.is_floating_point() and buffer.dtype not in _ADDED:
+            raise ConfigError(
+                f"buffers is 'average', but buffer {name} is of {buffer.dtype}, which cannot be "
+                "added up; use buffers='broadcast' or 'keep', or keep the buffer in bfloat16"
             )
