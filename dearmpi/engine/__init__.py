@@ -27,7 +27,7 @@ once it is closed.
 The modules:
 
 What a script sees: optimizer, facade (the part of torch's that others hold on to), settings,
-    gathered_state (as ``optimizer.state``), clipping, scaler, batch_norm.
+    gathered_state (as ``optimizer.state``), clipping, scaler, batch_norm (layer_call).
 What is built: course, self_planning, attachment, design, blueprint, assembly, channels, claim,
     unserved (modules); handover and succession (from one assembly to the next).
 An iteration: engine (alone, closed), backprop, waiting, pipeline, cycle, roll_call, late_buckets,

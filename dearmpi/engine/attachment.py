@@ -15,6 +15,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine import custody
 from dearmpi.engine.assembly import assemble
+from dearmpi.engine.batch_norm import name_layers
 from dearmpi.engine.blueprint import check_parameters, lay_out, optimized_parameters
 from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.claim import check_unclaimed
@@ -63,6 +64,7 @@ class Attachment:
             broadcast_buffers(model, world)  # first, since ``optimizer`` then still has its state
             custody.adopt(self._optimizer, self.assembly)
             broadcast_parameters(model, world)
+            name_layers(model)
         except BaseException:
             self.assembly.detach()  # nobody has this one, to close it
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dearmpi.comm.channel import Channel
 from dearmpi.comm.world import World, connect
-from dearmpi.engine.device import through_host
+from dearmpi.engine.layer_call import LayerCall
 from dearmpi.errors import ConfigError
 
 
@@ -23,8 +21,11 @@ class SyncBatchNorm(_BatchNorm):
     For inputs (N, C, ...); N may differ between ranks, and be zero on some. In evaluation, also of
     a layer without running statistics, and in a world of one, it is an ordinary one. Every rank
     must call its layers in the same order, as each call waits for the others: for 2C+1 numbers of
-    every rank forward, and a sum of 2C backward.
+    every rank forward, and a sum of 2C backward. Two more go ahead, while this rank adds up its
+    samples, by which ranks in different calls end in a MismatchError.
     """
+
+    layer_name = ""  # in the model, where that is known, for ranks to compare
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class SyncBatchNorm(_BatchNorm):
             return plain
         output: Tensor
         output, mean, variance, count = _normalize(
-            input, self.weight, self.bias, self.eps, self._world
+            input, self.weight, self.bias, self.eps, self.layer_name, self._world
         )
         if self.running_mean is not None:
             self._track(mean, variance, float(count))
@@ -105,7 +106,16 @@ def convert_sync_batchnorm(model: nn.Module, world: World | None = None) -> nn.M
     """
     _refuse_more(model)
     world = world if world is not None else connect()
-    return _convert(model, world, {})
+    converted = _convert(model, world, {})
+    name_layers(converted)
+    return converted
+
+
+def name_layers(model: nn.Module) -> None:
+    """Have the ``SyncBatchNorm`` layers of ``model`` known by their names in it."""
+    for name, module in model.named_modules():
+        if isinstance(module, SyncBatchNorm):
+            module.layer_name = name
 
 
 def _refuse_more(model: nn.Module) -> None:
@@ -161,6 +171,7 @@ def _normalize(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    name: str,
     world: World,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, and mean, biased variance and number of samples per channel, over all ranks."""
@@ -168,14 +179,20 @@ def _normalize(
     # One for all layers and models, which all ranks call in one order.
     channel = world.shared_channel("batch norm")
     with torch.no_grad():
-        mean, variance, count = _gather_moments(input.detach().to(precise), world, channel)
+        layer = f"layer {name}".rstrip() + f" with {input.size(1)} channels in {precise}"
+        call = LayerCall(layer, world, channel)
+        mean, variance, count = _gather_moments(input.detach().to(precise), call)
     if float(count) < 2:
         raise ValueError(
             f"{int(count)} value(s) per channel over all ranks; training needs at least 2"
         )
     shape = [1, -1] + [1] * (input.dim() - 2)
     centred = _Standardize.apply(  # type: ignore[no-untyped-call]
-        input.to(precise), mean.view(shape), (variance + eps).rsqrt().view(shape), count, channel
+        input.to(precise),
+        mean.view(shape),
+        (variance + eps).rsqrt().view(shape),
+        count,
+        call,
     )
     output: Tensor = centred
     if weight is not None:
@@ -185,23 +202,22 @@ def _normalize(
     return output.to(input.dtype), mean, variance, count
 
 
-def _gather_moments(
-    values: Tensor, world: World, channel: Channel
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_moments(values: Tensor, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance and count per channel, from every rank's own (Chan et al., 1983).
 
     Sums of squares would cancel where the mean is large.
     """
+    call.announce("forward")
     others = [dim for dim in range(values.dim()) if dim != 1]
     num_channels = values.size(1)
     count = values.numel() // num_channels
-    rows = values.new_zeros(world.size, 2 * num_channels + 1)
+    rows = values.new_zeros(call.world.size, 2 * num_channels + 1)
     if count:
         mean = values.mean(others)
         deviation = values - mean.view([1, -1] + [1] * (values.dim() - 2))
         own = [mean, deviation.square().sum(others), values.new_full((1,), count)]
-        rows[world.rank] = torch.cat(own)
-    _run(channel, "all-gather", rows.view(-1))
+        rows[call.world.rank] = torch.cat(own)
+    call.run("all-gather", rows.view(-1))
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
     total = counts.sum()
     mean = (means * counts).sum(0) / total
@@ -214,11 +230,16 @@ class _Standardize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, mean: Tensor, scale: Tensor, count: Tensor, channel: Channel
+        ctx: Any,
+        input: Tensor,
+        mean: Tensor,
+        scale: Tensor,
+        count: Tensor,
+        call: LayerCall,
     ) -> Tensor:
         output = (input - mean) * scale
         ctx.save_for_backward(output, scale, count)
-        ctx.channel = channel
+        ctx.call = call
         return output
 
     @staticmethod
@@ -227,21 +248,10 @@ class _Standardize(torch.autograd.Function):
         output, scale, count = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
+        ctx.call.announce("backward")
         others = [dim for dim in range(grad.dim()) if dim != 1]
         sums = torch.cat([grad.sum(others), (grad * output).sum(others)])
-        _run(ctx.channel, "all-reduce", sums)
+        ctx.call.run("all-reduce", sums)
         shape = [1, -1] + [1] * (grad.dim() - 2)
         mean, slope = (part.view(shape) / count for part in sums.chunk(2))
         return (grad - mean - output * slope) * scale, None, None, None, None
-
-
-def _run(channel: Channel, kind: str, buffer: Tensor) -> None:
-    through_host(buffer, partial(_run_on_host, channel, kind))
-
-
-def _run_on_host(channel: Channel, kind: str, buffer: Tensor) -> None:
-    label = f"{kind} of batch statistics"
-    if kind == "all-gather":
-        channel.run(label, lambda collectives: collectives.start_all_gather(buffer))
-    else:
-        channel.run(label, lambda collectives: collectives.start_all_reduce(buffer, "sum"))

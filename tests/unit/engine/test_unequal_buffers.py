@@ -26,8 +26,8 @@ def build() -> Any:
     return model
 
 
-def wrap(model: nn.Module, world: World, **settings: Any) -> DistributedOptimizer:
-    inner = torch.optim.SGD([model.weight, model.bias], lr=0.1)  # type: ignore[list-item]
+def wrap(model: Any, world: World, **settings: Any) -> DistributedOptimizer:
+    inner = torch.optim.SGD([model.weight, model.bias], lr=0.1)
     return DistributedOptimizer(inner, model, world=world, **settings)
 
 
@@ -194,7 +194,7 @@ def test_trained_parameters_in_another_order_in_memory_are_named() -> None:
     """Their elements would be added in the order of memory."""
 
     def start(world: World) -> None:
-        model = nn.Conv2d(2, 3, 2)
+        model: Any = nn.Conv2d(2, 3, 2)
         if world.rank == 1:
             model = model.to(memory_format=torch.channels_last)
         wrap(model, world)
