@@ -37,6 +37,15 @@ from dearmpi.plan.schedule import Schedule, build_schedule
 NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})
 """Of no parameter anything is known."""
 
+_ADDED = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
@@ -229,6 +238,12 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
         )
     if not param.requires_grad:
         return
+    if param.dtype not in _ADDED:
+        raise ConfigError(
+            f"parameter {name} is of {param.dtype}, whose gradients cannot be added up; keep it in "
+            "bfloat16 or float32 and convert it in the forward, or freeze it and leave it out of "
+            "the optimizer"
+        )
     if config.reduce_scatter == "native" and param.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"reduce_scatter is 'native', but MPI cannot add gradients of {param.dtype}, such as "

@@ -206,6 +206,16 @@ def refused(
     return messages[0]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32])
+def test_parameters_whose_gradients_cannot_be_added_are_refused_by_name(dtype: torch.dtype) -> None:
+    model: Any = nn.Linear(3, 2)
+    model.scale = nn.Parameter(torch.ones(3).to(dtype))
+    for gather in ("parameters", "gradients"):
+        message = refused(lambda params: torch.optim.SGD(params, lr=0.1), model, gather=gather)
+        assert f"parameter scale is of {dtype}, whose gradients cannot be added up" in message
+
+
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_optimizers_of_whole_tensors_are_refused_by_gather_parameters(name: str) -> None:
     message = refused(OPTIMIZERS[name], gather="parameters")
