@@ -15,12 +15,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import nn
 
 import dearmpi
+from dearmpi.config import Gather
 
 _NUM_LOOKS = 20
 
@@ -65,7 +67,7 @@ def growth(looks: Sequence[Look]) -> tuple[float, int]:
 
 def main() -> None:
     num_iterations = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
-    gather = sys.argv[2] if len(sys.argv) > 2 else "parameters"
+    gather = cast(Gather, sys.argv[2] if len(sys.argv) > 2 else "parameters")
     torch.set_num_threads(1)
     world = dearmpi.connect()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dearmpi import errors as errors
 from dearmpi.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -49,11 +50,23 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import on first use, so that ``import dearmpi`` needs neither torch nor MPI."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dearmpi' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # which would take any name for one that there is
+
+    def __getattr__(name: str) -> Any:
+        """Import on first use, so that ``import dearmpi`` needs neither torch nor MPI."""
+        if name not in _HOMES:
+            raise AttributeError(_describe_missing(name))
+        return getattr(import_module(_HOMES[name]), name)
+
+
+def _describe_missing(name: str) -> str:
+    if name.startswith("_"):  # looked for by tools
+        return f"module 'dearmpi' has no attribute {name!r}"
+    from dearmpi.config import known_names
+    from dearmpi.guessed import PACKAGE, answer_guess
+
+    told = answer_guess("dearmpi", name, PACKAGE)
+    return told or f"dearmpi has no {name}{known_names(name, __all__)}"
 
 
 def __dir__() -> list[str]:

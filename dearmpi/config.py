@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from dearmpi.errors import ConfigError
 
@@ -154,3 +154,23 @@ class EngineConfig:
         eighth, half = -(-model_bytes // 8), -(-model_bytes // 2)
         few_ranks = min(4 * MIB, max(MIB, eighth))
         return max(1, min(max(few_ranks, world_size * _LEAST_SHARD_BYTES), half))
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of ``EngineConfig`` as keywords of ``DistributedOptimizer``, for type checkers.
+
+    A type checker reads no fields off another class; a test compares the two.
+    """
+
+    schedule: ScheduleName
+    gather: Gather
+    bucket_cap_mb: float | None
+    reduce_scatter: ReduceScatter | Literal["auto"]
+    comm_dtype: CommDtype
+    cuda_buffers: CudaBuffers
+    update_on: UpdateOn
+    window: int
+    eager: bool
+    master_weights: bool
+    buffers: Buffers
+    check_every: int | None

@@ -2,6 +2,7 @@
 
 DearError
 ├── ConfigError          a setting, flag or argument is wrong (also a ValueError)
+│   ├── ArgumentError    a function has no such argument (also a TypeError)
 │   └── TaskError        the task, its model or its optimizer cannot be built
 ├── LaunchError          the job was started in a way that cannot work
 ├── MismatchError        ranks differ in code, arguments, model or plan
@@ -31,6 +32,10 @@ class ConfigError(DearError, ValueError):
     """A setting is out of range, unknown, or contradicts another one."""
 
     exit_code = 2
+
+
+class ArgumentError(ConfigError, TypeError):
+    """A function was given an argument that it does not have; the message names the right one."""
 
 
 class TaskError(ConfigError):

@@ -25,11 +25,12 @@ BELOW: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "version": frozenset(),
     "config": frozenset({"errors"}),
+    "guessed": frozenset({"errors"}),
     "plan": frozenset({"config", "errors", "version"}),
-    "comm": frozenset({"config", "errors"}),
-    "engine": frozenset({"tune", "plan", "comm", "config", "errors"}),
+    "comm": frozenset({"config", "errors", "guessed"}),
+    "engine": frozenset({"tune", "plan", "comm", "config", "errors", "guessed"}),
     "tune": frozenset({"plan", "comm", "config", "errors", "version"}),
-    PACKAGE: frozenset({"engine", "tune", "comm", "config", "errors", "version"}),
+    PACKAGE: frozenset({"engine", "tune", "comm", "config", "errors", "guessed", "version"}),
     "train": _LIBRARY | {PACKAGE},
     "report": _LIBRARY | {PACKAGE},
     "bench": _LIBRARY | {PACKAGE, "train", "report"},
@@ -46,7 +47,7 @@ CONFINED: dict[str, frozenset[str]] = {
     "click": frozenset({"cli"}),
 }
 CONFINED_TYPES: dict[str, frozenset[str]] = {"torch": frozenset({"comm"})}
-STANDARD_LIBRARY_ONLY = frozenset({"plan", "config", "errors"})
+STANDARD_LIBRARY_ONLY = frozenset({"plan", "config", "errors", "guessed"})
 
 
 class Imports(ast.NodeVisitor):

@@ -48,6 +48,11 @@ class SyncBatchNorm(_BatchNorm):
         )
         self._world: World | None = world if world is not None else connect()
 
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, world: World | None = None) -> nn.Module:
+        """Do what the function ``convert_sync_batchnorm`` does, as torch's method is called."""
+        return convert_sync_batchnorm(module, world)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``, (N, C, ...). Raises ValueError for another number of channels."""
         if input.dim() < 2 or input.size(1) != self.num_features:

@@ -7,32 +7,51 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dearmpi.comm.world import World
+from dearmpi.comm.world import World, connect
 from dearmpi.engine.buffers import flattened, is_dense
 from dearmpi.engine.device import through_host
 from dearmpi.engine.model_tensors import compare_tensors, describe, stored_parts
 from dearmpi.errors import ConfigError
+from dearmpi.guessed import BROADCAST, answers_guesses
 
 
-def broadcast_parameters(model: nn.Module, world: World, *, root: int = 0) -> None:
+@answers_guesses("broadcast_parameters", BROADCAST)
+def broadcast_parameters(model: nn.Module, world: World | None = None, *, root: int = 0) -> None:
     """Overwrite every parameter of ``model`` with that of rank ``root`` (collective).
+
+    world: by default the one that this process was launched into.
 
     Raises as ``broadcast_buffers`` does.
     """
+    _check_model(model)
+    world = world if world is not None else connect()
     named = ((f"parameter {name}", param) for name, param in model.named_parameters())
     with world.named_call("dearmpi.broadcast_parameters()"):
         _broadcast(named, world, root, "parameters")
 
 
-def broadcast_buffers(model: nn.Module, world: World, *, root: int = 0) -> None:
+@answers_guesses("broadcast_buffers", BROADCAST)
+def broadcast_buffers(model: nn.Module, world: World | None = None, *, root: int = 0) -> None:
     """Overwrite every buffer of ``model``, such as BatchNorm's statistics (collective).
+
+    world: by default the one that this process was launched into.
 
     Raises MismatchError on all ranks, before anything is sent, where they have other buffers; and
     ConfigError for one without values, or in a layout that cannot be sent.
     """
+    _check_model(model)
+    world = world if world is not None else connect()
     named = ((f"buffer {name}", buffer) for name, buffer in model.named_buffers())
     with world.named_call("dearmpi.broadcast_buffers()"):
         _broadcast(named, world, root, "buffers")
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is of type {type(model).__name__}, not Module; give the model itself, as "
+            "in broadcast_parameters(model), and not its state_dict() or its parameters"
+        )
 
 
 def _broadcast(named: Iterable[tuple[str, Tensor]], world: World, root: int, what: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dearmpi.engine import refusal
 from dearmpi.engine.gathered_state import GatheredState
+from dearmpi.guessed import OPTIMIZER, answer_guess
 
 State = dict[str, Any]
 
@@ -27,6 +28,15 @@ class Facade(Optimizer):
     _optimizer: Optimizer
     _members: list[list[Tensor]]
     _attributes: dict[str, Any]
+
+    if not TYPE_CHECKING:  # which would take any name for one that there is
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError for a name that it lacks; others' names lead to those here."""
+            told = answer_guess("DistributedOptimizer", name, OPTIMIZER)
+            if told is not None:
+                raise AttributeError(told)
+            super().__getattribute__(name)  # raises as if this method were not there
 
     def __reduce__(self) -> NoReturn:
         raise refusal.copied()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World, connect
-from dearmpi.config import EngineConfig
+from dearmpi.config import EngineConfig, EngineSettings
 from dearmpi.engine import refusal
 from dearmpi.engine.assembly import Assembly
 from dearmpi.engine.attachment import Attachment
@@ -31,6 +31,7 @@ from dearmpi.engine.model_buffers import BufferExchange
 from dearmpi.engine.self_planning import Pause
 from dearmpi.engine.settings import choose_plan, compare_plans, merge_settings
 from dearmpi.engine.spans import Spans
+from dearmpi.guessed import SETTINGS, answers_guesses
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
 from dearmpi.plan.schedule import Schedule
@@ -48,6 +49,7 @@ class DistributedOptimizer(Facade):
     spans: where the engine tells what takes how long: set its ``recorder`` to listen.
     """
 
+    @answers_guesses("DistributedOptimizer", SETTINGS)
     def __init__(
         self,
         optimizer: Optimizer,
@@ -56,7 +58,7 @@ class DistributedOptimizer(Facade):
         world: World | None = None,
         config: EngineConfig | None = None,
         plan: Plan | Literal["auto"] | str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         """Settings: fields of ``EngineConfig``, by name, else of ``config``. world: by ``connect``.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dearmpi.config import EngineConfig
-from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.errors import ArgumentError, ConfigError, MismatchError
 from dearmpi.plan.plan import Plan, read_plan
 
 if TYPE_CHECKING:
@@ -80,12 +82,14 @@ def compare_plans(world: World, plan: Plan | Literal["auto"] | None) -> None:
             )
 
 
-def merge_settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
-    """``config``, or the default, with ``settings`` in it. Raises ConfigError for unknown ones."""
-    unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
+def merge_settings(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """``config``, or the default, with ``settings``. Raises ArgumentError for unknown ones."""
+    known = list(EngineConfig.__dataclass_fields__)
+    unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise ConfigError(
-            f"unknown setting {', '.join(sorted(unknown))}; settings are "
-            f"{', '.join(EngineConfig.__dataclass_fields__)}"
+        near = [match for name in unknown for match in get_close_matches(name, known, n=1)]
+        hint = f" (did you mean {', '.join(dict.fromkeys(near))}?)" if near else ""
+        raise ArgumentError(
+            f"unknown setting {', '.join(unknown)}{hint}; settings are {', '.join(known)}"
         )
     return replace(config or EngineConfig(), **settings)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import dearmpi
 from dearmpi.comm.world import World
+from dearmpi.config import CommDtype
 from tests.mpi.oracle import assert_equal_on_all_ranks, copies
 
 LR = 0.1
@@ -25,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def distribute(
-    model: nn.Module, world: World, comm_dtype: str, **settings: Any
+    model: nn.Module, world: World, comm_dtype: CommDtype, **settings: Any
 ) -> dearmpi.DistributedOptimizer:
     return dearmpi.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=LR),
@@ -66,7 +67,7 @@ def masters(model: nn.Module, optimizer: dearmpi.DistributedOptimizer) -> dict[s
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("comm_dtype", ["bf16", "fp16"])
 def test_every_step_is_within_the_bound(
-    comm_dtype: str, gather: str, reduce_scatter: str, world: World
+    comm_dtype: CommDtype, gather: str, reduce_scatter: str, world: World
 ) -> None:
     model = make_model()
     optimizer = distribute(model, world, comm_dtype, gather=gather, reduce_scatter=reduce_scatter)
@@ -97,7 +98,9 @@ def test_every_step_is_within_the_bound(
 
 
 @pytest.mark.parametrize("comm_dtype", ["bf16", "fp16"])
-def test_small_updates_add_up_though_parameters_are_rounded(comm_dtype: str, world: World) -> None:
+def test_small_updates_add_up_though_parameters_are_rounded(
+    comm_dtype: CommDtype, world: World
+) -> None:
     """Each is far below what half precision can tell from nothing."""
     model = nn.Linear(4, 3)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import dearmpi
 from dearmpi.comm.world import World
+from dearmpi.config import Gather, ScheduleName
 from dearmpi.errors import UsageError
 
 STEPS = 6
@@ -68,7 +69,7 @@ def reference(
 @pytest.mark.parametrize("max_norm", [None, 0.01])
 @pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
 def test_ranks_without_batches_follow_the_others_schedule_and_clipping(
-    world: World, gather: str, max_norm: float | None, schedule: str
+    world: World, gather: Gather, max_norm: float | None, schedule: ScheduleName
 ) -> None:
     model = make_model()
     optimizer = dearmpi.DistributedOptimizer(

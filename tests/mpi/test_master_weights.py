@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dearmpi
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.engine.master import MasterCopy
 from dearmpi.engine.whole_update import WholeUpdate
 from dearmpi.errors import ConfigError
@@ -23,7 +24,7 @@ def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 
 def distribute(
-    model: nn.Module, world: World, gather: str, lr: float = 1e-4
+    model: nn.Module, world: World, gather: Gather, lr: float = 1e-4
 ) -> dearmpi.DistributedOptimizer:
     return dearmpi.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=lr),
@@ -52,7 +53,7 @@ def masters(optimizer: dearmpi.DistributedOptimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_updates_too_small_for_half_precision_add_up(world: World, gather: str) -> None:
+def test_updates_too_small_for_half_precision_add_up(world: World, gather: Gather) -> None:
     model = make_model()
     start = copy.deepcopy(model.state_dict())
     optimizer = distribute(model, world, gather)
@@ -66,7 +67,7 @@ def test_updates_too_small_for_half_precision_add_up(world: World, gather: str) 
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_master_copies_survive_saving_and_loading(world: World, gather: str) -> None:
+def test_master_copies_survive_saving_and_loading(world: World, gather: Gather) -> None:
     model = make_model()
     optimizer = distribute(model, world, gather)
     train(model, optimizer, range(5), world)
@@ -86,7 +87,7 @@ def test_master_copies_survive_saving_and_loading(world: World, gather: str) -> 
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_a_state_without_masters_becomes_as_wide_as_they_are(world: World, gather: str) -> None:
+def test_a_state_without_masters_becomes_as_wide_as_they_are(world: World, gather: Gather) -> None:
     model = make_model()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model(torch.ones(8, 6, dtype=torch.bfloat16)).float().square().mean().backward()
@@ -115,7 +116,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_scalar_parameters_state_becomes_as_wide_as_its_master(
-    world: World, inner: Callable[..., torch.optim.Optimizer], gather: str
+    world: World, inner: Callable[..., torch.optim.Optimizer], gather: Gather
 ) -> None:
     """Adagrad makes its state, as narrow as the parameters, when it is made."""
     model = Scaled().to(torch.bfloat16)
@@ -137,7 +138,7 @@ def test_a_scalar_parameters_state_becomes_as_wide_as_its_master(
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_a_frozen_layer_takes_no_memory_for_its_master(world: World, gather: str) -> None:
+def test_a_frozen_layer_takes_no_memory_for_its_master(world: World, gather: Gather) -> None:
     def held(optimizer: dearmpi.DistributedOptimizer) -> int:
         """Bytes of all master copies."""
         found: list[MasterCopy | None] = []
@@ -163,7 +164,7 @@ def test_a_frozen_layer_takes_no_memory_for_its_master(world: World, gather: str
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_parameters_loaded_after_wrapping_are_taken_over(world: World, gather: str) -> None:
+def test_parameters_loaded_after_wrapping_are_taken_over(world: World, gather: Gather) -> None:
     model = make_model()
     optimizer = distribute(model, world, gather)
     train(model, optimizer, range(2), world)
@@ -183,7 +184,7 @@ def test_parameters_loaded_after_wrapping_are_taken_over(world: World, gather: s
     ids=["bf16 weights", "bf16 on the wire"],
 )
 def test_changing_one_element_leaves_the_others_their_digits(
-    world: World, gather: str, dtype: torch.dtype, settings: dict[str, Any]
+    world: World, gather: Gather, dtype: torch.dtype, settings: dict[str, Any]
 ) -> None:
     """As a script does that clamps, or masks, after each step."""
     model = nn.Linear(8, 1, bias=False).to(dtype)

@@ -59,8 +59,13 @@ def test_a_way_for_a_device_is_refused_where_there_is_none(
 
 def test_an_unknown_argument_is_refused(world: World) -> None:
     model = layers()
-    with pytest.raises(ConfigError, match="unknown setting fp16; settings are schedule"):
-        DistributedOptimizer(adam(model), model, world=world, fp16=True)
+    unknown: dict[str, Any] = {"colour": True}
+    with pytest.raises(ConfigError, match="unknown setting colour; settings are schedule"):
+        DistributedOptimizer(adam(model), model, world=world, **unknown)
+    with pytest.raises(ConfigError, match=r"unknown setting shedule \(did you mean schedule\?\)"):
+        DistributedOptimizer(adam(model), model, world=world, shedule="dear")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match='no argument fp16: comm_dtype="bf16", or "fp16", sends'):
+        DistributedOptimizer(adam(model), model, world=world, fp16=True)  # type: ignore[call-arg]
 
 
 def test_an_optimizer_of_another_model_is_refused(world: World) -> None:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
 from tests.mpi.models import NUM_FEATURES
 from tests.mpi.semantics import (
@@ -26,7 +27,7 @@ from tests.mpi.semantics import (
 pytestmark = SEMANTICS
 
 
-def test_a_second_forward_does_not_repeat_the_update(gather: str, world: World) -> None:
+def test_a_second_forward_does_not_repeat_the_update(gather: Gather, world: World) -> None:
     """Nor does an evaluation between steps, without ``no_grad``."""
 
     def script(side: Side) -> dict[str, Tensor]:
@@ -42,7 +43,7 @@ def test_a_second_forward_does_not_repeat_the_update(gather: str, world: World) 
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-def test_two_forwards_before_one_backward(gather: str, world: World) -> None:
+def test_two_forwards_before_one_backward(gather: Gather, world: World) -> None:
     def script(side: Side) -> dict[str, Tensor]:
         model = layers()
         optimizer = side.wrap(adam(model), model)
@@ -56,7 +57,7 @@ def test_two_forwards_before_one_backward(gather: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["with no_sync", "without no_sync"])
-def test_two_backwards_before_one_step(local: bool, gather: str, world: World) -> None:
+def test_two_backwards_before_one_step(local: bool, gather: Gather, world: World) -> None:
     def script(side: Side) -> dict[str, Tensor]:
         model = layers()
         optimizer = side.wrap(adam(model), model)
@@ -74,7 +75,7 @@ def test_two_backwards_before_one_step(local: bool, gather: str, world: World) -
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-def test_no_sync_after_a_synchronizing_backprop_is_refused(gather: str, world: World) -> None:
+def test_no_sync_after_a_synchronizing_backprop_is_refused(gather: Gather, world: World) -> None:
     if world.size == 1:
         pytest.skip("gradients of one rank are always local")
     model = layers()
@@ -88,7 +89,7 @@ def test_no_sync_after_a_synchronizing_backprop_is_refused(gather: str, world: W
 
 
 def test_a_backward_of_a_part_of_the_model_before_one_of_the_rest(
-    gather: str, world: World
+    gather: Gather, world: World
 ) -> None:
     def script(side: Side) -> dict[str, Tensor]:
         model = layers()
@@ -103,7 +104,7 @@ def test_a_backward_of_a_part_of_the_model_before_one_of_the_rest(
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-def test_a_step_without_backward(gather: str, world: World) -> None:
+def test_a_step_without_backward(gather: Gather, world: World) -> None:
     """Nothing has a gradient, so nothing changes, not even by weight decay."""
 
     def script(side: Side) -> dict[str, Tensor]:
@@ -121,7 +122,7 @@ def test_a_step_without_backward(gather: str, world: World) -> None:
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-def test_a_backward_without_step_is_dropped_by_zero_grad(gather: str, world: World) -> None:
+def test_a_backward_without_step_is_dropped_by_zero_grad(gather: Gather, world: World) -> None:
     def script(side: Side) -> dict[str, Tensor]:
         model = layers()
         optimizer = side.wrap(adam(model), model)
@@ -138,7 +139,7 @@ def test_a_backward_without_step_is_dropped_by_zero_grad(gather: str, world: Wor
 
 
 def test_gradients_cleared_behind_the_optimizers_back_are_refused(
-    gather: str, world: World
+    gather: Gather, world: World
 ) -> None:
     if world.size == 1:
         pytest.skip("gradients of one rank are always its own")
@@ -153,7 +154,7 @@ def test_gradients_cleared_behind_the_optimizers_back_are_refused(
     side.close()
 
 
-def test_retain_graph(gather: str, world: World) -> None:
+def test_retain_graph(gather: Gather, world: World) -> None:
     def script(side: Side) -> dict[str, Tensor]:
         model = layers()
         optimizer = side.wrap(adam(model), model)
@@ -190,7 +191,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_activation_checkpointing(reentrant: bool, gather: str, world: World) -> None:
+def test_activation_checkpointing(reentrant: bool, gather: Gather, world: World) -> None:
     def script(side: Side) -> dict[str, Tensor]:
         model = seeded(lambda: Checkpointed(reentrant=reentrant))
         optimizer = side.wrap(adam(model), model)
@@ -200,7 +201,7 @@ def test_activation_checkpointing(reentrant: bool, gather: str, world: World) ->
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-def test_a_closure_given_to_step(gather: str, world: World) -> None:
+def test_a_closure_given_to_step(gather: Gather, world: World) -> None:
     def script(side: Side) -> dict[str, Tensor]:
         model = layers()
         optimizer = side.wrap(adam(model), model)
@@ -219,7 +220,7 @@ def test_a_closure_given_to_step(gather: str, world: World) -> None:
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-def test_lbfgs_is_refused_with_the_reason(gather: str, world: World) -> None:
+def test_lbfgs_is_refused_with_the_reason(gather: Gather, world: World) -> None:
     model = layers()
     with pytest.raises(ConfigError, match="closure"):
         DistributedOptimizer(
@@ -227,7 +228,7 @@ def test_lbfgs_is_refused_with_the_reason(gather: str, world: World) -> None:
         )
 
 
-def test_the_last_step_is_not_lost(gather: str, world: World) -> None:
+def test_the_last_step_is_not_lost(gather: Gather, world: World) -> None:
     """The next forward need not come."""
 
     def script(side: Side) -> dict[str, Tensor]:
@@ -242,7 +243,7 @@ def test_the_last_step_is_not_lost(gather: str, world: World) -> None:
 
 
 def test_closing_twice_is_harmless_and_stepping_after_it_is_refused(
-    gather: str, world: World
+    gather: Gather, world: World
 ) -> None:
     """Neither waits for ranks that do not come."""
     model = layers()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import dearmpi
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.errors import UsageError
 
 
@@ -26,7 +27,7 @@ class Branches(nn.Module):
 
 
 def both(
-    world: World, gather: str
+    world: World, gather: Gather
 ) -> tuple[tuple[Branches, torch.optim.Optimizer], tuple[Branches, dearmpi.DistributedOptimizer]]:
     """A model in plain torch and one on all ranks, with their optimizers."""
     plain, model = Branches(), Branches()
@@ -39,7 +40,7 @@ def both(
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_parameter_out_of_use_is_left_alone_or_updated_with_zero_as_torch_does(
-    world: World, gather: str, set_to_none: bool
+    world: World, gather: Gather, set_to_none: bool
 ) -> None:
     (plain, one), (model, other) = both(world, gather)
     data = torch.ones(2, 4, dtype=torch.float64)
@@ -56,7 +57,7 @@ def test_a_parameter_out_of_use_is_left_alone_or_updated_with_zero_as_torch_does
 
 @pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_a_gradient_of_zero_stays_one_where_buckets_change(world: World, gather: str) -> None:
+def test_a_gradient_of_zero_stays_one_where_buckets_change(world: World, gather: Gather) -> None:
     """As where a script zeroes gradients after a step, and lays out anew between epochs."""
     (plain, one), (model, other) = both(world, gather)
     data = torch.ones(2, 4, dtype=torch.float64)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from tests.mpi.models import fill
 from tests.mpi.semantics import slow_adam
 
@@ -42,7 +43,7 @@ class Lookahead(Average):
 @pytest.mark.parametrize("make", [Average, Lookahead])
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_references_to_parameters_are_current_after_synchronize(
-    gather: str, make: type[Average]
+    gather: Gather, make: type[Average]
 ) -> None:
     def train(world: World | None) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

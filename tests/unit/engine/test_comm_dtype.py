@@ -14,6 +14,7 @@ from dearmpi import DistributedOptimizer, EngineConfig, GradScaler
 from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.errors import CheckpointError, ConfigError, WireRangeError
 from tests.mpi.models import fill
 from tests.mpi.oracle import OPTIMIZERS, copies, fingerprint
@@ -77,7 +78,7 @@ def masters_of(saved: Saved) -> list[Tensor]:
 
 @pytest.mark.parametrize("inner", ["adam", "plain", "sgd"])
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_a_resumed_run_goes_on_bit_by_bit(gather: str, inner: str) -> None:
+def test_a_resumed_run_goes_on_bit_by_bit(gather: Gather, inner: str) -> None:
     """Also where there is no other state, and where parameters got their first gradient late."""
     settings: dict[str, Any] = {"comm_dtype": "bf16", "gather": gather, "inner": inner}
     whole = run_ranks(3, resume(range(7), **settings))
@@ -173,7 +174,7 @@ def test_a_rank_keeps_masters_of_its_own_shard_only() -> None:
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_a_gradient_beyond_fp16_ends_the_run_and_names_its_bucket(gather: str) -> None:
+def test_a_gradient_beyond_fp16_ends_the_run_and_names_its_bucket(gather: Gather) -> None:
     def rank(world: World) -> None:
         model = nn.Linear(2, 1, bias=False)
         optimizer = distribute(model, world, comm_dtype="fp16", gather=gather)
@@ -270,7 +271,7 @@ class SingleOnly(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_an_optimizer_that_needs_single_precision_is_given_it_or_refused(gather: str) -> None:
+def test_an_optimizer_that_needs_single_precision_is_given_it_or_refused(gather: Gather) -> None:
     def rank(world: World) -> str:
         model = make_model()
         inner = SingleOnly(model.parameters(), lr=0.1)

@@ -13,7 +13,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.fake import Action, FakeHub, Fault
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.config import ProgressMode
+from dearmpi.config import Gather, ProgressMode
 from dearmpi.errors import CommError, ConfigError, MismatchError, UsageError
 from tests.mpi.models import Matrices, fill
 from tests.mpi.oracle import OPTIMIZERS
@@ -224,7 +224,9 @@ def test_optimizers_of_whole_tensors_are_refused_by_gather_parameters(name: str)
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("build", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_optimizers_that_cannot_run_bucket_by_bucket_are_refused(build: Any, gather: str) -> None:
+def test_optimizers_that_cannot_run_bucket_by_bucket_are_refused(
+    build: Any, gather: Gather
+) -> None:
     message = refused(build, gather=gather)
     assert build.__name__ in message
 
@@ -268,7 +270,7 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_parameters_moved_out_of_their_storage_are_noticed(gather: str) -> None:
+def test_parameters_moved_out_of_their_storage_are_noticed(gather: Gather) -> None:
     def rank(world: World) -> str:
         model = Chain(2)
         optimizer = DistributedOptimizer(

@@ -15,7 +15,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.fake import FakeHub
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.config import ProgressMode
+from dearmpi.config import Gather, ProgressMode
 from tests.mpi.models import fill
 
 
@@ -141,7 +141,7 @@ def test_hooks_for_all_optimizers_are_called_once_for_all_buckets() -> None:
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_state_and_buckets_that_are_made_in_inference_mode_can_be_updated(gather: str) -> None:
+def test_state_and_buckets_that_are_made_in_inference_mode_can_be_updated(gather: Gather) -> None:
     """As where a checkpoint is loaded inside an evaluation."""
 
     def rank(world: World) -> None:

@@ -12,12 +12,13 @@ from torch import nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import ScheduleName
 from dearmpi.errors import ConfigError, UsageError
 from tests.mpi.oracle import Case, Training
 
 
 @pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
-def test_no_sync_after_a_synchronizing_backprop_is_refused(schedule: str) -> None:
+def test_no_sync_after_a_synchronizing_backprop_is_refused(schedule: ScheduleName) -> None:
     def rank(world: World) -> None:
         with Training(Case(schedule=schedule), world) as training:
             training.step(0)
@@ -252,7 +253,7 @@ def test_gradients_of_which_some_are_cleared_are_refused_in_the_next_backprop() 
 @pytest.mark.parametrize("from_start", [True, False])
 @pytest.mark.parametrize("schedule", ["dear", "serial"])
 def test_a_layer_that_is_unfrozen_between_two_backprops_is_refused(
-    schedule: str, from_start: bool
+    schedule: ScheduleName, from_start: bool
 ) -> None:
     """The step's collectives are under way without it, whether or not it has its own bucket."""
 

@@ -12,6 +12,7 @@ from torch import nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.cost import Costs, LinkModel
 from dearmpi.plan.layout import ParamSpec
@@ -194,7 +195,7 @@ def test_an_embedding_that_scales_its_rows_in_the_forward_is_refused(layer: Any)
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_rows_that_are_scaled_after_each_step_stay_alike(gather: str) -> None:
+def test_rows_that_are_scaled_after_each_step_stay_alike(gather: Gather) -> None:
     """As the refusal advises: the same numbers as in one process."""
 
     def trained(world: World | None) -> torch.Tensor:

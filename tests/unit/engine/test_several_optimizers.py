@@ -14,6 +14,7 @@ from torch import nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.errors import ConfigError
 from tests.mpi.models import fill
 from tests.mpi.oracle import Case, Training, batch, cut
@@ -21,7 +22,7 @@ from tests.unit.engine.same_as_alone import assert_same_as_alone
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_two_optimizers_on_halves_of_one_model(gather: str) -> None:
+def test_two_optimizers_on_halves_of_one_model(gather: Gather) -> None:
     """One backprop feeds both; each steps at a pace of its own."""
 
     def script(training: Training) -> None:
@@ -52,7 +53,9 @@ def test_two_optimizers_on_halves_of_one_model(gather: str) -> None:
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e9])
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_gradients_of_two_optimizers_are_clipped_by_one_norm(gather: str, max_norm: float) -> None:
+def test_gradients_of_two_optimizers_are_clipped_by_one_norm(
+    gather: Gather, max_norm: float
+) -> None:
     """As the guide from DDP says."""
 
     def script(training: Training) -> None:
@@ -88,7 +91,7 @@ def test_gradients_of_two_optimizers_are_clipped_by_one_norm(gather: str, max_no
 
 @pytest.mark.parametrize("who_drops", ["optimizer", "model"])
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_two_models_that_train_each_other(gather: str, who_drops: str) -> None:
+def test_two_models_that_train_each_other(gather: Gather, who_drops: str) -> None:
     """As in a GAN: backprop of one's loss leaves gradients in the other, which are dropped."""
 
     def train(world: World | None) -> list[Any]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from tests.mpi.models import fill
 
 Change = Callable[[Any], None]
@@ -113,20 +114,20 @@ def reload(optimizer: Any) -> None:
 
 @GATHERS
 @pytest.mark.parametrize("kind", [Rounding, Keeping])
-def test_other_buckets_leave_the_state_as_it_is(kind: type[Rounding], gather: str) -> None:
+def test_other_buckets_leave_the_state_as_it_is(kind: type[Rounding], gather: Gather) -> None:
     assert_as_alone(kind, fuse, gather=gather, bucket_cap_mb=0.0001)
 
 
 @GATHERS
 @pytest.mark.parametrize("kind", [Rounding, Keeping])
 def test_a_loaded_state_is_what_the_wrapped_optimizer_makes_of_it(
-    kind: type[Rounding], gather: str
+    kind: type[Rounding], gather: Gather
 ) -> None:
     assert_as_alone(kind, reload, gather=gather)
 
 
 @GATHERS
-def test_masters_go_on_beside_a_state_that_is_narrower(gather: str) -> None:
+def test_masters_go_on_beside_a_state_that_is_narrower(gather: Gather) -> None:
     """Of parameters in bf16, of which the optimizer sees copies in fp32."""
 
     def rank(world: World) -> None:
@@ -164,7 +165,7 @@ class Mixed(nn.Module):
 
 
 @GATHERS
-def test_parameters_without_masters_have_a_loaded_state_as_wide_as_they_are(gather: str) -> None:
+def test_parameters_without_masters_have_a_loaded_state_as_wide_as_they_are(gather: Gather) -> None:
     """Also beside some that have them, of which torch loads no state itself."""
     earlier = Mixed(torch.bfloat16)
     saving = torch.optim.Adam(earlier.parameters(), lr=0.1)

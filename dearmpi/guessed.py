@@ -1,0 +1,264 @@
+"""Guessed names: what Horovod, torch.distributed, mpi4py and others call things, and the name here.
+
+Each table maps names to the end of a sentence. The errors stay AttributeError and TypeError, so
+that ``hasattr`` and defaults of ``getattr`` work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from dearmpi.errors import ArgumentError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _by_name(answers: Mapping[str, str]) -> Mapping[str, str]:
+    """Each word of a key leads to that key's answer."""
+    return {name: answer for names, answer in answers.items() for name in names.split()}
+
+
+_CONNECT = "call world = dearmpi.connect()"
+_WORLD = "with world = dearmpi.connect(), it is world."
+_WRAP = (
+    "leave the model as it is and call dearmpi.DistributedOptimizer(optimizer, model), which "
+    "averages its gradients"
+)
+_COPIED = "leave it out: DistributedOptimizer copies rank 0's parameters and buffers to all ranks"
+_LOAD = (
+    "have every rank load the state, by the load_state_dict() of the optimizer or of the "
+    "DistributedOptimizer"
+)
+_MEAN = "mean(x) for an average, or all_reduce(values, op) for a sum, maximum or minimum"
+_OPERATION = 'give all_reduce the word: op="sum", "mean", "max" or "min"'
+_END = "leave it out: the job ends with its scripts"
+_MPI4PY = "from mpi4py import MPI has it, for MPI.COMM_WORLD and the main thread"
+_ONE_WORLD = (
+    "there are no groups of ranks: a DistributedOptimizer trains on all ranks of the job, so start "
+    "a job for each model"
+)
+
+PACKAGE = _by_name(
+    {
+        "init initialize init_process_group init_distributed init_distributed_context": _CONNECT,
+        "is_initialized is_available": f"{_CONNECT}, at any time: it gives the same world again",
+        "rank get_rank Get_rank process_index": f"{_WORLD}rank",
+        "size world_size get_world_size Get_size num_ranks": f"{_WORLD}size",
+        "local_rank get_local_rank": f"{_WORLD}local_rank",
+        "local_size cross_rank cross_size get_local_size": f"{_WORLD}hosts, the host of each rank",
+        "shutdown finalize destroy_process_group": _END,
+        "DistributedDataParallel DDP DataParallel data_parallel prepare wrap replicate": _WRAP,
+        "FSDP FullyShardedDataParallel fully_shard ZeroRedundancyOptimizer ZeRO": (
+            f"{_WRAP} and keeps one share of the optimizer's state on each rank"
+        ),
+        "DistributedSampler": (
+            "use torch.utils.data.DistributedSampler(data, num_replicas=world.size, "
+            "rank=world.rank)"
+        ),
+        "allreduce allreduce_ all_reduce allreduce_async allreduce_async_ grouped_allreduce "
+        "mean average reduce": f"{_WORLD}{_MEAN}",
+        "allgather all_gather gather allgather_async": (
+            f"{_WORLD}all_gather(buffer), or world.all_gather_object(x) for any object"
+        ),
+        "allgather_object all_gather_object gather_object": f"{_WORLD}all_gather_object(x)",
+        "broadcast_object broadcast_object_list bcast": f"{_WORLD}broadcast_object(x)",
+        "broadcast broadcast_ broadcast_async": (
+            f"{_WORLD}broadcast(buffer), or dearmpi.broadcast_parameters(model) for a whole model"
+        ),
+        "broadcast_model broadcast_variables sync_params": _COPIED,
+        "broadcast_optimizer_state broadcast_state": _LOAD,
+        "barrier Barrier": f"{_WORLD}barrier()",
+        "join": "write with optimizer.join(): around the loop",
+        "no_sync": "write with optimizer.no_sync(): around all backwards of a step but the last",
+        "clip_grad_norm clip_grad_norm_": "call optimizer.clip_grad_norm_(max_norm)",
+        "Compression": 'give DistributedOptimizer comm_dtype="bf16", or "fp16"',
+        "Average Sum Min Max Product Adasum ReduceOp": _OPERATION,
+        "convert_sync_batchnorm_ convert_syncbn_model SyncBatchNormalization": (
+            "call model = dearmpi.convert_sync_batchnorm(model)"
+        ),
+        "alltoall all_to_all reducescatter reduce_scatter send recv scatter": _MPI4PY,
+        "new_group process_set ProcessSet add_process_set": _ONE_WORLD,
+        "Plan": "write from dearmpi.plan.plan import Plan",
+        "read_plan load_plan": "write from dearmpi.plan.plan import read_plan",
+        "StallLimits": "write from dearmpi.comm.watchdog import StallLimits",
+        "DearError ConfigError ArgumentError TaskError LaunchError MismatchError DataError "
+        "CheckpointError NonFiniteLossError DeviceError UsageError CommError StallError "
+        "ReplicaMismatchError WireRangeError": "import it from dearmpi.errors",
+        "run launch train elastic Trainer": "start dear-train run, or a script, by mpirun",
+    }
+)
+"""Attributes of the package."""
+
+WORLD = _by_name(
+    {
+        "Get_rank get_rank process_index global_rank": "it is world.rank",
+        "Get_size get_size get_world_size world_size num_ranks num_processes": "it is world.size",
+        "get_local_rank local_process_index": "it is world.local_rank",
+        "local_size get_local_size": "it is world.hosts.count(world.host)",
+        "hostname node Get_processor_name get_host name": "it is world.host, or world.hosts",
+        "is_main_process is_main is_master is_rank_0 is_rank_zero is_global_zero": (
+            "it is world.is_root"
+        ),
+        "allreduce Allreduce allreduce_ reduce Reduce sum max min grouped_allreduce": (
+            f"call world.{_MEAN}"
+        ),
+        "average avg reduce_mean all_reduce_mean": "call world.mean(x)",
+        "bcast broadcast_obj broadcast_object_list": "call world.broadcast_object(x, root=0)",
+        "Bcast broadcast_tensor broadcast_": "call world.broadcast(buffer, root=0)",
+        "allgather gather gather_object gather_objects allgather_object all_gather_objects": (
+            "call world.all_gather_object(x)"
+        ),
+        "Allgather Gather all_gather_into_tensor all_gather_tensor": (
+            "call world.all_gather(buffer), with a buffer of world.size shards"
+        ),
+        "gather_text allgather_text all_gather_texts": "call world.all_gather_text(text)",
+        "Barrier synchronize wait wait_for_everyone sync": "call world.barrier()",
+        "Abort exit": "call world.abort(code), or raise an error",
+        "shutdown finalize Free destroy Disconnect disconnect": _END,
+        "device": 'it is torch.device("cuda", world.local_rank) where a rank has a device',
+        "print print_once": "write if world.is_root: print(...)",
+        "Split Split_type split Create_group Dup Clone new_group group subgroup": _ONE_WORLD,
+        "send recv Send Recv isend irecv Isend Irecv sendrecv Sendrecv scatter Scatter alltoall "
+        "Alltoall all_to_all reduce_scatter Reduce_scatter Scan scan py2f": _MPI4PY,
+    }
+)
+"""Attributes of a World."""
+
+OPTIMIZER = _by_name(
+    {
+        "clip_grad_norm clip_gradients clip_master_grads unscale_and_clip": (
+            "call optimizer.clip_grad_norm_(max_norm)"
+        ),
+        "skip_synchronize": (
+            "leave it out: optimizer.clip_grad_norm_(max_norm) and optimizer.step() wait for the "
+            "gradients they need"
+        ),
+        "backward": "call loss.backward()",
+        "sync reduce_gradients allreduce_gradients all_reduce_gradients finish_gradient_synchroni"
+        "zation": "leave it out: backward and step() exchange the gradients",
+        "accumulate set_backward_passes_per_step require_backward_grad_sync": (
+            "write with optimizer.no_sync(): around all backwards of a step but the last"
+        ),
+        "consolidate_state_dict full_state_dict full_optim_state_dict": (
+            "call optimizer.state_dict() on every rank, which gives the whole state"
+        ),
+        "sharded_state_dict local_state_dict": "call optimizer.local_state()",
+        "scale_gradients mul_grads": "call optimizer.scale_gradients_(factor)",
+        "rank": "it is optimizer.world.rank",
+        "size world_size": "it is optimizer.world.size",
+        "module model": "use the model that was given to DistributedOptimizer",
+        "optimizer optim inner": "use the optimizer that was given to DistributedOptimizer",
+    }
+)
+"""Attributes of a DistributedOptimizer."""
+
+_MODEL = "give the model itself: DistributedOptimizer(optimizer, model)"
+_AVERAGED = (
+    "leave it out: gradients are averaged; call optimizer.scale_gradients_(factor) before step() "
+    "for another factor"
+)
+_UNNEEDED = "leave it out: unused parameters and the order of backward need no setting"
+_INNER = "give it to the torch optimizer that DistributedOptimizer wraps"
+_SHARDED = (
+    'choose gather="parameters", which keeps one share of the optimizer\'s state on each rank, or '
+    '"gradients"'
+)
+
+SETTINGS = _by_name(
+    {
+        "named_parameters params parameters module": _MODEL,
+        "root_rank root src": _COPIED,
+        "average op average_gradients gradient_average gradient_predivide_factor prescale_factor "
+        "postscale_factor": _AVERAGED,
+        "compression fp16 bf16 amp mixed_precision reduce_dtype fp16_allreduce grad_dtype "
+        "gradient_compression wire_dtype comm_hook": (
+            'comm_dtype="bf16", or "fp16", sends half the bytes'
+        ),
+        "backward_passes_per_step gradient_accumulation_steps accumulation_steps accumulate": (
+            "write with optimizer.no_sync(): around all backwards of a step but the last"
+        ),
+        "process_group group comm communicator process_set": (
+            "leave it out: it trains on all ranks of the job; world= takes what "
+            "dearmpi.connect() returns"
+        ),
+        "device_ids output_device device device_id": (
+            "leave it out, and move the model to its device before: "
+            'model.to(f"cuda:{world.local_rank}")'
+        ),
+        "find_unused_parameters static_graph check_reduction allow_unused "
+        "skip_all_reduce_unused_params delay_all_reduce_named_params": _UNNEEDED,
+        "gradient_as_bucket_view parameters_as_bucket_view": (
+            "leave it out: gradients lie in the buckets where they can"
+        ),
+        "broadcast_buffers": 'it is buffers="broadcast" here, or "average", or "keep"',
+        "init_sync broadcast_parameters": _COPIED,
+        "bucket_size bucket_size_mb bucket_cap bucket_bytes fusion_threshold threshold "
+        "tensor_fusion_threshold bucket_bytes_cap reduce_bucket_size": (
+            "bucket_cap_mb=4 makes buckets of about 4 MiB"
+        ),
+        "num_groups groups": "bucket_cap_mb= or plan= decides which gradients travel together",
+        "sparse_as_dense": "build the embedding with sparse=False",
+        "max_norm max_grad_norm clip_grad_norm clip gradient_clip_val grad_clip": (
+            "call optimizer.clip_grad_norm_(max_norm) before step()"
+        ),
+        "sync_batchnorm sync_bn": "call dearmpi.convert_sync_batchnorm(model) before",
+        "overlap overlap_comm overlap_grad_reduce overlap_param_gather overlap_with_ddp": (
+            'schedule="dear" overlaps communication with backward and forward, "wfbp" with '
+            'backward, "serial" with nothing'
+        ),
+        "sharding_strategy zero_stage stage reshard_after_forward shard": _SHARDED,
+        "optimizer_class lr momentum weight_decay betas eps nesterov": _INNER,
+        "progress": "give it to connect: dearmpi.connect(progress=...)",
+        "stall_limits timeout": "give it to connect: dearmpi.connect(stall_limits=...)",
+    }
+)
+"""Arguments of DistributedOptimizer."""
+
+CONNECTION = _by_name(
+    {
+        "backend init_method rank world_size size comm ranks store local_rank": (
+            "leave it out: the launcher, such as mpirun -n 4, decides"
+        ),
+        "timeout": "give stall_limits=StallLimits(...), from dearmpi.comm.watchdog",
+        "mode progress_mode": 'give progress="thread" or "poll"',
+    }
+)
+"""Arguments of ``connect``."""
+
+_ROOT = _by_name({"root_rank src source from_rank": "it is root= here"})
+BROADCAST = {
+    **_ROOT,
+    **_by_name({"process_set group process_group": _ONE_WORLD}),
+    **_by_name({"params parameters named_parameters module": "give the model itself"}),
+}
+"""Arguments of ``broadcast_parameters`` and its like."""
+
+
+def answer_guess(owner: str, name: str, guesses: Mapping[str, str]) -> str | None:
+    """The sentence for ``name``, which ``owner`` does not have; None if it is in no table."""
+    answer = guesses.get(name)
+    return None if answer is None else f"{owner} has no {name}: {answer}"
+
+
+def answers_guesses(
+    owner: str, guesses: Mapping[str, str]
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a function answer guessed keywords, before Python finds others missing.
+
+    It then raises ArgumentError, which is a TypeError and a ConfigError.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name in guesses:
+                    raise ArgumentError(f"{owner} has no argument {name}: {guesses[name]}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
