@@ -17,8 +17,11 @@ FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.u
 PICKLING_METHODS = {"bcast", "gather", "allgather", "scatter", "alltoall", "allreduce", "isend"}
 
 
-# What a rank has written for processes that it starts itself, and hands to them alone.
-OWN_BYTES = {"dearmpi/train/loading.py": "torch.load without weights_only=True"}
+# What the ranks of one job, and processes that they start themselves, hand to each other alone.
+OWN_BYTES = {
+    "dearmpi/train/loading.py": "torch.load without weights_only=True",
+    "dearmpi/comm/objects.py": "pickle",  # what a script sends from one rank of its job to others
+}
 
 
 def find_dangers(source: str) -> list[str]:

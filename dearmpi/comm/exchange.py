@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dearmpi.comm.api import Collectives, ReduceOp, Request
 from dearmpi.comm.call import INLINE_BYTES, Call, meet
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.texts import decode, encode, gather_rows
+from dearmpi.comm.texts import gather_rows
 
 Result_co = TypeVar("Result_co", covariant=True)
 Values = npt.NDArray[np.float64]
@@ -47,30 +47,28 @@ def reduce_values(
     return whole
 
 
-def gather_contents(
-    collectives: Collectives, call: Call, /, *, text: str
-) -> Generator[Request, None, list[str]]:
-    """Every rank's ``text``, by rank."""
-    data = encode(text)
+def gather_bytes(
+    collectives: Collectives, call: Call, /, *, data: bytes
+) -> Generator[Request, None, list[bytes]]:
+    """Every rank's ``data``, by rank."""
     contents = yield from meet(collectives, call, data)
     lengths = [content.num_bytes for content in contents]
     if max(lengths) <= INLINE_BYTES:
-        return [decode(content.data) for content in contents]
-    rows = yield from gather_rows(collectives, data, lengths)
-    return [decode(row) for row in rows]
+        return [content.data for content in contents]
+    return (yield from gather_rows(collectives, data, lengths))
 
 
-def broadcast_text(
-    collectives: Collectives, call: Call, /, *, text: str
-) -> Generator[Request, None, str]:
-    """Rank 0's ``text``; the others' is ignored."""
-    data = encode(text) if collectives.rank == 0 else b""
-    first, *_ = yield from meet(collectives, call, data)
-    if first.num_bytes <= INLINE_BYTES:
-        return decode(first.data)
-    buffer = HostBuffer(np.frombuffer(data.ljust(first.num_bytes, b"\0"), np.uint8).copy())
-    yield collectives.start_broadcast(buffer, 0)
-    return decode(buffer.array.tobytes())
+def broadcast_bytes(
+    collectives: Collectives, call: Call, /, *, data: bytes, root: int
+) -> Generator[Request, None, bytes]:
+    """The ``data`` of ``root``; the others' is ignored."""
+    own = data if collectives.rank == root else b""
+    sent = (yield from meet(collectives, call, own))[root]
+    if sent.num_bytes <= INLINE_BYTES:
+        return sent.data
+    buffer = HostBuffer(np.frombuffer(own.ljust(sent.num_bytes, b"\0"), np.uint8).copy())
+    yield collectives.start_broadcast(buffer, root)
+    return buffer.array.tobytes()
 
 
 def run_alike(

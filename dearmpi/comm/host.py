@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from dearmpi.errors import ConfigError
+
+
+def plain_numbers(values: Any) -> Any:
+    """A float, or lists of floats, of numbers and tensors.
+
+    Tensors may need gradients or lie on a device. Raises ConfigError for what is no number.
+    """
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    if hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping):
+        return [plain_numbers(value) for value in values]
+    try:
+        return float(values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a value is of type {type(values).__name__}, and not a number; give numbers, or call "
+            "all_gather_object(x) for any object"
+        ) from error
+
+
+def flat_numbers(values: Any) -> npt.NDArray[np.float64]:
+    """``values``, or a number by itself, in one dimension. Raises ConfigError for others."""
+    numbers = plain_numbers(values)
+    try:
+        array = np.atleast_1d(np.array(numbers, dtype=np.float64))
+    except ValueError as error:
+        raise ConfigError(
+            "values are lists of unequal lengths; give them as one flat list"
+        ) from error
+    if array.ndim > 1:
+        raise ConfigError(f"values have the shape {array.shape}; give them as one flat list")
+    return array
 
 
 class HostBuffer:

@@ -10,6 +10,11 @@ from dearmpi.errors import ConfigError
 
 def check_contiguous(operation: str, buffer: Buffer) -> None:
     """Raise ConfigError unless the elements of ``buffer`` lie side by side."""
+    if not hasattr(buffer, "is_contiguous"):
+        raise ConfigError(
+            f"{operation} of an object of type {type(buffer).__name__}, which is no tensor; call "
+            "broadcast_object(x) or all_gather_object(x) for any object"
+        )
     if not buffer.is_contiguous():
         raise ConfigError(
             f"{operation} of {buffer.numel()} elements that do not lie side by side in memory; "

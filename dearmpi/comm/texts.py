@@ -1,4 +1,4 @@
-"""Texts that ranks tell each other, as steps of a ``Chain`` whose result is what was told."""
+"""Texts and bytes that ranks tell each other, as steps of a ``Chain`` that returns them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar, NoReturn, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    SupportsFloat,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 import numpy as np
 
@@ -22,22 +32,26 @@ from dearmpi.comm.channel import Channel
 from dearmpi.comm.ending import abort_on_exception, leave, limit_end
 from dearmpi.comm.exchange import (
     Steps,
-    broadcast_text,
+    broadcast_bytes,
     duplicate,
-    gather_contents,
+    gather_bytes,
     reduce_values,
     run_alike,
 )
-from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.host import HostBuffer, flat_numbers, plain_numbers
 from dearmpi.comm.launch import announced_size, check_launch, limit_start
+from dearmpi.comm.objects import pack, unpack
 from dearmpi.comm.progress import Progress
 from dearmpi.comm.shard import check_contiguous, check_shards
+from dearmpi.comm.texts import decode, encode
 from dearmpi.comm.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import CommError, ConfigError, DearError, LaunchError, MismatchError
+from dearmpi.guessed import CONNECTION, WORLD, answer_guess, answers_guesses
 
 Carry = Callable[[Collectives], Collectives]
 Result = TypeVar("Result")
+ValueOp = ReduceOp | Literal["mean"]
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 
 
@@ -68,7 +82,7 @@ class World:
         self.size = collectives.size
         self.hosts = collectives.hosts
         self.host = self.hosts[self.rank]
-        self.progress = Progress(progress, origin=f"rank {self.rank} on {self.host}")
+        self.progress = Progress(progress, origin=self._origin)
         self._collectives = collectives
         self._channel = Channel(
             collectives, self.progress.open_lane("control", window=1), self.progress
@@ -85,6 +99,18 @@ class World:
         # Of its own: no exchange of a rank that goes on may take part in it.
         self._farewell = self.open_channel("farewell", window=1)
         self.local_rank = self.hosts[: self.rank].count(self.host)
+
+    if not TYPE_CHECKING:  # which would take any name for one that there is
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError for a name that it lacks; others' names lead to those here."""
+            told = answer_guess("World", name, WORLD)
+            if told is not None:
+                raise AttributeError(told)
+            self.__getattribute__(name)  # raises as if this method were not there
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, host={self.host!r})"
 
     @property
     def is_root(self) -> bool:
@@ -126,34 +152,73 @@ class World:
             self._shared[name] = self.open_channel(name, window=1)
         return self._shared[name]
 
-    def all_reduce(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
+    def all_reduce(
+        self, values: Sequence[SupportsFloat] | SupportsFloat, op: ValueOp = "sum"
+    ) -> list[float]:
         """Reduce each value over the ranks, which must all have as many.
 
-        A number by itself counts as a list of one.
+        values: numbers, or a tensor of one dimension. A number by itself counts as a list of one.
+        op: ``sum``, ``max``, ``min`` or ``mean``.
         """
-        check_choice("op", op, get_args(ReduceOp))
-        array = np.atleast_1d(np.array(values, dtype=np.float64))
-        if array.ndim > 1:
-            raise ConfigError(f"values have the shape {array.shape}; give them as one flat list")
+        check_choice("op", op, (*get_args(ReduceOp), "mean"))
+        array = flat_numbers(values)
         with self.named_call("world.all_reduce()"):
             operation = f"{op} of {len(array)} {'value' if len(array) == 1 else 'values'}"
-            reduced = self._exchange(operation, partial(reduce_values, values=array, op=op))
-        return [float(value) for value in reduced]
+            own = "sum" if op == "mean" else op
+            reduced = self._exchange(operation, partial(reduce_values, values=array, op=own))
+        share = self.size if op == "mean" else 1
+        return [float(value) / share for value in reduced]
+
+    @overload
+    def mean(self, values: SupportsFloat) -> float: ...
+    @overload
+    def mean(self, values: Sequence[SupportsFloat]) -> list[float]: ...
+    def mean(self, values: Any) -> list[float] | float:
+        """The average over the ranks: of a number, such as a loss, or of each number of a list."""
+        numbers = plain_numbers(values)
+        with self.named_call("world.mean()"):
+            averages = self.all_reduce(numbers, "mean")
+        return averages if isinstance(numbers, list) else averages[0]
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
         with self.named_call("world.all_gather_text()"):
-            return self._exchange("all-gather of texts", partial(gather_contents, text=text))
+            steps = partial(gather_bytes, data=encode(text))
+            return [decode(data) for data in self._exchange("all-gather of texts", steps)]
 
     def broadcast_text(self, text: str | None) -> str:
         """Rank 0's text on every rank; the others' is ignored."""
         with self.named_call("world.broadcast_text()"):
-            return self._exchange("broadcast of a text", partial(broadcast_text, text=text or ""))
+            steps = partial(broadcast_bytes, data=encode(text or ""), root=0)
+            return decode(self._exchange("broadcast of a text", steps))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's object, pickled on its way, by rank.
+
+        Raises ConfigError on every rank if one cannot be pickled, or if all together, each as
+        large as the largest, exceed 2 GiB.
+        """
+        packed = pack(value, copies=self.size, origin=self._origin)
+        with self.named_call("world.all_gather_object()"):
+            sent = self._exchange("all-gather of objects", partial(gather_bytes, data=packed))
+        return unpack(sent, reader=self._origin)
+
+    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+        """The object of ``root``, pickled on its way, on every rank; the others' is ignored.
+
+        Raises ConfigError on every rank if it cannot be pickled, or exceeds 2 GiB.
+        """
+        self._check_root(root)
+        own = value if self.rank == root else None
+        packed = pack(own, copies=1, origin=self._origin)
+        with self.named_call("world.broadcast_object()"):
+            steps = partial(broadcast_bytes, data=packed, root=root)
+            sent = self._exchange(f"broadcast of an object from rank {root}", steps)
+        return unpack([sent], reader=self._origin)[0]
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> None:
         """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
-        if not 0 <= root < self.size:
-            raise ConfigError(f"root is rank {root}, but the world size is {self.size}")
+        self._check_root(root)
         check_contiguous("broadcast", buffer)
         with self.named_call("world.broadcast()"):
             self._exchange(
@@ -221,6 +286,14 @@ class World:
         """A step begins, which the parameters after it wait for on all ranks."""
         self._watchdog.begin_step()
 
+    @property
+    def _origin(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root is rank {root}, but the world size is {self.size}")
+
     def _exchange(self, operation: str, steps: Steps[Result]) -> Result:
         """The result of ``steps``. Raises MismatchError if ranks are in different calls, on all
         of them, with nothing under way.
@@ -275,6 +348,7 @@ class _Process:
     progress: ClassVar[ProgressMode] = "thread"  # as asked for; the world's own may be "poll"
 
 
+@answers_guesses("connect", CONNECTION)
 def connect(
     progress: ProgressMode | None = None, *, stall_limits: StallLimits | None = None
 ) -> World:

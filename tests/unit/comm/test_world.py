@@ -83,8 +83,8 @@ def test_an_unknown_reduction_is_refused_before_it_is_begun() -> None:
     """One that fails on the thread that drives progress would end everything."""
 
     def reduce(world: World) -> list[float]:
-        with pytest.raises(ConfigError, match="op is 'mean'; choose one of sum, max, min"):
-            world.all_reduce([1.0], "mean")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="op is 'avg'; choose one of sum, max, min, mean"):
+            world.all_reduce([1.0], "avg")  # type: ignore[arg-type]
         return world.all_reduce([1.0])
 
     assert run_ranks(2, reduce) == [[2.0]] * 2
