@@ -8,6 +8,7 @@ DearError
 ├── MismatchError        ranks differ in code, arguments, model or plan
 ├── DataError            training data is missing, empty or unreadable
 ├── CheckpointError      a checkpoint is damaged, or belongs to another model
+├── MeasurementError     times were measured by which nothing can be decided
 ├── NonFiniteLossError   loss, gradient or parameter is NaN or infinite
 ├── DeviceError          a device or its host has no memory left for what a rank needs
 ├── UsageError           the engine was called in an order that has no meaning
@@ -64,6 +65,10 @@ class CheckpointError(DearError):
     """A checkpoint cannot be read, or does not fit this run."""
 
     exit_code = 6
+
+
+class MeasurementError(DearError):
+    """Measured times contradict each other so much that nothing can be decided by them."""
 
 
 class NonFiniteLossError(DearError):

@@ -12,7 +12,7 @@ from dearmpi.cli.console import Console
 from dearmpi.cli.engine_option import engine_option
 from dearmpi.cli.measurement import OUT, check_place, measure_together, write
 from dearmpi.config import ReduceScatter
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, MeasurementError
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 NO_TIME_PER_BYTE = "no time per byte was seen: calibrate for longer with --seconds"
 _WARM_UP_S = 2.0
-_LARGEST_ERROR = 0.2  # of a fit; on a quiet machine it is a few hundredths
 _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone ms")
 
 
@@ -43,6 +42,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
       mpirun -n 4 dear-train calibrate --out link.json
 
     A plan and `dear-train simulate` take the file. Both carry it over to other numbers of ranks.
+    Ends with 1 where no plan can be made of the times, as `dear-train plan` does then.
     """
 
     def measure(world: World, console: Console) -> int:
@@ -69,7 +69,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
         )
         write(world, console, out, result.to_json())
         console.say(*describe_calibration(result))
-        return 0
+        return 0 if result.flaw is None else MeasurementError.exit_code
 
     return measure_together(measure)
 
@@ -93,12 +93,7 @@ def describe_calibration(result: Calibration) -> list[str]:
     ]
     for name, _, fit in halves:
         lines.append(f"{name}: {_describe_fit(fit, result.world_size)}")
-    if any(fit.relative_error > _LARGEST_ERROR for fit in result.fits):
-        lines.append(
-            "a plan cannot be made of times that a line fits so badly: something else has used the "
-            "machine or the network meanwhile; measure again"
-        )
-    return lines
+    return lines if result.flaw is None else [*lines, result.flaw]
 
 
 def _describe_fit(fit: LinkFit, world_size: int) -> str:

@@ -17,10 +17,17 @@ def checkpoint() -> None:
 @checkpoint.command()
 @click.argument("path", type=click.Path(path_type=Path))
 def show(path: Path) -> None:
-    """Describe the checkpoint at PATH, or the latest of the run folder PATH, and verify it."""
-    from dearmpi.train.checkpoint.inspection import describe
+    """Describe the checkpoint at PATH, or the latest of the run folder PATH, and verify it.
 
-    Console(speaks=True, needed=True).say_all(describe(path))
+    Of a folder of runs, such as `runs`, list the runs and the newest checkpoint of each.
+    """
+    from dearmpi.bench.table import align
+    from dearmpi.train.checkpoint.inspection import describe, describe_runs
+
+    rows = describe_runs(path)
+    table = align([row[:-1] for row in rows])
+    lines = [f"{line}  {row[-1]}".rstrip() for line, row in zip(table, rows, strict=True)]
+    Console(speaks=True, needed=True).say_all(lines or describe(path))
 
 
 @checkpoint.command()

@@ -14,7 +14,7 @@ from dearmpi.cli.engine_option import engine_option
 from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype, Gather
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, MeasurementError
 from dearmpi.report.unit import count_text
 from dearmpi.version import describe_other_version
 
@@ -112,6 +112,8 @@ def plan(
     console = Console(speaks=True, needed=True)
     profile = read_profile(profile_path)
     calibration = read_calibration(calibration_path)
+    if calibration.flaw is not None:
+        raise MeasurementError(f"{calibration_path}: {calibration.flaw}")
     costs = _costs(calibration, world_size)
     _check_samples(profile_path, profile, costs.world_size, samples_per_rank)
     costs = costs.sent_as(comm_dtype, profile.workload.params())

@@ -195,6 +195,7 @@ def _read_network(text: str, *, between_nodes: bool) -> Network:
         )
     source = [f"measured with {calibration.world_size} ranks, {calibration.library}"]
     source += describe_other_version("it", calibration.version)
+    source += [] if calibration.flaw is None else [calibration.flaw]
     return Network(Path(text).name, calibration.costs, "; ".join(source))
 
 

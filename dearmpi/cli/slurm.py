@@ -18,6 +18,7 @@ from dearmpi.engine.settings import check_plan
 from dearmpi.errors import ConfigError, LaunchError
 from dearmpi.train.settings import RunSettings
 from dearmpi.train.sources import Source, merge
+from dearmpi.train.task_name import check_task_name
 
 _COUNT = click.IntRange(min=1)
 
@@ -104,9 +105,19 @@ def _check_arguments(arguments: tuple[str, ...], folder: Path) -> Iterator[str]:
     config = given.pop("config")
     check_config(config)
     sources = read_sources(given, os.environ, None)
+    _check_task(sources)
     if config is None:  # it may give more, and need not be here yet
         _check_combination(merge(sources))
     return _missing_files(config, sources, folder)
+
+
+def _check_task(sources: Sequence[Source]) -> None:
+    """Raise TaskError for a task that there is not; of one's own, the node may have the module."""
+    for source in sources:
+        task = source.values.get("task")
+        if task is not None:
+            check_task_name(task)
+            return  # those that follow are overruled
 
 
 def _missing_files(config: str | None, sources: Sequence[Source], folder: Path) -> Iterator[str]:

@@ -18,6 +18,7 @@ from dearmpi.plan.fields import Fields, read_fields, read_text
 from dearmpi.version import __version__
 
 FORMAT = 1
+_LARGEST_ERROR = 0.2  # of a fit; on a quiet machine it is a few hundredths
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,18 @@ class Calibration:
     def fits(self) -> tuple[LinkFit, LinkFit]:
         """Of the reduce-scatter, and of the all-gather."""
         return fit_sizes(self.reduce_scatter), fit_sizes(self.all_gather)
+
+    @property
+    def flaw(self) -> str | None:
+        """Why no plan can be made of these times; None if one can."""
+        largest = max(fit.relative_error for fit in self.fits)
+        if largest <= _LARGEST_ERROR:
+            return None
+        return (
+            f"a plan cannot be made of times that a line fits so badly (+-{largest:.0%}, at most "
+            f"{_LARGEST_ERROR:.0%}): something else has used the machine or the network meanwhile; "
+            "wait until it is idle, or give more --seconds, and measure again"
+        )
 
     @property
     def costs(self) -> Costs:

@@ -19,9 +19,10 @@ def test_rank_0_tells_and_writes_costs(
     world: World, shared_tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = shared_tmp_path / "link.json"
-    assert main(["calibrate", "--seconds", "0.05", "--out", str(path)]) == 0
+    code = main(["calibrate", "--seconds", "0.05", "--out", str(path)])
     world.barrier()
     result = read_calibration(path)
+    assert code == (0 if result.flaw is None else 1)  # as the machine was busy meanwhile
     assert result.world_size == world.size
     assert result.hosts == world.hosts and result.library
     text = capfd.readouterr().out

@@ -17,7 +17,7 @@ from dearmpi.train import durable
 from dearmpi.train.checkpoint import tensor_file
 from dearmpi.train.checkpoint.manifest import short
 from dearmpi.train.checkpoint.store import load, verify
-from dearmpi.train.checkpoint.survey import resolve
+from dearmpi.train.checkpoint.survey import list_checkpoints, list_runs, resolve, survey
 
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pt", ".pth")
@@ -44,6 +44,29 @@ def describe(path: Path) -> list[str]:
     for name, file in record.files.items():
         lines.append(f"{name}: {file.bytes} bytes, SHA-256 {short(file.sha256)} verified")
     return lines
+
+
+def describe_runs(folder: Path) -> list[tuple[str, ...]]:
+    """Rows for the runs in ``folder``, with a header; none if it holds no runs, or is one.
+
+    Each tells the step and the time of writing of the checkpoint to resume from, how many complete
+    ones there are, and what is wrong. Checksums are not verified.
+    """
+    rows = [_describe_run(run) for run in list_runs(folder)]
+    return [("run", "step", "written", "checkpoints", "remarks"), *rows] if rows else []
+
+
+def _describe_run(run: Path) -> tuple[str, ...]:
+    try:
+        complete, _ = list_checkpoints(run / "checkpoints")
+        found = survey(run)
+    except CheckpointError as error:
+        return (run.name, "-", "-", "-", str(error))
+    remarks = "; ".join(found.passed_over)
+    if found.latest is None:
+        return (run.name, "-", "-", "0", remarks or "no checkpoint yet")
+    record = complete[found.latest]
+    return (run.name, str(record.step), record.written, str(len(complete)), remarks)
 
 
 def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from dearmpi.errors import CheckpointError
 from dearmpi.train import durable
 from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import Manifest
-from dearmpi.train.presence import is_folder, is_there
+from dearmpi.train.presence import is_folder, is_there, mode_of
 
 # A checkpoint that is being replaced by one of the same step is complete until that one is.
 FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_MOST_NAMES = 24  # in an error
 REPLACED = ".replaced"
 WRITING = ".writing-"
 REMOVING = ".removing-"
@@ -100,11 +102,35 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(f"{path} is no folder; give a checkpoint or a run folder")
     if is_there(path / manifest.FILE_NAME, CheckpointError) or FOLDER_NAME.fullmatch(path.name):
         return path
-    found = survey(path)
+    is_inside = path.name == "checkpoints" and not is_there(path / "checkpoints", CheckpointError)
+    found = survey(path.parent if is_inside else path)
     if found.latest is None:
         reasons = "; ".join(found.passed_over) or "there are none in it"
+        runs = [run.name for run in list_runs(path)]
+        if runs:
+            more = ", ..." if len(runs) > _MOST_NAMES else ""
+            reasons = f"it is a folder of runs; give one of {', '.join(runs[:_MOST_NAMES])}{more}"
         raise CheckpointError(f"{path} holds no complete checkpoint: {reasons}")
     return found.latest
+
+
+def list_runs(folder: Path) -> list[Path]:
+    """The run folders in ``folder``, by name, and those that may not be looked at; none if it is a
+    run itself, or no folder. Raises CheckpointError where that cannot be told.
+    """
+    if not is_folder(folder, CheckpointError) or is_there(folder / "checkpoints", CheckpointError):
+        return []
+    try:
+        return sorted(path for path in folder.iterdir() if _may_be_run(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot list {folder}: {error.strerror}") from error
+
+
+def _may_be_run(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(mode_of(path / "checkpoints"))
+    except OSError:
+        return True
 
 
 def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:

@@ -49,8 +49,6 @@ def build_custom(name: str, options: Mapping[str, str]) -> Task:
     never looks at. An error of dearmpi's own that the function raises is passed on.
     """
     place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise TaskError(f"task {name!r} names no function; write {name.strip(':')}:FUNCTION")
     with _explained(f"task {name!r}: its place cannot be read"):
         path = _file_of(place)
     with _importable(Path.cwd() if path is None else path.parent):

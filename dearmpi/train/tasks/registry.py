@@ -7,22 +7,21 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from dearmpi.config import known_names
 from dearmpi.errors import CheckpointError, DataError, TaskError
 from dearmpi.train.checkpoint.part import check_storable
 from dearmpi.train.task import Task
+from dearmpi.train.task_name import SYNTHETIC, check_task_name
 from dearmpi.train.tasks.bytes_lm import build_bytes_lm
 from dearmpi.train.tasks.custom import build_custom, stay_importable
 from dearmpi.train.tasks.digits import build_digits
 from dearmpi.train.tasks.images import build_images
-from dearmpi.train.tasks.synthetic import PREFIX, build_synthetic
+from dearmpi.train.tasks.synthetic import build_synthetic
 
 _BUILDERS: Mapping[str, Callable[[Mapping[str, str]], Task]] = {
     "bytes-lm": build_bytes_lm,
     "digits": build_digits,
     "images": build_images,
 }
-TASK_FORMS = (*_BUILDERS, f"{PREFIX}:NAME", "package.module:function", "path/to/file.py:function")
 
 
 def build_task(name: str, options: Mapping[str, str]) -> Task:
@@ -31,22 +30,21 @@ def build_task(name: str, options: Mapping[str, str]) -> Task:
     Raises TaskError for an unknown task or option, or a task that cannot be trained, and
     DataError for data that is missing, empty or unreadable.
     """
-    kind, colon, rest = name.partition(":")
+    kind, _, rest = name.partition(":")
     if name in _BUILDERS:
         task = _BUILDERS[name](options)
-    elif kind == PREFIX:
+    elif kind == SYNTHETIC:
         task = build_synthetic(rest, options)
-    elif colon or name.endswith(".py"):
-        task = build_custom(name, options)
     else:
-        raise TaskError(f"there is no task {name!r}{known_names(name, TASK_FORMS)}")
+        check_task_name(name)
+        task = build_custom(name, options)
     _check(task, name)
     return task
 
 
 def prepare_to_load(name: str) -> None:
     """Let samples of the task ``name`` be unpickled in a process that did not build it."""
-    if name not in _BUILDERS and name.partition(":")[0] != PREFIX:
+    if name not in _BUILDERS and name.partition(":")[0] != SYNTHETIC:
         stay_importable(name)
 
 

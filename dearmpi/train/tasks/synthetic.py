@@ -9,21 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.config import known_names
-from dearmpi.errors import TaskError
 from dearmpi.train.task import Samples, Task
+from dearmpi.train.task_name import SYNTHETIC, check_task_name
 from dearmpi.train.tasks.classify import classification_loss
 from dearmpi.train.tasks.extras import import_extra
 from dearmpi.train.tasks.options import check_at_least, read_options
 from dearmpi.train.tasks.vision import ImageShape, build_vision_model
 
-PREFIX = "synthetic"
 NUM_IMAGE_CLASSES = 1000
 NUM_DISTINCT = 32
 
 # Hidden size, layers, heads, as published (Devlin et al., arXiv 1810.04805).
 _BERT_SIZES = {"bert-base": (768, 12, 12), "bert-large": (1024, 24, 16)}
-_LIBRARIES = ("torchvision", "timm", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,8 @@ class ImageOptions:
     image_size: int = 224
 
     def __post_init__(self) -> None:
-        check_at_least(PREFIX, "samples", self.samples, 1)
-        check_at_least(PREFIX, "image_size", self.image_size, 8)
+        check_at_least(SYNTHETIC, "samples", self.samples, 1)
+        check_at_least(SYNTHETIC, "image_size", self.image_size, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,8 @@ class TextOptions:
     seq_len: int = 64
 
     def __post_init__(self) -> None:
-        check_at_least(PREFIX, "samples", self.samples, 1)
-        check_at_least(PREFIX, "seq_len", self.seq_len, 2)
+        check_at_least(SYNTHETIC, "samples", self.samples, 1)
+        check_at_least(SYNTHETIC, "seq_len", self.seq_len, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +67,16 @@ def build_synthetic(name: str, options: Mapping[str, str]) -> Task:
 
     Raises TaskError for an unknown name or option, and for a library that is not installed.
     """
+    check_task_name(f"{SYNTHETIC}:{name}")
     if name in _BERT_SIZES:
         return _build_bert(name, options)
     if name == "resnet50":
         return _build_images(name, "transformers:resnet", options)
-    if name.partition(":")[0] in _LIBRARIES:
-        return _build_images(name, name, options)
-    known = [*_BERT_SIZES, "resnet50", *(f"{library}:NAME" for library in _LIBRARIES)]
-    raise TaskError(f"there is no task {PREFIX}:{name}{known_names(name, known)}")
+    return _build_images(name, name, options)
 
 
 def _build_images(name: str, model_name: str, options: Mapping[str, str]) -> Task:
-    task = f"{PREFIX}:{name}"
+    task = f"{SYNTHETIC}:{name}"
     chosen = read_options(ImageOptions, options, task=task)
     shape = ImageShape(size=chosen.image_size, num_classes=NUM_IMAGE_CLASSES)
     model = build_vision_model(model_name, shape, needed_by=f"task {task}")
@@ -94,7 +89,7 @@ def _build_images(name: str, model_name: str, options: Mapping[str, str]) -> Tas
 
 
 def _build_bert(name: str, options: Mapping[str, str]) -> Task:
-    task = f"{PREFIX}:{name}"
+    task = f"{SYNTHETIC}:{name}"
     chosen = read_options(TextOptions, options, task=task)
     transformers = import_extra(
         "transformers", library="transformers", extra="transformers", needed_by=f"task {task}"

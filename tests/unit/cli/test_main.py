@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,39 @@ def test_a_checkpoint_is_shown_and_exported(
     for more, code in (([], 0), ([], 2), (["--overwrite"], 0)):
         assert main(["checkpoint", "export", str(tmp_path), str(out), *more]) == code
     assert f"wrote {out}" in capsys.readouterr().out
+
+
+def test_a_folder_of_runs_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "runs"
+    for name, steps in (("one", (7, 40)), ("broken", (3,)), ("two", (5,))):
+        for step in steps:
+            checkpoint.save(runs / name, Snapshot(step, {"w": torch.ones(2)}, {}, [], {}))
+    (runs / "begun" / "checkpoints").mkdir(parents=True)
+    (runs / "notes").mkdir()
+    manifest = next((runs / "broken" / "checkpoints").rglob("manifest.json"))
+    manifest.write_text("{")
+    assert main(["checkpoint", "show", str(runs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "step", "written", "checkpoints", "remarks"]
+    cells = {line.split()[0]: line.split() for line in lines[1:]}
+    assert list(cells) == ["begun", "broken", "one", "two"]
+    assert cells["one"][1] == "40" and cells["one"][3] == "2" and cells["two"][1] == "5"
+    written = datetime.datetime.fromisoformat(cells["one"][2])
+    assert abs(written - datetime.datetime.now(datetime.UTC)) < datetime.timedelta(hours=1)
+    assert cells["begun"][1:] == ["-", "-", "0", "no", "checkpoint", "yet"]
+    assert str(manifest) in " ".join(cells["broken"])
+
+
+def test_a_folder_of_runs_is_none_to_export_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        checkpoint.save(tmp_path / name, Snapshot(7, {"w": torch.ones(2)}, {}, [], {}))
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "model.pt")]) == 6
+    assert "it is a folder of runs; give one of one, two" in capsys.readouterr().err
+    inside = str(tmp_path / "one" / "checkpoints")
+    assert main(["checkpoint", "show", inside]) == 0
+    assert "step 7" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_is_none_is_told_without_a_traceback(

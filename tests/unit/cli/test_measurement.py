@@ -11,9 +11,12 @@ from dearmpi.cli.calibrate import describe_calibration
 from dearmpi.cli.main import main
 from dearmpi.cli.measurement import check_writable, write_file
 from dearmpi.cli.profile import describe_profile
+from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.plan.profile import profile_workload, read_profile
 from dearmpi.plan.workload import read_workload
+from dearmpi.tune import calibrate as tuning
 from dearmpi.tune.calibration import Calibration, SizeTimes
 
 TASK = """
@@ -176,6 +179,37 @@ def test_times_that_no_line_fits_are_told_not_to_be_planned_with() -> None:
     samples = tuple(SizeTimes(2 ** (16 + i), time, 1.5 * time) for i, time in enumerate(times))
     lines = describe_calibration(Calibration(("a", "b"), "MPICH 5", "ring", samples, samples))
     assert lines[-1].startswith("a plan cannot be made") and lines[-1].endswith("measure again")
+
+
+def test_a_calibration_that_no_plan_can_be_made_of_ends_with_the_code_of_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One truth for both: ``plan`` refuses the file that ``calibrate`` has told of, and written."""
+    times = (5e-3, 1e-3, 30e-3, 4e-3)
+    samples = tuple(SizeTimes(2 ** (16 + i), time, 1.5 * time) for i, time in enumerate(times))
+    profile = profile_workload(read_workload("equal:24:6"), feed_forward_s=0.1, backprop_s=0.2)
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    link = tmp_path / "link.json"
+
+    def measure(noisy: bool) -> int:
+        measured = samples if noisy else samples[1::2]  # a line goes through two
+        result = Calibration(("a", "b"), "MPICH 5", "ring", measured, measured)
+        monkeypatch.setattr(tuning, "calibrate", lambda *_, **__: result)
+        world = World(AloneCollectives(), progress="poll")
+        world.size = 2  # one rank alone is refused
+        monkeypatch.setattr("dearmpi.comm.world.connect", lambda *_, **__: world)
+        return main(["calibrate", "--out", str(link)])
+
+    given = ["--profile", str(tmp_path / "profile.json"), "--samples-per-rank", "32"]
+    for noisy, code in ((True, 1), (False, 0)):
+        assert measure(noisy) == code
+        told = capsys.readouterr()
+        assert ("a plan cannot be made of times" in told.out) == noisy
+        assert main(["plan", *given, "--calibration", str(link)]) == code
+        told = capsys.readouterr()
+        assert (f"{link}: a plan cannot be made of times" in told.err) == noisy
+        assert main(["simulate", "--network", str(link), *given[:2], "--method", "dear"]) == 0
+        assert ("a plan cannot be made of times" in capsys.readouterr().out) == noisy
 
 
 def test_a_link_whose_bytes_took_no_time_is_told() -> None:

@@ -179,6 +179,34 @@ def test_settings_that_exclude_each_other_are_refused_before_a_job_waits_for_the
 
 
 @pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        ("digitz", "there is no task 'digitz'; did you mean 'digits'?"),
+        ("synthetic:bert-bas", "no task synthetic:bert-bas; did you mean 'bert-base'?"),
+        ("mine.py", "task 'mine.py' names no function; write mine.py:FUNCTION"),
+    ],
+)
+def test_a_task_that_there_is_not_is_refused_as_run_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, task: str, told: str
+) -> None:
+    for arguments in (["slurm", "--"], ["slurm", "--submit", "--"], ["run"]):
+        assert main([*arguments, "--task", task]) == 2
+        printed = capsys.readouterr()
+        assert told in printed.err and printed.out == ""
+    assert main(["slurm", "--", "--task", task, "--config", "elsewhere.yaml"]) == 2
+    monkeypatch.setenv("DEAR_TRAIN_TASK", task)
+    assert main(["slurm"]) == 2
+    assert render(capsys, "--", "--task", "digits")  # which overrules it
+
+
+@pytest.mark.parametrize(
+    "task", ["bytes-lm", "synthetic:resnet50", "synthetic:timm:any", "package.of_the_node:make"]
+)
+def test_a_task_that_may_be_there_is_taken(capsys: pytest.CaptureFixture[str], task: str) -> None:
+    assert f"--task {task}" in render(capsys, "--", "--task", task)
+
+
+@pytest.mark.parametrize(
     ("flag", "value", "file"),
     [
         ("--config", "sub/run.yaml", "sub/run.yaml"),

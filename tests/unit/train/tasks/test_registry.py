@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import DataError, TaskError
+from dearmpi.train import task_name
 from dearmpi.train.task import Task
 from dearmpi.train.tasks import build_task, registry
 
@@ -35,6 +36,10 @@ def test_an_unknown_task_gets_the_nearest_and_all_known(name: str) -> None:
         build_task(name, {})
     assert all(form in str(raised.value) for form in ("digits", "images", "synthetic:NAME"))
     assert "path/to/file.py:function" in str(raised.value)
+
+
+def test_names_are_told_without_their_builders() -> None:
+    assert set(task_name.BUILT_IN) == set(registry._BUILDERS)
 
 
 def test_known_names_reach_their_builders() -> None:
