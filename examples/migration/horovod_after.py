@@ -23,7 +23,7 @@ def main() -> None:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
 
-    mean = world.all_reduce([loss.item()])[0] / size
+    mean = world.mean(loss)
     if rank == 0:
         print(f"mean loss {mean:.5f}")
 
