@@ -27,6 +27,7 @@ from dearmpi.engine.handover import Handover
 from dearmpi.engine.local_state import LocalState
 from dearmpi.engine.options import describe_options
 from dearmpi.engine.spans import Spans
+from dearmpi.engine.unserved import refuse_lazy
 from dearmpi.errors import ConfigError
 from dearmpi.plan.layout import BucketLayout
 from dearmpi.plan.plan import Plan
@@ -103,6 +104,7 @@ class Attachment:
         Raises ConfigError, with nothing added, if they are not in the model, belong to another
         DistributedOptimizer or cannot be served.
         """
+        refuse_lazy(self._model)
         self._optimizer.add_param_group(param_group)
         in_use = self.assembly.blueprint
         try:

@@ -21,12 +21,13 @@ from dearmpi.engine.master import is_half
 from dearmpi.engine.probe import require_half, require_host
 from dearmpi.engine.unserved import (
     refuse_alone_in_their_group,
-    refuse_data_parallel,
     refuse_layouts,
+    refuse_lazy,
     refuse_renormed,
     refuse_unaveraged,
 )
 from dearmpi.engine.update import is_patched
+from dearmpi.engine.wrappers import refuse_wrappers
 from dearmpi.errors import ConfigError
 from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.layout import BucketLayout, build_layout
@@ -63,8 +64,8 @@ class Blueprint:
 
 def check_arguments(optimizer: object, model: object, plan: object) -> None:
     """Raise ConfigError unless they are an optimizer and a model, in this order, and ``plan`` is
-    not one that is to be made for a compiled model; scripts cannot be trained, nor steps be taken
-    that a script has put on the instance.
+    not one that is to be made for a compiled model; scripts cannot be trained, nor parameters that
+    have no shape yet, nor steps be taken that a script has put on the instance.
     """
     kinds = (("optimizer", optimizer, Optimizer), ("model", model, nn.Module))
     for name, given, wanted in kinds:
@@ -77,6 +78,7 @@ def check_arguments(optimizer: object, model: object, plan: object) -> None:
     assert isinstance(optimizer, Optimizer) and isinstance(model, nn.Module)
     _refuse_patched(optimizer)
     _refuse_scripts(optimizer, model)
+    refuse_lazy(model)
     if plan == "auto":
         refuse_compiled(model)
 
@@ -146,8 +148,8 @@ def lay_out(
         refuse_renormed(names, model)
         refuse_alone_in_their_group(model)
     if config.has_buckets(world_size):
+        refuse_wrappers(model)
         refuse_layouts(names)
-        refuse_data_parallel(model)
         check_apart(names, model)
         if config.gather == "parameters":
             check_private(names)
@@ -186,6 +188,7 @@ def _name(
     names = {param: name for name, param in model.named_parameters() if param in wanted}
     strangers = [tuple(param.shape) for param in wanted if param not in names]
     if strangers:
+        refuse_wrappers(model)  # which may have put others in their place
         raise ConfigError(
             f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
             f"{strangers[:3]}; pass the model that the optimizer was made for (several modules: "

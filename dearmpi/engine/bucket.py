@@ -261,7 +261,8 @@ class BucketRuntime:
             return
         for param, address, name in zip(self.params, self._addresses, self.spec.names, strict=True):
             if param.data_ptr() != address:
-                raise refusal.moved(name)
+                is_shared = param.device.type == "cpu" and param.is_shared()
+                raise refusal.shared(name) if is_shared else refusal.moved(name)
 
     def _check_frozen(self) -> None:
         """Raise UsageError for a gradient that was kept of what is frozen by now: whether a bucket

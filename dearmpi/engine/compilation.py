@@ -20,6 +20,7 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.compiled_roots import CompiledFrame, CompiledRoots
+from dearmpi.engine.wrappers import ActiveWrapper, refuse_active
 from dearmpi.errors import ConfigError
 
 # torch counts them, those that activation checkpoints run inside another included; else -1.
@@ -112,6 +113,8 @@ class CompilationWatch:
             self._synchronize()
         finally:
             torch.compiler._is_compiling_flag = compiling
+        if ActiveWrapper._active_ddp_module is not None:
+            refuse_active(param for bucket in self._buckets for param in bucket.params)
         if traces and not self._roots.admit(CompiledFrame.under_way()):
             self._mark()
 

@@ -28,6 +28,12 @@ from dearmpi.engine.compilation import (
     untraced,
 )
 from dearmpi.engine.compiled_roots import CompiledRoots, buckets_by_module
+from dearmpi.engine.wrappers import (
+    ActiveWrapper,
+    refuse_active,
+    refuse_replicated,
+    refuse_sharded,
+)
 from dearmpi.tune.own_hook import OwnHook
 
 if TYPE_CHECKING:
@@ -65,8 +71,15 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         """Another module may have it from now on, as where a parametrization is put on."""
         self._wait(name)
         if name in self._watched:
+            refuse_sharded(self._full_name(name), None)
             self._watched[name][0].unguarded = True
         super().__delitem__(name)
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        """Another parameter, as a script may put there; not one that is spread over ranks."""
+        if name in self._watched and param is not None:
+            refuse_sharded(self._full_name(name), param)
+        super().__setitem__(name, param)
 
     def get(self, name: str, default: Any = None) -> Any:
         """As ``dict.get``."""
@@ -88,6 +101,14 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self.items()),)
+
+    def _full_name(self, name: str) -> str:
+        """In the model, of a parameter that is watched and here still."""
+        bucket, _ = self._watched[name]
+        param = dict.get(self, name)
+        places = (slot for slot, other in enumerate(bucket.params) if other is param)
+        slot = next(places, None)
+        return name if slot is None else bucket.spec.names[slot]
 
     def _wait(self, name: str) -> None:
         watched = self._watched.get(name)
@@ -121,13 +142,13 @@ class ModelHooks:
         """``polls``: ``pre_forward`` is to be called where nobody has to wait, too. ``is_driver``:
         as in ``CompilationWatch``.
         """
-        backprops = _Backprops(begin_backprop, end_backprop)
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
         self._watched: list[tuple[nn.Module, str]] = []
         buckets = tuple(dict.fromkeys(bucket for bucket, _ in places.values()))
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
         reads = buckets_by_module(model, places)
+        backprops = _Backprops(partial(_begin, tuple(reads), begin_backprop), end_backprop)
         watch_calls = partial(_watch_calls, self._handles, pre_forward, polls)
         self._compilation = CompilationWatch(
             buckets,
@@ -183,6 +204,11 @@ class ModelHooks:
             if param is not None and param in places:
                 table.watch(name, places[param][0], pre_forward)
                 self._watched.append((module, name))
+
+
+def _begin(modules: Sequence[nn.Module], begin_backprop: Callable[[], None]) -> None:
+    refuse_replicated(modules)
+    begin_backprop()
 
 
 def _watch_calls(
@@ -265,9 +291,11 @@ class _PreForward(OwnHook):
         self._read, self._pre_forward, self._polls = read, pre_forward, polls
 
     @run_as_it_is
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         if is_dynamo_compiling():
             return  # in a graph nobody waits: see CompiledRoots
+        if ActiveWrapper._active_ddp_module is not None:
+            refuse_active(dict.values(module._parameters))
         for bucket in self._read:
             if self._polls or bucket.unread or bucket.mark is not None:
                 self._pre_forward(self._read)

@@ -116,6 +116,17 @@ def moved(name: str) -> UsageError:
     )
 
 
+def shared(name: str) -> UsageError:
+    """As ``moved``, into memory that torch shares between processes."""
+    return UsageError(
+        f"parameter {name} has moved into memory that is shared with other processes since "
+        "DistributedOptimizer was made: the model, or its state_dict(), was sent to another "
+        "process (an argument of a multiprocessing Process, or through a Queue), or share_memory() was "
+        "called; send a copy instead, such as copy.deepcopy(model), or call model.share_memory() "
+        "first and make the optimizer with gather='gradients'"
+    )
+
+
 def joined_with_batch_norm() -> UsageError:
     """A rank without batches would not take part in its reductions."""
     return UsageError(

@@ -6,11 +6,24 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parameter import is_lazy
 
 from dearmpi.config import Buffers
+from dearmpi.engine.model_tensors import model_tensors
 from dearmpi.errors import ConfigError
 
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise ConfigError for parameters and buffers whose shape the first forward decides."""
+    for _, name, tensor in model_tensors(model):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"parameter or buffer {name} is not initialized (a lazy module, such as "
+                "nn.LazyLinear), so it cannot be laid out in a bucket; run one forward first, as "
+                "by with torch.no_grad(): model(inputs) on every rank, and make the optimizer then"
+            )
 
 
 def refuse_layouts(names: Mapping[nn.Parameter, str]) -> None:
@@ -54,18 +67,6 @@ def refuse_alone_in_their_group(model: nn.Module) -> None:
                 f"module {name or 'of the model'} is torch's SyncBatchNorm, which would normalise "
                 f"each rank's samples by themselves, as {found}; call model = "
                 "dearmpi.convert_sync_batchnorm(model) before the DistributedOptimizer is made"
-            )
-
-
-def refuse_data_parallel(model: nn.Module) -> None:
-    """It would reduce gradients in what stands in for them."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            what = f"module {name} of the model" if name else "the model"
-            raise ConfigError(
-                f"{what} is a DistributedDataParallel, which averages gradients as the "
-                "DistributedOptimizer does; leave it out, and train and pass the module in it "
-                "(model.module)"
             )
 
 
