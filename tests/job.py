@@ -19,7 +19,10 @@ from types import TracebackType
 from tests.roster import FOLDER_VARIABLE, is_launched, launched_rank
 
 _MARK_VARIABLE = "DEARMPI_TEST_JOB"
-_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDI_", "MPI_LOCAL", "HYDRA_")
+_LAUNCHER_PREFIXES = (
+    *("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDI_", "MPI_LOCAL", "HYDRA_"),
+    "MPI4PY_RC_INITIALIZE",  # set by a rank for what it starts
+)
 _SEGMENTS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
 _POLL_S = 0.05
 _STRAGGLERS_S = 10.0  # how long what a launcher ends may take to be gone

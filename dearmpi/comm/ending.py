@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dearmpi.comm import last_words
 from dearmpi.comm.deadline import Deadline
 from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.workers import advise_on_workers
 from dearmpi.errors import CommError, DearError
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def abort_on_exception(world: World) -> None:
 
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(error)).rstrip()
+        text = "\n".join(filter(None, (text, advise_on_workers(error))))
         if world.is_closed:
             last_words.say(text)
             return

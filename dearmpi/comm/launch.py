@@ -19,6 +19,11 @@ def is_from_torchrun(environment: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environment
 
 
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process, or one that passed its environment on."""
+    return any(name in environment for name in (*_SIZE_VARIABLES, *_RANK_VARIABLES))
+
+
 def announced_size(environment: Mapping[str, str]) -> int:
     """The number of ranks that the launcher announced; 1 if none did."""
     names = ("WORLD_SIZE",) if is_from_torchrun(environment) else _SIZE_VARIABLES

@@ -45,6 +45,7 @@ from dearmpi.comm.progress import Progress
 from dearmpi.comm.shard import check_contiguous, check_shards
 from dearmpi.comm.texts import decode, encode
 from dearmpi.comm.watchdog import StallLimits, Watchdog
+from dearmpi.comm.workers import keep_from_mpi, refuse_workers
 from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import CommError, ConfigError, DearError, LaunchError, MismatchError
 from dearmpi.guessed import CONNECTION, WORLD, answer_guess, answers_guesses
@@ -357,14 +358,20 @@ def connect(
     progress: ``thread`` (default) or ``poll``; below MPI_THREAD_MULTIPLE always ``poll``.
     stall_limits: how long a wait for other ranks may last; counts at the first call only.
     An exception that nobody catches then ends the whole job, so that no rank waits forever.
-    Raises LaunchError if the launcher announced more ranks than MPI sees.
+    Processes that this one starts then leave MPI alone, also where they import ``mpi4py.MPI``.
+    Raises LaunchError if the launcher announced more ranks than MPI sees, and in a process that a
+    rank has started.
     """
+    if progress is not None and not isinstance(progress, str):
+        raise _refuse_group("progress", progress)
     world = _Process.world
     if world is None:
+        refuse_workers(os.environ)
         asked = progress or "thread"
         is_first = "mpi4py.MPI" not in sys.modules  # others may need MPI until they have ended
         world = _connect(asked, stall_limits)
         _Process.world, _Process.progress = world, asked
+        keep_from_mpi(os.environ)
         deadline = None
         if world.size > 1:
             deadline = limit_end(world, stall_limits or StallLimits()) if is_first else None
@@ -376,6 +383,28 @@ def connect(
             f"{_Process.progress!r}; choose it at the first connect()"
         )
     return world
+
+
+def choose_world(world: object) -> World:
+    """``world``, or for None the one that this process was launched into.
+
+    Raises ConfigError for whatever else a script takes for a group of ranks.
+    """
+    if world is None:
+        return connect()
+    if not isinstance(world, World):
+        raise _refuse_group("world", world)
+    return world
+
+
+def _refuse_group(name: str, given: object) -> ConfigError:
+    kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    return ConfigError(
+        f"{name} is {kind}, not {'a World' if name == 'world' else 'thread or poll'}; leave it out, "
+        "or give world=dearmpi.connect(). All ranks of the job train together: communicators and "
+        "process groups of some of them are not supported yet; start a job of its own (mpirun) for "
+        "each group of ranks"
+    )
 
 
 def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:

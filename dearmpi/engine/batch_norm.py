@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dearmpi.comm.world import World, connect
+from dearmpi.comm.world import World, choose_world, connect
 from dearmpi.engine.layer_call import LayerCall
 from dearmpi.errors import ConfigError
 
@@ -46,7 +46,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias
         )
-        self._world: World | None = world if world is not None else connect()
+        self._world: World | None = choose_world(world)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, world: World | None = None) -> nn.Module:
@@ -110,7 +110,7 @@ def convert_sync_batchnorm(model: nn.Module, world: World | None = None) -> nn.M
     replaced, for layers that do more.
     """
     _refuse_more(model)
-    world = world if world is not None else connect()
+    world = choose_world(world)
     converted = _convert(model, world, {})
     name_layers(converted)
     return converted

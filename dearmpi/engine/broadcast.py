@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dearmpi.comm.world import World, connect
+from dearmpi.comm.world import World, choose_world
 from dearmpi.engine.buffers import flattened, is_dense
 from dearmpi.engine.device import through_host
 from dearmpi.engine.model_tensors import compare_tensors, describe, stored_parts
@@ -24,7 +24,7 @@ def broadcast_parameters(model: nn.Module, world: World | None = None, *, root: 
     Raises as ``broadcast_buffers`` does.
     """
     _check_model(model)
-    world = world if world is not None else connect()
+    world = choose_world(world)
     named = ((f"parameter {name}", param) for name, param in model.named_parameters())
     with world.named_call("dearmpi.broadcast_parameters()"):
         _broadcast(named, world, root, "parameters")
@@ -40,7 +40,7 @@ def broadcast_buffers(model: nn.Module, world: World | None = None, *, root: int
     ConfigError for one without values, or in a layout that cannot be sent.
     """
     _check_model(model)
-    world = world if world is not None else connect()
+    world = choose_world(world)
     named = ((f"buffer {name}", buffer) for name, buffer in model.named_buffers())
     with world.named_call("dearmpi.broadcast_buffers()"):
         _broadcast(named, world, root, "buffers")

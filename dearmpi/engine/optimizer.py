@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.world import World, connect
+from dearmpi.comm.world import World, choose_world
 from dearmpi.config import EngineConfig, EngineSettings
 from dearmpi.engine import refusal
 from dearmpi.engine.assembly import Assembly
@@ -72,7 +72,7 @@ class DistributedOptimizer(Facade):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer = optimizer
         self._model = model
-        self.world = world if world is not None else connect()
+        self.world = choose_world(world)
         self._name = self.world.label("optimizer")  # in errors about collective calls
         self.spans = Spans()
         self._ranges = LayerRanges(model)

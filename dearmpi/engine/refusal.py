@@ -121,9 +121,9 @@ def shared(name: str) -> UsageError:
     return UsageError(
         f"parameter {name} has moved into memory that is shared with other processes since "
         "DistributedOptimizer was made: the model, or its state_dict(), was sent to another "
-        "process (an argument of a multiprocessing Process, or through a Queue), or share_memory() was "
-        "called; send a copy instead, such as copy.deepcopy(model), or call model.share_memory() "
-        "first and make the optimizer with gather='gradients'"
+        "process (an argument of a multiprocessing Process, or through a Queue), or share_memory() "
+        "was called; send a copy instead, such as copy.deepcopy(model), or call "
+        "model.share_memory() first and make the optimizer with gather='gradients'"
     )
 
 
