@@ -59,6 +59,11 @@ class AloneEngine:
     def wait_reduced(self) -> None:
         """Gradients are always reduced."""
 
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Copies of all gradients."""
+        grads = ((param, param.grad) for param in self._params())
+        return {param: grad.detach().clone() for param, grad in grads if grad is not None}
+
     def shards(self) -> list[Tensor]:
         """All gradients."""
         return [param.grad.detach() for param in self._params() if param.grad is not None]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine.alone import AloneEngine
@@ -35,6 +35,10 @@ class ClosedEngine(AloneEngine):
     def wait_reduced(self) -> NoReturn:
         """Refused."""
         refuse_closed("reducing gradients")
+
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Refused."""
+        refuse_closed("reading gradients")
 
     def shards(self) -> list[Tensor]:
         """Refused."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from dearmpi.engine import refusal
@@ -20,6 +20,7 @@ from dearmpi.engine.cycle import Cycle
 from dearmpi.engine.gradient import without_gradients
 from dearmpi.engine.options import OptionReader
 from dearmpi.engine.pipeline import Pipeline
+from dearmpi.engine.reduced_gradients import ReducedGradients
 from dearmpi.engine.update import Options
 from dearmpi.engine.waiting import Waiting
 from dearmpi.plan.schedule import Wait
@@ -32,7 +33,7 @@ class Engine:
         the first of them, so that the step has to see that they still hold.
     joining: what ranks tell each other inside ``join``. loads: which states were loaded.
     backprop, waiting: its part until gradients are launched, and where the main thread waits.
-    pipeline: its part from there on.
+    pipeline: its part from there on. reduced: gradients between backward and step.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Engine:
         self._options = options
         self.waiting = Waiting(world.progress, pipeline)
         self.backprop = Backprop(world, pipeline, self.waiting, eager=eager, options=options)
+        self.reduced = ReducedGradients(world, pipeline, self.backprop)
         self.joining = pipeline.joining
         self.loads = pipeline.loads
         self.times = IterationTimes()
@@ -148,10 +150,15 @@ class Engine:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply reduced gradients, between ``wait_reduced`` and ``step``."""
+        self.reduced.forget_norms()
         for index in self._cycle.active:
             bucket = self._buckets[index]
             gathered = bucket.state is BucketState.GATHERED
             (bucket.gradients.data if gathered else bucket.gradients.shard).mul_(factor)
+
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Copies of the whole averaged gradients, as far as there are any (collective)."""
+        return self.reduced.gather()
 
     def shards(self) -> list[Tensor]:
         """The own shards of reduced gradients, as far as there are any."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dearmpi.engine import refusal
-from dearmpi.engine.gathered_state import GatheredState
+from dearmpi.engine.gathered_state import GatheredState, show_same
 from dearmpi.guessed import OPTIMIZER, answer_guess
 
 State = dict[str, Any]
@@ -44,6 +44,8 @@ class Facade(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if "_members" in vars(self):
             if name in _SHARED and value is not vars(self)[name]:
+                if name == "state" and show_same(vars(self)[name], value):
+                    return
                 raise refusal.assigned(name)
             # Where the wrapped one alone has such a thing, it is meant.
             if name in vars(self._optimizer) and name != _MARK and not hasattr(self, name):

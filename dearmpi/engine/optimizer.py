@@ -220,6 +220,18 @@ class DistributedOptimizer(Facade):
         with self._named_call("scale_gradients_()"):
             return scale(self._assembly.engine, self.world, factor)
 
+    @torch.no_grad()
+    @untraced
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of the whole averaged gradients by parameter name, on every rank (collective).
+
+        Call it between backward and ``step``. Waits for the reduce-scatters, and gathers. Leaves
+        out parameters without gradient on any rank.
+        """
+        found = self._assembly.engine.gradients()
+        names = self._assembly.blueprint.names
+        return {name: found[param] for param, name in names.items() if param in found}
+
     @untraced
     def synchronize(self) -> None:
         """Wait until every parameter shows the last step, and nothing else is under way."""

@@ -23,7 +23,7 @@ from dearmpi.engine.host_shard import NUM_FETCHED
 from dearmpi.engine.join import Joining
 from dearmpi.engine.late_buckets import LateBuckets
 from dearmpi.engine.replicas import Replicas
-from dearmpi.engine.roll_call import Loads, RollCall
+from dearmpi.engine.roll_call import Edits, Loads, RollCall
 from dearmpi.engine.side_stream import SideStream
 from dearmpi.engine.span import Track
 from dearmpi.engine.spans import Spans
@@ -41,7 +41,7 @@ class Pipeline:
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
     awaits_state: the optimizer's is on its way here; nothing is updated before it has arrived.
     late: which buckets go last. joining: what ranks inside ``join`` tell each other. loads: which
-        states were loaded.
+        states were loaded. edits: what a script has changed of averaged gradients.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Pipeline:
         self.side = side
         self.joining = Joining(channels.control, rank=world.rank, size=world.size)
         self.loads = Loads()
+        self.edits = Edits()
         self.num_reduced = 0  # times that gradients were, or are being, reduced
         num_updated = NUM_FETCHED if config.update_on == "host" else 1
         self.update_lane = self._progress.open_lane("update", window=num_updated)
@@ -126,7 +127,13 @@ class Pipeline:
         cycle = self.cycle
         assert cycle.options is not None
         roll = RollCall(
-            self.buckets, cycle.active, cycle.unfilled, self.num_reduced, self.loads, cycle.options
+            self.buckets,
+            cycle.active,
+            cycle.unfilled,
+            self.num_reduced,
+            self.edits,
+            self.loads,
+            cycle.options,
         )
         self.late.called(cycle)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.

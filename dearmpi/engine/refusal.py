@@ -127,6 +127,40 @@ def shared(name: str) -> UsageError:
     )
 
 
+def used_up(name: str) -> UsageError:
+    """What stands in ``param.grad`` was kept until after the step."""
+    return UsageError(
+        f"the gradient of {name} is gone: step() or zero_grad() has used it up since it was read; "
+        "read param.grad anew between backward and step()"
+    )
+
+
+def still_local(name: str) -> UsageError:
+    """Clipping it would clip this rank's own."""
+    return UsageError(
+        f"a backward inside no_sync() has left a gradient of {name} that the last backward did not "
+        "add to, so it is not averaged yet; to clip, call optimizer.clip_grad_norm_(), which "
+        "averages it first"
+    )
+
+
+def lacking_on_some_ranks(name: str) -> UsageError:
+    """Those would find another norm, and leave their part of it as it is."""
+    return UsageError(
+        f"the gradient of {name} is None on some ranks, whose backward did not reach it, and torch "
+        "leaves it out there; to clip or to know the norm, call optimizer.clip_grad_norm_(), which "
+        "takes in what any rank has"
+    )
+
+
+def clipped_in_join() -> UsageError:
+    """Ranks without batches would have to take part."""
+    return UsageError(
+        "torch's functions cannot clip gradients, or find their norm, inside join(), where ranks "
+        "without batches have to follow; call optimizer.clip_grad_norm_()"
+    )
+
+
 def joined_with_batch_norm() -> UsageError:
     """A rank without batches would not take part in its reductions."""
     return UsageError(

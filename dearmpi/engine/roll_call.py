@@ -43,6 +43,23 @@ class Loads:
         return bytes([self.count % 256]) + self._checksum.to_bytes(self.NUM_BYTES - 1, "little")
 
 
+class Edits:
+    """What a script has changed of averaged gradients since the buckets were laid out."""
+
+    NUM_BYTES = 4
+
+    def __init__(self) -> None:
+        self._checksum = 0
+
+    def note(self, line: str) -> None:
+        """A gradient was changed, as ``line`` describes."""
+        self._checksum = zlib.crc32(line.encode(errors="replace"), self._checksum)
+
+    def told(self) -> bytes:
+        """A checksum of all changes, in their order."""
+        return self._checksum.to_bytes(self.NUM_BYTES, "little")
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What all ranks have told. used: for each bucket, a byte for each parameter, 0 if it had no
@@ -55,8 +72,8 @@ class Answer:
 
 class RollCall:
     """One rank's, for one step: which parameters had a gradient here, which buckets backprop has
-    not filled, which travel, how often it has reduced gradients, what its optimizer has loaded, and
-    each param group's learning rate.
+    not filled, which travel, how often it has reduced gradients, what was changed of them, what its
+    optimizer has loaded, and each param group's learning rate.
 
     active: the buckets that travel. unfilled: those of them that only the step has closed.
     num_reduced: times that gradients were reduced since the buckets were laid out.
@@ -68,6 +85,7 @@ class RollCall:
         active: Iterable[int],
         unfilled: Collection[int],
         num_reduced: int,
+        edits: Edits,
         loads: Loads,
         options: Options,
     ) -> None:
@@ -75,7 +93,7 @@ class RollCall:
         self._missing = [(len(bucket.params), bucket.arrivals.missing) for bucket in buckets]
         self._num_told = sum(num for num, _ in self._missing) + len(buckets)
         self._active, self._unfilled = active, unfilled
-        self._num_reduced, self._loads = num_reduced, loads.told()
+        self._num_reduced, self._edits, self._loads = num_reduced, edits.told(), loads.told()
 
     @cached_property
     def told(self) -> Tensor:
@@ -90,7 +108,7 @@ class RollCall:
                 present[first + slot] = False
         present += bytes(index in self._unfilled for index in range(len(self._missing)))
         alike = zlib.crc32(str(sorted(self._active)).encode()).to_bytes(_ACTIVE_BYTES, "little")
-        alike += bytes([self._num_reduced % 256]) + self._loads
+        alike += bytes([self._num_reduced % 256]) + self._edits + self._loads
         rates = [_as_number(_rate(group)) for group in self._options]
         compared = torch.tensor([*alike, *rates], dtype=torch.int16, device="cpu")
         flags = torch.frombuffer(present, dtype=torch.uint8).to(torch.int16)
@@ -106,6 +124,8 @@ class RollCall:
             most, least = most[_ACTIVE_BYTES:], least[_ACTIVE_BYTES:]
             _compare_reductions(most[0], least[0])
             most, least = most[1:], least[1:]
+            _compare_edits(most[: Edits.NUM_BYTES], least[: Edits.NUM_BYTES])
+            most, least = most[Edits.NUM_BYTES :], least[Edits.NUM_BYTES :]
             self._compare_loads(most, least)
             self._compare_rates(most[Loads.NUM_BYTES :], least[Loads.NUM_BYTES :])
         used, first = [], 0
@@ -156,6 +176,16 @@ def _compare_reductions(most: int, least: int) -> None:
             "before it differ. Agree on a step that is left out before its backward, or run that "
             "in no_sync() and drop it with zero_grad(); put no_sync() around all backwards of a "
             "step but the last, of which each rank may have any number"
+        )
+
+
+def _compare_edits(most: Sequence[int], least: Sequence[int]) -> None:
+    if most != least:
+        raise ReplicaMismatchError(
+            "ranks have changed gradients differently between backward and step(), such as by "
+            "torch.nn.utils.clip_grad_norm_: by other factors, or of other parameters. Clip by the "
+            "same number on every rank; a norm that takes in parameters of no "
+            "DistributedOptimizer, or gradients that are None on some ranks, is none"
         )
 
 

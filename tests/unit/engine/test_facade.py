@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
@@ -200,6 +200,64 @@ def test_whoever_changes_the_gathered_state_is_told_how_to(act: Callable[..., ob
         optimizer, _, model = make(world)
         with pytest.raises(TypeError, match=r"use optimizer.load_state_dict\(\)"):
             act(optimizer.state, model[0].weight)
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def changed(entries: dict[str, Any]) -> dict[str, Any]:
+    return {**entries, "exp_avg": entries["exp_avg"] + 1}
+
+
+@SIZES
+@GATHERS
+def test_an_assignment_to_the_state_that_changes_nothing_is_accepted(
+    gather: Any, size: int
+) -> None:
+    """As frameworks make one for each parameter that moves its state to the device where it is."""
+
+    def rank(world: World) -> bool:
+        optimizer, _, model = make(world, gather=gather)
+        for param, entries in optimizer.state.items():
+            optimizer.state[param] = entries
+            optimizer.state[param] = {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+        optimizer.state = {param: dict(entries) for param, entries in optimizer.state.items()}
+        before = deepcopy(optimizer.state_dict()["state"][0]["exp_avg"])
+        step(optimizer, model)
+        moved = not torch.equal(before, optimizer.state_dict()["state"][0]["exp_avg"])
+        optimizer.close()
+        return moved
+
+    assert run_ranks(size, rank) == [True] * size
+
+
+@GATHERS
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed,
+        lambda entries: {key: entries[key] for key in ("exp_avg", "exp_avg_sq")},
+        lambda entries: {**entries, "more": 1},
+        lambda entries: {**entries, "exp_avg": entries["exp_avg"].double()},
+        lambda entries: {**entries, "exp_avg": entries["exp_avg"].to("meta")},
+        lambda entries: {**entries, "step": float(entries["step"])},
+    ],
+    ids=["value", "less", "more", "dtype", "device", "kind"],
+)
+def test_an_assignment_to_the_state_that_changes_something_is_refused(
+    change: Callable[[Any], Any], gather: Any
+) -> None:
+    def rank(world: World) -> None:
+        optimizer, _, model = make(world, gather=gather)
+        weight = model[0].weight
+        with pytest.raises(TypeError, match=r"use optimizer.load_state_dict\(\)"):
+            optimizer.state[weight] = change(optimizer.state[weight])
+        whole = {param: dict(entries) for param, entries in optimizer.state.items()}
+        with pytest.raises(UsageError, match="load a state with load_state_dict"):
+            optimizer.state = {**whole, weight: change(whole[weight])}
         optimizer.close()
 
     run_ranks(2, rank)
