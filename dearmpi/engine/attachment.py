@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine import custody
+from dearmpi.engine import custody, modes
 from dearmpi.engine.assembly import assemble
 from dearmpi.engine.batch_norm import name_layers
 from dearmpi.engine.blueprint import check_parameters, lay_out, optimized_parameters
@@ -213,6 +213,17 @@ class Attachment:
         """What this rank holds of the state; its tensors are those that the next step changes."""
         self.synchronize()
         return custody.read_held(self._optimizer, self.assembly)
+
+    @torch.inference_mode(False)
+    def switch(self, mode: str) -> None:
+        """Call the wrapped optimizer's ``train()`` or ``eval()`` for the parameters (collective,
+        unless its param groups say that it was called).
+        """
+        if modes.is_in_mode(self._optimizer, mode):
+            return
+        self.assembly.engine.joining.refuse(f"{mode}() of the optimizer")
+        self.synchronize()
+        modes.switch(self._optimizer, self.assembly, self._world, mode)
 
     def close(self) -> None:
         """Finish what is under way and detach from the model; the state can still be read.

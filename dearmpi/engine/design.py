@@ -12,6 +12,7 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.blueprint import NOT_KNOWN, Blueprint, draw_blueprint
 from dearmpi.engine.piecewise import require_elementwise
 from dearmpi.engine.probe import (
+    adapts_its_groups,
     host_twin,
     require_copied_gradients,
     require_separable,
@@ -45,6 +46,8 @@ def design(
 def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig) -> None:
     """Raise ConfigError for an optimizer that cannot be served."""
     if not config.has_buckets(world.size):
+        if adapts_its_groups(optimizer):
+            return  # it sees all parameters at once here
         require_steady(optimizer)  # what cannot run on several ranks is refused on one already
         require_separable(optimizer)
         require_copied_gradients(optimizer)

@@ -82,6 +82,8 @@ class Engine:
 
     def _take_step(self, options: Options, *, joined: bool = False) -> None:
         """After ``backprop.finish``."""
+        if not joined:
+            self._options.count(options)  # before anything is begun, since it may raise
         cycle = self._cycle
         for bucket in self._buckets:
             bucket.release_gradients()
@@ -94,7 +96,10 @@ class Engine:
                 self._buckets[index].supersede()
             else:
                 self.pipeline.supersede(self._buckets[index])
-        self.pipeline.submit_step(self.joining.announce_step(options, joined=joined))
+        told = self.joining.announce_step(options, joined=joined)
+        if joined:
+            self._options.count(told)
+        self.pipeline.submit_step(told)
         self.pipeline.call_roll()
         if self.pipeline.schedule.wait is Wait.STEP:
             self.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from dearmpi.engine import refusal
 from dearmpi.engine.gathered_state import GatheredState, show_same
+from dearmpi.engine.modes import MODES, has_mode
 from dearmpi.guessed import OPTIMIZER, answer_guess
 
 State = dict[str, Any]
@@ -51,6 +53,18 @@ class Facade(Optimizer):
             if name in vars(self._optimizer) and name != _MARK and not hasattr(self, name):
                 raise refusal.set_on_optimizer(name)
         super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # else no name would be wrong to a type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """``train`` and ``eval`` where the wrapped optimizer has them."""
+            if name in MODES and has_mode(vars(self).get("_optimizer"), name):
+                return partial(self._switch, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _switch(self, mode: str) -> None:
+        """Call the wrapped optimizer's ``train()`` or ``eval()`` for the parameters."""
+        raise NotImplementedError
 
     def _share(self, state: Any) -> None:
         """Show the param groups as they are now, and ``state``."""

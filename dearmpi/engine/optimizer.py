@@ -327,6 +327,11 @@ class DistributedOptimizer(Facade):
         with self._named_call("state_dict() or optimizer.state"):
             return self._attachment.state_dict()
 
+    @torch.no_grad()
+    @untraced
+    def _switch(self, mode: str) -> None:
+        self._attachment.switch(mode)
+
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         self._attachment.load_state_dict(state_dict)
         self._share(self._attachment.state(self._whole_state))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine import refusal
+from dearmpi.engine.counting import changed_option, count, counts
 from dearmpi.engine.update import Options, read_options
 
 
@@ -19,6 +20,7 @@ class OptionReader:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._counts = counts(optimizer)
 
     def read(self) -> Options:
         """The options of this moment, before an iteration's first update."""
@@ -28,6 +30,21 @@ class OptionReader:
         """Raise UsageError unless ``earlier``, by which updates may have been made, still hold."""
         if changed := find_changed_option(earlier, self._optimizer):
             raise refusal.set_late(changed)
+
+
+    def count(self, options: Options) -> None:
+        """A step with ``options`` is about to be taken: set what the optimizer counts in its groups
+        to what that leaves there.
+        """
+        if not self._counts:
+            return
+        after = count(self._optimizer, options)
+        for group, before, counted in zip(
+            self._optimizer.param_groups, options, after, strict=True
+        ):
+            while (key := changed_option(counted, before)) is not None:
+                group[key] = counted[key]
+                before = {**before, key: counted[key]}
 
 
 def describe_options(optimizer: Optimizer) -> list[str]:

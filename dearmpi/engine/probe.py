@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dearmpi.engine.counting import changed_option, counts_by_itself
 from dearmpi.engine.own_state import find_changed_attribute, is_needed, picture_own_state
 from dearmpi.engine.trial import (
     TrialBucket,
@@ -49,9 +50,10 @@ def require_steady(optimizer: Optimizer) -> None:
     """Raise ConfigError unless steps change values, and leave the optimizer as it is but for the
     state of each parameter.
 
-    Each bucket's step is given the groups of the wrapped optimizer: what it counts there would
-    begin anew in every step. What it counts on itself would count the steps of each bucket, and be
-    lost where buckets change. What fails altogether is left to others to tell.
+    Each bucket's step is given the groups of the wrapped optimizer: what it counts there is dropped,
+    and has to be what the engine counts once for all. What it counts on itself would count the
+    steps of each bucket, and be lost where buckets change. What fails altogether is left to others
+    to tell.
     """
     name = type(optimizer).__name__
     for options in kinds_of_options(optimizer):
@@ -60,14 +62,14 @@ def require_steady(optimizer: Optimizer) -> None:
         except Exception:
             continue
         _require_changes(name, seen)
-        before, *after = seen.options
-        for key, value in {**after[0], **before}.items():  # a step may add defaults, once for all
-            if any(not _is_same(value, later.get(key)) for later in after):
-                raise ConfigError(
-                    f"{name} changes {key!r} of its param groups with each step, and buckets are "
-                    "updated each by itself, with the options of the moment: it would not count "
-                    "on; use a version that keeps it in the state of each parameter"
-                )
+        if key := _adapted_option(optimizer, seen):
+            raise ConfigError(
+                f"{name} changes {key!r} of its param groups by what it finds in the parameters, "
+                "gradients or state of all buckets together, but each bucket is updated by "
+                "itself, and would find another; train it on one rank, or on several use an "
+                "optimizer that keeps what it finds in the state of each parameter, or counts "
+                "steps alone in its groups, such as AdamW or schedulefree.AdamWScheduleFree"
+            )
         for later in seen.own[1:]:  # the first step may find out something, once for all
             changed = find_changed_attribute(seen.own[0], later)
             if changed and is_needed(optimizer, lively(options), device_of_optimizer(optimizer)):
@@ -126,10 +128,26 @@ def _follow_steps(optimizer: Optimizer, options: Mapping[str, Any]) -> _Seen:
     return _Seen(bucket.is_moved(), not torch.equal(bucket.values, values), seen, own)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one is other or bool(one == other)
+def adapts_its_groups(optimizer: Optimizer) -> bool:
+    """Whether steps change options of param groups by the parameters, gradients or state that they
+    meet, as Prodigy's do, so that it has to see all of them at once.
+    """
+    for options in kinds_of_options(optimizer):
+        try:
+            seen = _follow_steps(optimizer, options)
+        except Exception:
+            continue
+        if _adapted_option(optimizer, seen):
+            return True
+    return False
+
+
+def _adapted_option(optimizer: Optimizer, seen: _Seen) -> str | None:
+    """The first option that steps go on to change, if it is not what the engine counts."""
+    before, *after = seen.options
+    begun = {**after[0], **before}  # a step may add defaults, once for all
+    changed = next((key for later in after if (key := changed_option(begun, later))), None)
+    return None if changed is None or counts_by_itself(optimizer, seen.options) else changed
 
 
 def require_separable(optimizer: Optimizer) -> None:

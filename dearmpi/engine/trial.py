@@ -80,7 +80,7 @@ def kinds_of_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options of parameter groups, without those that differ in rates or names alone."""
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = in_training(optimizer, group)
         kind = {
             key: bool(value) if isinstance(value, float) else value
             for key, value in options.items()
@@ -88,6 +88,19 @@ def kinds_of_options(optimizer: Optimizer) -> list[dict[str, Any]]:
         }
         kinds.setdefault(repr(kind), options)
     return list(kinds.values())
+
+
+def in_training(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``group`` while it trains: an optimizer that has a ``train()``, such as a
+    schedule-free one, may keep in them whether it was called.
+    """
+    options = {key: value for key, value in group.items() if key != "params"}
+    train = getattr(type(optimizer), "train", None)
+    if not callable(train):
+        return options
+    twin = clone(optimizer, [{**options, "params": []}], defaultdict(dict))
+    train(twin)
+    return {key: value for key, value in twin.param_groups[0].items() if key != "params"}
 
 
 def lively(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,11 +136,11 @@ def try_steps(
         values, *gradients = drawn.to(device, dtype)
         bucket = TrialBucket(values, lengths, shape)
         groups = [[member] for member in bucket.members] if apart else [bucket.members]
-        clones = [clone(optimizer, [], defaultdict(dict)) for _ in groups]
+        clones = [clone(optimizer, [lively(options)], defaultdict(dict)) for _ in groups]
         for gradient in gradients:
             bucket.fill(gradient, anew=anew)
             for twin, group in zip(clones, groups, strict=True):
-                step_uncompiled(twin, [lively(options)], {0: group})
+                step_uncompiled(twin, read_options(twin), {0: group})  # as it has counted on
         rows.append(bucket.values.float())
     return torch.stack(rows)
 
@@ -138,7 +151,7 @@ def first_state(
     """A made-up tensor, and its state after a first step as one of ``group``."""
     values = torch.zeros(prod(shape), device=device_of_optimizer(optimizer))
     bucket = TrialBucket(values, [len(values)], shape)
-    twin = clone(optimizer, [dict(group)], defaultdict(dict))
+    twin = clone(optimizer, [in_training(optimizer, group)], defaultdict(dict))
     bucket.train(twin, 1.0)
     (param,) = bucket.members
     return param, twin.state[param]

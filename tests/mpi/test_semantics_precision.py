@@ -50,28 +50,60 @@ def test_clipping_by_the_global_norm(max_norm: float, gather: str, world: World)
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     "clip",
     [
-        lambda params: nn.utils.clip_grad_norm_(params, 1.0),
-        lambda params: nn.utils.clip_grad_norm_(params, 1.0, float("inf"), foreach=False),
-        lambda params: nn.utils.clip_grad_value_(params, 1.0),
+        lambda params: nn.utils.clip_grad_norm_(params, 0.5),
+        lambda params: nn.utils.clip_grad_norm_(params, 0.5, float("inf"), foreach=False),
+        lambda params: nn.utils.clip_grad_norm_(params, 0.5, 1.0, True, foreach=True),
+        lambda params: nn.utils.clip_grad_norm_(params[2:], 0.5),
+        lambda params: nn.utils.clip_grad_value_(params, 0.1),
+        lambda params: nn.utils.clip_grad_value_(params, 0.1, foreach=True),
         lambda params: nn.utils.get_total_norm([p.grad for p in params]),
         lambda params: [p.grad.mul_(0.5) for p in params],
     ],
-    ids=["by norm", "by the largest", "by value", "norm alone", "by hand"],
+    ids=["norm", "largest", "foreach", "a part", "value", "values", "norm alone", "by hand"],
 )
-def test_torchs_clipping_is_no_silent_no_op(clip: object, gather: str, world: World) -> None:
-    """Its gradients are under way already, so it says what to use."""
-    model = layers()
-    side = Side(world, gather=gather)
-    optimizer = side.wrap(adam(model), model)
-    side.loss(model, 0).backward()
-    with pytest.raises(UsageError, match=r"optimizer\.clip_grad_norm_"):
-        clip(list(model.parameters()))  # type: ignore[operator]
-    optimizer.zero_grad()
-    side.close()
+def test_torchs_clipping(clip: Callable[[Any], Any], gather: str, world: World) -> None:
+    """Of all parameters, of some, and what it does to each by hand."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(adam(model), model)
+        norms = []
+        for step in range(3):
+            optimizer.zero_grad()
+            side.loss(model, step).backward()
+            norm = clip(list(model.parameters()))
+            norms.append(norm.item() if isinstance(norm, Tensor) else 0.0)
+            optimizer.step()
+        seen = torch.tensor(norms, dtype=torch.float64)
+        return {"norms": seen, **outcome(model, optimizer)}
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+def test_gradients_are_shown_whole(gather: str, world: World) -> None:
+    """Before and after they are clipped."""
+
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(adam(model), model)
+        seen = {}
+        for step in range(2):
+            side.loss(model, step).backward()
+            for when in ("before", "after"):
+                if side.is_distributed:
+                    grads = optimizer.gradients()
+                else:
+                    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+                seen |= {f"{name} {when} {step}": grad for name, grad in grads.items()}
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {**seen, **outcome(model, optimizer)}
+
+    assert_same_on_both_sides(script, world, gather=gather)
 
 
 def test_the_norm_alone(gather: str, world: World) -> None:

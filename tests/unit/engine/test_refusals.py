@@ -31,13 +31,19 @@ def test_no_sync_after_a_synchronizing_backprop_is_refused(schedule: ScheduleNam
 
 
 def test_gradients_under_way_cannot_be_read_unnoticed() -> None:
-    """torch's own clipping would find nothing to clip, and say nothing."""
+    """This rank has but a part of them."""
 
     def rank(world: World) -> None:
         with Training(Case(), world) as training:
             training.backward(0)
-            with pytest.raises(UsageError, match=r"optimizer\.clip_grad_norm_"):
-                nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+            grad = next(training.model.parameters()).grad
+            for look in (grad.sum, grad.clone, grad.tolist, lambda: grad[0], lambda: grad.add_(1)):
+                with pytest.raises(UsageError, match=r"optimizer\.gradients\(\)"):
+                    look()
+            with pytest.raises(UsageError, match=r"optimizer\.gradients\(\)"):
+                grad.norm(dim=0)
+            with pytest.raises(UsageError, match=r"optimizer\.gradients\(\)"):
+                grad.mul_(torch.ones_like(next(training.model.parameters())))
             training.optimizer.zero_grad()
 
     run_ranks(2, rank)
