@@ -42,17 +42,20 @@ def counts(optimizer: Optimizer) -> bool:
         return False
 
 
-def counts_by_itself(optimizer: Optimizer, seen: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether ``count`` leads from each options of a group that trial steps have ``seen`` to the
-    next.
+def uncounted_option(optimizer: Optimizer, seen: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first option that trial steps, which have ``seen`` these options of a group, have changed
+    otherwise than ``count`` does; None if there is none.
     """
-    try:
-        return all(
-            changed_option(count(optimizer, [before])[0], after) is None
-            for before, after in zip(seen, seen[1:], strict=False)
-        )
-    except Exception:  # it needs more than an element
-        return False
+    for before, after in zip(seen, seen[1:], strict=False):
+        if (changed := changed_option(before, after)) is None:
+            continue
+        try:
+            counted = count(optimizer, [before])[0]
+        except Exception:  # it needs more than an element
+            return changed
+        if (key := changed_option(after, counted)) is not None:
+            return key
+    return None
 
 
 def changed_option(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:

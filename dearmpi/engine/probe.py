@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dearmpi.engine.counting import changed_option, counts_by_itself
+from dearmpi.engine.counting import changed_option, uncounted_option
 from dearmpi.engine.own_state import find_changed_attribute, is_needed, picture_own_state
 from dearmpi.engine.trial import (
     TrialBucket,
@@ -146,8 +146,9 @@ def _adapted_option(optimizer: Optimizer, seen: _Seen) -> str | None:
     """The first option that steps go on to change, if it is not what the engine counts."""
     before, *after = seen.options
     begun = {**after[0], **before}  # a step may add defaults, once for all
-    changed = next((key for later in after if (key := changed_option(begun, later))), None)
-    return None if changed is None or counts_by_itself(optimizer, seen.options) else changed
+    if not any(changed_option(begun, later) for later in after):
+        return None
+    return uncounted_option(optimizer, seen.options)
 
 
 def require_separable(optimizer: Optimizer) -> None:
