@@ -33,12 +33,17 @@ class Facade(Optimizer):
 
     if not TYPE_CHECKING:  # which would take any name for one that there is
 
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError for a name that it lacks; others' names lead to those here."""
+        def __getattr__(self, name: str) -> Any:
+            """``train`` and ``eval`` where the wrapped optimizer has them.
+
+            Raises AttributeError for others; names of other libraries lead to those here.
+            """
+            if name in MODES and has_mode(vars(self).get("_optimizer"), name):
+                return partial(self._switch, name)
             told = answer_guess("DistributedOptimizer", name, OPTIMIZER)
             if told is not None:
                 raise AttributeError(told)
-            super().__getattribute__(name)  # raises as if this method were not there
+            return super().__getattribute__(name)  # raises as if this method were not there
 
     def __reduce__(self) -> NoReturn:
         raise refusal.copied()
@@ -53,14 +58,6 @@ class Facade(Optimizer):
             if name in vars(self._optimizer) and name != _MARK and not hasattr(self, name):
                 raise refusal.set_on_optimizer(name)
         super().__setattr__(name, value)
-
-    if not TYPE_CHECKING:  # else no name would be wrong to a type checker
-
-        def __getattr__(self, name: str) -> Any:
-            """``train`` and ``eval`` where the wrapped optimizer has them."""
-            if name in MODES and has_mode(vars(self).get("_optimizer"), name):
-                return partial(self._switch, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _switch(self, mode: str) -> None:
         """Call the wrapped optimizer's ``train()`` or ``eval()`` for the parameters."""
