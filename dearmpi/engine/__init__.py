@@ -32,9 +32,9 @@ What is built: course, self_planning, attachment, design, blueprint, assembly, c
     unserved (modules); handover and succession (from one assembly to the next).
 An iteration: engine (alone, closed), backprop, waiting, pipeline, cycle, roll_call, late_buckets,
     join, wire_range; bucket, bucket_state, arrivals, buffers, gradient_memory, gradient (what
-    stands in for one).
+    stands in for one), reduced_gradients (what it asks).
 Updates: update, shard_update, whole_update, updates (of all buckets), shard, master; options; and
-    what the wrapped optimizer can do: probe, piecewise, trial, own_state.
+    what the wrapped optimizer can do: counting, modes, probe, piecewise, trial, own_state.
 The optimizer's state: custody (who has it), state (all of it), local_state (this rank's),
     relocation and parcel (on the way to other owners).
 The model: hooks, compilation, aliasing, model_tensors (as ranks compare them), broadcast,

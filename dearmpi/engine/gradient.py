@@ -156,7 +156,8 @@ def _each(given: Any, act: Callable[[Tensor], Any]) -> Any:
 
 def _norm(one: Tensor, norm_type: float, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(one, GradientUnderWay):
-        return torch.linalg.vector_norm(one, norm_type, dtype=dtype)
+        norm_of_own: Tensor = torch.linalg.vector_norm(one, norm_type, dtype=dtype)
+        return norm_of_own
     if (gradients := one._gradients()) is None:
         raise _refused([one])
     with torch._C.DisableTorchFunctionSubclass():

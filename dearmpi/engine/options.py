@@ -31,7 +31,6 @@ class OptionReader:
         if changed := find_changed_option(earlier, self._optimizer):
             raise refusal.set_late(changed)
 
-
     def count(self, options: Options) -> None:
         """A step with ``options`` is about to be taken: set what the optimizer counts in its groups
         to what that leaves there.

@@ -1,7 +1,7 @@
-"""Averaged gradients as a script sees them between backward and step: norms, changes, whole tensors.
+"""Averaged gradients as a script sees them between backward and step.
 
-Each rank holds the averages of its own shards. A norm is summed over the ranks; a change that treats
-every element by itself is made by each rank where it owns elements; whole gradients are gathered.
+Each rank holds the averages of its own shards. A norm is summed over the ranks. Each rank makes a
+change that treats every element by itself where it owns elements. Whole gradients are gathered.
 """
 
 from __future__ import annotations

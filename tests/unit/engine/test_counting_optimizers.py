@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +63,10 @@ class ScheduleFree(torch.optim.Optimizer):
                 if not state:
                     state["z"] = param.clone()
                     state["exp_avg_sq"] = torch.zeros_like(param)
-                square = state["exp_avg_sq"].mul_(beta2).addcmul_(
-                    param.grad, param.grad, value=1 - beta2
+                square = (
+                    state["exp_avg_sq"]
+                    .mul_(beta2)
+                    .addcmul_(param.grad, param.grad, value=1 - beta2)
                 )
                 normed = param.grad / (square / (1 - beta2 ** group["k"])).sqrt().add_(1e-4)
                 param.lerp_(state["z"], share).add_(normed, alpha=rate * (beta * (1 - share) - 1))
@@ -183,7 +184,9 @@ def test_an_optimizer_that_counts_in_its_groups_trains_as_one_process_does(
 ) -> None:
     """Also on a rank that owns nothing of some group."""
     wanted = train(make, None, resumes=True)
-    assert_same(run_ranks(size, lambda world: train(make, world, gather=gather, resumes=True)), wanted)
+    assert_same(
+        run_ranks(size, lambda world: train(make, world, gather=gather, resumes=True)), wanted
+    )
 
 
 @pytest.mark.parametrize("settings", [{"eager": True}, {"schedule": "serial"}])
@@ -242,14 +245,14 @@ class ChangesStateToo(ScheduleFree):
 def test_an_eval_that_a_shard_would_not_see_is_refused() -> None:
     def rank(world: World) -> None:
         model = build().float()
-        for make, settings, told in (
-            (ChangesStateToo, {}, "changes the optimizer's state"),
-            (ScheduleFree, {"comm_dtype": "bf16"}, "not reach their master copies"),
-        ):
+        kinds: list[tuple[Any, str | None, str]] = [
+            (ChangesStateToo, None, "changes the optimizer's state"),
+            (ScheduleFree, "bf16", "not reach their master copies"),
+        ]
+        for make, comm_dtype, told in kinds:
             inner = make(model.parameters())
-            optimizer: Any = DistributedOptimizer(inner, model, world=world, **settings)
-            optimizer.train() if not settings else contextlib.nullcontext()
-            inner.param_groups[0]["train_mode"] = True
+            inner.train()
+            optimizer: Any = DistributedOptimizer(inner, model, world=world, comm_dtype=comm_dtype)
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
             with pytest.raises(UsageError, match=told):

@@ -36,7 +36,7 @@ def test_gradients_under_way_cannot_be_read_unnoticed() -> None:
     def rank(world: World) -> None:
         with Training(Case(), world) as training:
             training.backward(0)
-            weight = training.model.layers[0].weight
+            weight: Any = training.model.get_parameter("layers.0.weight")
             grad = weight.grad
             for look in (grad.sum, grad.clone, grad.tolist, lambda: grad[0], lambda: grad.add_(1)):
                 with pytest.raises(UsageError, match=r"optimizer\.gradients\(\)"):
