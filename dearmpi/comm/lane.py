@@ -40,6 +40,13 @@ class Lane:
 
     def advance(self) -> Movement:
         """Post what the window admits and finish what is complete."""
+        if self.current is not None:  # by a KeyboardInterrupt, where the main thread drives
+            posted = self.current.request is not None
+            raise CommError(
+                "it was interrupted while it was being "
+                + ("carried out" if posted else "posted")
+                + ", and cannot go on; with progress='thread' an interrupt would not have met it"
+            )
         movement = Movement.NONE
         while self.queue and len(self.in_flight) < self.window:
             work = self.current = self.queue[0]  # before it leaves the queue: always busy
@@ -49,8 +56,7 @@ class Lane:
             movement = Movement.OPERATION
         for work in list(self.in_flight):
             self.current = work
-            if work.request is None:
-                raise CommError("it was interrupted while it was being posted")
+            assert work.request is not None
             if work.request.test():
                 self.in_flight.remove(work)
                 work.finish()

@@ -17,7 +17,9 @@ from contextlib import AbstractContextManager
 
 from dearmpi.comm.api import Movement
 from dearmpi.comm.backoff import Backoff
+from dearmpi.comm.bell import Bell
 from dearmpi.comm.lane import Lane, Work
+from dearmpi.comm.wait import Wait
 from dearmpi.comm.watchdog import Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError
@@ -50,14 +52,13 @@ class Progress:
         self.mode = mode
         self._origin = origin
         self._lanes: list[Lane] = []
-        self._lock = threading.Lock()
-        self._submitted = threading.Condition(self._lock)
-        self._changed = threading.Condition(self._lock)
+        # No locks: a signal handler may wait while its thread is in the middle of a submission.
+        self._submitted, self._is_asleep = Bell(), False  # the thread of our own
+        self._waiting: list[tuple[Callable[[], bool], Bell]] = []
         self._driving = threading.RLock()
         self._driver: int | None = None  # the thread that drives lanes at this moment
         self._failure: CommError | None = None
         self._closing = False
-        self._awaited: list[Callable[[], bool]] = []
         self._process = os.getpid()
         self._num_submitted = 0
         self._watchdog: Watchdog | None = None
@@ -72,8 +73,7 @@ class Progress:
         """Have ``watchdog`` look at every wait from now on."""
         self._watchdog = watchdog
         self.notify()
-        with self._lock:
-            self._submitted.notify()
+        self._submitted.ring()
 
     @property
     def num_lanes(self) -> int:
@@ -83,15 +83,13 @@ class Progress:
     def open_lane(self, name: str, window: int) -> Lane:
         """A new lane, driven until it is closed."""
         lane = Lane(name, window)
-        with self._lock:
-            self._lanes = [*self._lanes, lane]
+        self._lanes.append(lane)
         return lane
 
     def close_lane(self, lane: Lane) -> None:
         """Stop driving ``lane``, which must be empty."""
         self.wait_until(lambda: not lane.busy, what=f"the {lane.name} lane to empty")
-        with self._lock:
-            self._lanes = [other for other in self._lanes if other is not lane]
+        self._lanes.remove(lane)
 
     def is_driver(self) -> bool:
         """Whether the calling thread drives lanes: it is called by something of theirs."""
@@ -100,11 +98,11 @@ class Progress:
     def submit(self, lane: Lane, work: Work) -> None:
         """Queue ``work`` behind what ``lane`` already has."""
         self.raise_failure()
-        self._refuse_fork(work.label)  # the lock may be held in it, by nobody
-        with self._lock:
-            lane.queue.append(work)
-            self._num_submitted += 1
-            self._submitted.notify()
+        self._refuse_fork(work.label)
+        lane.queue.append(work)
+        self._num_submitted += 1  # after the queue has it: see _is_idle
+        if self._is_asleep:
+            self._submitted.ring()
 
     def poll(self) -> None:
         """In ``poll`` mode, drive all lanes once; in ``thread`` mode there is nothing to do.
@@ -125,15 +123,12 @@ class Progress:
             return
         self._refuse_fork(what)
         if self.is_driver():
-            raise CommError(
-                f"{self._origin} waits for {what} on the thread that brings it about, which would "
-                "take for ever: the step of an optimizer runs there, and must not read parameters "
-                "through the model; have it read those of its param groups"
-            )
+            raise self._refuse_deadlock(what)
         watchdog, began_s = self._watchdog, time.perf_counter()
-        if watchdog is not None:
-            watchdog.begin_wait(what)
+        watched: Wait | None = None
         try:
+            if watchdog is not None:
+                watched = watchdog.begin_wait(what)
             wait = self._poll_once if self.mode == "poll" else self._sleep_until_changed
             backoff = Backoff()
             while not ready():
@@ -144,9 +139,10 @@ class Progress:
                 if watchdog is not None and not ready():
                     watchdog.check_wait()
         finally:
-            self.waited_s += time.perf_counter() - began_s
-            if watchdog is not None:
-                watchdog.end_wait()
+            if watched is None or not watched.interrupted:  # else the outer wait counts both
+                self.waited_s += time.perf_counter() - began_s
+            if watchdog is not None and watched is not None:
+                watchdog.end_wait(watched)
 
     def drain(self) -> None:
         """Wait until nothing is under way in any lane, and nothing follows from what was.
@@ -172,9 +168,9 @@ class Progress:
         The thread that changes things looks, and wakes no main thread to look for itself: that
         would cost it the interpreter, and a core, for every operation of a step.
         """
-        with self._lock:
-            if any(ready() for ready in self._awaited):
-                self._changed.notify_all()
+        for ready, bell in tuple(self._waiting):
+            if ready():
+                bell.ring()
 
     def raise_failure(self) -> None:
         """Raise what went wrong on the driving thread, if anything did."""
@@ -183,28 +179,34 @@ class Progress:
 
     def close(self, *, patience_s: float = 10.0) -> None:
         """Stop the thread, and wait for it as long as that. Works still queued are dropped."""
-        with self._lock:
-            self._closing = True
-            self._submitted.notify()
-            self._changed.notify_all()
+        self._closing = True
+        self._wake_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=patience_s)
 
     def _is_idle(self) -> bool:
         # The end of one operation may submit another, to a lane that was looked at before.
         num_submitted = self._num_submitted
-        busy = any(lane.busy for lane in self._lanes)
+        busy = any(lane.busy for lane in tuple(self._lanes))
         return not busy and num_submitted == self._num_submitted
 
     def _sleep_until_changed(self, ready: Callable[[], bool], _: Backoff) -> None:
-        with self._lock:
-            if ready() or self._failure is not None or self._closing:
-                return
-            self._awaited.append(ready)
-            try:
-                self._changed.wait(_WAKE_S)
-            finally:
-                self._awaited.remove(ready)
+        bell = Bell()
+        waiting = (ready, bell)
+        try:
+            self._waiting.append(waiting)  # before it looks: what comes true from now on rings
+            if self._is_asleep:  # a handler may wait for what its thread was about to ring for
+                self._submitted.ring()
+            if not (ready() or self._failure is not None or self._closing):
+                bell.wait(_WAKE_S)
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    def _wake_all(self) -> None:
+        self._submitted.ring()
+        for _, bell in tuple(self._waiting):
+            bell.ring()
 
     def _poll_once(self, _: Callable[[], bool], backoff: Backoff) -> None:
         movement = self._advance()
@@ -220,7 +222,7 @@ class Progress:
                 return Movement.NONE
             self._driver = threading.get_ident()
             try:
-                for lane in self._lanes:
+                for lane in tuple(self._lanes):
                     if lane.queue or lane.in_flight:
                         movement = max(movement, self._advance_lane(lane))
                 if self._watchdog is not None:
@@ -238,6 +240,20 @@ class Progress:
             label = lane.current.label if lane.current else "an operation"
             self._fail(f"{label} ({lane.name} lane)", error)
             return Movement.NONE
+
+    def _refuse_deadlock(self, what: str) -> CommError:
+        error = (
+            f"{self._origin} waits for {what} on the thread that brings it about, which would "
+            "take for ever: the step of an optimizer runs there, and must not read parameters "
+            "through the model; have it read those of its param groups. Nor may a finalizer "
+            "(__del__), which Python runs on any thread"
+        )
+        if self.mode == "poll":
+            error += (
+                ", nor, with progress='poll', a signal handler that interrupts communication: let "
+                "it set a flag, and read the parameters after the step, or use progress='thread'"
+            )
+        return CommError(error)
 
     def _refuse_fork(self, what: str) -> None:
         if os.getpid() != self._process:
@@ -261,9 +277,8 @@ class Progress:
         kind = type(error) if isinstance(error, CommError) else CommError
         failure = kind(f"{self._origin}: {what} failed: {reason}")
         failure.__cause__ = error
-        with self._lock:
-            self._failure = failure
-            self._changed.notify_all()
+        self._failure = failure
+        self._wake_all()
 
     def _run(self) -> None:
         try:
@@ -279,8 +294,8 @@ class Progress:
             backoff.note(movement)
             if movement is Movement.OPERATION:
                 self.notify()
-            elif any(lane.busy for lane in self._lanes):
-                # Not on the condition: waiting there costs more than the poll itself, and what is
+            elif any(lane.busy for lane in tuple(self._lanes)):
+                # Not for the bell: waiting there costs more than the poll itself, and what is
                 # submitted meanwhile is seen soon enough.
                 time.sleep(backoff.next_sleep_s())
             else:
@@ -288,6 +303,9 @@ class Progress:
                 backoff.note(Movement.OPERATION)
 
     def _await_submission(self) -> None:
-        with self._lock:
-            if not self._closing and not any(lane.busy for lane in self._lanes):
+        self._is_asleep = True  # before it looks: what is submitted from now on rings
+        try:
+            if not self._closing and not any(lane.busy for lane in tuple(self._lanes)):
                 self._submitted.wait(_WAKE_S if self._watchdog else None)
+        finally:
+            self._is_asleep = False

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from dearmpi.comm.status import Status
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Wait:
     """What was asked and answered for it.
 
-    thread: who waits. what: for what. in_exchange: inside a collective call on the world.
+    thread: who waits. what: for what. interrupted: for what the thread waited already, where a
+        signal handler or a finalizer of its own waits in the middle. in_exchange: inside a collective call on the world.
     since, looked_at: when it began, and when its thread last looked whether to go on.
     first_question: the number of the first question that can be asked for it.
     asked_at: when one last was. answered_at: when each rank has last answered any question.
@@ -30,6 +31,14 @@ class Wait:
     is_reported: bool = False
     spared_at: float = float("-inf")
     spared_by: int = 0
+    interrupted: str = ""
+
+    @property
+    def subject(self) -> str:
+        """What it waits for, and in the middle of what."""
+        if not self.interrupted:
+            return self.what
+        return f"{self.what} (in a handler that interrupted the wait for {self.interrupted})"
 
     def skip(self, seconds: float, now: float) -> None:
         """This process did not run for so long until ``now``, and so can say nothing of others."""

@@ -67,7 +67,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._backprops = self._steps = self._exchanges = 0
         self._in_exchange = self._left = False  # in_exchange: the main thread
-        self._waits: dict[int, Wait] = {}  # by thread
+        self._waits: list[Wait] = []  # of all threads; of one thread the innermost comes last
         self._num_asked = 0
         self._tended_at = 0.0
         # Ranks often begin to wait together. Those that would ask later are spared by then: twice
@@ -89,31 +89,48 @@ class Watchdog:
         """The calling thread, which so is the main one, is in a collective call on the world."""
         self._main = threading.get_ident()
         self._exchanges += 1
-        self._in_exchange = True
+        before, self._in_exchange = self._in_exchange, True
         try:
             yield
         finally:
-            self._in_exchange = False
+            self._in_exchange = before
 
     def leave(self) -> None:
         """The program has come to its end: whoever waits for more from it waits in vain."""
         self._left = True
 
-    def begin_wait(self, what: str) -> None:
-        """The calling thread begins to wait for ``what``."""
+    def begin_wait(self, what: str) -> Wait:
+        """The calling thread begins to wait for ``what``, perhaps in the middle of another wait."""
         now, thread = time.monotonic(), threading.get_ident()
-        self._waits[thread] = Wait(
+        in_exchange = self._in_exchange and thread == self._main
+        outer = self._innermost(thread)
+        wait = Wait(
             thread=thread,
             what=what,
-            in_exchange=self._in_exchange and thread == self._main,
+            in_exchange=in_exchange,
             since=now,
             looked_at=now,
             first_question=self._num_asked + 1,
+            interrupted="" if outer is None else outer.what,
         )
+        if in_exchange:  # what a handler waits for in the middle is not in the exchange
+            self._in_exchange = False
+        self._waits.append(wait)
+        return wait
 
-    def end_wait(self) -> None:
-        """The calling thread's wait is over."""
-        del self._waits[threading.get_ident()]
+    def end_wait(self, wait: Wait | None = None) -> None:
+        """``wait``, or else the calling thread's innermost, is over."""
+        wait = wait or self._innermost(threading.get_ident())
+        if wait is None:
+            return
+        self._waits.remove(wait)
+        if wait.in_exchange:
+            self._in_exchange = True
+
+    def _innermost(self, thread: int) -> Wait | None:
+        """What ``thread`` waits for at this moment."""
+        waits = tuple(self._waits)
+        return next((wait for wait in reversed(waits) if wait.thread == thread), None)
 
     def check_wait(self) -> None:
         """Print the report of the calling thread's wait once it is complete. Raises StallError if
@@ -121,7 +138,8 @@ class Watchdog:
 
         Time for which a scheduler has suspended the job does not count.
         """
-        now, wait = time.monotonic(), self._waits[threading.get_ident()]
+        now, wait = time.monotonic(), self._innermost(threading.get_ident())
+        assert wait is not None, "only a thread that waits looks at its wait"
         if now - wait.looked_at > _SUSPENDED_S:
             wait.skip(now - wait.looked_at, now)
         wait.looked_at = now
@@ -138,7 +156,7 @@ class Watchdog:
         if waited_s > most_s and not (self._left and self._is_patient(wait)):
             raise StallError(
                 f"rank {self._rank} on {self._hosts[self._rank]} gave up after waiting "
-                f"{waited_s:.0f} s for {wait.what}\n{self._explain(wait)}"
+                f"{waited_s:.0f} s for {wait.subject}\n{self._explain(wait)}"
             )
 
     def tend(self) -> None:
@@ -150,7 +168,7 @@ class Watchdog:
         self._mail.drop_sent()
         # Of each rank no more than a few are under way.
         self._mail.read(self._handle, most=4 * self._size)
-        due = [wait for wait in tuple(self._waits.values()) if self._is_due(wait, now, tended_at)]
+        due = [wait for wait in tuple(self._waits) if self._is_due(wait, now, tended_at)]
         if due:
             self._ask(now, due)
 
@@ -183,7 +201,7 @@ class Watchdog:
         }
         statuses = {**answers, self._rank: self._tell(wait, wait.thread)}
         report = StallReport(self._hosts, statuses, silence, silent_s)
-        title = f"waited {now - wait.since:.0f} s for {wait.what}; the ranks say:"
+        title = f"waited {now - wait.since:.0f} s for {wait.subject}; the ranks say:"
         return "\n".join([title, *report.lines()])
 
     def _explain(self, wait: Wait) -> str:
@@ -197,7 +215,7 @@ class Watchdog:
         """This rank's own, as others are told: that of the main thread, which may yet do what they
         wait for. ``stack``: of it, if it was looked at just now.
         """
-        return self._tell(self._waits.get(self._main), self._main, stack)
+        return self._tell(self._innermost(self._main), self._main, stack)
 
     def _tell(self, wait: Wait | None, thread: int, stack: tuple[str, ...] | None = None) -> Status:
         """This rank's own, where ``wait`` is that of ``thread``."""
@@ -210,7 +228,7 @@ class Watchdog:
         # must not seem to be further back than it was then, so the counts come last.
         return Status(
             left=left,
-            waiting=wait.what if wait else "",
+            waiting=wait.subject if wait else "",
             waited_s=time.monotonic() - wait.since if wait else 0.0,
             in_exchange=wait is not None and wait.in_exchange,
             exchanges=self._exchanges,
@@ -236,7 +254,7 @@ class Watchdog:
                 self._mail.send({"ask": self._num_asked, "left": self._left}, other)
 
     def _handle(self, sender: int, message: Any) -> None:
-        now, waits = time.monotonic(), tuple(self._waits.values())
+        now, waits = time.monotonic(), tuple(self._waits)
         if "ask" in message:
             # One report is enough, but of one that still trains, if this rank does.
             judges = sender < self._rank or self._mail.problem

@@ -42,6 +42,7 @@ class CommunicationClock:
         self._num_in_flight = 0
         self._busy_since = 0.0
         self._last = (0.0, 0.0)
+        self._is_waiting = False
 
     def post(self, start: Callable[[], Request]) -> Request:
         """``start`` a collective, which counts from where it is posted."""
@@ -63,11 +64,16 @@ class CommunicationClock:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Inside, the main thread waits for ``what``."""
+        if self._is_waiting:  # a signal handler, in the middle of a wait, which counts both
+            yield
+            return
         start = time.perf_counter()
         try:
+            self._is_waiting = True
             with self._spans.span(Track.WAIT, what):
                 yield
         finally:
+            self._is_waiting = False
             self._exposed_s += time.perf_counter() - start
 
     @property

@@ -18,6 +18,8 @@ class Cycle:
         iteration, all that parameters are arriving in.
     options: hyperparameters for the update; None until they are known.
     stepped: whether the user has called ``step()``.
+    stepping: the main thread is in the middle of submitting that step. A signal handler may read
+        parameters there. So may a script after an exception has ended ``step()`` there.
     unfilled: buckets that this rank's backprop has not filled by itself; once the ranks have told
         each other, that any of theirs has not.
     used: from then on, for each bucket, a byte for each parameter: 0 if none had a gradient for it.
@@ -33,6 +35,7 @@ class Cycle:
     active: frozenset[int] = frozenset()
     options: Options | None = None
     stepped: bool = False
+    stepping: bool = False
     unfilled: frozenset[int] = frozenset()
     used: Sequence[bytes] | None = None
     launched: set[int] = field(default_factory=set)

@@ -50,7 +50,7 @@ class Engine:
         self._side = pipeline.side
         self._eager = eager
         self._options = options
-        self.waiting = Waiting(world.progress, pipeline)
+        self.waiting = Waiting(world.progress, pipeline, eager=eager)
         self.backprop = Backprop(world, pipeline, self.waiting, eager=eager, options=options)
         self.reduced = ReducedGradients(world, pipeline, self.backprop)
         self.joining = pipeline.joining
@@ -87,7 +87,7 @@ class Engine:
         cycle = self._cycle
         for bucket in self._buckets:
             bucket.release_gradients()
-        cycle.stepped = True
+        cycle.stepping = cycle.stepped = True
         if joined:  # it hands over at once what it has no gradients for
             cycle.unfilled = frozenset()
         self._world.begin_step()
@@ -99,8 +99,9 @@ class Engine:
         told = self.joining.announce_step(options, joined=joined)
         if joined:
             self._options.count(told)
+        self.pipeline.call_roll(told)
         self.pipeline.submit_step(told)
-        self.pipeline.call_roll()
+        cycle.stepping = False
         if self.pipeline.schedule.wait is Wait.STEP:
             self.synchronize()
         self.waiting.pre_forward(bucket for bucket in self._buckets if bucket.unguarded)

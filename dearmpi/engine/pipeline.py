@@ -97,35 +97,40 @@ class Pipeline:
 
     def launch(self, bucket: BucketRuntime) -> None:
         """Submit the reduce-scatter of a READY bucket."""
-        self.cycle.launched.add(bucket.index)
         bucket.move_to(BucketState.REDUCING)
         self.spans.launched(bucket.spec)
         self.channels.reduces.submit(
             f"RS{bucket.index}", partial(self._start_reduce, bucket), partial(self._reduced, bucket)
         )
+        self.cycle.launched.add(bucket.index)  # last: see Waiting.awaits_step
 
     def supersede(self, bucket: BucketRuntime) -> None:
         """The next update of ``bucket``, which cannot have begun, will change its parameters."""
         bucket.pending = bucket.unread = True
         bucket.supersede()
-        if self._replicas is not None and not self._gathers_gradients:
+        if self.poisons:
             bucket.poison()  # now, since afterwards a gather may already bring new ones
             self.side.follow()
 
     def submit_step(self, options: Options) -> None:
-        """The options are known: update and gather whatever waits for them."""
+        """The options are known: update and gather whatever waits for them. Call ``call_roll``
+        before.
+        """
         # What the main thread has done to gradients and parameters, and options that are tensors:
         # from the moment that the cycle has them, buckets that are reduced by now are updated.
         self.side.follow()
         self.cycle.options = options
+        self.see_step()
+
+    def see_step(self) -> None:
+        """Have the driving thread look at the step, whose options are known; twice does no harm."""
         self._progress.submit(self.update_lane, Work("step", Completed, self._step_seen))
 
-    def call_roll(self) -> None:
-        """After ``submit_step``: let all ranks know which parameters had a gradient on any of them,
-        and whether the ranks are still alike.
+    def call_roll(self, options: Options) -> None:
+        """Let all ranks know which parameters had a gradient on any of them, and whether the ranks,
+        of which this one steps with ``options``, are still alike.
         """
         cycle = self.cycle
-        assert cycle.options is not None
         roll = RollCall(
             self.buckets,
             cycle.active,
@@ -133,7 +138,7 @@ class Pipeline:
             self.num_reduced,
             self.edits,
             self.loads,
-            cycle.options,
+            options,
         )
         self.late.called(cycle)
         # The answer may come when the next cycle has begun, since not every bucket waits for it.
@@ -141,6 +146,11 @@ class Pipeline:
         self.channels.control.submit(
             "roll call", lambda c: c.start_all_reduce(roll.told, "max"), called
         )
+
+    @property
+    def poisons(self) -> bool:
+        """Whether parameters are NaN from ``supersede`` until new ones come."""
+        return self._replicas is not None and not self._gathers_gradients
 
     def is_finished(self) -> bool:
         """Whether every bucket of the cycle has gone all the way."""

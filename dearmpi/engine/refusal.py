@@ -10,7 +10,26 @@ def read_before_step() -> UsageError:
     return UsageError(
         "parameters are read between backward and step(), but with eager=True some of them are "
         "updated already, and others, which got no gradient, only after step(); read them after "
-        "step(), or make the optimizer with eager=False"
+        "step(), or make the optimizer with eager=False. A signal handler, which may come at any "
+        "moment, should set a flag only"
+    )
+
+
+def read_in_step() -> UsageError:
+    """The parameters are NaN on purpose."""
+    return UsageError(
+        "a signal handler or a finalizer reads parameters in the middle of step(), where "
+        "DEAR_CHECK=1 has filled them with NaN; let it set a flag, and read them after the step"
+    )
+
+
+def step_broken_off() -> UsageError:
+    """Nothing can be waited for, since some of the step was never submitted."""
+    return UsageError(
+        "step() was broken off in the middle, as by a KeyboardInterrupt, or a signal handler in "
+        "the middle of step() waits for its end. Training cannot go on, but without eager=True the "
+        "model's parameters are those of before the step, and can be read and saved. To stop "
+        "between steps, let a signal handler set a flag, and agree on it by world.all_reduce()"
     )
 
 

@@ -184,6 +184,20 @@ def test_an_operation_that_was_interrupted_while_it_began_is_named_afterwards() 
     progress.close()
 
 
+def test_an_operation_that_was_interrupted_while_it_ended_is_named_afterwards() -> None:
+    progress = Progress("poll", origin="rank 3 on n7")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    progress.submit(progress.open_lane("rs", window=1), Work("RS7", Completed, interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        progress.poll()
+    with pytest.raises(CommError, match="RS7 .*: it was interrupted while it was being carried"):
+        progress.wait_until(lambda: False, what="never")
+    progress.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_closing_ends_a_wait_with_an_error(mode: ProgressMode) -> None:
     progress = Progress(mode, origin="rank 3 on n7")
