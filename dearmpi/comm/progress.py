@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from dearmpi.comm.absence import Absence
 from dearmpi.comm.api import Movement
 from dearmpi.comm.backoff import Backoff
 from dearmpi.comm.bell import Bell
@@ -62,6 +63,7 @@ class Progress:
         self._process = os.getpid()
         self._num_submitted = 0
         self._watchdog: Watchdog | None = None
+        self._absence: Absence | None = None
         self._thread: threading.Thread | None = None
         self.waited_s = 0.0  # in wait_until, since the start
         self.around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
@@ -72,6 +74,16 @@ class Progress:
     def watch(self, watchdog: Watchdog) -> None:
         """Have ``watchdog`` look at every wait from now on."""
         self._watchdog = watchdog
+        if self.mode == "poll" and watchdog.has_others:
+            self._absence = Absence(
+                origin=self._origin,
+                warning_s=watchdog.limits.warning_s,
+                driven_at=lambda: watchdog.tended_at,
+                under_way=lambda: [
+                    work.label for lane in tuple(self._lanes) for work in tuple(lane.in_flight)
+                ],
+            )
+            self._absence.start()
         self.notify()
         self._submitted.ring()
 
@@ -181,6 +193,8 @@ class Progress:
         """Stop the thread, and wait for it as long as that. Works still queued are dropped."""
         self._closing = True
         self._wake_all()
+        if self._absence is not None:
+            self._absence.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=patience_s)
 
@@ -223,7 +237,7 @@ class Progress:
             self._driver = threading.get_ident()
             try:
                 for lane in tuple(self._lanes):
-                    if lane.queue or lane.in_flight:
+                    if lane.queue or lane.in_flight or lane.current is not None:
                         movement = max(movement, self._advance_lane(lane))
                 if self._watchdog is not None:
                     self._watchdog.tend()

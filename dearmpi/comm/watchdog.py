@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dearmpi.comm import last_words
+from dearmpi.comm.absence import CURE
 from dearmpi.comm.call import cure_for
 from dearmpi.comm.mail import Mail, Messenger
 from dearmpi.comm.stack import stack_of
@@ -32,6 +33,11 @@ _TURN_S = 0.5  # in which a question reaches all ranks that wait
 _GIVING_UP = (  # Python tells nobody what sys.exit was called with
     "; if that rank has called sys.exit(), have it raise an exception or call world.abort(status), "
     "which end the job at once"
+)
+_SILENT_WHERE_IT_POLLS = (
+    "does not answer: with progress='poll' a rank does only while its main thread is inside "
+    "dearmpi, so this one's is elsewhere, such as in an MPI call of the script's own, and has said "
+    f"where if operations are under way there (or it was stopped, or its host); {CURE}"
 )
 _SUSPENDED_S = 10.0  # without a look at a wait: this process did not run
 
@@ -58,22 +64,35 @@ class Watchdog:
     """
 
     def __init__(
-        self, messenger: Messenger, *, rank: int, hosts: Sequence[str], limits: StallLimits
+        self,
+        messenger: Messenger,
+        *,
+        rank: int,
+        hosts: Sequence[str],
+        limits: StallLimits,
+        polls: bool = False,
     ) -> None:
-        """``hosts``: the name of each rank's."""
+        """``hosts``: the name of each rank's. ``polls``: this rank, and so as a rule each, answers
+        only where its main thread is in this package.
+        """
         self._hosts = hosts
         self._mail = Mail(messenger, self._complain)
-        self._rank, self._size, self._limits = rank, len(hosts), limits
+        self._rank, self._size, self.limits, self._polls = rank, len(hosts), limits, polls
         self._main = threading.get_ident()
         self._backprops = self._steps = self._exchanges = 0
         self._in_exchange = self._left = False  # in_exchange: the main thread
         self._waits: list[Wait] = []  # of all threads; of one thread the innermost comes last
         self._num_asked = 0
-        self._tended_at = 0.0
+        self.tended_at = 0.0  # when messages were last looked for
         # Ranks often begin to wait together. Those that would ask later are spared by then: twice
         # as many with each turn, so that a few turns are enough for thousands.
         self._turn_s = min(_TURN_S * rank.bit_length(), limits.warning_s / 2)
         self._stack: tuple[str, ...] | None = None  # for all questions that are read together
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is any other rank."""
+        return self._size > 1
 
     def begin_backprop(self) -> None:
         """The main thread has begun a backprop with communication."""
@@ -152,7 +171,7 @@ class Watchdog:
                 last_words.say(self._report(wait))  # which a full disk must not make a failure
         # Whoever gives up ends the job, so those that know what all do come first.
         is_late = self._left or self._is_spared(wait)
-        most_s = self._limits.abort_s + (2 * _ANSWER_S if is_late else 0.0)
+        most_s = self.limits.abort_s + (2 * _ANSWER_S if is_late else 0.0)
         if waited_s > most_s and not (self._left and self._is_patient(wait)):
             raise StallError(
                 f"rank {self._rank} on {self._hosts[self._rank]} gave up after waiting "
@@ -162,9 +181,9 @@ class Watchdog:
     def tend(self) -> None:
         """Answer questions, collect answers, ask if it is time to. Raises nothing."""
         now = time.monotonic()
-        if now - self._tended_at < _TEND_S:
+        if now - self.tended_at < _TEND_S:
             return
-        tended_at, self._tended_at, self._stack = self._tended_at, now, None
+        tended_at, self.tended_at, self._stack = self.tended_at, now, None
         self._mail.drop_sent()
         # Of each rank no more than a few are under way.
         self._mail.read(self._handle, most=4 * self._size)
@@ -177,7 +196,7 @@ class Watchdog:
         if now - max(wait.since, tended_at) > _SUSPENDED_S:
             return False  # this process was suspended: check_wait() first finds out for how long
         began_s = max(wait.since + self._turn_s, wait.asked_at or 0.0)
-        return not self._is_spared(wait) and now > began_s + self._limits.warning_s
+        return not self._is_spared(wait) and now > began_s + self.limits.warning_s
 
     def _is_spared(self, wait: Wait) -> bool:
         """Whether another rank asks, as it does again and again, and so will report and judge."""
@@ -189,6 +208,8 @@ class Watchdog:
         silence = "does not answer (stopped, or its host is)"
         if wait.asked_at is None:
             silence = "was not asked"
+        elif self._polls:
+            silence = _SILENT_WHERE_IT_POLLS
         if self._mail.problem:
             silence = (
                 f"does not answer, or was not asked, since messages failed: {self._mail.problem}"
@@ -290,7 +311,7 @@ class Watchdog:
 
     def _is_recent(self, at: float) -> bool:
         """Whether what ranks do every ``warning_s`` was last done ``at`` and has not ceased."""
-        return time.monotonic() - at <= self._limits.warning_s + 2 * _ANSWER_S
+        return time.monotonic() - at <= self.limits.warning_s + 2 * _ANSWER_S
 
     def _raise_if_hopeless(self, wait: Wait) -> None:
         own = self._tell(wait, wait.thread)

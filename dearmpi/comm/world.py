@@ -25,6 +25,7 @@ from typing import (
 import numpy as np
 
 from dearmpi.comm import last_words
+from dearmpi.comm.absence import CURE
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
 from dearmpi.comm.call import Call, meet
 from dearmpi.comm.chain import Chain
@@ -53,6 +54,12 @@ from dearmpi.guessed import CONNECTION, WORLD, answer_guess, answers_guesses
 Carry = Callable[[Collectives], Collectives]
 Result = TypeVar("Result")
 ValueOp = ReduceOp | Literal["mean"]
+_POLLS_UNASKED = (
+    "this MPI library does not grant MPI_THREAD_MULTIPLE, so every rank runs with "
+    "progress='poll': communication goes on only while the main thread calls the model, the "
+    f"optimizer or the world, and hides less. To avoid hangs, {CURE}, which needs a library that "
+    "grants it, such as the packages mpich and openmpi. connect(progress='poll') ends this notice"
+)
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 
 
@@ -89,7 +96,11 @@ class World:
             collectives, self.progress.open_lane("control", window=1), self.progress
         )
         self._watchdog = Watchdog(
-            collectives, rank=self.rank, hosts=self.hosts, limits=stall_limits or StallLimits()
+            collectives,
+            rank=self.rank,
+            hosts=self.hosts,
+            limits=stall_limits or StallLimits(),
+            polls=progress == "poll",
         )
         self.progress.watch(self._watchdog)
         self._shared: dict[str, Channel] = {}
@@ -426,6 +437,8 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
         return World(AloneCollectives(), progress="poll")
     check_launch(collectives.size, os.environ)
     if not mpi.supports_threads():
+        if progress != "poll" and collectives.size > 1 and collectives.rank == 0:
+            last_words.say(f"[rank 0 on {collectives.hosts[0]}] {_POLLS_UNASKED}")
         progress = "poll"
     try:
         return World(

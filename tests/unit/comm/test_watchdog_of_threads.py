@@ -138,3 +138,36 @@ def test_a_wait_beside_the_thread_that_trains_is_not_hopeless(rank: Rank) -> Non
 
 def _as_if_waiting(status: Status) -> Status:
     return Status(**{**asdict(status), "waiting": "AG7", "stack": status.stack})
+
+
+def test_a_wait_in_the_middle_of_another_is_told_of_and_leaves_that_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a signal handler that reads the model while its thread waits."""
+    clock, inbox = Clock(monkeypatch), Inbox()
+    watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:2], limits=LIMITS)
+    with watchdog.exchange():
+        outer = watchdog.begin_wait("all-reduce of values")
+        assert watchdog.status().in_exchange
+        clock.now_s += 2.0
+        inner = watchdog.begin_wait("the parameters of bucket 0")
+        told = watchdog.status()
+        assert not told.in_exchange and told.waited_s == 0.0
+        assert told.waiting == (
+            "the parameters of bucket 0 (in a handler that interrupted the wait for "
+            "all-reduce of values)"
+        )
+        with watchdog.exchange():
+            watchdog.begin_wait("broadcast")
+            assert watchdog.status().in_exchange
+            watchdog.end_wait()
+        watchdog.check_wait()
+        watchdog.end_wait(inner)
+        assert watchdog.status().in_exchange
+        assert watchdog.status().waiting == "all-reduce of values"
+        assert watchdog.status().waited_s == 2.0
+        watchdog.check_wait()
+        watchdog.end_wait(outer)
+    assert watchdog.status().waiting == ""
+    watchdog.begin_wait("RS0")
+    assert not watchdog.status().in_exchange

@@ -6,6 +6,7 @@ import atexit
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -266,6 +267,27 @@ def test_a_world_knows_which_threads_may_call_mpi(
     assert world.serves_any_thread == serves_any_thread
     assert world.progress.mode == ("thread" if serves_any_thread else "poll")
     world.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("asked", ["thread", "poll"])
+def test_a_library_that_allows_no_thread_is_told_of_once(
+    rank: int,
+    asked: ProgressMode,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub = FakeHub(2)
+    other = threading.Thread(target=lambda: World(FakeCollectives(hub, 1 - rank), progress="poll"))
+    other.start()
+    replace_mpi(monkeypatch, FakeCollectives(hub, rank), serves_any_thread=False)
+    module._connect(asked, None).close()
+    other.join()
+    told = capsys.readouterr().err
+    if rank == 0 and asked == "thread":
+        assert "does not grant MPI_THREAD_MULTIPLE" in told and "world.barrier()" in told
+    else:
+        assert told == ""
 
 
 def test_a_rank_that_cannot_connect_ends_the_others(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dearmpi
-from dearmpi import DistributedOptimizer, UsageError
+from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 
