@@ -20,6 +20,7 @@ from dearmpi.comm.api import Movement
 from dearmpi.comm.backoff import Backoff
 from dearmpi.comm.bell import Bell
 from dearmpi.comm.lane import Lane, Work
+from dearmpi.comm.stack import signal_handled
 from dearmpi.comm.wait import Wait
 from dearmpi.comm.watchdog import Watchdog
 from dearmpi.config import ProgressMode
@@ -256,18 +257,21 @@ class Progress:
             return Movement.NONE
 
     def _refuse_deadlock(self, what: str) -> CommError:
-        error = (
+        deadlock = (
             f"{self._origin} waits for {what} on the thread that brings it about, which would "
-            "take for ever: the step of an optimizer runs there, and must not read parameters "
-            "through the model; have it read those of its param groups. Nor may a finalizer "
-            "(__del__), which Python runs on any thread"
+            "take for ever: "
         )
-        if self.mode == "poll":
-            error += (
-                ", nor, with progress='poll', a signal handler that interrupts communication: let "
-                "it set a flag, and read the parameters after the step, or use progress='thread'"
+        if handled := signal_handled():
+            return CommError(
+                f"{deadlock}the handler of {handled} has interrupted communication, which the "
+                "main thread drives with progress='poll'. Let the handler set a flag, and read the "
+                "parameters after the step, or use progress='thread'"
             )
-        return CommError(error)
+        return CommError(
+            f"{deadlock}the step of an optimizer runs there, and must not read parameters through "
+            "the model; have it read those of its param groups. Nor may a finalizer (__del__), "
+            "which Python runs on any thread"
+        )
 
     def _refuse_fork(self, what: str) -> None:
         if os.getpid() != self._process:

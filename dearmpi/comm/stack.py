@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
+from types import CodeType
 
 _NUM_FRAMES = 6
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -29,4 +31,30 @@ def stack_of(thread: int) -> tuple[str, ...]:
         and not any(library in code.co_filename for library in _LIBRARIES)
     ]
     shown = (own or frames)[-_NUM_FRAMES:]
-    return tuple(f"{code.co_filename}:{line} {code.co_name}" for code, line in shown)
+    handlers = _handlers()
+    return tuple(
+        f"{code.co_filename}:{line} {code.co_name}{_handles(handlers.get(code))}"
+        for code, line in shown
+    )
+
+
+def signal_handled() -> str:
+    """The signal whose handler has led to this call, such as ``SIGUSR1``; empty if none has."""
+    handlers = _handlers()
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    return next((handlers[code] for code in codes if code in handlers), "")
+
+
+def _handlers() -> dict[CodeType, str]:
+    """The signal of each handler that is a function or a method."""
+    found = {}
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+        if isinstance(code, CodeType):
+            found[code] = signal.Signals(number).name
+    return found
+
+
+def _handles(name: str | None) -> str:
+    return f" (handler of {name})" if name else ""

@@ -12,7 +12,7 @@ class Status:
     backprops, steps, exchanges: how many backprops with communication, how many steps, and how
         many collective calls on the world, its main thread has begun.
     waiting: for what, or empty. in_exchange: it waits inside a collective call on the world.
-    left: its program has come to its end.
+    left: its program has come to its end. in_iteration: it has begun a backprop, and no step since.
     """
 
     backprops: int
@@ -23,11 +23,13 @@ class Status:
     in_exchange: bool
     left: bool
     stack: tuple[str, ...]
+    in_iteration: bool = False
 
     def describe(self, *, waited: str | None = None) -> str:
         """One line, without the stack. ``waited``: how long, in other words."""
         if self.left:
-            return f"has ended after {self.backprops} backprops"
+            where = ", between a backward and its step" if self.in_iteration else ""
+            return f"has ended after {self.backprops} backprops{where}"
         if not self.waiting:
             return f"has begun {self.backprops} backprops, does not wait for communication"
         if waited is None:

@@ -12,10 +12,12 @@ class Wait:
     """What was asked and answered for it.
 
     thread: who waits. what: for what. interrupted: for what the thread waited already, where a
-        signal handler or a finalizer of its own waits in the middle. in_exchange: inside a collective call on the world.
+        signal handler or a finalizer of its own waits in the middle.
+    in_exchange: inside a collective call on the world.
     since, looked_at: when it began, and when its thread last looked whether to go on.
     first_question: the number of the first question that can be asked for it.
     asked_at: when one last was. answered_at: when each rank has last answered any question.
+    left_at: when each rank that has left first said so.
     spared_at, spared_by: when another rank, which asks for all, last did, and which.
     """
 
@@ -32,6 +34,7 @@ class Wait:
     spared_at: float = float("-inf")
     spared_by: int = 0
     interrupted: str = ""
+    left_at: dict[int, float] = field(default_factory=dict)
 
     @property
     def subject(self) -> str:
@@ -57,3 +60,5 @@ class Wait:
         self.answered_at[rank] = now
         if question >= self.first_question:
             self.answers[rank] = status
+            if status.left:
+                self.left_at.setdefault(rank, now)

@@ -10,6 +10,7 @@ StallError. Several threads may wait at a time; others are told of the one that 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from dearmpi.comm import last_words
 from dearmpi.comm.absence import CURE
 from dearmpi.comm.call import cure_for
 from dearmpi.comm.mail import Mail, Messenger
-from dearmpi.comm.stack import stack_of
+from dearmpi.comm.stack import signal_handled, stack_of
 from dearmpi.comm.stall_report import StallReport
 from dearmpi.comm.status import Status
 from dearmpi.comm.wait import Wait
@@ -80,6 +81,7 @@ class Watchdog:
         self._rank, self._size, self.limits, self._polls = rank, len(hosts), limits, polls
         self._main = threading.get_ident()
         self._backprops = self._steps = self._exchanges = 0
+        self._in_iteration = False
         self._in_exchange = self._left = False  # in_exchange: the main thread
         self._waits: list[Wait] = []  # of all threads; of one thread the innermost comes last
         self._num_asked = 0
@@ -97,11 +99,13 @@ class Watchdog:
     def begin_backprop(self) -> None:
         """The main thread has begun a backprop with communication."""
         self._backprops += 1
+        self._in_iteration = True
 
     def begin_step(self) -> None:
         """The calling thread, which so is the main one, has begun a step."""
         self._main = threading.get_ident()
         self._steps += 1
+        self._in_iteration = False
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -256,6 +260,7 @@ class Watchdog:
             steps=self._steps,
             backprops=self._backprops,
             stack=stack,
+            in_iteration=self._in_iteration,
         )
 
     def _complain(self, problem: str) -> None:
@@ -316,16 +321,40 @@ class Watchdog:
     def _raise_if_hopeless(self, wait: Wait) -> None:
         own = self._tell(wait, wait.thread)
         trains = wait.thread == self._main  # else the thread that does may yet do what others need
+        are_gone = trains and self._have_all_left(wait)
         for rank, other in sorted(wait.answers.items()):
             in_vain = other.left or (trains and other.waits_for(own))
-            if own.waits_for(other) and in_vain:
-                calls = [one.waiting for one in (own, other) if one.in_exchange]
-                missed = f". For {calls[0]}: {cure_for(*calls)}" if calls else ""
+            if are_gone or (own.waits_for(other) and in_vain):
                 raise StallError(
                     f"rank {self._rank} {own.describe()}, but rank {rank} {other.describe()}: "
-                    f"the ranks, which have taken {own.steps} and {other.steps} steps, have "
-                    "unequal numbers of batches, or call collective operations in different "
-                    "order. Give every rank as many batches, or train inside "
-                    f"optimizer.join(){missed}{_GIVING_UP if other.left else ''}"
-                    f"\n{self._report(wait)}"
+                    f"{self._judge(own, other)}\n{self._report(wait)}"
                 )
+
+    def _have_all_left(self, wait: Wait) -> bool:
+        """Whether all others have for so long that nothing of theirs is on its way here."""
+        now, left_at = time.monotonic(), list(wait.left_at.values())
+        return len(left_at) == self._size - 1 and now - max(left_at) > self.limits.warning_s
+
+    def _judge(self, own: Status, other: Status) -> str:
+        """Why ``own`` can never end, and what to do."""
+        steps = f"the ranks, which have taken {own.steps} and {other.steps} steps, have"
+        if other.left and (other.in_iteration or isinstance(sys.exc_info()[1], KeyboardInterrupt)):
+            return (
+                f"{steps} ended at different moments, as by Ctrl-C (KeyboardInterrupt), so that "
+                "the last step never ends here, and its parameters cannot be read or saved. Go on "
+                "from the last checkpoint; to save at a signal, let its handler set a flag, agree "
+                "on it on every rank by world.all_reduce([flag], 'max') between steps, then save"
+            )
+        if signal := signal_handled():
+            return (
+                f"{steps} not all got {signal}, or got it at different moments, and its handler "
+                "waits here for the others. Let it set a flag, agree on it on every rank by "
+                "world.all_reduce([flag], 'max') between steps, and then do what it did"
+            )
+        calls = [one.waiting for one in (own, other) if one.in_exchange]
+        missed = f". For {calls[0]}: {cure_for(*calls)}" if calls else ""
+        return (
+            f"{steps} unequal numbers of batches, or call collective operations in different "
+            "order. Give every rank as many batches, or train inside "
+            f"optimizer.join(){missed}{_GIVING_UP if other.left else ''}"
+        )
