@@ -409,13 +409,12 @@ def choose_world(world: object) -> World:
 
 
 def _refuse_group(name: str, given: object) -> ConfigError:
-    kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-    wanted = "a World" if name == "world" else "thread or poll"
+    wanted = "a World" if name == "world" else "'thread' or 'poll'"
     return ConfigError(
-        f"{name} is {kind}, not {wanted}; leave it out, "
-        "or give world=dearmpi.connect(). All ranks of the job train together: communicators and "
-        "process groups of some of them are not supported yet; start a job of its own (mpirun) for "
-        "each group of ranks"
+        f"{name} is of type {type(given).__name__}, not {wanted}; leave it out, or give what "
+        "dearmpi.connect() returns as world=. All ranks of the job train together: communicators "
+        "and process groups of some of them are not supported yet; start a job of its own (mpirun) "
+        "for each group of ranks"
     )
 
 

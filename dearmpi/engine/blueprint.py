@@ -27,7 +27,7 @@ from dearmpi.engine.unserved import (
     refuse_unaveraged,
 )
 from dearmpi.engine.update import is_patched
-from dearmpi.engine.wrappers import refuse_wrappers
+from dearmpi.engine.wrappers import refuse_optimizer_wrappers, refuse_wrappers
 from dearmpi.errors import ConfigError
 from dearmpi.plan.fusion import fuse_by_cap
 from dearmpi.plan.layout import BucketLayout, build_layout
@@ -76,6 +76,7 @@ def check_arguments(optimizer: object, model: object, plan: object) -> None:
                 "whose parameters it has"
             )
     assert isinstance(optimizer, Optimizer) and isinstance(model, nn.Module)
+    refuse_optimizer_wrappers(optimizer)
     _refuse_patched(optimizer)
     _refuse_scripts(optimizer, model)
     refuse_lazy(model)

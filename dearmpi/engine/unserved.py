@@ -21,8 +21,8 @@ def refuse_lazy(model: nn.Module) -> None:
         if is_lazy(tensor):
             raise ConfigError(
                 f"parameter or buffer {name} is not initialized (a lazy module, such as "
-                "nn.LazyLinear), so it cannot be laid out in a bucket; run one forward first, as "
-                "by with torch.no_grad(): model(inputs) on every rank, and make the optimizer then"
+                "nn.LazyLinear), so it cannot be laid out in a bucket; run one forward first on "
+                "every rank (with torch.no_grad(): model(inputs)), and make the optimizer then"
             )
 
 

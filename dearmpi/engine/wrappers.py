@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 from dearmpi.engine.model_tensors import model_tensors
 from dearmpi.errors import ConfigError, UsageError
@@ -26,6 +27,11 @@ _SHARDED = (
     "gather='parameters' it shards the optimizer's state"
 )
 _REPLICATED = "was given to replicate(), which averages gradients"
+_SHARING_OPTIMIZERS = {
+    "ZeroRedundancyOptimizer": "shards the state as the DistributedOptimizer does",
+    "PostLocalSGDOptimizer": "averages parameters, where the DistributedOptimizer averages "
+    "gradients in each step",
+}
 _MOST_FRAMES = 16  # from a module's table up to the wrapper that changes it
 
 
@@ -57,6 +63,16 @@ def refuse_wrappers(model: nn.Module) -> None:
             raise ConfigError(
                 f"parameter or buffer {name} is {kind}, of which each rank holds a part; "
                 f"{_SHARDED}, and pass the module as it was before"
+            )
+
+
+def refuse_optimizer_wrappers(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer of torch's that shares its work with other ranks."""
+    for name, what in _SHARING_OPTIMIZERS.items():
+        if _is_of(optimizer, "torch.distributed.optim", name):
+            raise ConfigError(
+                f"optimizer is a {name}, which {what}; leave it out, and pass the optimizer that "
+                "it was made with or of, such as torch.optim.AdamW(model.parameters())"
             )
 
 

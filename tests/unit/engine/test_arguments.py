@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from dearmpi import DistributedOptimizer, EngineConfig, SyncBatchNorm, convert_sync_batchnorm
+from dearmpi import (
+    DistributedOptimizer,
+    EngineConfig,
+    SyncBatchNorm,
+    broadcast_buffers,
+    broadcast_parameters,
+    connect,
+    convert_sync_batchnorm,
+)
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
@@ -182,3 +190,31 @@ def test_a_batch_normalisation_with_options_of_its_own_is_converted() -> None:
         torch.testing.assert_close(layer(inputs), Named(3)(inputs))
 
     run_ranks(1, rank)
+
+
+class Comm:
+    """As mpi4py's, which is another class for each kind."""
+
+    size = 2
+
+
+@pytest.mark.parametrize("group", [Comm(), World, 0, [0, 1]])
+def test_a_group_of_some_ranks_is_refused_with_what_to_do(group: Any) -> None:
+    """In the place of a world, wherever one is taken."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    kind = type(group).__name__
+    told = (
+        f"world is of type {kind}, not a World; leave it out.* are not supported yet; start a job"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for take in (
+        lambda: DistributedOptimizer(optimizer, model, world=group),
+        lambda: broadcast_parameters(model, group),
+        lambda: broadcast_buffers(model, group),
+        lambda: convert_sync_batchnorm(model, group),
+        lambda: SyncBatchNorm(2, world=group),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            take()
+    with pytest.raises(ConfigError, match=f"progress is of type {kind}, not 'thread' or 'poll'"):
+        connect(group)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, UsageError
 from tests.mpi.models import fill
 
 
@@ -149,3 +152,53 @@ def test_memory_that_other_processes_see_is_not_left_unnoticed() -> None:
             assert torch.equal(param, view)
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("sent", ["model", "state_dict", "share_memory"])
+def test_a_model_that_was_sent_to_another_process_is_refused_with_the_cause(
+    sent: str, gather: str
+) -> None:
+    """Torch moves what it sends into memory that the other process sees, too."""
+
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fill(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = DistributedOptimizer(optimizer, model, world=world, gather=gather)
+        model(torch.ones(2, 4)).sum().backward()
+        wrapped.step()
+        send(copy.deepcopy(model))
+        model(torch.ones(2, 4)).sum().backward()
+        wrapped.step()
+        if sent == "share_memory":
+            model.share_memory()
+        else:
+            send(model if sent == "model" else model.state_dict())
+        told = r"0\.weight has moved into memory that is shared .*was sent to.*copy\.deepcopy"
+        with pytest.raises(UsageError, match=told):
+            model(torch.ones(2, 4)).sum().backward()
+        wrapped.close()
+
+    run_ranks(2, rank)
+
+
+def test_a_model_in_shared_memory_can_be_sent_while_gradients_are_gathered() -> None:
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fill(model)
+        model.share_memory()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = DistributedOptimizer(optimizer, model, world=world, gather="gradients")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            wrapped.step()
+            send(model)
+        wrapped.close()
+
+    run_ranks(2, rank)
+
+
+def send(value: object) -> None:
+    """As a queue of torch.multiprocessing does."""
+    ForkingPickler(io.BytesIO()).dump(value)

@@ -1,0 +1,284 @@
+"""What torch wraps around a model or an optimizer to share work among ranks is refused by name, or
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError, UsageError
+from tests.unit.engine.test_refused_modules import process_group
+
+TURN = Lock()  # torch.distributed is of the process, and ranks are its threads
+INPUTS = torch.arange(15.0).view(3, 5) / 15
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def wrap(model: nn.Module, world: World, **settings: Any) -> DistributedOptimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DistributedOptimizer(optimizer, model, world=world, **settings)
+
+
+def train(optimizer: torch.optim.Optimizer, call: Callable[[torch.Tensor], Any]) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        call(INPUTS).square().mean().backward()
+        optimizer.step()
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    composable = pytest.importorskip("torch.distributed._composable")
+    composable.replicate(model)
+    return model
+
+
+@pytest.mark.parametrize("when", ["before", "after", "later"])
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, replicated])
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_a_wrapper_that_averages_gradients_is_refused_in_the_first_forward(
+    gather: str, wrapper: Callable[[nn.Module], nn.Module], when: str
+) -> None:
+    if wrapper is replicated and when == "before":
+        return  # it shows in the model: see below
+
+    def rank(world: World) -> None:
+        model = build()
+        with TURN:
+            called = wrapper(model) if when == "before" else model
+        optimizer = wrap(model, world, gather=gather)
+        if when == "later":
+            train(optimizer, model)
+        with TURN:
+            called = wrapper(model) if when != "before" else called
+            with pytest.raises(UsageError, match=r"through torch's .*; leave it out"):
+                called(INPUTS)
+            DistributedDataParallel._active_ddp_module = None  # replicate() leaves it behind
+        optimizer.close()
+
+    with process_group(2):
+        run_ranks(2, rank)
+
+
+def test_no_sync_of_the_wrapper_makes_no_difference() -> None:
+    def rank(world: World) -> None:
+        model = build()
+        optimizer = wrap(model, world)
+        with TURN:
+            wrapper = DistributedDataParallel(model)
+            with (
+                wrapper.no_sync(),
+                pytest.raises(UsageError, match="torch's DistributedDataParallel"),
+            ):
+                wrapper(INPUTS)
+        optimizer.close()
+
+    with process_group(2):
+        run_ranks(2, rank)
+
+
+def test_a_compiled_model_in_a_wrapper_is_refused_as_it_is_compiled() -> None:
+    def rank(world: World) -> None:
+        model = build()
+        optimizer = wrap(model, world)
+        with TURN:
+            wrapper = DistributedDataParallel(torch.compile(model, backend="eager"))
+            with pytest.raises(Exception, match="through torch's DistributedDataParallel"):
+                wrapper(INPUTS)
+        optimizer.close()
+
+    with process_group(2):
+        run_ranks(2, rank)
+
+
+def test_a_wrapper_of_other_parameters_is_left_alone() -> None:
+    """As of a teacher, or of what is around the model with its parameters left out."""
+    expected = build()
+    train(torch.optim.SGD(expected.parameters(), lr=0.1), expected)
+
+    def rank(world: World) -> None:
+        model = build()
+        optimizer = wrap(model, world)
+        last = nn.Linear(2, 2)
+        around = nn.Sequential(model, last)
+        names = [name for name, _ in around.named_parameters() if name.startswith("0.")]
+        with TURN, torch.no_grad():
+            last.weight.copy_(torch.eye(2))
+            last.bias.zero_()
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(around, names)
+            wrapper = DistributedDataParallel(around)
+
+        def call(inputs: torch.Tensor) -> torch.Tensor:
+            with TURN, wrapper.no_sync():  # since this process group can reduce nothing
+                found: torch.Tensor = wrapper(inputs)
+            return found
+
+        train(optimizer, call)
+        optimizer.synchronize()
+        for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted)
+        optimizer.close()
+
+    with process_group(2):
+        run_ranks(2, rank)
+
+
+def test_a_part_that_was_given_to_replicate_is_refused() -> None:
+    def rank(world: World) -> None:
+        model = build()
+        with TURN:
+            replicated(model[0])
+        with pytest.raises(ConfigError, match=r"module 0 of .* given to replicate\(\).*leave it"):
+            wrap(model, world)
+        model = build()
+        optimizer = wrap(model, world)
+        with TURN:
+            replicated(model[0])
+            loss = model(INPUTS).sum()
+        with pytest.raises(UsageError, match=r"was given to replicate\(\).*leave it out"):
+            loss.backward()
+        optimizer.close()
+
+    with process_group(2):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_fully_shard_is_refused_before_and_after(gather: str) -> None:
+    def rank(world: World) -> None:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with TURN:
+            fully_shard(model[0], mesh=mesh)
+        told = r"module 0 of the model was given to fully_shard\(\) \(FSDP\).*leave it out"
+        with pytest.raises(ConfigError, match=told):
+            wrap(model, world, gather=gather)
+        with pytest.raises(ConfigError, match=told):  # with parameters that are gone
+            DistributedOptimizer(optimizer, model, world=world, gather=gather)
+        model = build()
+        wrapped = wrap(model, world, gather=gather)
+        with TURN, pytest.raises(UsageError, match=r"parameter 2\.weight becomes a DTensor.*leave"):
+            fully_shard(model[2], mesh=mesh)
+        train(wrapped, model)
+        wrapped.close()
+
+    with process_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fully_sharded_data_parallel_is_refused_before_and_after(use_orig_params: bool) -> None:
+    def shard(module: nn.Module) -> nn.Module:
+        with TURN:
+            return FullyShardedDataParallel(
+                module, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+            )
+
+    def rank(world: World) -> None:
+        model = build()
+        sharded = shard(model)
+        with pytest.raises(ConfigError, match="the model is a FullyShardedDataParallel.*leave it"):
+            wrap(sharded, world)
+        with pytest.raises(ConfigError, match=r"is a parameter of .*FullySharded.*leave it out"):
+            wrap(model, world)
+        model = build()
+        optimizer = wrap(model, world)
+        with pytest.raises(UsageError, match=r"parameter 0\.weight becomes a part of .*FullyShard"):
+            shard(model)
+        optimizer.close()
+
+    with process_group(2):
+        run_ranks(2, rank)
+
+
+def test_a_distributed_tensor_is_refused_also_where_it_is_not_trained() -> None:
+    def rank(world: World) -> None:
+        model = build()
+        with TURN:
+            spread = distribute_tensor(torch.zeros(2), mesh, [Replicate()])
+        model[2].bias = nn.Parameter(spread, requires_grad=False)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=r"parameter or buffer 2\.bias is a DTensor"):
+            DistributedOptimizer(optimizer, model, world=world)
+
+    with process_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_data_parallel_changes_nothing_on_one_device(when: str) -> None:
+    expected = build()
+    train(torch.optim.SGD(expected.parameters(), lr=0.1), expected)
+
+    def rank(world: World) -> None:
+        model = build()
+        parallel = DataParallel(model)
+        optimizer = wrap(parallel if when == "before" else model, world)
+        train(optimizer, parallel)
+        optimizer.synchronize()
+        for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted)
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_data_parallel_over_several_devices_is_refused() -> None:
+    def rank(world: World) -> None:
+        parallel = DataParallel(build())
+        parallel.device_ids = [0, 1]
+        with pytest.raises(ConfigError, match="DataParallel over 2 devices.*one rank for each"):
+            wrap(parallel, world)
+
+    run_ranks(2, rank)
+
+
+def test_optimizers_that_share_work_among_ranks_are_refused() -> None:
+    model = build()
+    inside = torch.optim.SGD(model.parameters(), lr=0.1)
+    with process_group(2):
+        sharing = (
+            ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1),
+            PostLocalSGDOptimizer(inside, PeriodicModelAverager(period=1)),
+        )
+    for optimizer in sharing:
+        with pytest.raises(ConfigError, match=f"{type(optimizer).__name__}.*leave it out"):
+            DistributedOptimizer(optimizer, model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_without_a_shape_are_refused_by_name(size: int) -> None:
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+        with pytest.raises(ConfigError, match=r"0\.weight is not initialized.*one forward first"):
+            wrap(model, world)
+        model(INPUTS)
+        optimizer = wrap(model, world)
+        train(optimizer, model)
+        model.append(nn.LazyLinear(2))
+        with pytest.raises(ConfigError, match=r"2\.weight is not initialized"):
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        assert len(optimizer.param_groups) == 1
+        optimizer.close()
+
+    run_ranks(size, rank)
