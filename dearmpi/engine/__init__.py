@@ -29,7 +29,8 @@ The modules:
 What a script sees: optimizer, facade (the part of torch's that others hold on to), settings,
     gathered_state (as ``optimizer.state``), clipping, scaler, batch_norm (layer_call).
 What is built: course, self_planning, attachment, design, blueprint, assembly, channels, claim,
-    unserved (modules), wrappers (of torch's); handover and succession (from one assembly to the next).
+    unserved (modules), wrappers (of torch's); handover and succession (from one assembly to the
+    next).
 An iteration: engine (alone, closed), backprop, waiting, pipeline, cycle, roll_call, late_buckets,
     join, wire_range; bucket, bucket_state, arrivals, buffers, gradient_memory, gradient (what
     stands in for one), reduced_gradients (what it asks).
