@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +19,7 @@ import hypothesis
 import pytest
 
 from dearmpi.comm import last_words
-from tests.job import clean_environment
+from tests.job import TIMES_VARIABLE, clean_environment
 from tests.roster import (
     Roster,
     collect_stacks,
@@ -27,6 +28,7 @@ from tests.roster import (
     launched_size,
     roster_folder,
 )
+from tests.selection import CHOICES, Admitted, is_chosen
 
 _MPI_TESTS = Path(__file__).parent / "mpi"
 _PATIENCE_VARIABLE = "DEARMPI_TEST_PATIENCE_S"
@@ -37,6 +39,15 @@ _CUT_SHORT = (
 )
 _ROSTER = pytest.StashKey[Roster]()
 _FAILED = pytest.StashKey[bool]()
+_TIMES = pytest.StashKey[Path]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `bin/test` run some of the tests of all ranks at some world sizes."""
+    names = "; ".join(f"{name}: {meaning}" for name, meaning in CHOICES.items())
+    parser.addoption(
+        "--choice", choices=list(CHOICES), help=f"of the tests in tests/mpi, run these. {names}"
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -46,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "dearmpi", derandomize=True, database=None, deadline=None, max_examples=50
     )
     hypothesis.settings.load_profile("dearmpi")
+    if TIMES_VARIABLE in os.environ and not launched_rank():
+        config.stash[_TIMES] = Path(os.environ[TIMES_VARIABLE])
     if config.getoption("collectonly") or not is_launched():
         return
     rank, size = launched_rank(), launched_size()
@@ -65,13 +78,16 @@ def _silence(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests of all ranks first; leave the others to rank 0."""
-    together = [item for item in items if _runs_on_all(item)]
+    """Put the tests of all ranks first; leave out what is not for here."""
+    found = [item for item in items if _runs_on_all(item)]
+    together = [item for item in found if _is_for_here(item)]
     alone = [item for item in items if not _runs_on_all(item)]
-    if launched_size() > 1:
-        items[:] = together if launched_rank() else together + alone
-    if launched_rank() and alone:
-        config.hook.pytest_deselected(items=alone)
+    left_out = [item for item in found if not _is_for_here(item)]
+    if launched_rank():
+        alone, left_out = [], left_out + alone
+    items[:] = together + alone
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
     if _ROSTER in config.stash:
         config.stash[_ROSTER].collected([item.nodeid for item in together])
 
@@ -80,20 +96,18 @@ def _runs_on_all(item: pytest.Item) -> bool:
     return _MPI_TESTS in item.path.parents
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that is not for this world size."""
+def _is_for_here(item: pytest.Item) -> bool:
+    """Whether a test of all ranks is for this world size, and among those that were asked for."""
     marker = item.get_closest_marker("ranks")
-    if marker is None:
-        return
-    unknown = set(marker.kwargs) - {"at_least"}
-    if unknown:
-        raise pytest.UsageError(f"ranks() takes counts and at_least, not {sorted(unknown)}")
-    size = launched_size()
-    if marker.args and size not in marker.args:
-        pytest.skip(f"for {' or '.join(map(str, marker.args))} ranks, not {size}")
-    if size < marker.kwargs.get("at_least", 1):
-        pytest.skip(f"for at least {marker.kwargs['at_least']} ranks, not {size}")
+    admitted = Admitted()
+    if marker is not None:
+        unknown = set(marker.kwargs) - {"at_least"}
+        if unknown:
+            raise pytest.UsageError(f"ranks() takes counts and at_least, not {sorted(unknown)}")
+        admitted = Admitted(marker.args, **marker.kwargs)
+    name = getattr(item, "originalname", None) or item.name
+    test = f"{item.path.relative_to(_MPI_TESTS)}::{name}"
+    return is_chosen(item.config.getoption("choice"), test, admitted, size=launched_size())
 
 
 @pytest.fixture(autouse=True)
@@ -108,15 +122,19 @@ def _no_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Note which test is under way, for whoever watches from outside."""
+    """Note which test is under way, for whoever watches from outside, and how long it took."""
+    started_s = time.monotonic()
     roster = item.config.stash.get(_ROSTER, None)
-    if roster is None:
-        return (yield)
-    roster.started(item.nodeid, slow=item.get_closest_marker("slow") is not None)
+    if roster is not None:
+        roster.started(item.nodeid, slow=item.get_closest_marker("slow") is not None)
     try:
         return (yield)
     finally:
-        roster.ended()
+        if roster is not None:
+            roster.ended()
+        if _TIMES in item.config.stash:
+            with item.config.stash[_TIMES].open("a") as times:
+                times.write(f"{time.monotonic() - started_s:.3f}\t{item.nodeid}\n")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,6 +18,7 @@ from types import TracebackType
 
 from tests.roster import FOLDER_VARIABLE, is_launched, launched_rank
 
+TIMES_VARIABLE = "DEARMPI_TEST_TIMES"  # the file to which pytest adds how long each test took
 _MARK_VARIABLE = "DEARMPI_TEST_JOB"
 _LAUNCHER_PREFIXES = (
     *("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDI_", "MPI_LOCAL", "HYDRA_"),
@@ -34,7 +35,8 @@ def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, 
     return {
         name: value
         for name, value in environment.items()
-        if not (launched and name.startswith(_LAUNCHER_PREFIXES)) and name != FOLDER_VARIABLE
+        if not (launched and name.startswith(_LAUNCHER_PREFIXES))
+        and name not in (FOLDER_VARIABLE, TIMES_VARIABLE)
     }
 
 

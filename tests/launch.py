@@ -8,6 +8,7 @@ Exit status: the launcher's, 124 when a limit ended the run, 125 when processes 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __package__ is None or not __package__:  # run as a file
     sys.path.insert(0, str(ROOT))
 
-from tests.job import Job  # noqa: E402
+from tests.job import TIMES_VARIABLE, Job  # noqa: E402
 from tests.roster import FOLDER_VARIABLE, Entry, collect_stacks, read_entry  # noqa: E402
 
 _SLOW_FACTOR = 5
@@ -41,11 +42,17 @@ def main() -> int:
             limit_s=options.limit,
             python=options.python,
             folder=ROOT,
-            environment={FOLDER_VARIABLE: folder},
+            environment=_passed_on() | {FOLDER_VARIABLE: folder},
             shown=True,
         ) as job,
     ):
         return _watch(job, Path(folder), options)
+
+
+def _passed_on() -> dict[str, str]:
+    """What the ranks' own pytest is to know, and what no job inside a test is."""
+    times = os.environ.get(TIMES_VARIABLE)
+    return {} if times is None else {TIMES_VARIABLE: times}
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:

@@ -16,7 +16,7 @@ from tests.job import Job, clean_environment, run_job
 from tests.roster import Entry
 
 TESTS = Path(__file__).resolve().parent.parent
-HARNESS = ("conftest.py", "job.py", "launch.py", "roster.py")
+HARNESS = ("conftest.py", "job.py", "launch.py", "roster.py", "selection.py")
 
 Plant = Callable[[str], Path]
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own

@@ -60,6 +60,27 @@ def test_training_equals_one_process(case: Case, world: World) -> None:
     assert_same(train(case, world), train(case))
 
 
+# What differs with the number of ranks: how buckets are cut, and what travels when.
+COVERING_OF_RANKS = [
+    case_of(**values)
+    for values in pairwise(
+        {
+            "optimizer": ("adamw", "sgd"),
+            "model": ("branches", "dense"),
+            **{
+                name: FACTORS[name]
+                for name in ("schedule", "gather", "reduce_scatter", "cap_mb", "window", "extra")
+            },
+        }
+    )
+]
+
+
+@pytest.mark.parametrize("case", COVERING_OF_RANKS, ids=name_of)
+def test_training_equals_one_process_on_any_number_of_ranks(case: Case, world: World) -> None:
+    assert_same(train(case, world), train(case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cap_mb", [ONE_TENSOR, SOME, ALL])
 @pytest.mark.parametrize("reduce_scatter", ["ring", "native", "exchange"])

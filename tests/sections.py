@@ -1,0 +1,309 @@
+"""Runs the sections of `bin/test`, those that wait beside those that compute, and sums them up.
+
+    python tests/sections.py [--all] [--set-up-s SECONDS] [SECTION ...]
+
+Prints each section's output in one piece; the first of those under way prints as it goes. Ends with
+the slowest tests and a table. Exit status: 0 if every section passed, 130 if interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a file
+    sys.path.insert(0, str(ROOT))
+
+from tests.job import TIMES_VARIABLE  # noqa: E402
+from tests.selection import SIZES  # noqa: E402
+
+PARTS = ("lint", "types", "unit", "mpi", "openmpi", "lab", "slurm")
+NUM_SLOWEST = 20
+_ON_ONE_HALF = ("tests/unit/engine", "tests/unit/comm", "tests/unit/report", "tests/unit/plan")
+_SCRIPTS = ("bin/demo", "bin/setup", "bin/test", "bin/netlab-rsh", ".ci/run")
+_PYTHON = str(ROOT / ".venv" / "bin" / "python")
+_LOOK_S = 0.1
+_LAST_LINES = 60
+_CLOSING = re.compile(r"=+ (.*\d+ (?:passed|failed|skipped|errors?|deselected).*?) =+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of the tests.
+
+    cores: how many it keeps busy; 0 for one that mostly waits, of which one runs at a time.
+    limit_s: seconds until it is ended. grace_s: seconds it then has to clean up.
+    """
+
+    part: str
+    name: str
+    command: list[str]
+    cores: int = 1
+    limit_s: float = 600.0
+    grace_s: float = 20.0
+
+
+@dataclass(slots=True)
+class Running:
+    """A section under way, or one whose output waits to be printed."""
+
+    section: Section
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    started_s: float = field(default_factory=time.monotonic)
+    ended_s: float = 0.0
+    told_s: float | None = None  # when it was told to end
+    is_announced: bool = False
+
+
+def list_sections(*, everything: bool) -> list[Section]:
+    """All sections, in the order in which they start."""
+    marks = ["-m", "slow or not slow"] if everything else []
+    long_s = 3000.0 if everything else 1500.0
+    choice = "ranks" if everything else "fast"
+    color = ["--color=yes"] if sys.stdout.isatty() else []
+    pytest = [_PYTHON, "-m", "pytest", "-p", "no:cacheprovider", *color]
+
+    def on_ranks(ranks: int, choice: str, environment: str = ".venv") -> list[str]:
+        python = str(ROOT / environment / "bin" / "python")
+        launch = [_PYTHON, "tests/launch.py", "--python", python, "--ranks", str(ranks)]
+        limit = ["--limit", f"{long_s - 20:g}"]
+        return [*launch, *limit, "tests/mpi", "--choice", choice, *color, *marks]
+
+    half = [*pytest, *marks, *_ON_ONE_HALF]
+    others = [f"--ignore={folder}" for folder in _ON_ONE_HALF]
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py"))
+    other_half = [*pytest, *marks, "tests/unit", *files, *others]
+    second = choice if everything else "second"
+    scripts = [*_SCRIPTS, *sorted(str(path) for path in Path("slurm").glob("*.sbatch"))]
+    shellcheck = [str(ROOT / ".venv/bin/shellcheck"), "--severity=warning", *scripts]
+    mypy = [_PYTHON, "-m", "mypy"]
+    ruff = [_PYTHON, "-m", "ruff"]
+    return [
+        Section("mpi", "MPICH, own jobs", on_ranks(1, "jobs"), 0, long_s),
+        Section("lint", "lint (ruff check)", [*ruff, "check", "."]),
+        Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
+        Section("lint", "scripts (shellcheck)", shellcheck),
+        Section("unit", "unit tests, one half", half, 1, long_s),
+        Section("unit", "unit tests, other half", other_half, 1, long_s),
+        Section("types", "types (mypy)", mypy, 1, long_s),
+        *(
+            Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), min(n, 2), long_s)
+            for n in SIZES
+        ),
+        Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 2, long_s),
+        Section(
+            "openmpi",
+            "Open MPI, own jobs",
+            on_ranks(1, "second-jobs", ".venv-openmpi"),
+            0,
+            long_s,
+        ),
+        # Of these all tests may be skipped; each says why.
+        Section("lab", "emulated hosts", [*pytest, "tests/lab", *marks], 0, 600.0),
+        Section("slurm", "SLURM", ["tests/slurm/run", *pytest, *marks], 0, long_s, 110.0),
+    ]
+
+
+class Runner:
+    """Runs sections beside each other, as far as the cores go."""
+
+    def __init__(self, sections: list[Section], folder: Path) -> None:
+        self.failed = False
+        self._left = list(sections)
+        self._folder = folder
+        self._under_way: list[Running] = []
+        self._ended: list[Running] = []
+        self._rows: list[str] = []
+        self._last_words: list[str] = []
+        self._cores = max(2, len(os.sched_getaffinity(0)))
+
+    def run(self) -> None:
+        """Run all sections to their ends; print what they print."""
+        while self._left or self._under_way:
+            self._start_what_fits()
+            time.sleep(_LOOK_S)
+            for running in list(self._under_way):
+                self._look_at(running)
+            self._print()
+
+    def stop(self) -> None:
+        """Tell the sections under way to end, and wait for them: they clean up after themselves."""
+        self._left.clear()
+        for running in self._under_way:
+            self._tell(running)
+        while self._under_way:
+            time.sleep(_LOOK_S)
+            for running in list(self._under_way):
+                self._look_at(running)
+        self._print()
+
+    def summary(self) -> str:
+        """The end of the output of what failed, since a log may keep only its end, and a table."""
+        return "\n".join([*self._last_words, "\n########## Summary", *self._rows])
+
+    def _start_what_fits(self) -> None:
+        waits = any(running.section.cores == 0 for running in self._under_way)
+        free = self._cores - sum(running.section.cores for running in self._under_way)
+        for section in list(self._left):
+            if section.cores == 0 and not waits:
+                waits = True
+            elif 0 < section.cores <= free:
+                free -= section.cores
+            else:
+                free = free if section.cores == 0 else 0  # the next that computes keeps its place
+                continue
+            self._left.remove(section)
+            self._start(section)
+
+    def _start(self, section: Section) -> None:
+        output = tempfile.NamedTemporaryFile(dir=self._folder, delete=False)  # noqa: SIM115
+        process = subprocess.Popen(
+            section.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+            restore_signals=True,
+        )
+        self._under_way.append(Running(section, process, open(output.name, "rb")))  # noqa: SIM115
+        output.close()
+
+    def _look_at(self, running: Running) -> None:
+        now_s = time.monotonic()
+        if running.process.poll() is not None:
+            running.ended_s = now_s
+            self._under_way.remove(running)
+            self._ended.append(running)
+        elif running.told_s is None and now_s - running.started_s > running.section.limit_s:
+            self._tell(running)
+        elif running.told_s is not None and now_s - running.told_s > running.section.grace_s:
+            _signal_group(running.process, signal.SIGKILL)
+
+    def _tell(self, running: Running) -> None:
+        running.told_s = time.monotonic()
+        _signal_group(running.process, signal.SIGTERM)
+
+    def _print(self) -> None:
+        """Print what has ended, unless another is being printed; else go on with the eldest."""
+        shown = next((running for running in self._all() if running.is_announced), None)
+        while shown is not None or self._ended:
+            shown = shown or self._ended[0]
+            self._copy(shown)
+            if shown not in self._ended:
+                return
+            self._close(shown)
+            shown = None
+        if self._under_way:
+            self._copy(self._under_way[0])
+
+    def _all(self) -> list[Running]:
+        return [*self._ended, *self._under_way]
+
+    def _copy(self, running: Running) -> None:
+        if not running.is_announced:
+            running.is_announced = True
+            print(f"\n########## {running.section.name}", flush=True)
+        sys.stdout.buffer.write(running.output.read())
+        sys.stdout.flush()
+
+    def _close(self, running: Running) -> None:
+        self._ended.remove(running)
+        running.output.seek(0)
+        lines = running.output.read().decode(errors="replace").splitlines()
+        running.output.close()
+        name, status = running.section.name, running.process.returncode
+        seconds = running.ended_s - running.started_s
+        result = _result(status, lines, timed_out=running.told_s is not None)
+        if status:
+            self.failed = True
+            end = "\n".join(lines[-_LAST_LINES:])
+            self._last_words.append(f"\n########## {name}, the end:\n{end}")
+        self._rows.append(row(name, seconds, result))
+        print(f"########## {name}: {result} after {seconds:.0f} s", flush=True)
+
+
+def _result(status: int, lines: list[str], *, timed_out: bool) -> str:
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+    closing = next((found for line in reversed(plain) if (found := _CLOSING.match(line))), None)
+    counts = f": {closing.group(1)}" if closing is not None else ""
+    if status:
+        return f"FAILED ({'ended at its limit' if timed_out else status}){counts}"
+    if closing is not None and re.match(r"\d+ skipped", closing.group(1)):
+        return "skipped: its tests say why"
+    return f"passed{counts}"
+
+
+def row(name: str, seconds: float, result: str) -> str:
+    """One line of the table."""
+    return f"{name:28} {seconds:5.0f} s   {result}"
+
+
+def slowest(times: Path) -> str:
+    """The tests that took longest, of all sections."""
+    lines = [line.split("\t") for line in times.read_text().splitlines()]
+    tests = sorted(((float(seconds), test) for seconds, test in lines), reverse=True)
+    shown = [f"{seconds:8.1f} s   {test}" for seconds, test in tests[:NUM_SLOWEST]]
+    return "\n".join([f"\n########## The slowest {len(shown)} of {len(tests)} tests", *shown])
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.killpg(process.pid, number)
+
+
+class _Interrupted(BaseException):
+    """SIGINT, SIGTERM or SIGHUP came."""
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # once is enough: the end is not to be cut short
+    raise _Interrupted
+
+
+def main() -> int:
+    """Run the sections that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every test at every world size")
+    parser.add_argument("--set-up-s", type=float, default=0.0)
+    parser.add_argument("parts", nargs="*", metavar="SECTION", help=", ".join(PARTS))
+    options = parser.parse_args()
+    started_s = time.monotonic() - options.set_up_s
+    wanted = options.parts or PARTS
+    sections = [each for each in list_sections(everything=options.all) if each.part in wanted]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="dear-sections-") as name:
+        times = Path(name) / "times"
+        times.touch()
+        os.environ[TIMES_VARIABLE] = str(times)
+        runner = Runner(sections, Path(name))
+        try:
+            runner.run()
+        except _Interrupted:
+            runner.stop()
+            print("bin/test: interrupted", file=sys.stderr)
+            return 130
+        print(slowest(times))
+    print(runner.summary())
+    result = "FAILED" if runner.failed else "passed"
+    print(row("set-up", options.set_up_s, "passed"))
+    print(row("total", time.monotonic() - started_s, result), flush=True)
+    return int(runner.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

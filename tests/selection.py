@@ -1,0 +1,106 @@
+"""Selection: which tests of all ranks `bin/test` runs at which world size.
+
+The number of ranks changes placement, rings and uneven shares, and little else. So each test runs
+on two ranks, tests of uneven shares on three as well, and the covering set at every other size and
+under a second MPI. tests/README.md says why each of these tests is in the covering set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+SIZES = (1, 2, 3, 4, 5)
+HOME = 2
+
+# Files below tests/mpi whose tests run on three ranks as well.
+UNEVEN = ("test_semantics_*.py", "collectives/*.py")
+
+# Tests that run at every size that they admit, and under Open MPI.
+COVERING = (
+    "test_oracle.py::test_training_equals_one_process_on_any_number_of_ranks",
+    "test_oracle.py::test_optimizers_of_whole_tensors_gather_gradients",
+    "test_oracle.py::test_ranks_have_equal_parameters_after_every_step",
+    "collectives/test_sums.py::*",
+    "collectives/test_half_precision.py::*",
+    "collectives/test_dealt_out.py::*",
+    "collectives/test_dropped_buffers.py::*",
+    "session/test_training.py::test_any_number_of_ranks_trains_what_one_process_trains",
+    "session/test_training.py::test_a_run_stopped_on_one_rank_resumes_bit_by_bit",
+    "session/test_endings.py::test_a_loss_that_is_nan_on_one_rank_ends_all_at_the_same_step",
+    "test_checks.py::*",
+    "test_join.py::*",
+    "test_progress.py::*",
+    "test_plan.py::*",
+    "test_staging.py::*",
+)
+
+# How a job ends is the library's work too; what a run writes is not, and MPICH's jobs show that.
+SECOND_MPI_JOBS = (
+    "test_faults.py::*",
+    "test_finalisation.py::*",
+    "test_run.py::test_what_all_ranks_refuse_is_told_once",
+    "test_run.py::test_a_sample_that_one_rank_cannot_read_ends_the_job_with_its_name",
+    "test_run.py::test_killing_one_rank_ends_the_job_in_time",
+    "test_run.py::test_sigusr1_to_one_rank_saves_and_ends_all_with_75_and_resume_goes_on",
+)
+
+# What `--choice` offers.
+CHOICES = {
+    "ranks": "every test that runs on the ranks of the launcher",
+    "jobs": "the tests for one rank alone, which start jobs of their own",
+    "fast": "of `ranks`, what this world size adds to the others",
+    "second": "of `ranks`, the covering set: for a second MPI",
+    "second-jobs": "of `jobs`, those that look at how the MPI ends a job",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """World sizes at which a test can run: ``counts``, or any if empty, from ``at_least`` on."""
+
+    counts: tuple[int, ...] = ()
+    at_least: int = 1
+
+    def __contains__(self, size: int) -> bool:
+        return size >= self.at_least and (not self.counts or size in self.counts)
+
+    @property
+    def is_for_one(self) -> bool:
+        """Whether the test runs on one rank alone; such tests start jobs of their own."""
+        return self.counts == (1,)
+
+    @property
+    def home(self) -> int:
+        """The size at which the fast set runs the test: two, or else the smallest."""
+        sizes = [size for size in SIZES if size in self]
+        return HOME if HOME in sizes or not sizes else sizes[0]
+
+
+def is_chosen(choice: str | None, test: str, admitted: Admitted, *, size: int) -> bool:
+    """Whether ``choice`` has ``test``, such as ``test_a.py::test_b``, on ``size`` ranks."""
+    if size not in admitted:
+        return False
+    match choice:
+        case None:
+            return True
+        case "jobs":
+            return admitted.is_for_one
+        case "second-jobs":
+            return admitted.is_for_one and _is_in(SECOND_MPI_JOBS, test)
+        case "second":
+            return not admitted.is_for_one and _is_in(COVERING, test)
+        case "fast":
+            return not admitted.is_for_one and _is_fast(test, admitted, size)
+        case _:
+            return not admitted.is_for_one
+
+
+def _is_fast(test: str, admitted: Admitted, size: int) -> bool:
+    if size == admitted.home or _is_in(COVERING, test):
+        return True
+    return size == 3 and _is_in(UNEVEN, test.partition("::")[0])
+
+
+def _is_in(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
