@@ -96,7 +96,7 @@ def test_what_comes_after_ddp_gives_the_same_numbers() -> None:
     assert number(after, label) == pytest.approx(number(before, label), abs=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_comes_after_horovod_gives_the_same_numbers(ranks: int, tmp_path: Path) -> None:
     package = tmp_path / "horovod"
     package.mkdir()

@@ -74,10 +74,21 @@ def wrapped(block: nn.Module) -> Any:
     return torch.compile(block, backend="aot_eager")
 
 
+# Each two values meet in those that are not slow.
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("compiled", [in_place, wrapped])
-@pytest.mark.parametrize("kind", [Block, BrokenBlock])
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "kind", "eager"),
+    [
+        (in_place, Block, False),
+        (in_place, BrokenBlock, True),
+        (wrapped, Block, True),
+        (wrapped, BrokenBlock, False),
+        pytest.param(in_place, Block, True, marks=pytest.mark.slow),
+        pytest.param(in_place, BrokenBlock, False, marks=pytest.mark.slow),
+        pytest.param(wrapped, Block, False, marks=pytest.mark.slow),
+        pytest.param(wrapped, BrokenBlock, True, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_blocks_wait_for_their_own_parameters_only(
     compiled: Callable[[nn.Module], Any], kind: type[Block], eager: bool, gather: str, world: World
 ) -> None:

@@ -33,7 +33,11 @@ def test_it_says_why_it_does_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "what"), [("copies", "staging, each way"), ("parity", "parity, staged")]
+    ("module", "what"),
+    [
+        ("copies", "staging, each way"),
+        pytest.param("parity", "parity, staged", marks=pytest.mark.slow),
+    ],
 )
 def test_a_part_runs_on_the_host(tmp_path: Path, module: str, what: str) -> None:
     """Of the quick ones, each on as few ranks as it takes; all of them run now and then."""

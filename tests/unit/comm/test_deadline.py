@@ -12,6 +12,7 @@ import pytest
 
 SCRIPT = """
 import sys, threading
+import dearmpi.comm.deadline
 from dearmpi.comm.deadline import Deadline
 from dearmpi.comm.watchdog import StallLimits
 
@@ -36,8 +37,8 @@ ENDED = "[rank 1] gave up after waiting N s for Godot: look for him\n"
         ),
         ("0.1, 0.2", "sys.stderr.close()\nwith deadline: threading.Event().wait()", 8, ""),
         # What comes before and after may take as long as it likes.
-        ("1.0, 1.5", "with deadline: pass\nthreading.Event().wait(2.0)\nsys.exit(3)", 3, ""),
-        ("1.0, 1.5", "threading.Event().wait(2.0)\nwith deadline: pass\nsys.exit(3)", 3, ""),
+        ("0.3, 0.4", "with deadline: pass\nthreading.Event().wait(0.7)\nsys.exit(3)", 3, ""),
+        ("0.3, 0.4", "threading.Event().wait(0.7)\nwith deadline: pass\nsys.exit(3)", 3, ""),
     ],
 )
 def test_it_warns_then_ends_the_process_unless_it_is_met(
@@ -56,9 +57,12 @@ def test_it_warns_then_ends_the_process_unless_it_is_met(
 
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     """As where a scheduler suspends the job."""
-    body = "with deadline:\n    print(' entered', flush=True)\n    sys.stdin.read()\nsys.exit(3)"
+    body = (
+        "dearmpi.comm.deadline._STEP_S = 0.1\n"
+        "with deadline:\n    print(' entered', flush=True)\n    sys.stdin.read()\nsys.exit(3)"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(limits="5.0, 6.0", body=body)],
+        [sys.executable, "-c", SCRIPT.format(limits="2.0, 2.5", body=body)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -67,7 +71,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     with process:
         assert process.stdout is not None and "entered" in process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        time.sleep(7.0)  # longer than the limits, which may not count it
+        time.sleep(3.0)  # longer than the limits, which may not count it
         process.send_signal(signal.SIGCONT)
         _, told = process.communicate("", timeout=30)
     assert (process.returncode, told) == (3, "")

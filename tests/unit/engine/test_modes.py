@@ -38,7 +38,7 @@ class Mixing(torch.optim.SGD):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    mixed = param.grad.view(1, -1).t() @ param.grad.view(1, -1)
+                    mixed = param.grad.view(1, -1) @ param.grad.view(-1, 1)  # small on trial, too
                     assert mixed.dtype == torch.float32
         return super().step(closure)
 

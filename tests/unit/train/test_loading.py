@@ -27,7 +27,7 @@ from dearmpi.train.stepping import coming_batches
 from dearmpi.train.task import Task
 from tests.unit.train.points import SGD, equal, make_job, make_task, parameters, train
 
-LIMIT_S = 60
+LIMIT_S = 240  # each process imports torch, also on a busy machine
 
 
 class Squares:
@@ -65,6 +65,13 @@ def ahead(data: Any, num_workers: int = 2, **parts: Any) -> Iterator[LoadingAhea
         loading.close()
 
 
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[LoadingAhead]:
+    """Over squares; one for several tests, since each process imports torch."""
+    with ahead(Squares()) as loading:
+        yield loading
+
+
 def wanted(*starts: int, held_out: bool = False) -> list[Wanted]:
     return [Wanted((start, start + 1), held_out, seed=(7, start)) for start in starts]
 
@@ -74,29 +81,33 @@ def squares(batch: Any) -> list[float]:
     return found
 
 
-def test_batches_are_the_same_whoever_loads_them_and_in_whatever_order() -> None:
-    own = OwnLoading(task_over(Squares()))
-    with ahead(Squares()) as loading:
-        train, held_out = wanted(0, 2, 4, 6, 8, 10), wanted(1, 3, held_out=True)
-        loading.expect(train)
-        loading.expect(held_out, held_out=True)
-        order = [train[0], held_out[0], *train[1:4], held_out[1], train[5], train[4], *wanted(16)]
-        for one in order:
-            assert squares(loading.load(one)) == squares(own.load(one))
-        loading.expect(train[2:])  # once more, from there
-        assert squares(loading.load(train[2])) == [16.0, 25.0]
+def test_batches_are_the_same_whoever_loads_them_and_in_whatever_order(
+    two_workers: LoadingAhead,
+) -> None:
+    own, loading = OwnLoading(task_over(Squares())), two_workers
+    train, held_out = wanted(0, 2, 4, 6, 8, 10), wanted(1, 3, held_out=True)
+    loading.expect(train)
+    loading.expect(held_out, held_out=True)
+    order = [train[0], held_out[0], *train[1:4], held_out[1], train[5], train[4], *wanted(16)]
+    for one in order:
+        assert squares(loading.load(one)) == squares(own.load(one))
+    loading.expect(train[2:])  # once more, from there
+    assert squares(loading.load(train[2])) == [16.0, 25.0]
 
 
-def test_what_is_random_follows_from_the_seed_and_not_from_the_workers() -> None:
-    drawn: list[list[Tensor]] = []
-    for num_workers, first in ((1, 0), (3, 0), (2, 4)):
-        with ahead(Squares(), num_workers) as loading:
-            coming = wanted(*range(first, 10, 2))
-            loading.expect(coming)
-            drawn.append([loading.load(one) for one in coming])
-    assert torch.equal(torch.stack(drawn[0]), torch.stack(drawn[1]))
-    assert torch.equal(torch.stack(drawn[0][2:]), torch.stack(drawn[2]))
-    noise = torch.stack(drawn[0])[:, :, 1:]
+def test_what_is_random_follows_from_the_seed_and_not_from_the_workers(
+    two_workers: LoadingAhead,
+) -> None:
+    def draw(loading: LoadingAhead, first: int) -> Tensor:
+        coming = wanted(*range(first, 10, 2))
+        loading.expect(coming)
+        return torch.stack([loading.load(one) for one in coming])
+
+    with ahead(Squares(), 1) as loading:
+        drawn = draw(loading, 0)
+    assert torch.equal(drawn, draw(two_workers, 0))
+    assert torch.equal(drawn[2:], draw(two_workers, 4))
+    noise = drawn[:, :, 1:]
     assert len(noise.unique()) == noise.numel()
 
 
@@ -128,24 +139,22 @@ def test_two_batches_of_each_worker_are_loaded_before_they_are_wanted(tmp_path: 
         data.await_loaded(2 * 5)
 
 
-def test_nothing_is_loaded_in_the_training_process() -> None:
-    with ahead(Squares()) as loading:
-        state = torch.get_rng_state()
-        loading.load(wanted(0)[0])
-        assert torch.equal(torch.get_rng_state(), state)
+def test_nothing_is_loaded_in_the_training_process(two_workers: LoadingAhead) -> None:
+    state = torch.get_rng_state()
+    two_workers.load(wanted(0)[0])
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_sample_that_cannot_be_read_is_named() -> None:
-    with ahead(Squares()) as loading:
-        loading.expect(wanted(10, 12, 14))
-        assert squares(loading.load(wanted(10)[0])) == [100.0, 121.0]
-        with pytest.raises(DataError, match=r"sample 13 of 20 cannot be read: OSError: it is gone"):
-            loading.load(wanted(12)[0])
-        assert squares(loading.load(wanted(14)[0])) == [196.0, 225.0]
+def test_a_sample_that_cannot_be_read_is_named(two_workers: LoadingAhead) -> None:
+    two_workers.expect(wanted(10, 12, 14))
+    assert squares(two_workers.load(wanted(10)[0])) == [100.0, 121.0]
+    with pytest.raises(DataError, match=r"sample 13 of 20 cannot be read: OSError: it is gone"):
+        two_workers.load(wanted(12)[0])
+    assert squares(two_workers.load(wanted(14)[0])) == [196.0, 225.0]
 
 
 def test_a_process_that_is_killed_ends_the_run_with_a_reason() -> None:
-    with ahead(Deadly()) as loading, pytest.raises(DataError, match=r"--workers.*memory"):
+    with ahead(Deadly(), 1) as loading, pytest.raises(DataError, match=r"--workers.*memory"):
         loading.expect(wanted(0, 2, 4, 6))
         for one in wanted(0, 2, 4, 6):
             loading.load(one)

@@ -62,7 +62,12 @@ def test_buffers_are_no_larger_than_what_is_ever_sent() -> None:
         assert max(sizes) == most_bytes
 
 
-def test_what_new_connections_lose_is_over_after_the_warm_up() -> None:
+def test_what_new_connections_lose_is_over_after_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Few operations and short ones: this wire takes the time that it says.
+    ladder = (Rung(2**8, length=1), Rung(2**10, length=1))
+    monkeypatch.setattr("dearmpi.tune.ladder.LADDER", ladder)
     calls: list[str] = []
 
     def on_a_new_connection(label: str, nbytes: int) -> float:
@@ -82,7 +87,7 @@ def test_what_new_connections_lose_is_over_after_the_warm_up() -> None:
     usual_s = min(smallest_s(0.0) for _ in range(2))
     num_slow = len(calls)
     assert smallest_s(0.0) > 10 * usual_s
-    assert min(smallest_s(1e-6) for _ in range(3)) < 5 * usual_s
+    assert any(smallest_s(1e-6) < 5 * usual_s for _ in range(3))
 
 
 def test_sizes_are_whole_shards() -> None:

@@ -1,0 +1,188 @@
+"""Faults that are put into the package one at a time, and the tests of the fast set that find them.
+
+Each replaces one text of one file, which must occur in it once. ``tests`` run in one process,
+unless they are tests of all ranks, which run on ``ranks``. tests/faults/run.py puts them in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``what`` goes wrong where ``old`` becomes ``new`` in ``file`` of the package."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    ranks: int = 2
+
+
+ENGINE = "tests/unit/engine"
+FAULTS = (
+    Fault(
+        "gradients are summed and not averaged",
+        "engine/bucket.py",
+        "self.gradients.shard.div_(world_size)",
+        "self.gradients.shard.div_(1)",
+        (f"{ENGINE}/test_gradients.py::test_gradients_of_two_backprops_add_up",),
+    ),
+    Fault(
+        "a second backprop replaces the first one's gradients",
+        "engine/bucket.py",
+        "            self.gradients.shard.add_(self._carried)\n",
+        "",
+        (f"{ENGINE}/test_gradients.py::test_gradients_of_two_backprops_add_up",),
+    ),
+    Fault(
+        "a parameter without gradient keeps that of an earlier step",
+        "engine/bucket.py",
+        "                view.zero_()\n            else:\n                self.take_gradient(slot)",
+        "                pass\n            else:\n                self.take_gradient(slot)",
+        (f"{ENGINE}/test_gradients.py::test_backprops_that_use_different_branches_add_up",),
+    ),
+    Fault(
+        "an old graph does not notice that parameters have changed",
+        "engine/bucket.py",
+        "torch.autograd.graph.increment_version(changed)",
+        "list(changed)",
+        (
+            f"{ENGINE}/test_refusals.py"
+            "::test_a_backprop_through_a_graph_from_before_the_step_is_torchs_error",
+        ),
+    ),
+    Fault(
+        "a parameter that has been moved is not noticed",
+        "engine/bucket.py",
+        "if param.data_ptr() != address:",
+        "if False:",
+        (
+            "tests/mpi/test_semantics_parameters.py",
+            "tests/mpi/test_checks.py",
+            "tests/mpi/test_semantics_modules.py",
+        ),
+    ),
+    Fault(
+        "zero_grad(set_to_none=False) counts as no gradient",
+        "engine/arrivals.py",
+        "self._touched |= self.arrived | self._zeroed",
+        "self._touched |= self.arrived",
+        (f"{ENGINE}/test_gradients.py::test_zero_grad_to_zeros",),
+    ),
+    Fault(
+        "a norm is the sum of the powers, without the root",
+        "engine/clipping.py",
+        "norm = norm ** (1.0 / norm_type)",
+        "norm = norm * 1.0",
+        (f"{ENGINE}/test_gradients.py::test_a_backprop_after_clipping_adds_to_what_is_clipped",),
+    ),
+    Fault(
+        "a norm is the largest rank's, not that over all",
+        "engine/clipping.py",
+        'world.all_reduce([part, has_any], "sum")',
+        'world.all_reduce([part, has_any], "max")',
+        (f"{ENGINE}/test_gradients.py::test_a_backprop_after_clipping_adds_to_what_is_clipped",),
+    ),
+    Fault(
+        "an overflow on one rank is one rank's own affair",
+        "engine/clipping.py",
+        'return world.all_reduce([float(is_finite)], "min")[0] > 0',
+        "return is_finite",
+        ("tests/mpi/test_semantics_precision.py",),
+    ),
+    Fault(
+        "learning rates that differ between ranks are not told",
+        "engine/roll_call.py",
+        "if high - low > 1:",
+        "if high - low > 40000:",
+        (f"{ENGINE}/test_alike.py",),
+    ),
+    Fault(
+        "a bucket that backprop does not fill holds up the others",
+        "engine/late_buckets.py",
+        "for one in list(self._called)[:-1]",
+        "for one in list(self._called)[:0]",
+        (f"{ENGINE}/test_late_buckets.py",),
+    ),
+    Fault(
+        "buckets are reduced as their gradients come, not in the plan's order",
+        "engine/backprop.py",
+        "            if bucket.state is not BucketState.READY:\n                return\n",
+        "            if bucket.state is not BucketState.READY:\n                continue\n",
+        (f"{ENGINE}/test_order.py",),
+    ),
+    Fault(
+        "buffers of ranks without batches count in the mean",
+        "engine/model_buffers.py",
+        "                if self._rank not in ranks:\n                    precise.zero_()\n",
+        "",
+        (f"{ENGINE}/test_join.py",),
+    ),
+    Fault(
+        "optimizer state that was gathered once is handed out for ever",
+        "engine/gathered_state.py",
+        "        self._gathered = None\n        self._versions.clear()\n",
+        "        self._versions.clear()\n",
+        ("tests/mpi/test_semantics_state.py",),
+    ),
+    Fault(
+        "state that is cut for one parameter each is cut at the wrong place",
+        "engine/shard_update.py",
+        "start, stop = piece.start - run.start, piece.stop - run.start",
+        "start, stop = 0, piece.stop - piece.start",
+        (f"{ENGINE}/test_gradients_that_do_not_come.py", f"{ENGINE}/test_state.py"),
+    ),
+    Fault(
+        "a ring overwrites a partial sum instead of adding to it",
+        "comm/ring.py",
+        "target.add_(self._scratch",
+        "target.copy_(self._scratch",
+        ("tests/unit/comm/test_ring.py::test_every_rank_gets_its_shard_of_the_sum",),
+    ),
+    Fault(
+        "a ring sends a chunk before it has come in",
+        "comm/ring.py",
+        "self._num_chunks + self._num_arrived)",
+        "2 * self._num_chunks + self._num_arrived)",
+        ("tests/unit/comm/test_ring.py::test_an_all_gather_gives_every_rank_every_shard",),
+    ),
+    Fault(
+        "ranks follow each other by number, whichever host they are on",
+        "comm/ring.py",
+        "key=lambda rank: first[hosts[rank]])",
+        "key=lambda rank: rank)",
+        ("tests/unit/comm/test_ring.py::test_ranks_of_a_host_follow_each_other",),
+    ),
+    Fault(
+        "a lane posts one operation more than its window",
+        "comm/lane.py",
+        "len(self.in_flight) < self.window",
+        "len(self.in_flight) <= self.window",
+        (f"{ENGINE}/test_order.py::test_no_more_than_the_window_is_in_flight",),
+    ),
+    Fault(
+        "half precision is added in half precision",
+        "comm/scratch.py",
+        "into.copy_(parts[0]) if is_wide else parts[0].float()",
+        "into.copy_(parts[0]) if is_wide else parts[0].clone()",
+        ("tests/mpi/collectives/test_half_precision.py",),
+        ranks=3,
+    ),
+    Fault(
+        "scratch memory is used again while an operation still uses it",
+        "comm/scratch.py",
+        "return free.pop(index)",
+        "return free[index]",
+        ("tests/unit/comm/test_scratch.py",),
+    ),
+    Fault(
+        "a call that never returns does not end the process",
+        "comm/deadline.py",
+        "        os._exit(StallError.exit_code)\n",
+        "",
+        ("tests/unit/comm/test_deadline.py",),
+    ),
+)
