@@ -1,0 +1,67 @@
+"""What `bin/test` runs on how many ranks."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from tests.selection import COVERING, SECOND_MPI_JOBS, SIZES, UNEVEN, Admitted, is_chosen
+
+MPI_TESTS = Path(__file__).resolve().parents[1] / "mpi"
+FAST, OTHER = "test_semantics_state.py::test_a", "test_zero_grad.py::test_a"
+COVERED = "test_join.py::test_a"
+
+
+def sizes(choice: str | None, test: str, admitted: Admitted = Admitted()) -> list[int]:  # noqa: B008
+    return [size for size in SIZES if is_chosen(choice, test, admitted, size=size)]
+
+
+def test_a_test_without_a_marker_runs_on_two_ranks_and_uneven_shares_on_three() -> None:
+    assert sizes("fast", OTHER) == [2]
+    assert sizes("fast", FAST) == [2, 3]
+    assert sizes("fast", COVERED) == [1, 2, 3, 4, 5]
+    assert sizes("ranks", OTHER) == sizes(None, OTHER) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("admitted", "expected"),
+    [
+        (Admitted(at_least=3), [3]),
+        (Admitted((4,)), [4]),
+        (Admitted((1, 3)), [1]),
+        (Admitted(at_least=2), [2]),
+        (Admitted((1,)), []),
+    ],
+)
+def test_a_test_that_is_not_for_two_ranks_runs_on_the_fewest(
+    admitted: Admitted, expected: list[int]
+) -> None:
+    assert sizes("fast", OTHER, admitted) == expected
+
+
+def test_tests_for_one_rank_alone_start_jobs_and_run_once() -> None:
+    alone = Admitted((1,))
+    assert sizes("jobs", OTHER, alone) == [1]
+    assert sizes("ranks", OTHER, alone) == sizes("second-jobs", OTHER, alone) == []
+    assert sizes("second-jobs", "test_faults.py::test_a", alone) == [1]
+    assert sizes("jobs", OTHER) == []
+
+
+def test_a_second_mpi_has_the_covering_set() -> None:
+    assert sizes("second", COVERED, Admitted((2, 3))) == [2, 3]
+    assert sizes("second", OTHER) == []
+
+
+@pytest.mark.parametrize("pattern", [*COVERING, *SECOND_MPI_JOBS, *UNEVEN])
+def test_every_pattern_has_tests(pattern: str) -> None:
+    file, _, name = pattern.partition("::")
+    paths = [path for path in MPI_TESTS.rglob("test_*.py") if _fits(path, file)]
+    names = [found for path in paths for found in re.findall(r"def (test_\w+)", path.read_text())]
+    assert any(fnmatchcase(found, name or "*") for found in names)
+
+
+def _fits(path: Path, pattern: str) -> bool:
+    return fnmatchcase(str(path.relative_to(MPI_TESTS)), pattern)
