@@ -31,8 +31,9 @@ from tests.selection import SIZES  # noqa: E402
 PARTS = ("lint", "types", "unit", "mpi", "openmpi", "lab", "slurm")
 NUM_SLOWEST = 20
 _ON_ONE_HALF = ("tests/unit/engine", "tests/unit/comm", "tests/unit/report", "tests/unit/plan")
-_SCRIPTS = ("bin/demo", "bin/setup", "bin/test", "bin/netlab-rsh", ".ci/run")
+_SCRIPTS = ("bin/demo", "bin/setup", "bin/test", "bin/netlab-rsh", ".ci/run", "tests/slurm/run")
 _PYTHON = str(ROOT / ".venv" / "bin" / "python")
+_MOST_WAITING = 2
 _LOOK_S = 0.1
 _LAST_LINES = 60
 _CLOSING = re.compile(r"=+ (.*\d+ (?:passed|failed|skipped|errors?|deselected).*?) =+$")
@@ -42,7 +43,7 @@ _CLOSING = re.compile(r"=+ (.*\d+ (?:passed|failed|skipped|errors?|deselected).*
 class Section:
     """One part of the tests.
 
-    cores: how many it keeps busy; 0 for one that mostly waits, of which one runs at a time.
+    cores: how many it keeps busy; 0 for one that mostly waits, of which two run at a time.
     limit_s: seconds until it is ended. grace_s: seconds it then has to clean up.
     """
 
@@ -86,23 +87,12 @@ def list_sections(*, everything: bool) -> list[Section]:
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py"))
     other_half = [*pytest, *marks, "tests/unit", *files, *others]
     second = choice if everything else "second"
-    scripts = [*_SCRIPTS, *sorted(str(path) for path in Path("slurm").glob("*.sbatch"))]
+    scripts = [*_SCRIPTS, *sorted(str(path) for path in ROOT.glob("slurm/*.sbatch"))]
     shellcheck = [str(ROOT / ".venv/bin/shellcheck"), "--severity=warning", *scripts]
     mypy = [_PYTHON, "-m", "mypy"]
     ruff = [_PYTHON, "-m", "ruff"]
     return [
         Section("mpi", "MPICH, own jobs", on_ranks(1, "jobs"), 0, long_s),
-        Section("lint", "lint (ruff check)", [*ruff, "check", "."]),
-        Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
-        Section("lint", "scripts (shellcheck)", shellcheck),
-        Section("unit", "unit tests, one half", half, 1, long_s),
-        Section("unit", "unit tests, other half", other_half, 1, long_s),
-        Section("types", "types (mypy)", mypy, 1, long_s),
-        *(
-            Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), min(n, 2), long_s)
-            for n in SIZES
-        ),
-        Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 2, long_s),
         Section(
             "openmpi",
             "Open MPI, own jobs",
@@ -110,6 +100,14 @@ def list_sections(*, everything: bool) -> list[Section]:
             0,
             long_s,
         ),
+        Section("lint", "lint (ruff check)", [*ruff, "check", "."]),
+        Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
+        Section("lint", "scripts (shellcheck)", shellcheck),
+        Section("unit", "unit tests, one half", half, 1, long_s),
+        Section("unit", "unit tests, other half", other_half, 1, long_s),
+        Section("types", "types (mypy)", mypy, 1, long_s),
+        *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in SIZES),
+        Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
         # Of these all tests may be skipped; each says why.
         Section("lab", "emulated hosts", [*pytest, "tests/lab", *marks], 0, 600.0),
         Section("slurm", "SLURM", ["tests/slurm/run", *pytest, *marks], 0, long_s, 110.0),
@@ -154,18 +152,21 @@ class Runner:
         return "\n".join([*self._last_words, "\n########## Summary", *self._rows])
 
     def _start_what_fits(self) -> None:
-        waits = any(running.section.cores == 0 for running in self._under_way)
-        free = self._cores - sum(running.section.cores for running in self._under_way)
+        waiting = sum(running.section.cores == 0 for running in self._under_way)
+        free = self._cores - sum(self._cores_of(running.section) for running in self._under_way)
         for section in list(self._left):
-            if section.cores == 0 and not waits:
-                waits = True
-            elif 0 < section.cores <= free:
-                free -= section.cores
+            if section.cores == 0 and waiting < _MOST_WAITING:
+                waiting += 1
+            elif 0 < self._cores_of(section) <= free:
+                free -= self._cores_of(section)
             else:
                 free = free if section.cores == 0 else 0  # the next that computes keeps its place
                 continue
             self._left.remove(section)
             self._start(section)
+
+    def _cores_of(self, section: Section) -> int:
+        return min(section.cores, self._cores)  # more ranks than cores share them
 
     def _start(self, section: Section) -> None:
         output = tempfile.NamedTemporaryFile(dir=self._folder, delete=False)  # noqa: SIM115

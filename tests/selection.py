@@ -13,8 +13,10 @@ from fnmatch import fnmatchcase
 SIZES = (1, 2, 3, 4, 5)
 HOME = 2
 
-# Files below tests/mpi whose tests run on three ranks as well.
+# Files below tests/mpi whose tests run on three ranks as well, but for those that compile: that
+# takes long, and what is compiled is the same on any number of ranks.
 UNEVEN = ("test_semantics_*.py", "collectives/*.py")
+COMPILING = ("test_semantics_compiled*.py",)
 
 # Tests that run at every size that they admit, and under Open MPI.
 COVERING = (
@@ -99,7 +101,8 @@ def is_chosen(choice: str | None, test: str, admitted: Admitted, *, size: int) -
 def _is_fast(test: str, admitted: Admitted, size: int) -> bool:
     if size == admitted.home or _is_in(COVERING, test):
         return True
-    return size == 3 and _is_in(UNEVEN, test.partition("::")[0])
+    file = test.partition("::")[0]
+    return size == 3 and _is_in(UNEVEN, file) and not _is_in(COMPILING, file)
 
 
 def _is_in(patterns: tuple[str, ...], name: str) -> bool:

@@ -59,18 +59,14 @@ FAULTS = (
         "engine/bucket.py",
         "if param.data_ptr() != address:",
         "if False:",
-        (
-            "tests/mpi/test_semantics_parameters.py",
-            "tests/mpi/test_checks.py",
-            "tests/mpi/test_semantics_modules.py",
-        ),
+        (f"{ENGINE}/test_failures.py::test_parameters_moved_out_of_their_storage_are_noticed",),
     ),
     Fault(
         "zero_grad(set_to_none=False) counts as no gradient",
         "engine/arrivals.py",
         "self._touched |= self.arrived | self._zeroed",
         "self._touched |= self.arrived",
-        (f"{ENGINE}/test_gradients.py::test_zero_grad_to_zeros",),
+        ("tests/mpi/test_zero_grad.py",),
     ),
     Fault(
         "a norm is the sum of the powers, without the root",
@@ -126,7 +122,7 @@ FAULTS = (
         "engine/gathered_state.py",
         "        self._gathered = None\n        self._versions.clear()\n",
         "        self._versions.clear()\n",
-        ("tests/mpi/test_semantics_state.py",),
+        ("tests/mpi/test_semantics_options.py",),
     ),
     Fault(
         "state that is cut for one parameter each is cut at the wrong place",

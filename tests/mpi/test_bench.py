@@ -48,7 +48,10 @@ TIED = Workload(
 )
 
 
-@pytest.mark.parametrize("workload", [None, TIED], ids=["equal", "tied"])
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(None, id="equal", marks=pytest.mark.slow), pytest.param(TIED, id="tied")],
+)
 def test_every_method_trains_the_same_model(world: World, workload: Workload | None) -> None:
     names = ["serial", "wfbp", "dear", "dear:0.01:window=1", "ddp", "ddp:1", "ddp-bf16", "fsdp2"]
     names += ["dear:comm_dtype=bf16", "ddp:comm_dtype=fp16", "ddp:view=true", "ddp-bf16:view=true"]

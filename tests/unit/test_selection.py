@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import COVERING, SECOND_MPI_JOBS, SIZES, UNEVEN, Admitted, is_chosen
+from tests.selection import COMPILING, COVERING, SECOND_MPI_JOBS, SIZES, UNEVEN, Admitted, is_chosen
 
 MPI_TESTS = Path(__file__).resolve().parents[1] / "mpi"
 FAST, OTHER = "test_semantics_state.py::test_a", "test_zero_grad.py::test_a"
@@ -22,6 +22,7 @@ def sizes(choice: str | None, test: str, admitted: Admitted = Admitted()) -> lis
 def test_a_test_without_a_marker_runs_on_two_ranks_and_uneven_shares_on_three() -> None:
     assert sizes("fast", OTHER) == [2]
     assert sizes("fast", FAST) == [2, 3]
+    assert sizes("fast", "test_semantics_compiled.py::test_a") == [2]
     assert sizes("fast", COVERED) == [1, 2, 3, 4, 5]
     assert sizes("ranks", OTHER) == sizes(None, OTHER) == [1, 2, 3, 4, 5]
 
@@ -55,7 +56,7 @@ def test_a_second_mpi_has_the_covering_set() -> None:
     assert sizes("second", OTHER) == []
 
 
-@pytest.mark.parametrize("pattern", [*COVERING, *SECOND_MPI_JOBS, *UNEVEN])
+@pytest.mark.parametrize("pattern", [*COVERING, *SECOND_MPI_JOBS, *UNEVEN, *COMPILING])
 def test_every_pattern_has_tests(pattern: str) -> None:
     file, _, name = pattern.partition("::")
     paths = [path for path in MPI_TESTS.rglob("test_*.py") if _fits(path, file)]
