@@ -30,6 +30,7 @@ from mpi4py import MPI
 
 from dearmpi.comm.algorithms import Algorithms
 from dearmpi.comm.api import Buffer, ReduceOp, Request
+from dearmpi.comm.exit_handlers import skip_exit_handlers
 from dearmpi.comm.last_words import say
 from dearmpi.comm.launch import doubt_launch
 from dearmpi.comm.library import Library
@@ -126,13 +127,18 @@ class MpiCollectives(Algorithms):
         return status.source, bytes(data)
 
     def abort(self, code: int) -> None:
-        """End the whole job; this process in any case, after a while."""
+        """End the whole job; this process in any case, after a while.
+
+        Aborts MPI_COMM_WORLD, which the launcher ends. MPICH answers an abort of any other
+        communicator with exit() in the peers, inside their MPI calls, under threads that compute.
+        """
         if threading.current_thread() is threading.main_thread():
             # MPI waits for the launcher, for ever where that is cut off, and holds the
             # interpreter's lock meanwhile: only the system can end the process then.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_ABORT_S)
-        self._comm.Abort(code)
+        skip_exit_handlers()
+        MPI.COMM_WORLD.Abort(code)
 
     def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
         """Send ``buffer`` to one rank."""
