@@ -101,6 +101,8 @@ def _serve(address: str) -> list[str]:
                     pid = os.fork()
                     if pid == 0:
                         selector.close()
+                        for other in (listener, client, *waiting.values()):
+                            other.detach()
                         _become(fds, wanted)
                         return list(wanted["argv"])
                     for fd in fds:
