@@ -122,7 +122,9 @@ def last_words(output: str) -> str:
     false = FALSE.search(output)
     if false:
         return f"FALSE: {false.group()}"
-    said = [line for line in output.splitlines() if line.startswith("[rank ") and "] " in line]
+    # prterun was seen to write a zero where it cuts what a rank has said in two.
+    lines = [line.lstrip("\0") for line in output.splitlines()]
+    said = [line for line in lines if line.startswith("[rank ") and "] " in line]
     return said[-1].partition("] ")[2] if said else ""
 
 

@@ -8,6 +8,7 @@ the fork is killed if it ends before. The forks have loaded no MPI.
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import selectors
@@ -72,7 +73,6 @@ def _ask(address: str, arguments: list[str]) -> None:
         status = int.from_bytes(server.recv(4), "big")
     # The files that the launcher watches are open until here, as they are in a process that ends.
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != 9 else None
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))
 
@@ -123,10 +123,8 @@ def _report_ended(waiting: dict[int, socket.socket], selector: selectors.BaseSel
         client = waiting.pop(pid)
         if client in (key.fileobj for key in selector.get_map().values()):
             selector.unregister(client)
-            try:
+            with contextlib.suppress(OSError):  # who asked was killed meanwhile
                 client.sendall(status.to_bytes(4, "big"))
-            except OSError:  # who asked was killed meanwhile
-                pass
         client.close()
 
 

@@ -8,10 +8,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import dearmpi
 from dearmpi.cli.rank_log import RankLog
 from dearmpi.comm import last_words
 from dearmpi.comm.launch import announced_rank, announced_size
+from dearmpi.comm.stack import origin_of
 from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ def describe(error: BaseException, log: Path | None) -> str:
         where = "" if log is None else f"; the traceback is in {log}"
         return (
             f"error: ended itself, and with it the job, by sys.exit({error.code!r}) "
-            f"({_origin(error)}){where}"
+            f"({origin_of(error)}){where}"
         )
     if log is None:
         return "error: " + "".join(traceback.format_exception(error)).rstrip()
     message = "".join(traceback.format_exception_only(error)).rstrip()
-    return f"error: {message} ({_origin(error)}); the traceback is in {log}"
+    return f"error: {message} ({origin_of(error)}); the traceback is in {log}"
 
 
 def is_first_process() -> bool:
@@ -102,13 +102,3 @@ def _status(error: SystemExit) -> int:
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 0xFF
     return 1
-
-
-def _origin(error: BaseException) -> str:
-    """Where the user's own code is in it: the last place outside of libraries."""
-    package = str(Path(dearmpi.__file__).parent)
-    frames = list(traceback.extract_tb(error.__traceback__))
-    own = [f for f in frames if "site-packages" not in f.filename]
-    own = [f for f in own if not f.filename.startswith(package)]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}"

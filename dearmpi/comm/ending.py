@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from dearmpi.comm import last_words
 from dearmpi.comm.deadline import Deadline
+from dearmpi.comm.stack import origin_of
 from dearmpi.comm.watchdog import StallLimits
 from dearmpi.comm.workers import advise_on_workers
 from dearmpi.errors import CommError, DearError
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
+
+# A rank under which MPI has failed was perhaps left by another, which says why and ends the job:
+# launchers may take 2 s to reach all hosts.
+_GRACE_OF_VICTIMS_S = 3.0
 
 
 def limit_end(world: World, limits: StallLimits) -> Deadline:
@@ -80,11 +86,12 @@ def abort_on_exception(world: World) -> None:
     """Print an uncaught exception with its rank, then end the job."""
 
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        text = "\n".join(filter(None, (text, advise_on_workers(error))))
+        text = "\n".join(filter(None, (_describe(error), advise_on_workers(error))))
         if world.is_closed:
             last_words.say(text)
             return
+        if _may_be_victim(error):
+            time.sleep(_GRACE_OF_VICTIMS_S)
         told = "\n".join(f"[rank {world.rank} on {world.host}] {line}" for line in text.split("\n"))
         # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
         last_words.say(told, stream=sys.__stderr__ or sys.stderr)
@@ -92,3 +99,24 @@ def abort_on_exception(world: World) -> None:
         world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
 
     sys.excepthook = report
+
+
+def _describe(error: BaseException) -> str:
+    """The traceback; before it, for an error raised on purpose, where the user's code met it."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    origin = origin_of(error)
+    if not isinstance(error, DearError) or not origin:
+        return trace
+    return f"{type(error).__name__} at {origin}: {error}\n{trace}"
+
+
+def _may_be_victim(error: BaseException) -> bool:
+    """Whether MPI has failed under it in a way that may come from the end of another rank."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from dearmpi.comm import mpi
+
+    cause: BaseException | None = error
+    while cause is not None and not mpi.may_be_lost_peer(cause):
+        cause = cause.__cause__
+    return cause is not None

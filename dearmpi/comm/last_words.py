@@ -21,9 +21,14 @@ _POLL_S = 0.001
 
 
 def say(text: str, *, stream: TextIO | None = None) -> None:
-    """Write lines to ``stream``, by default standard error, at once and if that can be done."""
+    """Write lines to ``stream``, by default standard error, at once and if that can be done.
+
+    In one piece, the last line's end included: other ranks may say something at the same time.
+    """
     with contextlib.suppress(Exception):
-        print(text, file=stream or sys.stderr, flush=True)
+        stream = stream or sys.stderr
+        stream.write(f"{text}\n")
+        stream.flush()
 
 
 def flush() -> None:

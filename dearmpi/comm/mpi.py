@@ -226,6 +226,12 @@ def is_finalized() -> bool:
     return bool(MPI.Is_finalized())
 
 
+def may_be_lost_peer(error: BaseException) -> bool:
+    """Whether MPI's ``error`` may only say that another rank has ended."""
+    unspecific = (MPI.ERR_OTHER, MPI.ERR_INTERN, MPI.ERR_UNKNOWN)
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in unspecific
+
+
 def _finalize_only_in(process: int) -> None:
     if os.getpid() == process:
         finalize()

@@ -13,6 +13,8 @@ _NUM_FRAMES = 6
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _HIDDEN = (_PACKAGE, threading.__file__)
 _LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("torch", "click"))
+_NOT_THE_USERS = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<frozen ")
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 def stack_of(thread: int) -> tuple[str, ...]:
@@ -58,3 +60,18 @@ def _handlers() -> dict[CodeType, str]:
 
 def _handles(name: str | None) -> str:
     return f" (handler of {name})" if name else ""
+
+
+def origin_of(error: BaseException) -> str:
+    """The last place of the user's own code that ``error`` has come through; empty without any.
+
+    "train.py:41, in main". A place of a library where no code is the user's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if _INSTALLED not in frame.filename and not frame.filename.startswith(_NOT_THE_USERS)
+    ]
+    shown = (own or frames)[-1:]
+    return "".join(f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in shown)

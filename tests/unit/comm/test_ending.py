@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -17,6 +19,7 @@ from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.ending import abort_on_exception
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.errors import CommError, ConfigError
 
 
 def test_an_abort_ends_with_its_code() -> None:
@@ -121,3 +124,55 @@ def test_what_nobody_catches_is_told_even_if_torch_holds_standard_error_back(
         run_ranks(2, fail)
     assert ended.value.code == 1
     assert "[rank 0 on fakehost] ValueError: a wrong turn" in capfd.readouterr().err
+
+
+def test_an_error_of_ours_begins_with_the_place_in_the_users_code(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not with pages of this package's and of torch's."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def fail(world: World) -> None:
+        if not world.is_root:
+            return world.barrier()
+        abort_on_exception(world)
+        try:
+            world.all_reduce([1.0], "mistaken")  # type: ignore[arg-type]
+        except ConfigError as error:
+            sys.excepthook(ConfigError, error, None)
+
+    with pytest.raises(SystemExit) as ended:
+        run_ranks(2, fail)
+    assert ended.value.code == 2
+    first, second = capfd.readouterr().err.splitlines()[:2]
+    place = rf"\[rank 0 on fakehost\] ConfigError at {re.escape(__file__)}:\d+, in fail: "
+    assert re.match(place + "op is 'mistaken'", first)
+    assert second == "[rank 0 on fakehost] Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(
+    ("kind", "waits"), [("ERR_OTHER", True), ("ERR_TYPE", False), ("ours", False)]
+)
+def test_a_rank_under_which_mpi_has_failed_lets_the_one_that_knows_why_end_the_job(
+    kind: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpi = pytest.importorskip("dearmpi.comm.mpi")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    slept: list[float] = []
+
+    def fail(world: World) -> None:
+        if not world.is_root:
+            return world.barrier()
+        abort_on_exception(world)
+        monkeypatch.setattr(time, "sleep", slept.append)
+        error = CommError("all-reduce failed")
+        error.__cause__ = (
+            ValueError("a wrong turn")
+            if kind == "ours"
+            else mpi.MPI.Exception(getattr(mpi.MPI, kind))
+        )
+        sys.excepthook(CommError, error, None)
+
+    with pytest.raises(SystemExit):
+        run_ranks(2, fail)
+    assert (3.0 in slept) == waits

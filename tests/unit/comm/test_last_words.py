@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections.abc import Iterator
@@ -47,3 +48,16 @@ def test_nobody_waits_for_a_file_or_for_what_is_closed(tmp_path: Path) -> None:
         last_words.deliver(patience_s=1e9, descriptors=[file.fileno()])
         closed = file.fileno()
     last_words.deliver(patience_s=1.0, descriptors=[closed])  # somebody else's by now, perhaps
+
+
+def test_lines_are_written_in_one_piece() -> None:
+    """Else what another rank says at the same time comes between a line and its end."""
+
+    class Pieces(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    pieces: list[str] = []
+    last_words.say("a wrong turn\nand another", stream=Pieces())
+    assert pieces == ["a wrong turn\nand another\n"]

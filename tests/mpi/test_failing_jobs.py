@@ -1,0 +1,78 @@
+"""A job that fails ends with the status of its own error and says that error last.
+
+A handler of C's exit() that ends its process by a signal stands for torch's, which destroy what
+other threads compute with. ``benchmarks/failing_jobs.py`` has torch, other kinds and hundreds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import dearmpi
+from tests.job import Ended, run_job
+
+ROOT = Path(dearmpi.__file__).parents[1]
+pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
+
+SCRIPT = """
+import ctypes, sys
+import dearmpi
+
+how = sys.argv[1]
+world = dearmpi.connect()
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.abort, None)
+world.barrier()
+is_last = world.rank == world.size - 1
+if how == "all" or how == "one" and is_last:
+    raise ValueError("a wrong turn")
+if how == "interrupt" and is_last:
+    raise KeyboardInterrupt
+if how == "dear":
+    world.all_reduce([1.0], "mistaken")
+if how == "abort" and is_last:
+    world.abort(7)
+world.barrier()
+"""
+
+
+def run(how: str, *, ranks: int, folder: Path) -> Ended:
+    path = folder / "script.py"
+    path.write_text(SCRIPT)
+    return run_job(
+        [sys.executable, path, how],
+        ranks=ranks,
+        limit_s=60.0,
+        environment={"PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "code", "words"),
+    [
+        ("one", 2, 1, "ValueError: a wrong turn"),
+        ("one", 3, 1, "ValueError: a wrong turn"),
+        ("all", 3, 1, "ValueError: a wrong turn"),
+        ("all", 4, 1, "ValueError: a wrong turn"),
+        ("interrupt", 2, 130, "KeyboardInterrupt"),
+        ("dear", 3, 2, "op is 'mistaken'"),
+        ("abort", 2, 7, ""),
+    ],
+)
+def test_a_job_that_fails_ends_by_its_own_error(
+    how: str, ranks: int, code: int, words: str, tmp_path: Path
+) -> None:
+    ended = run(how, ranks=ranks, folder=tmp_path)
+    said = [line for line in ended.output.splitlines() if line.startswith("[rank ")]
+    assert ended.returncode == code, ended.output
+    assert words in said[-1] if words else not said, ended.output
+    assert ended.left_over == 0
+
+
+def test_an_error_of_ours_begins_with_the_users_own_line(tmp_path: Path) -> None:
+    ended = run("dear", ranks=2, folder=tmp_path)
+    first = next(line for line in ended.output.splitlines() if line.startswith("[rank "))
+    assert "ConfigError at" in first and "script.py:16, in <module>: op is 'mistaken'" in first
