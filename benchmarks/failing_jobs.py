@@ -1,7 +1,7 @@
 """Does a job that fails end by its own error, and nothing else?
 
 Usage: python -m benchmarks.failing_jobs [--jobs N] [--ranks N ...] [--kinds KIND ...]
-                                         [--python PATH] [--cold]
+                                         [--python PATH] [--cold] [--seconds S]
 
 N jobs (200), of each number of ranks (2, 3, 4) and each kind in turn, fail in a step of a small
 training. Each must end with the exit status of its error, and say that error last; lines of the
@@ -12,6 +12,7 @@ hook (one rank, in the hook of a parameter), update (all, in the optimizer's ste
 error of dearmpi), interrupt (one rank, by a KeyboardInterrupt), status (one, by world.abort(7)).
 
 --python: that of an environment with another MPI, such as .venv-openmpi/bin/python.
+--seconds: begin no further job after that long.
 --cold: every rank is a process of its own from the start, which loads torch; else a fork of one.
 """
 
@@ -22,6 +23,7 @@ import contextlib
 import re
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -172,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--python", type=lambda path: Path(path).absolute(), default=sys.executable)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args(arguments)
     options.python = Path(options.python)
     tallies: dict[tuple[str, int], Tally] = defaultdict(Tally)
@@ -179,8 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         script = Path(folder) / "script.py"
         script.write_text(SCRIPT)
         server = None if options.cold else stack.enter_context(ForkServer(options.python))
+        until_s = time.monotonic() + options.seconds
         cells = [(kind, ranks) for ranks in options.ranks for kind in options.kinds]
         for index in range(options.jobs):
+            if time.monotonic() > until_s:
+                break
             kind, ranks = cells[index % len(cells)]
             ended, seconds = run(options, server, script, kind, ranks)
             tally = tallies[kind, ranks]
@@ -194,8 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     show(tallies)
     num_right = sum(tally.right for tally in tallies.values())
-    print(f"{num_right} of {options.jobs} jobs ended by their own error")
-    return 0 if num_right == options.jobs else 1
+    num_jobs = sum(tally.count for tally in tallies.values())
+    print(f"{num_right} of {num_jobs} jobs ended by their own error")
+    return 0 if num_right == num_jobs else 1
 
 
 if __name__ == "__main__":
