@@ -19,9 +19,19 @@ import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import TypedDict
 
 _MOST_FDS = 64
 _TICK_S = 0.005
+
+
+class Wanted(TypedDict):
+    """What a fork is to run, and what it takes over: the numbers of open files, too."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    fds: list[int]
 
 
 class ForkServer:
@@ -56,7 +66,7 @@ class ForkServer:
 
     def command(self, script: Path, *arguments: str) -> list[str | Path]:
         """What a launcher starts for ``python script arguments``."""
-        start = [self._python, "-I", "-S", __file__, "ask", self._address]
+        start: list[str | Path] = [self._python, "-I", "-S", __file__, "ask", self._address]
         return [*start, str(script), *arguments]
 
 
@@ -104,7 +114,7 @@ def _serve(address: str) -> list[str]:
                         for other in (listener, client, *waiting.values()):
                             other.detach()
                         _become(fds, wanted)
-                        return list(wanted["argv"])
+                        return wanted["argv"]
                     for fd in fds:
                         os.close(fd)
                     waiting[pid] = client
@@ -128,7 +138,7 @@ def _report_ended(waiting: dict[int, socket.socket], selector: selectors.BaseSel
         client.close()
 
 
-def _receive(client: socket.socket) -> tuple[list[int], dict[str, object]]:
+def _receive(client: socket.socket) -> tuple[list[int], Wanted]:
     room = socket.CMSG_SPACE(4 * _MOST_FDS)
     head, rights, _, _ = client.recvmsg(4, room)
     fds = array.array("i")
@@ -140,16 +150,16 @@ def _receive(client: socket.socket) -> tuple[list[int], dict[str, object]]:
     return list(fds), json.loads(text)
 
 
-def _become(fds: list[int], wanted: dict[str, object]) -> None:
+def _become(fds: list[int], wanted: Wanted) -> None:
     """Take over open files, under their numbers, environment and folder of who asked."""
     high = [os.dup2(fd, 500 + index) for index, fd in enumerate(fds)]
     os.closerange(3, 500)
-    for source, target in zip(high, wanted["fds"], strict=True):  # type: ignore[arg-type]
+    for source, target in zip(high, wanted["fds"], strict=True):
         os.dup2(source, target)
         os.close(source)
     os.environ.clear()
-    os.environ.update(wanted["env"])  # type: ignore[arg-type]
-    os.chdir(str(wanted["cwd"]))
+    os.environ.update(wanted["env"])
+    os.chdir(wanted["cwd"])
 
 
 if __name__ == "__main__":

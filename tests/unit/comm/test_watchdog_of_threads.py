@@ -22,12 +22,12 @@ class Second:
     """Another thread of this process, which does as it is told."""
 
     def __init__(self) -> None:
-        self._actions: list[Callable[[], None]] = []
+        self._actions: list[Callable[[], object]] = []
         self._told, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._failure: BaseException | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
-    def __call__(self, action: Callable[[], None]) -> None:
+    def __call__(self, action: Callable[[], object]) -> None:
         """Have it call ``action``; raises what that raises."""
         self._actions.append(action)
         self._told.release()

@@ -245,7 +245,7 @@ class ChangesStateToo(ScheduleFree):
 def test_an_eval_that_a_shard_would_not_see_is_refused() -> None:
     def rank(world: World) -> None:
         model = build().float()
-        kinds: list[tuple[Any, str | None, str]] = [
+        kinds: list[tuple[Any, Any, str]] = [
             (ChangesStateToo, None, "changes the optimizer's state"),
             (ScheduleFree, "bf16", "not reach their master copies"),
         ]

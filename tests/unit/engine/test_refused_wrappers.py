@@ -21,6 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
 from tests.unit.engine.test_refused_modules import process_group
 
@@ -55,7 +56,7 @@ def replicated(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, replicated])
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_a_wrapper_that_averages_gradients_is_refused_in_the_first_forward(
-    gather: str, wrapper: Callable[[nn.Module], nn.Module], when: str
+    gather: Gather, wrapper: Callable[[nn.Module], nn.Module], when: str
 ) -> None:
     if wrapper is replicated and when == "before":
         return  # it shows in the model: see below
@@ -162,7 +163,7 @@ def test_a_part_that_was_given_to_replicate_is_refused() -> None:
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_fully_shard_is_refused_before_and_after(gather: str) -> None:
+def test_fully_shard_is_refused_before_and_after(gather: Gather) -> None:
     def rank(world: World) -> None:
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
 from tests.mpi.models import fill
 
@@ -157,7 +158,7 @@ def test_memory_that_other_processes_see_is_not_left_unnoticed() -> None:
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("sent", ["model", "state_dict", "share_memory"])
 def test_a_model_that_was_sent_to_another_process_is_refused_with_the_cause(
-    sent: str, gather: str
+    sent: str, gather: Gather
 ) -> None:
     """Torch moves what it sends into memory that the other process sees, too."""
 

@@ -89,7 +89,11 @@ def train(world: World, interrupted: Callable[[nn.Module], Any], **settings: Any
     """Both ranks on the same samples, so that their mean is that of one process."""
     net = make_net()
     optimizer = DistributedOptimizer(
-        torch.optim.AdamW(net.parameters(), lr=0.1), net, world=world, bucket_cap_mb=1e-6, **settings
+        torch.optim.AdamW(net.parameters(), lr=0.1),
+        net,
+        world=world,
+        bucket_cap_mb=1e-6,
+        **settings,
     )
     for step in range(NUM_STEPS):
         with interrupted(net):
