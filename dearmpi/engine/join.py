@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api import Completed, ReduceOp
+from dearmpi.comm.api import Collectives, Completed, ReduceOp, Request
 from dearmpi.comm.channel import Channel
 from dearmpi.engine.update import Options
-from dearmpi.errors import UsageError
+from dearmpi.errors import ReplicaMismatchError, UsageError
 
 _STEP = (0.0, 0.0, 0.0)
 _thread = threading.local()  # whether it is inside a join()
@@ -96,7 +97,7 @@ class Joining:
             return own
         if not joined:  # else it has been told
             self._reduce("next action", _numbers_of(*_STEP), "max")
-        told = self._reduce("options", pack(own, joined=joined), "max")
+        told = self._exchange_options(own, joined=joined)
         if not joined:
             return own
         self.wait()
@@ -107,6 +108,27 @@ class Joining:
         assert self._channel is not None, "a rank alone waits for nobody"
         self._channel.run("wait for what ranks tell in join()", lambda _: Completed())
 
+    def _exchange_options(self, own: Options, *, joined: bool) -> Tensor:
+        """The largest of each number over ranks, which must all have as many of the same names."""
+        assert self._channel is not None, "a rank alone tells nobody"
+        names = describe_numbers(own)
+        number = zlib.crc32(names.encode(errors="replace"))
+        seen = self._reduce("names of options", _numbers_of(number, -number), "max")
+        told = pack(own, joined=joined)
+
+        def start(collectives: Collectives) -> Request:
+            most, of_negatives = seen.tolist()  # known by now: one operation follows the other
+            if most != -of_negatives:
+                raise ReplicaMismatchError(
+                    "inside join() ranks have param groups with other options, and those without "
+                    f"batches cannot take over the others'; this rank's are {names}; set the same "
+                    "options on every rank, and make schedulers on all of them"
+                )
+            return collectives.start_all_reduce(told, "max")
+
+        self._channel.submit("options", start)
+        return told
+
     def _reduce(self, label: str, told: Tensor, operation: ReduceOp) -> Tensor:
         assert self._channel is not None, "a rank alone tells nobody"
         self._channel.submit(label, lambda c: c.start_all_reduce(told, operation))
@@ -114,9 +136,17 @@ class Joining:
 
 
 def pack(options: Options, *, joined: bool) -> Tensor:
-    """All numbers among the hyperparameters, in a fixed order, in fp64."""
+    """All numbers among the hyperparameters, by group and name, in fp64."""
     values = [value for group in options for _, value in _numbers(group)]
     return _numbers_of(*([-math.inf] * len(values) if joined else values))
+
+
+def describe_numbers(options: Options) -> str:
+    """The names of the numbers that ``pack`` gives, such as ``lr, momentum in group 0``."""
+    return ", ".join(
+        f"{', '.join(str(key) for key, _ in _numbers(group))} in group {number}"
+        for number, group in enumerate(options)
+    )
 
 
 def _numbers_of(*values: float) -> Tensor:
@@ -131,7 +161,7 @@ def unpack(options: Options, packed: Tensor) -> list[dict[str, Any]]:
 
 def _numbers(group: Any) -> Iterator[tuple[Any, float]]:
     """Key and value of every number in a group, those in pairs and 0-d tensors included."""
-    for key, value in group.items():
+    for key, value in _sorted_items(group):
         for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, (bool, int, float)) or _is_scalar(number):
                 yield key, float(number)
@@ -139,12 +169,17 @@ def _numbers(group: Any) -> Iterator[tuple[Any, float]]:
 
 def _with_numbers(group: Any, values: Iterator[float]) -> dict[str, Any]:
     replaced: dict[str, Any] = {}
-    for key, value in group.items():
+    for key, value in _sorted_items(group):
         if isinstance(value, (tuple, list)):
             replaced[key] = type(value)(_replace(number, values) for number in value)
         else:
             replaced[key] = _replace(value, values)
     return replaced
+
+
+def _sorted_items(group: Any) -> list[tuple[Any, Any]]:
+    """Of ranks that have set them in another order, the same."""
+    return sorted(group.items(), key=lambda item: str(item[0]))
 
 
 def _replace(value: Any, values: Iterator[float]) -> Any:

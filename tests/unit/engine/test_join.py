@@ -13,7 +13,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.engine.join import pack, unpack
-from dearmpi.errors import UsageError
+from dearmpi.errors import ReplicaMismatchError, UsageError
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.99), [0.9, 0.99]])
@@ -128,3 +128,47 @@ def test_a_join_inside_another_is_refused() -> None:
             optimizer.close()
 
     run_ranks(2, rank)
+
+
+def test_options_that_ranks_have_set_in_another_order_keep_their_places() -> None:
+    def rank(world: World) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        given = {"lr": 1.0, "momentum": 0.5}
+        group: dict[str, Any] = {"params": [model.weight]}
+        for name in given if world.rank else reversed(given):
+            group[name] = given[name]
+        optimizer = DistributedOptimizer(torch.optim.SGD([group]), model, world=world)
+        with optimizer.join():
+            for _ in range(1 + world.rank):
+                optimizer.zero_grad()
+                model(torch.tensor([4.0])).sum().backward()
+                optimizer.step()
+        values: list[float] = model.weight.flatten().tolist()
+        optimizer.close()
+        return values
+
+    # A gradient of 4, then one of 4 / 2 and half of the one before.
+    assert run_ranks(2, rank) == [[-8.0]] * 2
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_options_that_one_rank_alone_has_are_named_where_the_others_would_take_them_over(
+    odd: int,
+) -> None:
+    def rank(world: World) -> str:
+        model = nn.Linear(1, 1, bias=False)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        if world.rank == odd:
+            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        with pytest.raises(ReplicaMismatchError) as caught, optimizer.join():
+            for _ in range(1 + world.rank):
+                model(torch.tensor([3.0])).sum().backward()
+                optimizer.step()
+                optimizer.synchronize()
+        return str(caught.value)
+
+    said = run_ranks(2, rank)
+    assert "initial_lr, " in said[odd] and "initial_lr" not in said[1 - odd]
+    assert all("set the same options on every rank" in text for text in said)
