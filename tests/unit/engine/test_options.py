@@ -226,3 +226,22 @@ def test_eager_options_changed_in_place_are_not_set_too_late(make_scales: Any) -
         optimizer.close()
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_state_of_another_dtype_is_named(odd: int) -> None:
+    """Each rank's part of it would be of its own width where it is gathered."""
+
+    def rank(world: World) -> str:
+        model = Chain(1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for param in model.parameters():
+            dtype = torch.float64 if world.rank == odd else torch.float32
+            inner.state[param]["momentum_buffer"] = torch.zeros(param.shape, dtype=dtype)
+        with pytest.raises(MismatchError) as caught:
+            DistributedOptimizer(inner, model, world=world)
+        return str(caught.value)
+
+    said = run_ranks(2, rank)
+    assert said[0] == said[1]
+    assert "and float64 of " in said[0] and "and float32 of " in said[0]
