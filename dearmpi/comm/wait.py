@@ -11,9 +11,9 @@ from dearmpi.comm.status import Status
 class Wait:
     """What was asked and answered for it.
 
-    thread: who waits. what: for what. interrupted: for what the thread waited already, where a
-        signal handler or a finalizer of its own waits in the middle.
-    in_exchange: inside a collective call on the world.
+    thread: who waits. what: for what. in_exchange: inside a collective call on the world.
+    interrupted: for what the thread waited already, where a signal handler or a finalizer of its
+        own waits in the middle.
     since, looked_at: when it began, and when its thread last looked whether to go on.
     first_question: the number of the first question that can be asked for it.
     asked_at: when one last was. answered_at: when each rank has last answered any question.

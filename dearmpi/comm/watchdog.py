@@ -35,6 +35,13 @@ _GIVING_UP = (  # Python tells nobody what sys.exit was called with
     "; if that rank has called sys.exit(), have it raise an exception or call world.abort(status), "
     "which end the job at once"
 )
+_AT_A_SIGNAL = (
+    "let its handler set a flag, agree on the flag on every rank by "
+    "world.all_reduce([flag], 'max') between steps, and act then"
+)
+_INTERRUPTED = (
+    f", or Ctrl-C (KeyboardInterrupt) has ended them at different moments: {_AT_A_SIGNAL}"
+)
 _SILENT_WHERE_IT_POLLS = (
     "does not answer: with progress='poll' a rank does only while its main thread is inside "
     "dearmpi, so this one's is elsewhere, such as in an MPI call of the script's own, and has said "
@@ -338,23 +345,22 @@ class Watchdog:
     def _judge(self, own: Status, other: Status) -> str:
         """Why ``own`` can never end, and what to do."""
         steps = f"the ranks, which have taken {own.steps} and {other.steps} steps, have"
-        if other.left and (other.in_iteration or isinstance(sys.exc_info()[1], KeyboardInterrupt)):
+        if other.left and isinstance(sys.exc_info()[1], KeyboardInterrupt):
             return (
                 f"{steps} ended at different moments, as by Ctrl-C (KeyboardInterrupt), so that "
-                "the last step never ends here, and its parameters cannot be read or saved. Go on "
-                "from the last checkpoint; to save at a signal, let its handler set a flag, agree "
-                "on it on every rank by world.all_reduce([flag], 'max') between steps, then save"
+                "what this rank waits for never comes. Where it would save parameters, it cannot: "
+                f"go on from the last checkpoint. To save at a signal, {_AT_A_SIGNAL}"
             )
-        if signal := signal_handled():
+        if handled := signal_handled():
             return (
-                f"{steps} not all got {signal}, or got it at different moments, and its handler "
-                "waits here for the others. Let it set a flag, agree on it on every rank by "
-                "world.all_reduce([flag], 'max') between steps, and then do what it did"
+                f"{steps} not all got {handled}, or got it at different moments, and its handler "
+                f"waits here for the others. Instead, {_AT_A_SIGNAL}"
             )
+        interrupted = _INTERRUPTED if other.left and other.in_iteration else ""
         calls = [one.waiting for one in (own, other) if one.in_exchange]
         missed = f". For {calls[0]}: {cure_for(*calls)}" if calls else ""
         return (
             f"{steps} unequal numbers of batches, or call collective operations in different "
-            "order. Give every rank as many batches, or train inside "
+            f"order{interrupted}. Give every rank as many batches, or train inside "
             f"optimizer.join(){missed}{_GIVING_UP if other.left else ''}"
         )

@@ -70,6 +70,30 @@ def test_a_rank_that_has_ended_is_named_with_both_counts() -> None:
     assert "if that rank has called sys.exit(), have it raise an exception or call" in str(error)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_ranks_that_ctrl_c_has_ended_at_different_moments_are_told_so(steps: int) -> None:
+    """As where one saves in ``except KeyboardInterrupt``, with as many steps or one more."""
+
+    def train(world: World) -> None:
+        world.begin_backprop()
+        if world.rank == 0:
+            world.leave()
+            return
+        for _ in range(steps):
+            world.begin_step()
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            world.progress.wait_until(threading.Event().is_set, what="the parameters of bucket 0")
+
+    error = run_with_limits(2, train)[1]
+    assert isinstance(error, StallError)
+    assert "rank 0 has ended after 1 backprops, between a backward and its step" in str(error)
+    assert "at different moments, as by Ctrl-C (KeyboardInterrupt)" in str(error)
+    assert "world.all_reduce([flag], 'max')" in str(error)
+    assert "unequal numbers of batches" not in str(error)
+
+
 def test_two_ranks_that_wait_for_each_other_are_told_so() -> None:
     def train(world: World) -> None:
         world.begin_backprop()

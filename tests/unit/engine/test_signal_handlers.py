@@ -17,6 +17,7 @@ import dearmpi
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from dearmpi.errors import UsageError
 
 PACKAGE = Path(dearmpi.__file__).parent
 INTERRUPTED = (str(PACKAGE / "engine"), str(PACKAGE / "comm"))
@@ -105,8 +106,9 @@ def train(world: World, interrupted: Callable[[nn.Module], Any], **settings: Any
     return found
 
 
-@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
-@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize(
+    ("gather", "schedule"), [("parameters", "dear"), ("parameters", "wfbp"), ("gradients", "dear")]
+)
 def test_a_handler_that_reads_the_model_finds_one_step_and_changes_nothing(
     gather: str, schedule: str
 ) -> None:
@@ -127,3 +129,29 @@ def test_a_handler_that_reads_the_model_finds_one_step_and_changes_nothing(
     for found in run_ranks(2, rank):
         assert torch.allclose(found, expected[-1], rtol=1e-12)
     assert min(num_read) > 1000
+
+
+def test_a_step_that_is_broken_off_leaves_parameters_to_save_and_is_told_of() -> None:
+    """Ctrl-C in the middle of step(), before anything of it is submitted."""
+    expected = values_by_step()
+
+    def rank(world: World) -> str:
+        net = make_net()
+        optimizer = DistributedOptimizer(
+            torch.optim.AdamW(net.parameters(), lr=0.1), net, world=world, bucket_cap_mb=1e-6
+        )
+        net(inputs_of(0), 0).backward()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(world, "begin_step", interrupt)
+            optimizer.step()
+        assert torch.equal(values(net), expected[0])
+        with pytest.raises(UsageError) as caught:
+            optimizer.synchronize()
+        return str(caught.value)
+
+    for told in run_ranks(2, rank):
+        assert "step() was broken off in the middle, as by a KeyboardInterrupt" in told
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -139,6 +140,25 @@ def test_a_wait_of_what_drives_is_an_error_and_not_for_ever(progress: Progress) 
     said = "update of bucket 3.*waits for the parameters of bucket 2.*must not read parameters"
     with pytest.raises(CommError, match=said):
         progress.wait_until(lambda: False, what="never")
+
+
+def test_a_signal_handler_that_interrupts_who_polls_is_named() -> None:
+    """It could wait for ever: what it waits for goes on only after it."""
+    progress = Progress("poll", origin="rank 3 on n7")
+
+    def handler(*_: object) -> None:
+        progress.wait_until(lambda: False, what="the parameters of bucket 2")
+
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        interrupted = lambda: signal.raise_signal(signal.SIGUSR2)  # noqa: E731
+        lane = progress.open_lane("update", window=1)
+        progress.submit(lane, Work("update of bucket 3", Completed, interrupted))
+        with pytest.raises(CommError, match="the handler of SIGUSR2 has interrupted .*set a flag"):
+            progress.poll()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        progress.close()
 
 
 def test_what_drives_does_not_poll_in_turn() -> None:
