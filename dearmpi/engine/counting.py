@@ -1,8 +1,8 @@
 """Counting: entries of param groups that an optimizer's steps change, such as schedule-free's.
 
-Each bucket's step counts from the options of the moment, and what it counts there is dropped. So
-the step of the whole optimizer counts once for all: on one made-up element of each group. That is
-right where no entry depends on parameters, gradients or state, which a trial finds out.
+Each bucket's step counts from the options of the moment, and what it counts there is dropped.
+A step of the whole optimizer on one made-up element of each group counts once for all buckets.
+That is right where no entry depends on parameters, gradients or state, which a trial finds out.
 """
 
 from __future__ import annotations

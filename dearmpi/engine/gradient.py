@@ -87,7 +87,7 @@ class GradientUnderWay(Tensor):
     def serve_from(
         self, gradients: ReferenceType[AveragedGradients], bucket: int, slot: int
     ) -> None:
-        """Ask ``gradients``, not kept alive by it, for the one in ``slot`` of ``bucket``."""
+        """Ask ``gradients``, which this does not keep alive, for ``slot`` of ``bucket``."""
         self._gradients, self._place = gradients, (bucket, slot)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

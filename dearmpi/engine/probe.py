@@ -50,10 +50,9 @@ def require_steady(optimizer: Optimizer) -> None:
     """Raise ConfigError unless steps change values, and leave the optimizer as it is but for the
     state of each parameter.
 
-    Each bucket's step is given the groups of the wrapped optimizer: what it counts there is
-    dropped, and has to be what the engine counts once for all. What it counts on itself would
-    count the steps of each bucket, and be lost where buckets change. What fails altogether is left
-    to others to tell.
+    Each bucket's step is given the groups of the wrapped optimizer. What it counts there is
+    dropped, so it has to be what the engine counts once for all. What it counts on itself would
+    count the steps of each bucket, and be lost where buckets change. Other checks see what fails.
     """
     name = type(optimizer).__name__
     for options in kinds_of_options(optimizer):
