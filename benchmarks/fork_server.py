@@ -26,7 +26,7 @@ _TICK_S = 0.005
 
 
 class Wanted(TypedDict):
-    """What a fork is to run, and what it takes over: the numbers of open files, too."""
+    """What a fork is to be; fds: the numbers that its open files have."""
 
     argv: list[str]
     env: dict[str, str]
@@ -67,13 +67,13 @@ class ForkServer:
     def command(self, script: Path, *arguments: str) -> list[str | Path]:
         """What a launcher starts for ``python script arguments``."""
         start: list[str | Path] = [self._python, "-I", "-S", __file__, "ask", self._address]
-        return [*start, str(script), *arguments]
+        return [*start, script, *arguments]
 
 
 def _ask(address: str, arguments: list[str]) -> None:
     """Have the server run ``arguments``, and end as that fork ends."""
     fds = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
-    wanted = {"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd(), "fds": fds}
+    wanted = Wanted(argv=arguments, env=dict(os.environ), cwd=os.getcwd(), fds=fds)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         text = json.dumps(wanted).encode()
@@ -147,7 +147,8 @@ def _receive(client: socket.socket) -> tuple[list[int], Wanted]:
     text = b""
     while len(text) < int.from_bytes(head, "big"):
         text += client.recv(1 << 16)
-    return list(fds), json.loads(text)
+    wanted: Wanted = json.loads(text)
+    return list(fds), wanted
 
 
 def _become(fds: list[int], wanted: Wanted) -> None:
