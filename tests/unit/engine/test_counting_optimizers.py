@@ -246,7 +246,7 @@ def test_an_eval_that_a_shard_would_not_see_is_refused() -> None:
     def rank(world: World) -> None:
         model = build().float()
         kinds: list[tuple[Any, Any, str]] = [
-            (ChangesStateToo, None, "changes the optimizer's state"),
+            (ChangesStateToo, "fp32", "changes the optimizer's state"),
             (ScheduleFree, "bf16", "not reach their master copies"),
         ]
         for make, comm_dtype, told in kinds:
