@@ -35,7 +35,10 @@ _START_LIMIT_S = 120.0  # to import torch and to connect, on a machine that may 
 _LIMIT_S = 30.0  # for an operation
 _READY, _WORKS = "ready to try", "works: "
 # What a launcher leaves in the environment of its ranks; a new launcher must not see it.
-_LAUNCHED = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_")
+_LAUNCHED = (
+    *("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_"),
+    "MPI4PY_RC_",  # by which a rank keeps its workers from MPI
+)
 _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_")
 
 
