@@ -1,24 +1,35 @@
 """Exchange: what each collective call on the world sends, as steps of a ``Chain``.
 
-All begin with ``meet``, so that ranks in different calls find out before they use any content.
-What fits its message needs no other.
+All begin with ``meet``, whose message tells what the call is along with its content. Ranks in
+different calls find out before they use any content. The message has one size and one kind,
+whatever the call, so that no two calls can mix. What fits it needs no other message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dearmpi.comm.api import Collectives, ReduceOp, Request
-from dearmpi.comm.call import INLINE_BYTES, Call, meet
+from dearmpi.comm.call import Call, cure_for
+from dearmpi.comm.crowd import name_ranks
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.texts import gather_rows
+from dearmpi.comm.texts import gather_rows, gather_texts
+from dearmpi.errors import MismatchError
 
 Result_co = TypeVar("Result_co", covariant=True)
 Values = npt.NDArray[np.float64]
+
+_HEADER = struct.Struct("<8sq")  # digest of the call, bytes of content
+INLINE_BYTES = 112
+"""Content of at most so many bytes travels in the first message."""
+_ROW_BYTES = _HEADER.size + INLINE_BYTES
 
 _REDUCTIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -29,6 +40,35 @@ class Steps(Protocol[Result_co]):
     def __call__(
         self, collectives: Collectives, call: Call, /
     ) -> Generator[Request, None, Result_co]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one rank has sent: ``data`` has all ``num_bytes`` of it if these fit the message."""
+
+    data: bytes
+    num_bytes: int
+
+
+def meet(
+    collectives: Collectives, call: Call, content: bytes = b""
+) -> Generator[Request, None, list[Content]]:
+    """Every rank's content by rank, once all are known to be in the same call.
+
+    Raises MismatchError, on every rank, if they are not.
+    """
+    rows = np.zeros((collectives.size, _ROW_BYTES), np.uint8)
+    row = _HEADER.pack(call.digest, len(content)) + content[:INLINE_BYTES]
+    rows[collectives.rank, : len(row)] = np.frombuffer(row, np.uint8)
+    yield collectives.start_all_gather(HostBuffer(rows.reshape(-1)))
+    headers = [_HEADER.unpack(row[: _HEADER.size].tobytes()) for row in rows]
+    if len({digest for digest, _ in headers}) > 1:
+        described = yield from gather_texts(collectives, call.describe())
+        raise MismatchError(_explain(described, collectives.hosts))
+    return [
+        Content(row[_HEADER.size :].tobytes()[:num_bytes], num_bytes)
+        for row, (_, num_bytes) in zip(rows, headers, strict=True)
+    ]
 
 
 def reduce_values(
@@ -85,3 +125,11 @@ def duplicate(collectives: Collectives, call: Call, /) -> Generator[Request, Non
     twin, request = collectives.start_duplicate()
     yield request
     return twin
+
+
+def _explain(described: Sequence[str], hosts: Sequence[str]) -> str:
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, call in enumerate(described):
+        alike[call].append(rank)
+    calls = "; ".join(f"{name_ranks(ranks, hosts)}: {call}" for call, ranks in alike.items())
+    return f"the ranks are in different collective calls: {calls}. To mend it, {cure_for(*alike)}"

@@ -27,7 +27,7 @@ import numpy as np
 from dearmpi.comm import last_words
 from dearmpi.comm.absence import CURE
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
-from dearmpi.comm.call import Call, meet
+from dearmpi.comm.call import Call
 from dearmpi.comm.chain import Chain
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.ending import abort_on_exception, leave, limit_end
@@ -36,6 +36,7 @@ from dearmpi.comm.exchange import (
     broadcast_bytes,
     duplicate,
     gather_bytes,
+    meet,
     reduce_values,
     run_alike,
 )

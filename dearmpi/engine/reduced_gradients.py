@@ -20,6 +20,7 @@ from dearmpi.engine.backprop import Backprop
 from dearmpi.engine.bucket import BucketRuntime
 from dearmpi.engine.bucket_state import BucketState
 from dearmpi.engine.buffers import shaped_like
+from dearmpi.engine.compilation import number_of_backprop
 from dearmpi.engine.device import through_host
 from dearmpi.engine.pipeline import Pipeline
 
@@ -80,6 +81,10 @@ class ReducedGradients:
         A parameter without gradient on any rank has none here.
         """
         self._pipeline.joining.refuse("gathering gradients")
+        with self._world.named_call("optimizer.gradients()"):
+            return self._gather()
+
+    def _gather(self) -> dict[nn.Parameter, Tensor]:
         self._backprop.wait_reduced()
         buckets = self._pipeline.buckets
         flags = [slot not in b.arrivals.missing for b in buckets for slot in range(len(b.params))]
@@ -105,6 +110,8 @@ class ReducedGradients:
         and where ranks or backwards do not agree on what there is to be averaged.
         """
         runtime, cycle = self._pipeline.buckets[bucket], self._pipeline.cycle
+        if number_of_backprop() >= 0:
+            raise refusal.read_in_backprop(runtime.spec.names[slot])
         if self._pipeline.joining.is_open:
             raise refusal.clipped_in_join()
         if cycle.stepped or slot not in runtime.arrivals.stood_in:
@@ -135,7 +142,10 @@ class ReducedGradients:
         is_largest = math.isinf(norm_type)
         if is_largest:
             own = [-math.inf if math.isnan(part) else part for part in own]
-        told = self._world.all_reduce(own + has + lacks + is_nan, "max" if is_largest else "sum")
+        with self._world.named_call("a norm of averaged gradients, as clip_grad_norm_() asks for"):
+            told = self._world.all_reduce(
+                own + has + lacks + is_nan, "max" if is_largest else "sum"
+            )
         num = len(places)
         sums, has, lacks, is_nan = (told[first : first + num] for first in range(0, 4 * num, num))
         for (index, slot), some_have, some_lack in zip(places, has, lacks, strict=True):

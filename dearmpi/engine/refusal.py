@@ -146,6 +146,15 @@ def shared(name: str) -> UsageError:
     )
 
 
+def read_in_backprop(name: str) -> UsageError:
+    """A hook of the script's own would hold up the backprop that others wait for."""
+    return UsageError(
+        f"the gradient of {name} is being reduced over the ranks, and a hook reads or changes it "
+        "within the backward; clip or scale gradients after backward, by "
+        "optimizer.clip_grad_norm_() or optimizer.scale_gradients_()"
+    )
+
+
 def used_up(name: str) -> UsageError:
     """What stands in ``param.grad`` was kept until after the step."""
     return UsageError(

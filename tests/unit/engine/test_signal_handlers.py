@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from dearmpi.errors import UsageError
 PACKAGE = Path(dearmpi.__file__).parent
 INTERRUPTED = (str(PACKAGE / "engine"), str(PACKAGE / "comm"))
 NUM_STEPS = 3
+_SEEDING = threading.Lock()  # ranks are threads, which share torch's generator
 
 
 @contextmanager
@@ -61,8 +63,9 @@ class Net(nn.Module):
 
 
 def make_net() -> Net:
-    torch.manual_seed(3)
-    return Net().double()
+    with _SEEDING:
+        torch.manual_seed(3)
+        return Net().double()
 
 
 def inputs_of(step: int) -> Tensor:
