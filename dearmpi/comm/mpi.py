@@ -139,6 +139,7 @@ class MpiCollectives(Algorithms):
             signal.alarm(_ABORT_S)
         skip_exit_handlers()
         MPI.COMM_WORLD.Abort(code)
+        os._exit(code)  # MPICH returns in the second of two ranks that abort at once
 
     def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
         """Send ``buffer`` to one rank."""

@@ -73,13 +73,14 @@ class DistributedOptimizer(Facade):
         self._optimizer = optimizer
         self._model = model
         self.world = choose_world(world)
-        self._name = self.world.label("optimizer")  # in errors about collective calls
         self.spans = Spans()
         self._ranges = LayerRanges(model)
         chosen = merge_settings(config, settings)
         start = choose_plan(plan, chosen)
         with self.world.named_call("DistributedOptimizer()"):
             self._build(chosen, start)
+        # In errors about collective calls; counted once all ranks have made it.
+        self._name = self.world.label("optimizer")
 
     def _build(self, chosen: EngineConfig, start: Plan | Literal["auto"] | None) -> None:
         compare_plans(self.world, start)

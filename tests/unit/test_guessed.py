@@ -37,7 +37,7 @@ def wrap(model: nn.Module) -> DistributedOptimizer:
 
 
 TABLES: list[tuple[Mapping[str, str], set[str]]] = [
-    (guessed.PACKAGE, set(dir(dearmpi))),
+    (guessed.PACKAGE, set(dearmpi.__all__)),  # dir() has whatever module was imported, too
     (guessed.WORLD, set(dir(World)) | set(vars(world_of_one()))),
     (guessed.OPTIMIZER, set(dir(DistributedOptimizer))),
     (guessed.SETTINGS, ARGUMENTS),

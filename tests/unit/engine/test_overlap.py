@@ -139,10 +139,11 @@ def test_times_tell_exposed_from_hidden_communication() -> None:
             model = Chain(NUM_LAYERS, lambda _: time.sleep(LAYER_S))
             optimizer = distribute(model, world, schedule=schedule)
             hidden = []
-            for _ in range(9):
+            for iteration in range(9):
                 model.backward()
                 optimizer.step()
-                assert optimizer.times.communication_s > 0
+                # Of the first, nothing need have ended by now; the second has waited for all of it.
+                assert iteration == 0 or optimizer.times.communication_s > 0
                 hidden.append(optimizer.times.hidden_share)
             optimizer.close()
             return hidden[1:]

@@ -128,6 +128,7 @@ def test_a_wrapper_of_other_parameters_is_left_alone() -> None:
             wrapper = DistributedDataParallel(around)
 
         def call(inputs: torch.Tensor) -> torch.Tensor:
+            optimizer.synchronize()  # else it would wait, in its turn, for who has not had one
             with TURN, wrapper.no_sync():  # since this process group can reduce nothing
                 found: torch.Tensor = wrapper(inputs)
             return found
