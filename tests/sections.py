@@ -33,7 +33,7 @@ NUM_SLOWEST = 20
 _ON_ONE_HALF = ("tests/unit/engine", "tests/unit/comm", "tests/unit/report", "tests/unit/plan")
 _SCRIPTS = ("bin/demo", "bin/setup", "bin/test", "bin/netlab-rsh", ".ci/run", "tests/slurm/run")
 _PYTHON = str(ROOT / ".venv" / "bin" / "python")
-_MOST_WAITING = 2
+_MOST_WAITING = 1
 _LOOK_S = 0.1
 _LAST_LINES = 60
 _CLOSING = re.compile(r"=+ (.*\d+ (?:passed|failed|skipped|errors?|deselected).*?) =+$")
@@ -96,7 +96,7 @@ def list_sections(*, everything: bool) -> list[Section]:
         Section(
             "openmpi",
             "Open MPI, own jobs",
-            on_ranks(1, "second-jobs", ".venv-openmpi"),
+            on_ranks(1, "jobs" if everything else "second-jobs", ".venv-openmpi"),
             0,
             long_s,
         ),

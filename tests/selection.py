@@ -39,12 +39,12 @@ COVERING = (
 
 # How a job ends is the library's work too; what a run writes is not, and MPICH's jobs show that.
 SECOND_MPI_JOBS = (
-    "test_faults.py::*",
+    "test_failing_jobs.py::*",
+    "test_faults.py::test_one_rank_that_fails_ends_the_job_in_time*",
+    "test_faults.py::test_one_rank_killed_from_outside_ends_the_job_in_time",
+    "test_faults.py::test_a_rank_that_is_stopped_in_the_finalisation_ends_the_job",
     "test_finalisation.py::*",
-    "test_run.py::test_what_all_ranks_refuse_is_told_once",
-    "test_run.py::test_a_sample_that_one_rank_cannot_read_ends_the_job_with_its_name",
     "test_run.py::test_killing_one_rank_ends_the_job_in_time",
-    "test_run.py::test_sigusr1_to_one_rank_saves_and_ends_all_with_75_and_resume_goes_on",
 )
 
 # What `--choice` offers.

@@ -47,7 +47,7 @@ def test_tests_for_one_rank_alone_start_jobs_and_run_once() -> None:
     alone = Admitted((1,))
     assert sizes("jobs", OTHER, alone) == [1]
     assert sizes("ranks", OTHER, alone) == sizes("second-jobs", OTHER, alone) == []
-    assert sizes("second-jobs", "test_faults.py::test_a", alone) == [1]
+    assert sizes("second-jobs", "test_finalisation.py::test_a", alone) == [1]
     assert sizes("jobs", OTHER) == []
 
 
