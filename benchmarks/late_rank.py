@@ -21,7 +21,8 @@ import numpy as np
 from dearmpi.comm import backoff
 from dearmpi.comm.channel import Channel
 from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.world import World, connect
+from dearmpi.comm.lifecycle import connect
+from dearmpi.comm.world import World
 
 _LATE_S = (0.0, 0.005, 0.02, 0.1)
 _SHARD_NUMEL = 8192

@@ -15,7 +15,8 @@ from dearmpi import errors as errors
 from dearmpi.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dearmpi.comm.world import World, connect
+    from dearmpi.comm.lifecycle import connect
+    from dearmpi.comm.world import World
     from dearmpi.config import EngineConfig
     from dearmpi.engine.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
@@ -44,7 +45,7 @@ _HOMES = {
     "World": "dearmpi.comm.world",
     "broadcast_buffers": "dearmpi.engine.broadcast",
     "broadcast_parameters": "dearmpi.engine.broadcast",
-    "connect": "dearmpi.comm.world",
+    "connect": "dearmpi.comm.lifecycle",
     "convert_sync_batchnorm": "dearmpi.engine.batch_norm",
     "probe_devices": "dearmpi.tune.device_probe",
 }

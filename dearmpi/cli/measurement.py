@@ -30,7 +30,7 @@ def measure_together(
 
     Returns the exit code.
     """
-    from dearmpi.comm.world import connect
+    from dearmpi.comm.lifecycle import connect
 
     def carry_out(world: World, _log: RankLog) -> int:
         return measure(world, Console(speaks=world.is_root, launched=world.size > 1))

@@ -106,7 +106,7 @@ def carry_out_together(
         failure = error
 
     def meet() -> World:
-        from dearmpi.comm.world import connect
+        from dearmpi.comm.lifecycle import connect
 
         _try_devices(chosen)
         world = connect(chosen.get("progress"), stall_limits=_stall_limits(chosen))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +11,6 @@ from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
-    ClassVar,
     Literal,
     NoReturn,
     SupportsFloat,
@@ -25,12 +22,10 @@ from typing import (
 import numpy as np
 
 from dearmpi.comm import last_words
-from dearmpi.comm.absence import CURE
 from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
 from dearmpi.comm.call import Call
 from dearmpi.comm.chain import Chain
 from dearmpi.comm.channel import Channel
-from dearmpi.comm.ending import abort_on_exception, leave, limit_end
 from dearmpi.comm.exchange import (
     Steps,
     broadcast_bytes,
@@ -41,26 +36,18 @@ from dearmpi.comm.exchange import (
     run_alike,
 )
 from dearmpi.comm.host import HostBuffer, flat_numbers, plain_numbers
-from dearmpi.comm.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.objects import pack, unpack
 from dearmpi.comm.progress import Progress
 from dearmpi.comm.shard import check_contiguous, check_shards
 from dearmpi.comm.texts import decode, encode
 from dearmpi.comm.watchdog import StallLimits, Watchdog
-from dearmpi.comm.workers import keep_from_mpi, refuse_workers
 from dearmpi.config import ProgressMode, check_choice
-from dearmpi.errors import CommError, ConfigError, DearError, LaunchError, MismatchError
-from dearmpi.guessed import CONNECTION, WORLD, answer_guess, answers_guesses
+from dearmpi.errors import CommError, ConfigError, MismatchError
+from dearmpi.guessed import WORLD, answer_guess
 
 Carry = Callable[[Collectives], Collectives]
 Result = TypeVar("Result")
 ValueOp = ReduceOp | Literal["mean"]
-_POLLS_UNASKED = (
-    "this MPI library does not grant MPI_THREAD_MULTIPLE, so every rank runs with "
-    "progress='poll': communication goes on only while the main thread calls the model, the "
-    f"optimizer or the world, and hides less. To avoid hangs, {CURE}, which needs a library that "
-    "grants it, such as the packages mpich and openmpi. connect(progress='poll') ends this notice"
-)
 _ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
 
 
@@ -352,107 +339,6 @@ class World:
         """Stop driving progress; no operation may be pending. Safe to call twice."""
         self._closed = True
         self.progress.close()
-
-
-class _Process:
-    """The world of this process: MPI is initialised once in a process, and so is this."""
-
-    world: ClassVar[World | None] = None
-    progress: ClassVar[ProgressMode] = "thread"  # as asked for; the world's own may be "poll"
-
-
-@answers_guesses("connect", CONNECTION)
-def connect(
-    progress: ProgressMode | None = None, *, stall_limits: StallLimits | None = None
-) -> World:
-    """The world that this process was launched into; the same object at every call.
-
-    progress: ``thread`` (default) or ``poll``; below MPI_THREAD_MULTIPLE always ``poll``.
-    stall_limits: how long a wait for other ranks may last; counts at the first call only.
-    An exception that nobody catches then ends the whole job, so that no rank waits forever.
-    Processes that this one starts then leave MPI alone, also where they import ``mpi4py.MPI``.
-    Raises LaunchError if the launcher announced more ranks than MPI sees, and in a process that a
-    rank has started.
-    """
-    if progress is not None and not isinstance(progress, str):
-        raise _refuse_group("progress", progress)
-    world = _Process.world
-    if world is None:
-        refuse_workers(os.environ)
-        asked = progress or "thread"
-        is_first = "mpi4py.MPI" not in sys.modules  # others may need MPI until they have ended
-        world = _connect(asked, stall_limits)
-        _Process.world, _Process.progress = world, asked
-        keep_from_mpi(os.environ)
-        deadline = None
-        if world.size > 1:
-            deadline = limit_end(world, stall_limits or StallLimits()) if is_first else None
-            abort_on_exception(world)
-        atexit.register(leave, world, deadline)
-    elif progress is not None and progress != _Process.progress:
-        raise ConfigError(
-            f"progress is {progress!r}, but this process was connected with "
-            f"{_Process.progress!r}; choose it at the first connect()"
-        )
-    return world
-
-
-def choose_world(world: object) -> World:
-    """``world``, or for None the one that this process was launched into.
-
-    Raises ConfigError for whatever else a script takes for a group of ranks.
-    """
-    if world is None:
-        return connect()
-    if not isinstance(world, World):
-        raise _refuse_group("world", world)
-    return world
-
-
-def _refuse_group(name: str, given: object) -> ConfigError:
-    wanted = "a World" if name == "world" else "'thread' or 'poll'"
-    return ConfigError(
-        f"{name} is of type {type(given).__name__}, not {wanted}; leave it out, or give what "
-        "dearmpi.connect() returns as world=. All ranks of the job train together: communicators "
-        "and process groups of some of them are not supported yet; start a job of its own (mpirun) "
-        "for each group of ranks"
-    )
-
-
-def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
-    try:
-        from dearmpi.comm import mpi
-
-        with limit_start(stall_limits or StallLimits()):
-            collectives: Collectives = mpi.connect()
-    except (ImportError, RuntimeError) as error:
-        announced = announced_size(os.environ)
-        if announced > 1:
-            raise LaunchError(
-                f"{announced} ranks were launched, but MPI cannot be loaded: {error}; install one "
-                "with pip install 'dearmpi[mpich]', or load your site's MPI module"
-            ) from error
-        from dearmpi.comm.alone import AloneCollectives
-
-        return World(AloneCollectives(), progress="poll")
-    check_launch(collectives.size, os.environ)
-    if not mpi.supports_threads():
-        if progress != "poll" and collectives.size > 1 and collectives.rank == 0:
-            last_words.say(f"[rank 0 on {collectives.hosts[0]}] {_POLLS_UNASKED}")
-        progress = "poll"
-    try:
-        return World(
-            collectives,
-            progress=progress,
-            stall_limits=stall_limits,
-            serves_any_thread=mpi.serves_any_thread(),
-        )
-    except Exception as error:
-        if collectives.size > 1:  # nothing else would end the others, who wait for this rank
-            host = collectives.hosts[collectives.rank]
-            last_words.say(f"[rank {collectives.rank} on {host}] {error}")
-            collectives.abort(error.exit_code if isinstance(error, DearError) else 1)
-        raise
 
 
 def _describe(buffer: Buffer) -> str:

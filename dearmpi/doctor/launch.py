@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.launch import announced_size, is_from_torchrun
 from dearmpi.comm.library import Library
+from dearmpi.comm.lifecycle import connect
 from dearmpi.comm.watchdog import StallLimits
-from dearmpi.comm.world import World, connect
+from dearmpi.comm.world import World
 from dearmpi.doctor.finding import Finding, fail, ok, warn
 from dearmpi.errors import LaunchError
 

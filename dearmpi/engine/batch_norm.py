@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dearmpi.comm.world import World, choose_world, connect
+from dearmpi.comm.lifecycle import choose_world, connect
+from dearmpi.comm.world import World
 from dearmpi.engine.layer_call import LayerCall
 from dearmpi.errors import ConfigError
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dearmpi.comm.world import World, choose_world
+from dearmpi.comm.lifecycle import choose_world
+from dearmpi.comm.world import World
 from dearmpi.engine.buffers import flattened, is_dense
 from dearmpi.engine.device import through_host
 from dearmpi.engine.model_tensors import compare_tensors, describe, stored_parts

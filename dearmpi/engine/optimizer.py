@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.world import World, choose_world
+from dearmpi.comm.lifecycle import choose_world
+from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, EngineSettings
 from dearmpi.engine import refusal
 from dearmpi.engine.assembly import Assembly

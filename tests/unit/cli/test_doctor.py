@@ -12,7 +12,7 @@ import torch
 
 import dearmpi.comm
 from dearmpi.cli.main import main
-from dearmpi.comm import world
+from dearmpi.comm import lifecycle
 from dearmpi.comm.library import Library
 from dearmpi.doctor import examination, launch
 from dearmpi.errors import CommError
@@ -94,7 +94,7 @@ def test_a_report_that_cannot_be_written_is_told(
 
 @pytest.fixture
 def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world._Process, "world", None)
+    monkeypatch.setattr(lifecycle._Process, "world", None)
     monkeypatch.setattr(atexit, "register", lambda *arguments: None)
     monkeypatch.setitem(sys.modules, "dearmpi.comm.mpi", None)
     monkeypatch.delattr(dearmpi.comm, "mpi", raising=False)

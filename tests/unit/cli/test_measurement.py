@@ -197,7 +197,7 @@ def test_a_calibration_that_no_plan_can_be_made_of_ends_with_the_code_of_plan(
         monkeypatch.setattr(tuning, "calibrate", lambda *_, **__: result)
         world = World(AloneCollectives(), progress="poll")
         world.size = 2  # one rank alone is refused
-        monkeypatch.setattr("dearmpi.comm.world.connect", lambda *_, **__: world)
+        monkeypatch.setattr("dearmpi.comm.lifecycle.connect", lambda *_, **__: world)
         return main(["calibrate", "--out", str(link)])
 
     given = ["--profile", str(tmp_path / "profile.json"), "--samples-per-rank", "32"]

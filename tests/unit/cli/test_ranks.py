@@ -7,7 +7,7 @@ import os
 import pytest
 
 from dearmpi.cli.main import main
-from dearmpi.comm import world as module
+from dearmpi.comm import lifecycle as module
 from dearmpi.errors import CommError, DearError, LaunchError
 
 

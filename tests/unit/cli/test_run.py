@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dearmpi.cli.run import run_together
-from dearmpi.comm import world as module
+from dearmpi.comm import lifecycle as module
 from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.train.sources import make_source

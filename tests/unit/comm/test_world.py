@@ -18,14 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dearmpi.comm
-from dearmpi.comm import world as module
+from dearmpi.comm import lifecycle as module
 from dearmpi.comm.alone import AloneCollectives
 from dearmpi.comm.api import Collectives, Request
 from dearmpi.comm.fake import FakeCollectives, FakeHub
 from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.lifecycle import connect
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.watchdog import StallLimits
-from dearmpi.comm.world import World, connect
+from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, LaunchError
 

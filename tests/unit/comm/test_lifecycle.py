@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dearmpi.comm import world as world_module
 from dearmpi.comm.alone import AloneCollectives
-from dearmpi.comm.ending import abort_on_exception
+from dearmpi.comm.lifecycle import abort_on_exception
 from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, ConfigError

@@ -1,0 +1,236 @@
+"""Lifecycle: how a process joins its job and leaves it, so that no rank waits for ever.
+
+``connect`` begins it; ``leave`` and ``abort_on_exception`` end it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import ClassVar
+
+from dearmpi.comm import last_words
+from dearmpi.comm.absence import CURE
+from dearmpi.comm.api import Collectives
+from dearmpi.comm.deadline import Deadline
+from dearmpi.comm.launch import announced_size, check_launch, limit_start
+from dearmpi.comm.stack import origin_of
+from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.workers import advise_on_workers, keep_from_mpi, refuse_workers
+from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
+from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
+from dearmpi.guessed import CONNECTION, answers_guesses
+
+_POLLS_UNASKED = (
+    "this MPI library does not grant MPI_THREAD_MULTIPLE, so every rank runs with "
+    "progress='poll': communication goes on only while the main thread calls the model, the "
+    f"optimizer or the world, and hides less. To avoid hangs, {CURE}, which needs a library that "
+    "grants it, such as the packages mpich and openmpi. connect(progress='poll') ends this notice"
+)
+# A rank under which MPI has failed was perhaps left by another, which says why and ends the job:
+# launchers may take 2 s to reach all hosts.
+_GRACE_OF_VICTIMS_S = 3.0
+
+
+class _Process:
+    """The world of this process: MPI is initialised once in a process, and so is this."""
+
+    world: ClassVar[World | None] = None
+    progress: ClassVar[ProgressMode] = "thread"  # as asked for; the world's own may be "poll"
+
+
+@answers_guesses("connect", CONNECTION)
+def connect(
+    progress: ProgressMode | None = None, *, stall_limits: StallLimits | None = None
+) -> World:
+    """The world that this process was launched into; the same object at every call.
+
+    progress: ``thread`` (default) or ``poll``; below MPI_THREAD_MULTIPLE always ``poll``.
+    stall_limits: how long a wait for other ranks may last; counts at the first call only.
+    An exception that nobody catches then ends the whole job, so that no rank waits forever.
+    Processes that this one starts then leave MPI alone, also where they import ``mpi4py.MPI``.
+    Raises LaunchError if the launcher announced more ranks than MPI sees, and in a process that a
+    rank has started.
+    """
+    if progress is not None and not isinstance(progress, str):
+        raise _refuse_group("progress", progress)
+    world = _Process.world
+    if world is None:
+        refuse_workers(os.environ)
+        asked = progress or "thread"
+        is_first = "mpi4py.MPI" not in sys.modules  # others may need MPI until they have ended
+        world = _connect(asked, stall_limits)
+        _Process.world, _Process.progress = world, asked
+        keep_from_mpi(os.environ)
+        deadline = None
+        if world.size > 1:
+            deadline = limit_end(world, stall_limits or StallLimits()) if is_first else None
+            abort_on_exception(world)
+        atexit.register(leave, world, deadline)
+    elif progress is not None and progress != _Process.progress:
+        raise ConfigError(
+            f"progress is {progress!r}, but this process was connected with "
+            f"{_Process.progress!r}; choose it at the first connect()"
+        )
+    return world
+
+
+def choose_world(world: object) -> World:
+    """``world``, or for None the one that this process was launched into.
+
+    Raises ConfigError for whatever else a script takes for a group of ranks.
+    """
+    if world is None:
+        return connect()
+    if not isinstance(world, World):
+        raise _refuse_group("world", world)
+    return world
+
+
+def _refuse_group(name: str, given: object) -> ConfigError:
+    wanted = "a World" if name == "world" else "'thread' or 'poll'"
+    return ConfigError(
+        f"{name} is of type {type(given).__name__}, not {wanted}; leave it out, or give what "
+        "dearmpi.connect() returns as world=. All ranks of the job train together: communicators "
+        "and process groups of some of them are not supported yet; start a job of its own (mpirun) "
+        "for each group of ranks"
+    )
+
+
+def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
+    try:
+        from dearmpi.comm import mpi
+
+        with limit_start(stall_limits or StallLimits()):
+            collectives: Collectives = mpi.connect()
+    except (ImportError, RuntimeError) as error:
+        announced = announced_size(os.environ)
+        if announced > 1:
+            raise LaunchError(
+                f"{announced} ranks were launched, but MPI cannot be loaded: {error}; install one "
+                "with pip install 'dearmpi[mpich]', or load your site's MPI module"
+            ) from error
+        from dearmpi.comm.alone import AloneCollectives
+
+        return World(AloneCollectives(), progress="poll")
+    check_launch(collectives.size, os.environ)
+    if not mpi.supports_threads():
+        if progress != "poll" and collectives.size > 1 and collectives.rank == 0:
+            last_words.say(f"[rank 0 on {collectives.hosts[0]}] {_POLLS_UNASKED}")
+        progress = "poll"
+    try:
+        return World(
+            collectives,
+            progress=progress,
+            stall_limits=stall_limits,
+            serves_any_thread=mpi.serves_any_thread(),
+        )
+    except Exception as error:
+        if collectives.size > 1:  # nothing else would end the others, who wait for this rank
+            host = collectives.hosts[collectives.rank]
+            last_words.say(f"[rank {collectives.rank} on {host}] {error}")
+            collectives.abort(error.exit_code if isinstance(error, DearError) else 1)
+        raise
+
+
+def limit_end(world: World, limits: StallLimits) -> Deadline:
+    """For MPI's finalisation, which no watchdog can look into."""
+    return Deadline(
+        limits,
+        who=f"rank {world.rank} on {world.host}",
+        what="the other ranks in MPI's finalisation",
+        advice=(
+            "every program had come to its end, but then a rank was stopped or a host cut off. "
+            "What was saved is whole; look after the processes that are left on "
+            f"{', '.join(dict.fromkeys(world.hosts))}"
+        ),
+    )
+
+
+def leave(world: World, deadline: Deadline | None) -> None:
+    """At the end of the program: a rank that is still waited for must not vanish quietly."""
+    if world.is_closed:
+        return  # nobody has waited for the others, which may have work left to do
+    if _is_finalized():
+        last_words.say(
+            f"[rank {world.rank} on {world.host}] the program has called MPI.Finalize() while MPI "
+            "was still in use, which MPI may punish by ending the process; leave it out, since MPI "
+            "ends by itself, or call world.leave() on every rank before"
+        )
+        _close_without_mpi(world)
+        return
+    try:
+        world.leave()
+        if deadline is not None:
+            from dearmpi.comm import mpi
+
+            with deadline:
+                mpi.finalize()
+    except CommError as error:
+        last_words.say(f"[rank {world.rank} on {world.host}] {error}")
+        world.abort(error.exit_code)
+
+
+def _close_without_mpi(world: World) -> None:
+    """Close what the program has ended MPI under; what has failed there is told all the same."""
+    world.close()
+    try:
+        world.progress.raise_failure()
+    except CommError as error:
+        last_words.say(f"[rank {world.rank} on {world.host}] {error}")
+        last_words.deliver()
+        os._exit(error.exit_code)  # MPI, which would end the job, has ended
+
+
+def _is_finalized() -> bool:
+    """Whether the program has ended MPI."""
+    if "mpi4py.MPI" not in sys.modules:  # it may not be installed
+        return False
+    from dearmpi.comm import mpi
+
+    return mpi.is_finalized()
+
+
+def abort_on_exception(world: World) -> None:
+    """Print an uncaught exception with its rank, then end the job."""
+
+    def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        text = "\n".join(filter(None, (_describe(error), advise_on_workers(error))))
+        if world.is_closed:
+            last_words.say(text)
+            return
+        if _may_be_victim(error):
+            time.sleep(_GRACE_OF_VICTIMS_S)
+        told = "\n".join(f"[rank {world.rank} on {world.host}] {line}" for line in text.split("\n"))
+        # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
+        last_words.say(told, stream=sys.__stderr__ or sys.stderr)
+        code = error.exit_code if isinstance(error, DearError) else 1
+        world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
+
+    sys.excepthook = report
+
+
+def _describe(error: BaseException) -> str:
+    """The traceback; before it, for an error raised on purpose, where the user's code met it."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    origin = origin_of(error)
+    if not isinstance(error, DearError) or not origin:
+        return trace
+    return f"{type(error).__name__} at {origin}: {error}\n{trace}"
+
+
+def _may_be_victim(error: BaseException) -> bool:
+    """Whether MPI has failed under it in a way that may come from the end of another rank."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from dearmpi.comm import mpi
+
+    cause: BaseException | None = error
+    while cause is not None and not mpi.may_be_lost_peer(cause):
+        cause = cause.__cause__
+    return cause is not None
