@@ -35,7 +35,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.small_disk import fill_up, small_disk
-from dearmpi.train import checkpoint, metrics
+from dearmpi.train import checkpoint
+from dearmpi.train.metrics import metrics
 from tests.job import Job
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +53,7 @@ TASK = """
 import time
 import torch
 from torch import nn
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 def loss(model, batch):
     time.sleep(0.005)

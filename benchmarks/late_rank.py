@@ -18,10 +18,10 @@ from collections import defaultdict
 
 import numpy as np
 
-from dearmpi.comm import backoff
-from dearmpi.comm.channel import Channel
-from dearmpi.comm.host import HostBuffer
 from dearmpi.comm.lifecycle import connect
+from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.progress import backoff
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 
 _LATE_S = (0.0, 0.005, 0.02, 0.1)

@@ -19,8 +19,8 @@ import torch
 
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.session import Question, make_subject
-from dearmpi.engine import hooks
-from dearmpi.engine.backprop import Backprop
+from dearmpi.engine.iteration import hooks
+from dearmpi.engine.iteration.backprop import Backprop
 
 _WARMUP = 5
 _COPY, _CLEAR = "copies of a bucket's gradients", "zero_grad of the wrapped optimizer"

@@ -23,8 +23,8 @@ import torch
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.memory import peak_bytes, start_peak
 from dearmpi.bench.replay import ReplayModel
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload
 
 _MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 64 * 1024
 _STATE_COPIES = {"sgd": 0, "adam": 2}

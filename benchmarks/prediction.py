@@ -31,14 +31,14 @@ from dearmpi.bench.method import BAYES, Entrant, Method, Setup, read_config
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject
 from dearmpi.bench.table import align
-from dearmpi.comm.halves import Halves
+from dearmpi.comm.algorithms.halves import Halves
 from dearmpi.comm.world import World
-from dearmpi.engine.blueprint import Blueprint
-from dearmpi.engine.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
-from dearmpi.plan import methods as simulated
-from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.schedule import Conduct
+from dearmpi.engine.setup.blueprint import Blueprint
+from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
+from dearmpi.plan.data.schedule import Conduct
+from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.plan.model.profile import ModelProfile
+from dearmpi.plan.rivals import methods as simulated
 
 METHODS = "serial,wfbp,dear,planned,ddp:8,ddp"
 HEADER = ("method", "predicted s", "measured s", "error")

@@ -14,9 +14,9 @@ import argparse
 
 from benchmarks.planned import assumed_costs, by_default, communication_of, planned, timed
 from dearmpi.config import MIB
-from dearmpi.plan.cost import Costs
-from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.workload import read_workload, workload_names
+from dearmpi.plan.data.workload import read_workload, workload_names
+from dearmpi.plan.model.cost import Costs
+from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.tune.bayes import BayesianSearch
 from dearmpi.tune.search import GridSearch, RandomSearch, Search, SearchSpace
 

@@ -19,9 +19,9 @@ import torch
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.memory import reuse_pages
 from dearmpi.bench.replay import ReplayModel
-from dearmpi.engine import self_planning
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.engine.setup import self_planning
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 
 DEFAULTS = ("resnet50", "adam", "1.0")

@@ -25,9 +25,9 @@ from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject
 from dearmpi.comm.world import World
-from dearmpi.engine.layer_spans import LayerSpans
-from dearmpi.plan.workload import is_workload
-from dearmpi.report.trace_writer import TraceHeader, TraceWriter
+from dearmpi.engine.trace.layer_spans import LayerSpans
+from dearmpi.plan.data.workload import is_workload
+from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
 
 _COMPUTE_S = (0.1, 0.2)
 _WARMUP = 10

@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from dearmpi.comm.api import Completed, Request
-from dearmpi.comm.lane import Lane, Work
-from dearmpi.comm.progress import Progress
+from dearmpi.comm.api.collectives import Completed, Request
+from dearmpi.comm.progress.lane import Lane, Work
+from dearmpi.comm.progress.progress import Progress
 
 _PR_SET_TIMERSLACK = 29
 _SLEEPS_S = (20e-6, 100e-6, 1e-3)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import ROOT, TASK, read_losses
-from dearmpi.report.report import write_report
-from dearmpi.train import metrics
+from dearmpi.report.page.report import write_report
+from dearmpi.train.metrics import metrics
 
 NUM_HOSTS = 3
 NUM_STEPS = 120

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api import Request
-from dearmpi.comm.ring import RingReduceScatter, Way, num_receives
-from dearmpi.comm.scratch import add_in_order
-from dearmpi.comm.traffic import Traffic
+from dearmpi.comm.algorithms.ring import RingReduceScatter, Way, num_receives
+from dearmpi.comm.algorithms.scratch import add_in_order
+from dearmpi.comm.algorithms.traffic import Traffic
+from dearmpi.comm.api.collectives import Request
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
 SHARD_NUMEL = 500

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from dearmpi.comm.lifecycle import connect
     from dearmpi.comm.world import World
     from dearmpi.config import EngineConfig
-    from dearmpi.engine.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-    from dearmpi.engine.broadcast import broadcast_buffers, broadcast_parameters
     from dearmpi.engine.optimizer import DistributedOptimizer
     from dearmpi.engine.scaler import GradScaler
+    from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from dearmpi.engine.sync.broadcast import broadcast_buffers, broadcast_parameters
     from dearmpi.tune.device_probe import probe_devices
 
 __all__ = [
@@ -41,12 +41,12 @@ _HOMES = {
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",
     "GradScaler": "dearmpi.engine.scaler",
-    "SyncBatchNorm": "dearmpi.engine.batch_norm",
+    "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",
     "World": "dearmpi.comm.world",
-    "broadcast_buffers": "dearmpi.engine.broadcast",
-    "broadcast_parameters": "dearmpi.engine.broadcast",
+    "broadcast_buffers": "dearmpi.engine.sync.broadcast",
+    "broadcast_parameters": "dearmpi.engine.sync.broadcast",
     "connect": "dearmpi.comm.lifecycle",
-    "convert_sync_batchnorm": "dearmpi.engine.batch_norm",
+    "convert_sync_batchnorm": "dearmpi.engine.sync.batch_norm",
     "probe_devices": "dearmpi.tune.device_probe",
 }
 

@@ -81,9 +81,9 @@ PACKAGE = _by_name(
         ),
         "alltoall all_to_all reducescatter reduce_scatter send recv scatter": _MPI4PY,
         "new_group process_set ProcessSet add_process_set": _ONE_WORLD,
-        "Plan": "write from dearmpi.plan.plan import Plan",
-        "read_plan load_plan": "write from dearmpi.plan.plan import read_plan",
-        "StallLimits": "write from dearmpi.comm.watchdog import StallLimits",
+        "Plan": "write from dearmpi.plan.data.plan import Plan",
+        "read_plan load_plan": "write from dearmpi.plan.data.plan import read_plan",
+        "StallLimits": "write from dearmpi.comm.watchdog.watchdog import StallLimits",
         "DearError ConfigError ArgumentError TaskError LaunchError MismatchError DataError "
         "CheckpointError NonFiniteLossError DeviceError UsageError CommError StallError "
         "ReplicaMismatchError WireRangeError": "import it from dearmpi.errors",
@@ -222,7 +222,7 @@ CONNECTION = _by_name(
         "backend init_method rank world_size size comm ranks store local_rank": (
             "leave it out: the launcher, such as mpirun -n 4, decides"
         ),
-        "timeout": "give stall_limits=StallLimits(...), from dearmpi.comm.watchdog",
+        "timeout": "give stall_limits=StallLimits(...), from dearmpi.comm.watchdog.watchdog",
         "mode progress_mode": 'give progress="thread" or "poll"',
     }
 )

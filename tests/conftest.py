@@ -18,7 +18,7 @@ from typing import NoReturn
 import hypothesis
 import pytest
 
-from dearmpi.comm import last_words
+from dearmpi.comm.watchdog import last_words
 from tests.job import TIMES_VARIABLE, clean_environment
 from tests.roster import (
     Roster,

@@ -1,7 +1,8 @@
 """Imports point one way: cli > doctor > bench > train, report > engine > tune > plan, comm, which
 import config.
 
-Everything may import errors, which imports nothing; so does version.
+Everything may import errors, which imports nothing; so does version. Within a part, rooms point one
+way as well.
 """
 
 from __future__ import annotations
@@ -40,9 +41,78 @@ BELOW: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 
+# What each room, or file beside the rooms, may import of its part, besides itself.
+_ENGINE_BASE = frozenset({"bucket", "device", "refusal"})
+_REPORT = frozenset({"read", "analyse", "draw"})
+_TASKS = frozenset({"files", "task", "task_name", "text", "tasks", "settings"})
+ROOMS: dict[str, dict[str, frozenset[str]]] = {
+    "comm": {
+        "api": frozenset(),
+        "messages": frozenset({"api"}),
+        "watchdog": frozenset({"api", "messages"}),
+        "process": frozenset({"watchdog"}),
+        "progress": frozenset({"api", "messages", "watchdog"}),
+        "world": frozenset({"api", "messages", "watchdog", "progress"}),
+        "clock_offset": frozenset({"messages", "world"}),
+        "algorithms": frozenset({"api", "progress", "world"}),
+        "backends": frozenset({"api", "algorithms", "process", "watchdog"}),
+        "lifecycle": frozenset({"api", "backends", "process", "watchdog", "world"}),
+    },
+    "plan": {
+        "data": frozenset(),
+        "model": frozenset({"data"}),
+        "simulate": frozenset({"data", "model"}),
+        "search": frozenset({"data", "model", "simulate"}),
+        "rivals": frozenset({"data", "model", "simulate", "search"}),
+    },
+    "report": {
+        "read": frozenset(),
+        "analyse": frozenset({"read"}),
+        "draw": frozenset({"read", "analyse"}),
+        "page": _REPORT,
+    },
+    "engine": {
+        "refusal": frozenset(),
+        "device": frozenset(),
+        "trace": frozenset(),
+        "bucket": frozenset({"device", "refusal"}),
+        "model": frozenset({"bucket"}),
+        "update": frozenset({"bucket", "device"}),
+        "codec": frozenset({"bucket", "update"}),
+        "probe": frozenset({"update"}),
+        "agreement": frozenset({"bucket", "update"}),
+        "state": _ENGINE_BASE | {"probe", "update"},
+        "sync": frozenset({"agreement", "bucket", "device", "model"}),
+        "iteration": _ENGINE_BASE | {"agreement", "codec", "model", "state", "trace", "update"},
+        "reshard": frozenset({"bucket", "device", "iteration", "state", "update"}),
+        "setup": _ENGINE_BASE
+        | {"agreement", "iteration", "model", "probe", "reshard", "state", "sync", "trace"}
+        | {"update"},
+        "clipping": frozenset({"iteration"}),
+        "facade": frozenset({"refusal", "setup", "state"}),
+        "optimizer": frozenset({"clipping", "facade", "iteration", "refusal", "setup", "state"})
+        | {"sync", "trace"},
+        "scaler": frozenset({"iteration", "optimizer"}),
+    },
+    "train": {
+        "settings": frozenset(),
+        "files": frozenset(),
+        "task": frozenset(),
+        "task_name": frozenset(),
+        "text": frozenset({"files"}),
+        "ranks": frozenset({"settings"}),
+        "metrics": frozenset({"files"}),
+        "checkpoint": frozenset({"files"}),
+        "tasks": frozenset({"checkpoint", "files", "task", "task_name", "text"}),
+        "data": frozenset({"ranks", "task", "tasks"}),
+        "loop": _TASKS | {"checkpoint", "data", "metrics", "ranks"},
+        "run": _TASKS | {"checkpoint", "data", "loop", "metrics", "ranks"},
+    },
+}
+
 # Where alone these may be imported, and where else for type checkers.
 CONFINED: dict[str, frozenset[str]] = {
-    "mpi4py": frozenset({"comm/mpi.py"}),
+    "mpi4py": frozenset({"comm/backends/mpi.py"}),
     "torch": frozenset({"engine", "tune", "train", "bench", "doctor"}),
     "click": frozenset({"cli"}),
 }
@@ -103,8 +173,16 @@ def _violations_of(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     if part not in BELOW:
         yield 1, f"{part} is no part of the design; give it a place in {Path(__file__).name}"
         return
+    rooms = ROOMS.get(part, {})
+    room = inside.with_suffix("").parts[1] if len(inside.parts) > 1 else "__init__"
+    if rooms and room not in rooms and room != "__init__":
+        yield 1, f"{room} is no room of {part}; give it a place in {Path(__file__).name}"
+        return
     for line, name, types_only in imports.found:
         top = name.partition(".")[0]
+        entered = name.split(".")[2] if name.startswith(f"{PACKAGE}.{part}.") else None
+        if entered in rooms and room in rooms and entered not in {room, *rooms[room]}:
+            yield line, f"{room} imports {name}, but may import {_listed(rooms[room])}"
         target = _part_of_import(name)
         if target is not None:
             if target != part and target not in BELOW[part]:
@@ -146,20 +224,39 @@ def test_imports_point_one_way() -> None:
 @pytest.mark.parametrize(
     ("file", "line", "problem"),
     [
-        ("plan/layout.py", "import dearmpi.engine.engine", "plan imports dearmpi.engine.engine"),
-        ("plan/layout.py", "from dearmpi import comm", "plan imports dearmpi.comm"),
-        ("plan/layout.py", "from ..comm import api", "plan imports dearmpi.comm.api"),
-        ("plan/layout.py", "import numpy", "plan imports numpy"),
-        ("plan/layout.py", "import torch.nn", "plan imports torch"),
+        (
+            "plan/data/layout.py",
+            "import dearmpi.engine.iteration.engine",
+            "plan imports dearmpi.engine.iteration.engine",
+        ),
+        ("plan/data/layout.py", "from dearmpi import comm", "plan imports dearmpi.comm"),
+        (
+            "plan/data/layout.py",
+            "from ...comm import api",
+            "plan imports dearmpi.comm.api",
+        ),
+        ("plan/data/layout.py", "import numpy", "plan imports numpy"),
+        ("plan/data/layout.py", "import torch.nn", "plan imports torch"),
         ("config.py", "def f():\n    import dearmpi.plan", "config imports dearmpi.plan"),
         ("tune/profile.py", "from dearmpi.engine import x", "tune imports dearmpi.engine.x"),
-        ("engine/engine.py", "from dearmpi import connect", "engine imports dearmpi.connect"),
+        (
+            "engine/iteration/engine.py",
+            "from dearmpi import connect",
+            "engine imports dearmpi.connect",
+        ),
         ("comm/world.py", "from mpi4py import MPI", "comm imports mpi4py.MPI"),
         ("comm/world.py", "import torch", "comm imports torch"),
-        ("train/loop.py", "import click", "train imports click"),
-        ("train/loop.py", f"{TYPES}    from dearmpi.cli import main", "train imports dearmpi.cli"),
-        ("report/page.py", "import torch", "report imports torch"),
+        ("train/loop/loop.py", "import click", "train imports click"),
+        (
+            "train/loop/loop.py",
+            f"{TYPES}    from dearmpi.cli import main",
+            "train imports dearmpi.cli",
+        ),
+        ("report/page/page.py", "import torch", "report imports torch"),
         ("helpers/things.py", "", "helpers is no part of the design"),
+        ("engine/helpers/things.py", "", "helpers is no room of engine"),
+        ("engine/bucket/a.py", "from dearmpi.engine.update import b", "bucket imports dearmpi."),
+        ("comm/api/a.py", "from ..watchdog.watchdog import Watchdog", "api imports dearmpi.comm.w"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, file: str, line: str, problem: str) -> None:
@@ -173,14 +270,14 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, line: str, problem: 
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("plan/layout.py", "from . import schedule\nimport dearmpi.config\nimport math"),
-        ("plan/__init__.py", "from .layout import Layout"),
-        ("comm/mpi.py", "from mpi4py import MPI\nimport numpy"),
-        ("comm/api.py", f"{TYPES}    import torch"),
-        ("train/loop.py", "import torch\nfrom dearmpi import __version__, connect"),
+        ("plan/data/layout.py", "from . import schedule\nimport dearmpi.config\nimport math"),
+        ("plan/__init__.py", "from .data.layout import Layout"),
+        ("comm/backends/mpi.py", "from mpi4py import MPI\nimport numpy"),
+        ("comm/api/collectives.py", f"{TYPES}    import torch"),
+        ("train/loop/loop.py", "import torch\nfrom dearmpi import __version__, connect"),
         ("cli/main.py", "import click\nfrom dearmpi.train import task"),
         ("__main__.py", "from dearmpi.cli.main import main"),
-        ("__init__.py", "from dearmpi.comm.world import connect"),
+        ("__init__.py", "from dearmpi.comm.lifecycle import connect"),
     ],
 )
 def test_a_right_import_is_not_found(tmp_path: Path, file: str, line: str) -> None:

@@ -19,8 +19,9 @@ PICKLING_METHODS = {"bcast", "gather", "allgather", "scatter", "alltoall", "allr
 
 # What the ranks of one job, and processes that they start themselves, hand to each other alone.
 OWN_BYTES = {
-    "dearmpi/train/loading.py": "torch.load without weights_only=True",
-    "dearmpi/comm/objects.py": "pickle",  # what a script sends from one rank of its job to others
+    "dearmpi/train/data/loading.py": "torch.load without weights_only=True",
+    # What a script sends from one rank of its job to others.
+    "dearmpi/comm/messages/objects.py": "pickle",
 }
 
 

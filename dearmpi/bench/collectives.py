@@ -14,15 +14,15 @@ import torch
 
 from dearmpi.bench.table import align
 from dearmpi.bench.wire import measure_wire
-from dearmpi.comm.channel import Channel
-from dearmpi.comm.halves import Halves, Operation
-from dearmpi.comm.scratch import carrier_of
-from dearmpi.comm.trial import Start, run_all, slowest_median
+from dearmpi.comm.algorithms.halves import Halves, Operation
+from dearmpi.comm.algorithms.scratch import carrier_of
+from dearmpi.comm.algorithms.trial import Start, run_all, slowest_median
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
-from dearmpi.report.unit import count_text
-from dearmpi.train.threads import choose_threads
+from dearmpi.report.draw.unit import count_text
+from dearmpi.train.ranks.threads import choose_threads
 from dearmpi.tune.driving_thread import drive_on_one_core
 
 _BYTES_BACK_TO_BACK = 100e6

@@ -29,8 +29,8 @@ from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import CommError, ConfigError, UsageError
-from dearmpi.plan.layout import Bucket
-from dearmpi.train.agreement import is_agreed
+from dearmpi.plan.data.layout import Bucket
+from dearmpi.train.ranks.agreement import is_agreed
 
 Tell = Callable[[str], None]
 Keep = Callable[[Result], None]

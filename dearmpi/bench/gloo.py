@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dearmpi.bench.group import join_group, leave_group
 from dearmpi.comm.world import World
-from dearmpi.plan.cost import LinkModel
+from dearmpi.plan.model.cost import LinkModel
 from dearmpi.tune.calibration import fit_sizes
 from dearmpi.tune.ladder import Run, climb
 

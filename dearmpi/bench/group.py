@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dearmpi.bench.wire import ADDRESS_CURE, root_address
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.train.agreement import together
+from dearmpi.train.ranks.agreement import together
 
 # A rank that fails leaves the others waiting inside gloo for as long as this.
 PATIENCE_S = 60.0

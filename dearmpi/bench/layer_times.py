@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dearmpi.comm.world import World
-from dearmpi.plan.profile import ModelProfile
-from dearmpi.train.agreement import together
-from dearmpi.train.job import Job
-from dearmpi.train.session import open_session
-from dearmpi.train.settings import PLANNING
-from dearmpi.train.sources import Source, make_source, merge
-from dearmpi.train.stepping import take_step
+from dearmpi.plan.model.profile import ModelProfile
+from dearmpi.train.loop.job import Job
+from dearmpi.train.loop.stepping import take_step
+from dearmpi.train.ranks.agreement import together
+from dearmpi.train.run.session import open_session
+from dearmpi.train.settings.settings import PLANNING
+from dearmpi.train.settings.sources import Source, make_source, merge
 from dearmpi.tune.profile import LayerTimer, slowest_profile
 
 _NO_PLAN = {"plan": "none"}  # the profile is over before one is found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dearmpi.bench.group import PATIENCE_S
 from dearmpi.bench.method import Method
 from dearmpi.bench.result import Result
-from dearmpi.engine.self_planning import LEAST_STEPS
+from dearmpi.engine.setup.self_planning import LEAST_STEPS
 from dearmpi.errors import ConfigError
 
 # New TCP connections carry up to a fifth less for a second or two. Those of MPI are as old as the

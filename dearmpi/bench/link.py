@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from dearmpi.bench.result import LinkTimes
-from dearmpi.comm.choose import fastest_reduce_scatter
-from dearmpi.comm.halves import Halves
-from dearmpi.comm.trial import Start, run_all
+from dearmpi.comm.algorithms.choose import fastest_reduce_scatter
+from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.trial import Start, run_all
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.plan.layout import Bucket
+from dearmpi.plan.data.layout import Bucket
 from dearmpi.tune.driving_thread import drive_on_one_core
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dearmpi.bench.result import Bounds, Result, Row, quartiles
-from dearmpi.report import svg
-from dearmpi.report.axis import Axis
-from dearmpi.report.shape import DASHES, Box, Label, Line, Picture, Shape, text_width
-from dearmpi.report.unit import TimeUnit, count_text, time_unit
+from dearmpi.report.draw import svg
+from dearmpi.report.draw.axis import Axis
+from dearmpi.report.draw.shape import DASHES, Box, Label, Line, Picture, Shape, text_width
+from dearmpi.report.draw.unit import TimeUnit, count_text, time_unit
 
 _WIDTH, _RIGHT, _GAP = 728, 74, 8
 _TOP, _STEP, _BAR, _BOTTOM = 60, 30, 18, 24

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.plan.profile import ModelProfile
-from dearmpi.plan.workload import LayerSpec
+from dearmpi.plan.data.workload import LayerSpec
+from dearmpi.plan.model.profile import ModelProfile
 
 _ROOT = "itself"  # the layer of parameters that belong to no part of the model
 _MOST_DEBT_S = 0.010  # what the operating system adds to a sleep; a longer delay is no such thing

@@ -21,13 +21,13 @@ from dearmpi.bench.subject import ReplaySubject, Subject, task_subject
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.errors import ConfigError, TaskError
-from dearmpi.plan.profile import ModelProfile, profile_workload, read_profile
-from dearmpi.plan.workload import Workload, is_workload, read_workload, workload_names
-from dearmpi.report.unit import time_text
-from dearmpi.train.agreement import together
-from dearmpi.train.seeding import seed_all
+from dearmpi.plan.data.workload import Workload, is_workload, read_workload, workload_names
+from dearmpi.plan.model.profile import ModelProfile, profile_workload, read_profile
+from dearmpi.report.draw.unit import time_text
+from dearmpi.train.ranks.agreement import together
+from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.threads import choose_threads
 from dearmpi.train.tasks import build_task
-from dearmpi.train.threads import choose_threads
 
 _FEED_FORWARD_SHARE = 1 / 3  # backprop takes about twice as long
 _NUM_TRIALS = 3

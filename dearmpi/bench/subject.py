@@ -15,9 +15,9 @@ from torch.optim import SGD, Optimizer
 
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.config import CommDtype
-from dearmpi.engine.master import HALVES
-from dearmpi.plan.profile import ModelProfile
-from dearmpi.train.task import Task, collate
+from dearmpi.engine.update.master import HALVES
+from dearmpi.plan.model.profile import ModelProfile
+from dearmpi.train.tasks.task import Task, collate
 
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.02  # gradients may travel as bfloat16

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from dearmpi.bench.result import Bounds, Result, Row, quartiles
-from dearmpi.report.unit import TimeUnit, count_text, time_unit
+from dearmpi.report.draw.unit import TimeUnit, count_text, time_unit
 
 
 def describe_result(result: Result) -> list[str]:

@@ -9,7 +9,7 @@ import time
 
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.train.agreement import together
+from dearmpi.train.ranks.agreement import together
 
 _ADDRESS_VARIABLE = "MASTER_ADDR"
 ADDRESS_CURE = "set MASTER_ADDR to an address of rank 0's host that the others can reach"

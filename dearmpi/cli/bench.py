@@ -128,7 +128,7 @@ def bench(
     """
     _check_combination(context)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of nameless addresses
-    from dearmpi.comm.watchdog import StallLimits
+    from dearmpi.comm.watchdog.watchdog import StallLimits
 
     def measure(world: World, console: Console) -> int:
         return _measure(world, console, given, json_path=json_path, picture_path=picture_path)
@@ -153,7 +153,7 @@ def _measure(
     json_path: Path | None,
     picture_path: Path | None,
 ) -> int:
-    from dearmpi.train.agreement import together
+    from dearmpi.train.ranks.agreement import together
 
     console.needed = json_path is None  # a file has it all
     with together(world, root_only=True):
@@ -181,7 +181,7 @@ def _measure_methods(
     from dearmpi.bench.record import result_json
     from dearmpi.bench.session import Question, answer
     from dearmpi.bench.table import describe_result
-    from dearmpi.train.agreement import together
+    from dearmpi.train.ranks.agreement import together
 
     with together(world):
         question = Question(
@@ -216,7 +216,7 @@ def _measure_collectives(
 ) -> tuple[list[str], Contents, int]:
     from dearmpi.bench.collectives import describe_collectives, measure_collectives
     from dearmpi.bench.record import collectives_json
-    from dearmpi.train.agreement import together
+    from dearmpi.train.ranks.agreement import together
 
     with together(world):
         sizes_mb = _read_sizes(given["sizes_mb"])

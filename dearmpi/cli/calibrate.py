@@ -16,7 +16,7 @@ from dearmpi.errors import ConfigError, MeasurementError
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
-    from dearmpi.plan.cost import LinkFit
+    from dearmpi.plan.model.cost import LinkFit
     from dearmpi.tune.calibration import Calibration, SizeTimes
 
 NO_TIME_PER_BYTE = "no time per byte was seen: calibrate for longer with --seconds"
@@ -46,9 +46,9 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
     """
 
     def measure(world: World, console: Console) -> int:
-        from dearmpi.comm.halves import Halves
-        from dearmpi.train.agreement import together
-        from dearmpi.train.session import mpi_library
+        from dearmpi.comm.algorithms.halves import Halves
+        from dearmpi.train.ranks.agreement import together
+        from dearmpi.train.run.session import mpi_library
         from dearmpi.tune import calibrate as tuning
         from dearmpi.tune.driving_thread import drive_on_one_core
 

@@ -19,7 +19,7 @@ from dearmpi.cli.rank_log import rank_log
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
-    from dearmpi.train.settings import RunSettings
+    from dearmpi.train.settings.settings import RunSettings
 
 _STANDARD_OUTPUT = Path("-")
 
@@ -82,7 +82,7 @@ def doctor(run_folder: Path | None, json_path: Path | None) -> int:
 
 def _check_place(world: World, path: Path | None) -> None:
     """Raise AgreedError where rank 0 cannot write there (collective): checks take a while."""
-    from dearmpi.train.agreement import together
+    from dearmpi.train.ranks.agreement import together
 
     with together(world, root_only=True):
         if is_first_process() and path != _STANDARD_OUTPUT:
@@ -95,8 +95,8 @@ def _read_settings(world: World, run_folder: Path | None) -> RunSettings:
     Raises AgreedError where it would refuse the environment, or the file that is named there.
     """
     from dearmpi.cli.run import read_sources
-    from dearmpi.train.agreement import together
-    from dearmpi.train.sources import CONFIG_VARIABLE, before_task
+    from dearmpi.train.ranks.agreement import together
+    from dearmpi.train.settings.sources import CONFIG_VARIABLE, before_task
 
     given = {} if run_folder is None else {"run_folder": str(run_folder)}
     with together(world):

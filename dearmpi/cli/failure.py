@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dearmpi.cli.rank_log import RankLog
-from dearmpi.comm import last_words
-from dearmpi.comm.launch import announced_rank, announced_size
-from dearmpi.comm.stack import origin_of
+from dearmpi.comm.api.stack import origin_of
+from dearmpi.comm.process.launch import announced_rank, announced_size
+from dearmpi.comm.watchdog import last_words
 from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def exit_code(error: BaseException) -> int:
 
 def end_run(world: World, error: BaseException, log: RankLog) -> int:
     """Tell of ``error`` and return the exit code, or end the whole job where others may wait."""
-    from dearmpi.train.agreement import is_agreed
+    from dearmpi.train.ranks.agreement import is_agreed
 
     log.write_exception(error)
     code = exit_code(error)

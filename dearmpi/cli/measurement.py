@@ -13,11 +13,11 @@ import click
 from dearmpi.cli.console import Console
 from dearmpi.cli.ranks import on_ranks
 from dearmpi.errors import ConfigError
-from dearmpi.train import durable
+from dearmpi.train.files import durable
 
 if TYPE_CHECKING:
     from dearmpi.cli.rank_log import RankLog
-    from dearmpi.comm.watchdog import StallLimits
+    from dearmpi.comm.watchdog.watchdog import StallLimits
     from dearmpi.comm.world import World
 
 OUT = click.Path(dir_okay=False, readable=False, path_type=Path)
@@ -87,7 +87,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def write(world: World, console: Console, path: Path | None, text: str) -> None:
     """Have rank 0 write ``text``, if there is a ``path``, and say so (collective)."""
-    from dearmpi.train.agreement import together
+    from dearmpi.train.ranks.agreement import together
 
     if path is None:
         return

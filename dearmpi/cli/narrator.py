@@ -11,17 +11,17 @@ from pathlib import Path
 
 from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
-from dearmpi.engine.self_planning import Pause
-from dearmpi.report.pace import Pace
-from dearmpi.report.straggler import WORTH, SlowRanks, Stragglers, name_ranks
-from dearmpi.report.unit import count_text
-from dearmpi.train.cap_search import CapSearch
-from dearmpi.train.job import Job
-from dearmpi.train.metrics import MetricsLog, MetricsRow
-from dearmpi.train.outcome import Outcome
-from dearmpi.train.plan_file import PlanFile
-from dearmpi.train.settings import RunSettings
-from dearmpi.train.tracing import Tracing
+from dearmpi.engine.setup.self_planning import Pause
+from dearmpi.report.draw.unit import count_text
+from dearmpi.report.read.pace import Pace
+from dearmpi.report.read.straggler import WORTH, SlowRanks, Stragglers, name_ranks
+from dearmpi.train.loop.job import Job
+from dearmpi.train.loop.outcome import Outcome
+from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
+from dearmpi.train.run.cap_search import CapSearch
+from dearmpi.train.run.plan_file import PlanFile
+from dearmpi.train.run.tracing import Tracing
+from dearmpi.train.settings.settings import RunSettings
 from dearmpi.version import describe_other_version
 
 

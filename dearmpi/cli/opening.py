@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dearmpi.engine.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
-from dearmpi.report.unit import count_text
-from dearmpi.train.cap_search import NUM_TRIALS, STEPS_PER_TRIAL
-from dearmpi.train.device import DeviceChoice
-from dearmpi.train.job import LEAST_STEPS_TO_PLAN, Job
-from dearmpi.train.threads import ThreadChoice
+from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
+from dearmpi.report.draw.unit import count_text
+from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN, Job
+from dearmpi.train.ranks.device import DeviceChoice
+from dearmpi.train.ranks.threads import ThreadChoice
+from dearmpi.train.run.cap_search import NUM_TRIALS, STEPS_PER_TRIAL
 
 
 def describe_start(

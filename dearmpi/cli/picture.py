@@ -13,7 +13,7 @@ from dearmpi.cli.measurement import OUT, check_writable, write_file
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dearmpi.report.shape import Picture
+    from dearmpi.report.draw.shape import Picture
 
 
 def picture_option(*, help: str) -> Callable[[FC], FC]:
@@ -31,13 +31,13 @@ def check_picture(path: Path | None) -> None:
         raise ConfigError(f"--picture is {path}; its name must end in .svg or .png")
     check_writable(path)
     if path is not None and path.suffix == ".png":
-        from dearmpi.report import png
+        from dearmpi.report.draw import png
 
         png.check_pillow()
 
 
 def write_picture(path: Path, picture: Picture) -> None:
     """Draw ``picture`` in the way of ``path``, which ``check_picture`` has seen."""
-    from dearmpi.report import png, svg
+    from dearmpi.report.draw import png, svg
 
     write_file(path, png.draw(picture) if path.suffix == ".png" else svg.document(picture))

@@ -15,13 +15,13 @@ from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
 from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError, MeasurementError
-from dearmpi.report.unit import count_text
+from dearmpi.report.draw.unit import count_text
 from dearmpi.version import describe_other_version
 
 if TYPE_CHECKING:
-    from dearmpi.plan.cost import Costs
-    from dearmpi.plan.plan import Plan
-    from dearmpi.plan.profile import ModelProfile
+    from dearmpi.plan.data.plan import Plan
+    from dearmpi.plan.model.cost import Costs
+    from dearmpi.plan.model.profile import ModelProfile
     from dearmpi.tune.calibration import Calibration
 
 
@@ -99,8 +99,8 @@ def plan(
 
     Needs no MPI. `dear-train run --plan auto` does all of it while it trains.
     """
-    from dearmpi.plan.planner import make_plan
-    from dearmpi.plan.profile import read_profile
+    from dearmpi.plan.model.profile import read_profile
+    from dearmpi.plan.search.planner import make_plan
     from dearmpi.tune.calibration import read_calibration
 
     check_apart(
@@ -134,7 +134,7 @@ def plan(
 
 def _costs(calibration: Calibration, world_size: int | None) -> Costs:
     """What was measured, for ``world_size`` ranks, or as many as measured it."""
-    from dearmpi.plan.cost import MOST_RANKS
+    from dearmpi.plan.model.cost import MOST_RANKS
 
     if world_size is not None and not 2 <= world_size <= MOST_RANKS:
         raise ConfigError(
@@ -168,8 +168,8 @@ def _draw(
     plan: Plan, profile: ModelProfile, costs: Costs, *, micro_batches: int, path: Path
 ) -> None:
     """The iteration that ``plan`` is simulated to take."""
-    from dearmpi.plan.timeline import simulate
-    from dearmpi.report.plan import draw_plan
+    from dearmpi.plan.simulate.timeline import simulate
+    from dearmpi.report.draw.plan import draw_plan
 
     layout = plan.layout(profile.workload.params(), costs.world_size)
     timeline = simulate(profile, layout, plan.conduct, costs)

@@ -14,14 +14,14 @@ from dearmpi.cli.measurement import OUT, check_apart, check_place, write
 from dearmpi.cli.run import carry_out_together, read_sources
 from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
-from dearmpi.train.settings import PLANNING, SETTINGS
-from dearmpi.train.sources import without
+from dearmpi.train.settings.settings import PLANNING, SETTINGS
+from dearmpi.train.settings.sources import without
 
 if TYPE_CHECKING:
     from dearmpi.cli.rank_log import RankLog
     from dearmpi.comm.world import World
-    from dearmpi.plan.profile import ModelProfile
-    from dearmpi.train.sources import Source
+    from dearmpi.plan.model.profile import ModelProfile
+    from dearmpi.train.settings.sources import Source
 
 _HEADER = ("layer", "tensors", "MB", "feed-forward ms", "backprop ms", "ready ms")
 _MOST_ROWS = 40
@@ -55,7 +55,7 @@ def _profile(
 
     def carry_out(world: World, sources: Sequence[Source], _log: RankLog) -> int:
         from dearmpi.bench.layer_times import measure_layers
-        from dearmpi.train.agreement import together
+        from dearmpi.train.ranks.agreement import together
 
         with together(world, root_only=True):
             read = {"--config": config, "--plan": str(given["plan"] or "")}
@@ -127,7 +127,7 @@ def check_lengths(num_warmup: int, num_batches: int) -> None:
 def describe_profile(profile: ModelProfile) -> list[str]:
     """Lines: what was measured, and a table of the layers, or of the slowest if there are many."""
     from dearmpi.bench.table import align
-    from dearmpi.report.unit import count_text
+    from dearmpi.report.draw.unit import count_text
 
     workload = profile.workload
     rows = _rows(profile)

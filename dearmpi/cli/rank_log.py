@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dearmpi.comm import last_words
+from dearmpi.comm.watchdog import last_words
 from dearmpi.errors import DearError
 
 

@@ -23,7 +23,7 @@ def on_ranks(
     """``connect`` the ranks and ``carry_out`` a command on all of them, or tell once of a
     ``failure`` that this rank has met before. Returns the exit code.
     """
-    from dearmpi.train.agreement import share_failure
+    from dearmpi.train.ranks.agreement import share_failure
 
     try:
         world = connect()

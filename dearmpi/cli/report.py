@@ -23,9 +23,9 @@ def report(run: Path, out: Path | None) -> None:
     The page RUN/report.html needs nothing else to be shown; the pictures stand in RUN/report/ as
     PNG as well. A run that was started with --trace START:STOP shows an iteration in full.
     """
-    from dearmpi.report.limit import UNMEASURED
-    from dearmpi.report.report import write_report
-    from dearmpi.train.run_folder import RunFolder
+    from dearmpi.report.page.limit import UNMEASURED
+    from dearmpi.report.page.report import write_report
+    from dearmpi.train.run.run_folder import RunFolder
 
     folder = RunFolder.open(run)
     written = write_report(folder.path, out or folder.path)

@@ -12,13 +12,13 @@ from dearmpi.cli.failure import is_first_process
 from dearmpi.cli.ranks import on_ranks
 from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
-from dearmpi.train.sources import Source, make_source, merge, read_environment, read_file
+from dearmpi.train.settings.sources import Source, make_source, merge, read_environment, read_file
 
 if TYPE_CHECKING:
     from dearmpi.cli.rank_log import RankLog
-    from dearmpi.comm.watchdog import StallLimits
+    from dearmpi.comm.watchdog.watchdog import StallLimits
     from dearmpi.comm.world import World
-    from dearmpi.train.stop import StopRequest
+    from dearmpi.train.ranks.stop import StopRequest
 
 ReadSources = Callable[[], Sequence[Source]]
 CarryOut = Callable[["World", Sequence[Source], "RankLog"], int]
@@ -76,7 +76,7 @@ def run_together(read: ReadSources) -> int:
     """Connect the ranks and train with the settings that ``read`` finds, to the end or to a stop by
     a signal. Returns the exit code.
     """
-    from dearmpi.train.stop import StopRequest
+    from dearmpi.train.ranks.stop import StopRequest
 
     with StopRequest() as stop:
 
@@ -130,7 +130,7 @@ def _try_devices(chosen: Mapping[str, Any]) -> None:
 
 def _stall_limits(chosen: Mapping[str, Any]) -> StallLimits:
     """What was chosen of the limits of a wait. The world needs them before the other settings."""
-    from dearmpi.comm.watchdog import StallLimits
+    from dearmpi.comm.watchdog.watchdog import StallLimits
 
     names = {"stall_warning_s": "warning_s", "stall_abort_s": "abort_s"}
     return StallLimits(**{names[n]: value for n, value in chosen.items() if n in names})

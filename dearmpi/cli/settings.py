@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from dearmpi.train.setting import Setting
-from dearmpi.train.settings import SETTINGS, RunSettings
-from dearmpi.train.sources import CONFIG_VARIABLE
-from dearmpi.train.synonym import our_name
+from dearmpi.train.settings.setting import Setting
+from dearmpi.train.settings.settings import SETTINGS, RunSettings
+from dearmpi.train.settings.sources import CONFIG_VARIABLE
+from dearmpi.train.settings.synonym import our_name
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _FLAG_WIDTH = 30

@@ -21,11 +21,11 @@ from dearmpi.version import describe_other_version
 
 if TYPE_CHECKING:
     from dearmpi.cli.console import Console
-    from dearmpi.plan.comparison import Comparison
-    from dearmpi.plan.methods import Method
-    from dearmpi.plan.network import Network
-    from dearmpi.plan.paper import Gain
-    from dearmpi.plan.profile import ModelProfile
+    from dearmpi.plan.model.network import Network
+    from dearmpi.plan.model.profile import ModelProfile
+    from dearmpi.plan.rivals.comparison import Comparison
+    from dearmpi.plan.rivals.methods import Method
+    from dearmpi.plan.rivals.paper import Gain
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
 _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -126,9 +126,9 @@ def _check_combination(context: click.Context) -> None:
 
 def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
     from dearmpi.bench.table import align
-    from dearmpi.plan.comparison import compare
-    from dearmpi.plan.cost import MOST_RANKS
-    from dearmpi.report.comparison import comparison_rows, describe_comparison
+    from dearmpi.plan.model.cost import MOST_RANKS
+    from dearmpi.plan.rivals.comparison import compare
+    from dearmpi.report.draw.comparison import comparison_rows, describe_comparison
 
     world_size, picture_path = given["world_size"], given["picture_path"]
     if not 1 <= world_size <= MOST_RANKS:
@@ -150,9 +150,9 @@ def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
 
 
 def _read_profile(given: dict[str, Any]) -> ModelProfile:
-    from dearmpi.plan.paper import paper_profile
-    from dearmpi.plan.profile import profile_workload, read_profile
-    from dearmpi.plan.workload import read_workload
+    from dearmpi.plan.data.workload import read_workload
+    from dearmpi.plan.model.profile import profile_workload, read_profile
+    from dearmpi.plan.rivals.paper import paper_profile
 
     if given["profile"] is not None:
         return read_profile(given["profile"])
@@ -172,7 +172,7 @@ def _read_profile(given: dict[str, Any]) -> ModelProfile:
 
 
 def _read_network(text: str, *, between_nodes: bool) -> Network:
-    from dearmpi.plan.network import PRESETS, Network, parse_network
+    from dearmpi.plan.model.network import PRESETS, Network, parse_network
     from dearmpi.tune.calibration import read_calibration
 
     has_comma = "," in text and os.path.isfile(text)  # as in the name of a run of a sweep
@@ -200,7 +200,7 @@ def _read_network(text: str, *, between_nodes: bool) -> Network:
 
 
 def _with_nodes(network: Network, given: dict[str, Any]) -> Network:
-    from dearmpi.plan.network import parse_node
+    from dearmpi.plan.model.network import parse_node
 
     num_ranks, text = given["ranks_per_node"], given["node_network"]
     if num_ranks is None and text is None:
@@ -212,7 +212,7 @@ def _with_nodes(network: Network, given: dict[str, Any]) -> Network:
 
 
 def _read_methods(names: Sequence[str]) -> list[Method]:
-    from dearmpi.plan.methods import METHODS, parse_method
+    from dearmpi.plan.rivals.methods import METHODS, parse_method
 
     if list(names) == ["all"]:
         return list(METHODS)
@@ -228,8 +228,8 @@ def _read_methods(names: Sequence[str]) -> list[Method]:
 
 def _draw(console: Console, comparison: Comparison, others: Sequence[Network], path: Path) -> None:
     """The same methods over other numbers of ranks, and over ``others``, of other bandwidths."""
-    from dearmpi.plan.comparison import compare
-    from dearmpi.report.comparison import draw_comparisons
+    from dearmpi.plan.rivals.comparison import compare
+    from dearmpi.report.draw.comparison import draw_comparisons
 
     methods = [row.method for row in comparison.rows]
     profile, network = comparison.profile, comparison.network
@@ -246,9 +246,9 @@ def _draw(console: Console, comparison: Comparison, others: Sequence[Network], p
 
 def _compare_paper(console: Console) -> Sequence[Gain]:
     from dearmpi.bench.table import align
-    from dearmpi.plan.network import PRESETS
-    from dearmpi.plan.paper import CAPS_MB, DEVICE, PARTITION_NUMEL, WORLD_SIZE, paper_gains
-    from dearmpi.report.comparison import describe_gains, gain_rows
+    from dearmpi.plan.model.network import PRESETS
+    from dearmpi.plan.rivals.paper import CAPS_MB, DEVICE, PARTITION_NUMEL, WORLD_SIZE, paper_gains
+    from dearmpi.report.draw.comparison import describe_gains, gain_rows
 
     console.say(
         f"{WORLD_SIZE} ranks. {DEVICE}.",

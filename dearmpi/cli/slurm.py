@@ -14,11 +14,11 @@ import click
 from dearmpi.cli.batch_script import BatchScript, Launcher
 from dearmpi.cli.failure import complain
 from dearmpi.cli.run import check_config, read_sources, run
-from dearmpi.engine.settings import check_plan
+from dearmpi.engine.setup.settings import check_plan
 from dearmpi.errors import ConfigError, LaunchError
-from dearmpi.train.settings import RunSettings
-from dearmpi.train.sources import Source, merge
-from dearmpi.train.task_name import check_task_name
+from dearmpi.train.settings.settings import RunSettings
+from dearmpi.train.settings.sources import Source, merge
+from dearmpi.train.tasks.task_name import check_task_name
 
 _COUNT = click.IntRange(min=1)
 

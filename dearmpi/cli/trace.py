@@ -28,8 +28,8 @@ def merge(run: Path, out: Path | None) -> None:
 
     Open it at https://ui.perfetto.dev or in chrome://tracing.
     """
-    from dearmpi.report.trace_merge import merge as merge_traces
-    from dearmpi.report.unit import count_text
+    from dearmpi.report.draw.unit import count_text
+    from dearmpi.report.read.trace_merge import merge as merge_traces
 
     check_writable(out)
     merged = merge_traces(run, out)

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from dearmpi.comm.clock_offset import ClockOffset
-from dearmpi.engine.span import Span
+from dearmpi.engine.trace.span import Span
 from dearmpi.errors import DearError
-from dearmpi.report.trace import find_traces, merged_path, trace_path
-from dearmpi.report.trace_writer import TraceHeader, TraceWriter
-from dearmpi.train.agreement import together
-from dearmpi.train.job import Job
-from dearmpi.train.run_folder import RunFolder
-from dearmpi.train.tracing import Tracing
+from dearmpi.report.read.trace import find_traces, merged_path, trace_path
+from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
+from dearmpi.train.loop.job import Job
+from dearmpi.train.ranks.agreement import together
+from dearmpi.train.run.run_folder import RunFolder
+from dearmpi.train.run.tracing import Tracing
 
 
 @dataclass(frozen=True, slots=True)

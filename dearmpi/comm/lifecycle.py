@@ -13,14 +13,14 @@ import traceback
 from types import TracebackType
 from typing import ClassVar
 
-from dearmpi.comm import last_words
-from dearmpi.comm.absence import CURE
-from dearmpi.comm.api import Collectives
-from dearmpi.comm.deadline import Deadline
-from dearmpi.comm.launch import announced_size, check_launch, limit_start
-from dearmpi.comm.stack import origin_of
-from dearmpi.comm.watchdog import StallLimits
-from dearmpi.comm.workers import advise_on_workers, keep_from_mpi, refuse_workers
+from dearmpi.comm.api.collectives import Collectives
+from dearmpi.comm.api.stack import origin_of
+from dearmpi.comm.process.deadline import Deadline
+from dearmpi.comm.process.launch import announced_size, check_launch, limit_start
+from dearmpi.comm.process.workers import advise_on_workers, keep_from_mpi, refuse_workers
+from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.watchdog.absence import CURE
+from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
@@ -104,7 +104,7 @@ def _refuse_group(name: str, given: object) -> ConfigError:
 
 def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
     try:
-        from dearmpi.comm import mpi
+        from dearmpi.comm.backends import mpi
 
         with limit_start(stall_limits or StallLimits()):
             collectives: Collectives = mpi.connect()
@@ -115,7 +115,7 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
                 f"{announced} ranks were launched, but MPI cannot be loaded: {error}; install one "
                 "with pip install 'dearmpi[mpich]', or load your site's MPI module"
             ) from error
-        from dearmpi.comm.alone import AloneCollectives
+        from dearmpi.comm.backends.alone import AloneCollectives
 
         return World(AloneCollectives(), progress="poll")
     check_launch(collectives.size, os.environ)
@@ -167,7 +167,7 @@ def leave(world: World, deadline: Deadline | None) -> None:
     try:
         world.leave()
         if deadline is not None:
-            from dearmpi.comm import mpi
+            from dearmpi.comm.backends import mpi
 
             with deadline:
                 mpi.finalize()
@@ -191,7 +191,7 @@ def _is_finalized() -> bool:
     """Whether the program has ended MPI."""
     if "mpi4py.MPI" not in sys.modules:  # it may not be installed
         return False
-    from dearmpi.comm import mpi
+    from dearmpi.comm.backends import mpi
 
     return mpi.is_finalized()
 
@@ -228,7 +228,7 @@ def _may_be_victim(error: BaseException) -> bool:
     """Whether MPI has failed under it in a way that may come from the end of another rank."""
     if "mpi4py.MPI" not in sys.modules:
         return False
-    from dearmpi.comm import mpi
+    from dearmpi.comm.backends import mpi
 
     cause: BaseException | None = error
     while cause is not None and not mpi.may_be_lost_peer(cause):

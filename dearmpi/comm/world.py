@@ -21,12 +21,11 @@ from typing import (
 
 import numpy as np
 
-from dearmpi.comm import last_words
-from dearmpi.comm.api import Buffer, Collectives, Completed, ReduceOp, Request
-from dearmpi.comm.call import Call
-from dearmpi.comm.chain import Chain
-from dearmpi.comm.channel import Channel
-from dearmpi.comm.exchange import (
+from dearmpi.comm.api.call import Call
+from dearmpi.comm.api.chain import Chain
+from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, ReduceOp, Request
+from dearmpi.comm.api.shard import check_contiguous, check_shards
+from dearmpi.comm.messages.exchange import (
     Steps,
     broadcast_bytes,
     duplicate,
@@ -35,12 +34,13 @@ from dearmpi.comm.exchange import (
     reduce_values,
     run_alike,
 )
-from dearmpi.comm.host import HostBuffer, flat_numbers, plain_numbers
-from dearmpi.comm.objects import pack, unpack
-from dearmpi.comm.progress import Progress
-from dearmpi.comm.shard import check_contiguous, check_shards
-from dearmpi.comm.texts import decode, encode
-from dearmpi.comm.watchdog import StallLimits, Watchdog
+from dearmpi.comm.messages.host import HostBuffer, flat_numbers, plain_numbers
+from dearmpi.comm.messages.objects import pack, unpack
+from dearmpi.comm.messages.texts import decode, encode
+from dearmpi.comm.progress.channel import Channel
+from dearmpi.comm.progress.progress import Progress
+from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import CommError, ConfigError, MismatchError
 from dearmpi.guessed import WORLD, answer_guess

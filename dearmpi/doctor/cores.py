@@ -7,9 +7,9 @@ from itertools import groupby
 
 from dearmpi.doctor.facts import RankFacts
 from dearmpi.doctor.finding import Finding, ok, warn
-from dearmpi.report.unit import count_text
-from dearmpi.train.sources import CONFIG_VARIABLE
-from dearmpi.train.threads import HostCores, RankCores, by_host
+from dearmpi.report.draw.unit import count_text
+from dearmpi.train.ranks.threads import HostCores, RankCores, by_host
+from dearmpi.train.settings.sources import CONFIG_VARIABLE
 
 _OWN_THREADS = "DEAR_TRAIN_THREADS"  # which wins over a file's threads and OMP_NUM_THREADS
 

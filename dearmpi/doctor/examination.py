@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.bench.collectives import Overlap
-from dearmpi.comm.library import Library
+from dearmpi.comm.process.library import Library
 from dearmpi.comm.world import World
 from dearmpi.doctor import launch
 from dearmpi.doctor.cores import is_crowded, judge_cores
@@ -27,7 +27,7 @@ from dearmpi.doctor.network import (
 from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
 from dearmpi.doctor.tcp import gather_algorithms, judge_tcp
 from dearmpi.doctor.transport import judge_transport
-from dearmpi.train.settings import RunSettings
+from dearmpi.train.settings.settings import RunSettings
 from dearmpi.tune.device_probe import Verdict, probe, share_verdicts
 
 

@@ -6,11 +6,11 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dearmpi.comm.alone import AloneCollectives
-from dearmpi.comm.launch import announced_size, is_from_torchrun
-from dearmpi.comm.library import Library
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.lifecycle import connect
-from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.process.launch import announced_size, is_from_torchrun
+from dearmpi.comm.process.library import Library
+from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.doctor.finding import Finding, fail, ok, warn
 from dearmpi.errors import LaunchError
@@ -40,7 +40,7 @@ def open_world(*, probing: bool) -> tuple[World, bool]:
 def find_library() -> tuple[Library | None, str]:
     """The MPI library, or why there is none."""
     try:
-        from dearmpi.comm.mpi import library
+        from dearmpi.comm.backends.mpi import library
 
         return library(), ""
     except (ImportError, RuntimeError) as error:

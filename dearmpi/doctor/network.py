@@ -17,11 +17,11 @@ from functools import partial
 import torch
 
 from dearmpi.bench.collectives import Overlap, measure_overlap
-from dearmpi.comm.api import Collectives, Request
-from dearmpi.comm.channel import Channel
-from dearmpi.comm.halves import Halves
-from dearmpi.comm.ring import PointToPoint
-from dearmpi.comm.trial import run_all
+from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.ring import PointToPoint
+from dearmpi.comm.algorithms.trial import run_all
+from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import MIB
 from dearmpi.doctor.finding import Finding, ok, warn

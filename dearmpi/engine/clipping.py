@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.world import World
-from dearmpi.engine.alone import AloneEngine
-from dearmpi.engine.engine import Engine
+from dearmpi.engine.iteration.alone import AloneEngine
+from dearmpi.engine.iteration.engine import Engine
 from dearmpi.errors import ConfigError
 
 # It may be meant, where losses take turns; but as a norm that is logged it would mislead.

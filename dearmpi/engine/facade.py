@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dearmpi.engine import refusal
-from dearmpi.engine.gathered_state import GatheredState, show_same
-from dearmpi.engine.modes import MODES, has_mode
+from dearmpi.engine.setup.modes import MODES, has_mode
+from dearmpi.engine.state.gathered_state import GatheredState, show_same
 from dearmpi.guessed import OPTIMIZER, answer_guess
 
 State = dict[str, Any]

@@ -15,27 +15,27 @@ from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, EngineSettings
 from dearmpi.engine import refusal
-from dearmpi.engine.assembly import Assembly
-from dearmpi.engine.attachment import Attachment
-from dearmpi.engine.batch_norm import SyncBatchNorm
-from dearmpi.engine.blueprint import check_arguments
-from dearmpi.engine.broadcast import broadcast_parameters
 from dearmpi.engine.clipping import clip, follow_clips, scale
-from dearmpi.engine.clock import IterationTimes
-from dearmpi.engine.compilation import untraced
-from dearmpi.engine.course import Course
 from dearmpi.engine.facade import Facade
-from dearmpi.engine.gathered_state import GatheredState
-from dearmpi.engine.layer_ranges import LayerRanges
-from dearmpi.engine.local_state import LocalState
-from dearmpi.engine.model_buffers import BufferExchange
-from dearmpi.engine.self_planning import Pause
-from dearmpi.engine.settings import choose_plan, compare_plans, merge_settings
-from dearmpi.engine.spans import Spans
+from dearmpi.engine.iteration.compilation import untraced
+from dearmpi.engine.setup.assembly import Assembly
+from dearmpi.engine.setup.attachment import Attachment
+from dearmpi.engine.setup.blueprint import check_arguments
+from dearmpi.engine.setup.course import Course
+from dearmpi.engine.setup.self_planning import Pause
+from dearmpi.engine.setup.settings import choose_plan, compare_plans, merge_settings
+from dearmpi.engine.state.gathered_state import GatheredState
+from dearmpi.engine.state.local_state import LocalState
+from dearmpi.engine.sync.batch_norm import SyncBatchNorm
+from dearmpi.engine.sync.broadcast import broadcast_parameters
+from dearmpi.engine.sync.model_buffers import BufferExchange
+from dearmpi.engine.trace.clock import IterationTimes
+from dearmpi.engine.trace.layer_ranges import LayerRanges
+from dearmpi.engine.trace.spans import Spans
 from dearmpi.guessed import SETTINGS, answers_guesses
-from dearmpi.plan.layout import BucketLayout
-from dearmpi.plan.plan import Plan
-from dearmpi.plan.schedule import Schedule
+from dearmpi.plan.data.layout import BucketLayout
+from dearmpi.plan.data.plan import Plan
+from dearmpi.plan.data.schedule import Schedule
 from dearmpi.tune.driving_thread import drive_on_all_cores, drive_on_one_core
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dearmpi.engine.compilation import untraced
+from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.optimizer import DistributedOptimizer
 
 

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from dearmpi.comm.channel import Channel
-from dearmpi.comm.halves import Halves, Operation
-from dearmpi.comm.trial import run_all
+from dearmpi.comm.algorithms.halves import Halves, Operation
+from dearmpi.comm.algorithms.trial import run_all
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibration import Calibration, parse_calibration

@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 from dearmpi.config import ReduceScatter
 from dearmpi.errors import ConfigError
-from dearmpi.plan.cost import Costs, LinkFit, fit_link
-from dearmpi.plan.fields import Fields, read_fields, read_text
+from dearmpi.plan.data.fields import Fields, read_fields, read_text
+from dearmpi.plan.model.cost import Costs, LinkFit, fit_link
 from dearmpi.version import __version__
 
 FORMAT = 1

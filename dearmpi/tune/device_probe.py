@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 from dearmpi.config import ReduceScatter
 
 if TYPE_CHECKING:
-    from dearmpi.comm.api import Collectives, Request
+    from dearmpi.comm.api.collectives import Collectives, Request
     from dearmpi.comm.world import World
 
 ALL_GATHER = "all-gather"
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     faulthandler.dump_traceback_later(_START_LIMIT_S, exit=True)
     import torch  # here, since it takes long and is no operation's time
 
-    from dearmpi.comm.mpi import connect
+    from dearmpi.comm.backends.mpi import connect
 
     kind, *operations = arguments
     collectives = connect()

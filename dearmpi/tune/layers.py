@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from dearmpi.plan.layout import ParamSpec
-from dearmpi.plan.profile import LayerTimes
-from dearmpi.plan.workload import LayerSpec
+from dearmpi.plan.data.layout import ParamSpec
+from dearmpi.plan.data.workload import LayerSpec
+from dearmpi.plan.model.profile import LayerTimes
 from dearmpi.tune.passes import PassTimes
 
 

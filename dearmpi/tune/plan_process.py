@@ -17,10 +17,10 @@ from typing import Any, TextIO
 
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError
-from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.plan import Plan
-from dearmpi.plan.planner import make_plan
-from dearmpi.plan.profile import ModelProfile, parse_profile
+from dearmpi.plan.data.plan import Plan
+from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.plan.model.profile import ModelProfile, parse_profile
+from dearmpi.plan.search.planner import make_plan
 
 _NICENESS = 10  # training goes first where cores are few
 _LEAST_GAIN = 0.005

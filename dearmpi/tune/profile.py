@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.plan.parameter import spec_of
-from dearmpi.plan.profile import LayerTimes, ModelProfile, parse_profile
-from dearmpi.plan.workload import Workload
+from dearmpi.plan.data.parameter import spec_of
+from dearmpi.plan.data.workload import Workload
+from dearmpi.plan.model.profile import LayerTimes, ModelProfile, parse_profile
 from dearmpi.tune.layers import build_layers, find_homes
 from dearmpi.tune.own_hook import OwnHook
 from dearmpi.tune.passes import Leg, Pass, summarize

@@ -9,7 +9,7 @@ import re
 from typing import get_args
 
 from dearmpi.config import ScheduleName
-from dearmpi.plan.schedule import build_schedule
+from dearmpi.plan.data.schedule import build_schedule
 
 BUCKETS = 4
 CELL, LANE, LEFT, TOP = 46, 26, 118, 34

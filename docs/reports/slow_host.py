@@ -9,8 +9,8 @@ import platform
 import time
 from collections.abc import Mapping
 
-from dearmpi.train.task import Task
 from dearmpi.train.tasks.bytes_lm import build_bytes_lm
+from dearmpi.train.tasks.task import Task
 
 HOST = "n1"
 

@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.config import MIB
-from dearmpi.engine.device import CudaDevice, Device
-from dearmpi.engine.side_stream import DeviceSideStream
-from dearmpi.engine.staging import StagedCollectives
+from dearmpi.engine.device.device import CudaDevice, Device
+from dearmpi.engine.device.side_stream import DeviceSideStream
+from dearmpi.engine.device.staging import StagedCollectives
 from tests.gpu.machine import IS_DRY, device, say, settle
 from tests.lazy_device import LazyDevice
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import dearmpi
-from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from tests.roster import launched_size
 

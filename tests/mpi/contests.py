@@ -10,8 +10,8 @@ from dearmpi.bench.method import Method
 from dearmpi.bench.result import Result
 from dearmpi.bench.subject import ReplaySubject
 from dearmpi.comm.world import World
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import Workload, read_workload
+from dearmpi.plan.data.workload import Workload, read_workload
+from dearmpi.plan.model.profile import profile_workload
 
 SHORT = Length(num_warmup=1, num_batches=2, num_rounds=1, patience_s=60.0)
 

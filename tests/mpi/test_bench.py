@@ -27,8 +27,8 @@ from dearmpi.bench.session import Question, answer
 from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World
 from dearmpi.errors import DearError
-from dearmpi.plan.layout import ParamSpec
-from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
+from dearmpi.plan.data.layout import ParamSpec
+from dearmpi.plan.data.workload import LayerSpec, Workload, float_layer, read_workload
 from tests.mpi.contests import SHORT, contest
 
 pytestmark = pytest.mark.ranks(1, 2)
@@ -210,7 +210,7 @@ def test_a_real_task_is_measured(world: World, tmp_path: Any) -> None:
     (tmp_path / "tiny.py").write_text(
         "import torch\n"
         "from torch import nn\n"
-        "from dearmpi.train.task import Task\n"
+        "from dearmpi.train.tasks.task import Task\n"
         "def make(options):\n"
         "    data = [torch.full((3,), i / 7) for i in range(7)]\n"
         "    loss = lambda model, batch: model(batch).square().mean()\n"

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from dearmpi.comm.halves import Halves
+from dearmpi.comm.algorithms.halves import Halves
 from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter
 from dearmpi.tune.calibrate import calibrate

@@ -86,7 +86,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch
 import dearmpi
-from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.watchdog.watchdog import StallLimits
 
 how = sys.argv[1]
 keeps_waiting = how in ("freeze", "load", "leave")
@@ -214,7 +214,7 @@ def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_job(
 LONGER_SCRIPT = """
 import torch
 import dearmpi
-from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.watchdog.watchdog import StallLimits
 
 world = dearmpi.connect(stall_limits=StallLimits(0.5, 8.0))
 model = torch.nn.Linear(8, 8)
@@ -243,10 +243,10 @@ def test_a_rank_that_takes_a_step_too_many_does_not_end_as_if_all_were_well(scri
 END_SCRIPT = """
 import os, signal
 import dearmpi
-from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.watchdog.watchdog import StallLimits
 
 world = dearmpi.connect(stall_limits=StallLimits(0.5, 8.0))
-from dearmpi.comm import mpi  # not before: who loads MPI first ends it
+from dearmpi.comm.backends import mpi
 finalize = mpi.finalize
 
 
@@ -281,7 +281,7 @@ if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
     os.kill(os.getpid(), signal.SIGSTOP)
 
 import dearmpi
-from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.watchdog.watchdog import StallLimits
 
 dearmpi.connect(stall_limits=StallLimits(0.5, 2.0))
 """

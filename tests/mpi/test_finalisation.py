@@ -57,8 +57,9 @@ if how == "closed":
 BY_ITSELF = """
 import sys, threading
 import dearmpi
-from dearmpi.comm import progress, watchdog
-from dearmpi.comm.lane import Work
+from dearmpi.comm.progress import progress
+from dearmpi.comm.watchdog import watchdog
+from dearmpi.comm.progress.lane import Work
 
 world = dearmpi.connect()
 world.barrier()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import dearmpi
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
-from dearmpi.engine.master import MasterCopy
-from dearmpi.engine.whole_update import WholeUpdate
+from dearmpi.engine.update.master import MasterCopy
+from dearmpi.engine.update.whole_update import WholeUpdate
 from dearmpi.errors import ConfigError
 
 

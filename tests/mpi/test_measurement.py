@@ -8,7 +8,7 @@ import pytest
 
 from dearmpi.cli.main import main
 from dearmpi.comm.world import World
-from dearmpi.plan.profile import read_profile
+from dearmpi.plan.model.profile import read_profile
 from dearmpi.tune.calibration import read_calibration
 from tests.unit.cli.test_measurement import TASK
 

@@ -158,7 +158,7 @@ def test_caps_make_one_some_and_many_buckets(world: World) -> None:
 @pytest.fixture(scope="module")
 def polling_world() -> Iterator[World]:
     """A second world over the same ranks, whose progress is made between layers."""
-    from dearmpi.comm import mpi
+    from dearmpi.comm.backends import mpi
 
     world = World(mpi.connect(), progress="poll")
     yield world

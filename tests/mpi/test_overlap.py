@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm import mpi
-from dearmpi.comm.api import Buffer, Collectives, Request
+from dearmpi.comm.api.collectives import Buffer, Collectives, Request
+from dearmpi.comm.backends import mpi
 from dearmpi.comm.world import World
 from dearmpi.config import AllGather, ReduceScatter
 from tests.unit.engine.chain import Chain

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api import Collectives, Request
-from dearmpi.comm.channel import Channel
-from dearmpi.comm.ring import PointToPoint
+from dearmpi.comm.algorithms.ring import PointToPoint
+from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError
@@ -26,7 +26,7 @@ MODES: list[ProgressMode] = ["thread", "poll"]
 
 def make_world(progress: ProgressMode) -> World:
     """A world over a communicator of its own, which a test may break."""
-    from dearmpi.comm import mpi
+    from dearmpi.comm.backends import mpi
 
     if progress == "thread" and not mpi.supports_threads():
         pytest.skip("a progress thread needs MPI_THREAD_MULTIPLE")

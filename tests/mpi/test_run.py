@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import dearmpi
-from dearmpi.train import checkpoint, metrics
+from dearmpi.train import checkpoint
+from dearmpi.train.metrics import metrics
 from tests.job import Ended, Job, clean_environment, run_job
 
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
@@ -31,7 +32,7 @@ from torch import nn
 
 import dearmpi
 from dearmpi.cli import failure
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 class Data:

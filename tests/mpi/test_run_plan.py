@@ -11,12 +11,12 @@ import pytest
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
 from dearmpi.comm.world import World
-from dearmpi.plan.plan import Plan, read_plan
-from dearmpi.train import metrics
-from dearmpi.train.agreement import AgreedError
-from dearmpi.train.job import LEAST_STEPS_TO_PLAN
-from dearmpi.train.sources import make_source
-from dearmpi.train.stop import StopRequest
+from dearmpi.plan.data.plan import Plan, read_plan
+from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN
+from dearmpi.train.metrics import metrics
+from dearmpi.train.ranks.agreement import AgreedError
+from dearmpi.train.ranks.stop import StopRequest
+from dearmpi.train.settings.sources import make_source
 from tests.mpi.task_file import task_file
 
 pytestmark = pytest.mark.ranks(2)
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks(2)
 TASK = """
 import torch
 from torch import nn
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 def make(options):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import dearmpi
-from dearmpi.engine.span import Track
-from dearmpi.report.trace import read_trace, read_traces, trace_path
-from dearmpi.report.trace_merge import merge
-from dearmpi.report.trace_writer import SLOT_STRIDE
+from dearmpi.engine.trace.span import Track
+from dearmpi.report.read.trace import read_trace, read_traces, trace_path
+from dearmpi.report.read.trace_merge import merge
+from dearmpi.report.read.trace_writer import SLOT_STRIDE
 from tests.job import Ended, run_job
 
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import dearmpi
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 def make(options):

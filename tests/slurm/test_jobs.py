@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dearmpi.train import checkpoint, metrics
+from dearmpi.train import checkpoint
+from dearmpi.train.metrics import metrics
 from tests.slurm.cluster import Cluster, JobState
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
@@ -26,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 class Data:

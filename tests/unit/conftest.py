@@ -16,7 +16,7 @@ def alone() -> Iterator[World]:
     """A world of one; torch has as many threads afterwards as before."""
     import torch
 
-    from dearmpi.comm.alone import AloneCollectives
+    from dearmpi.comm.backends.alone import AloneCollectives
     from dearmpi.comm.world import World
 
     num_threads = torch.get_num_threads()

@@ -17,9 +17,9 @@ from torch import nn
 
 import dearmpi
 from dearmpi import DistributedOptimizer, EngineConfig, SyncBatchNorm, World, guessed
-from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.config import EngineSettings
-from dearmpi.engine.broadcast import broadcast_parameters
+from dearmpi.engine.sync.broadcast import broadcast_parameters
 from dearmpi.errors import ConfigError
 
 ARGUMENTS = set(EngineConfig.__dataclass_fields__) | set(

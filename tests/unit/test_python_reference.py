@@ -6,7 +6,7 @@ from pathlib import Path
 
 import dearmpi
 from dearmpi import World
-from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.backends.alone import AloneCollectives
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "python.md").read_text()
 

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.train import durable
 from dearmpi.train.checkpoint import tensor_file
 from dearmpi.train.checkpoint.manifest import short
 from dearmpi.train.checkpoint.store import load, verify
 from dearmpi.train.checkpoint.survey import list_checkpoints, list_runs, resolve, survey
+from dearmpi.train.files import durable
 
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pt", ".pth")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dearmpi.engine.buffers import flattened, is_dense
+from dearmpi.engine.bucket.buffers import flattened, is_dense
 from dearmpi.errors import CheckpointError
 from dearmpi.train.checkpoint.direct_file import BLOCK_BYTES
 

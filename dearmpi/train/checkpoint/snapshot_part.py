@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dearmpi.engine.local_state import StatePiece
+from dearmpi.engine.state.local_state import StatePiece
 from dearmpi.train.checkpoint import encoding
 from dearmpi.train.checkpoint.part import Part, Piece, check_storable, divide
 from dearmpi.train.checkpoint.snapshot import Snapshot

@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 
 import dearmpi
 from dearmpi.errors import CheckpointError
-from dearmpi.train import durable
 from dearmpi.train.checkpoint import encoding, manifest, part_file
 from dearmpi.train.checkpoint.manifest import FileRecord, Manifest, part_name
 from dearmpi.train.checkpoint.part import CopyBuffer, Part
@@ -37,6 +36,7 @@ from dearmpi.train.checkpoint.survey import (
     remove,
     remove_leftovers,
 )
+from dearmpi.train.files import durable
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dearmpi.errors import DataError
-from dearmpi.train.task import Task
 from dearmpi.train.tasks.options import check_at_least, read_options
-from dearmpi.train.tasks.transformer import Transformer, TransformerShape, generate
-from dearmpi.train.text import (
+from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.text import (
     Corpus,
     bigram_entropy,
     read_corpus,
     standard_library_files,
     text_files,
 )
+from dearmpi.train.tasks.transformer import Transformer, TransformerShape, generate
 
 NAME = "bytes-lm"
 NUM_BYTES = 256

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from dearmpi.config import known_names
 from dearmpi.errors import DearError, TaskError
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 class TrackedOptions(Mapping[str, str]):
@@ -60,7 +60,7 @@ def build_custom(name: str, options: Mapping[str, str]) -> Task:
     if not isinstance(task, Task):
         raise TaskError(
             f"task {name}: {attribute} returned {_article(type(task).__name__)}, "
-            "not a dearmpi.train.task.Task"
+            "not a dearmpi.train.tasks.task.Task"
         )
     if tracked.unread:
         raise TaskError(

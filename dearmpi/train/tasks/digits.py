@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dearmpi.train.task import Task
 from dearmpi.train.tasks.classify import (
     Labelled,
     SmallConvNet,
@@ -17,6 +16,7 @@ from dearmpi.train.tasks.classify import (
 )
 from dearmpi.train.tasks.extras import import_extra
 from dearmpi.train.tasks.options import check_at_least, read_options
+from dearmpi.train.tasks.task import Task
 
 NAME = "digits"
 NUM_CLASSES = 10

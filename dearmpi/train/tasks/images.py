@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.listing import files_below, folders_in, is_folder
-from dearmpi.train.task import Task
+from dearmpi.train.files.listing import files_below, folders_in, is_folder
 from dearmpi.train.tasks.classify import classification_loss, classification_metrics
 from dearmpi.train.tasks.extras import import_extra
 from dearmpi.train.tasks.options import check_at_least, read_options
+from dearmpi.train.tasks.task import Task
 from dearmpi.train.tasks.vision import ImageShape, build_vision_model
 
 NAME = "images"

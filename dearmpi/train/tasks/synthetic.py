@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.train.task import Samples, Task
-from dearmpi.train.task_name import SYNTHETIC, check_task_name
 from dearmpi.train.tasks.classify import classification_loss
 from dearmpi.train.tasks.extras import import_extra
 from dearmpi.train.tasks.options import check_at_least, read_options
+from dearmpi.train.tasks.task import Samples, Task
+from dearmpi.train.tasks.task_name import SYNTHETIC, check_task_name
 from dearmpi.train.tasks.vision import ImageShape, build_vision_model
 
 NUM_IMAGE_CLASSES = 1000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.comm.api import Collectives
-from dearmpi.comm.channel import Channel
+from dearmpi.comm.api.collectives import Collectives
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 
 
@@ -18,7 +18,7 @@ def channels(world: World) -> list[Channel]:
 @pytest.fixture
 def collectives() -> Collectives:
     """A communicator of the test's own, which the test drives itself."""
-    from dearmpi.comm import mpi
+    from dearmpi.comm.backends import mpi
 
     if not mpi.supports_threads():
         pytest.skip("a second driver needs MPI_THREAD_MULTIPLE")

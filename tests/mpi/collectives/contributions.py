@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api import Buffer, Collectives, Request
+from dearmpi.comm.api.collectives import Buffer, Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
 

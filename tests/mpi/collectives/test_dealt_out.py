@@ -14,7 +14,7 @@ from tests.mpi.collectives.contributions import complete, contribution, own, tot
 def test_every_rank_has_its_shard_of_the_sum_and_then_all_of_it(
     world: World, monkeypatch: pytest.MonkeyPatch, shard: int
 ) -> None:
-    from dearmpi.comm import mpi
+    from dearmpi.comm.backends import mpi
 
     if not mpi.supports_threads():
         pytest.skip("a second driver needs MPI_THREAD_MULTIPLE")

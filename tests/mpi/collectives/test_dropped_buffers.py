@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api import Collectives, Request
+from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.config import AllGather
 from tests.mpi.collectives.contributions import ALGORITHMS, complete, contribution, own, total

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api import Collectives
-from dearmpi.comm.channel import Channel
+from dearmpi.comm.api.collectives import Collectives
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError

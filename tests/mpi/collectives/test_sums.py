@@ -10,9 +10,9 @@ from typing import get_args
 import pytest
 import torch
 
-from dearmpi.comm.api import Collectives, ReduceOp
-from dearmpi.comm.channel import Channel
-from dearmpi.comm.choose import fastest_reduce_scatter
+from dearmpi.comm.algorithms.choose import fastest_reduce_scatter
+from dearmpi.comm.api.collectives import Collectives, ReduceOp
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError

@@ -10,8 +10,8 @@ from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
 from dearmpi.comm.world import World
 from dearmpi.train import checkpoint
-from dearmpi.train.sources import make_source
-from dearmpi.train.stop import StopRequest
+from dearmpi.train.ranks.stop import StopRequest
+from dearmpi.train.settings.sources import make_source
 
 NUM_SAMPLES, BATCH_SIZE = 43, 10  # the last of five batches holds 3: some ranks may have none
 TASK = f"""
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import dearmpi
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 class Points:

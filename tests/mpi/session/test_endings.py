@@ -10,10 +10,10 @@ import pytest
 
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError, NonFiniteLossError
-from dearmpi.train.agreement import AgreedError
 from dearmpi.train.checkpoint import part_file
 from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.checkpoint.part import Part
+from dearmpi.train.ranks.agreement import AgreedError
 from tests.mpi.session.points import TASK, run, saved_model
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
-from dearmpi.train import metrics, tally
-from dearmpi.train.data import Batches
-from dearmpi.train.seeding import seed_all
-from dearmpi.train.stop import EXIT_PREEMPTED
+from dearmpi.train.data.data import Batches
+from dearmpi.train.metrics import metrics, tally
+from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.stop import EXIT_PREEMPTED
 from tests.mpi.session.points import BATCH_SIZE, NUM_SAMPLES, TASK, run, saved_model
 
 

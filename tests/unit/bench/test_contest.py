@@ -18,12 +18,12 @@ from dearmpi.bench.method import alone as train_alone
 from dearmpi.bench.peers import read_method
 from dearmpi.bench.result import Block, Iteration, LinkTimes, Result, Row
 from dearmpi.bench.subject import ReplaySubject
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.self_planning import LEAST_STEPS
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.engine.setup.self_planning import LEAST_STEPS
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 
 NUM_WARMUP, NUM_BATCHES = 1, 2
 PROFILE = profile_workload(read_workload("equal:0.01:2"), feed_forward_s=1e-4, backprop_s=2e-4)

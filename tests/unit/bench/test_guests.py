@@ -21,8 +21,8 @@ from dearmpi.bench.result import Result, Row
 from dearmpi.bench.subject import ReplaySubject
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload
 
 THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 OUR_VARIABLES = ("HOROVOD", "DS_ACCELERATOR", "LOCAL_RANK")

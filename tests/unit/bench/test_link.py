@@ -13,14 +13,14 @@ from dearmpi import DistributedOptimizer
 from dearmpi.bench import link
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.result import LinkTimes
-from dearmpi.comm.api import Request
-from dearmpi.comm.fake import FakeCollectives, FakeHub
-from dearmpi.comm.halves import Halves
-from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.api.collectives import Request
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig, ReduceScatter
-from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.plan.data.layout import ParamSpec, build_layout
 from dearmpi.tune.calibrate import calibrate
+from tests.fakes import FakeCollectives, FakeHub
+from tests.fakes.ranks import run_ranks
 
 LAYOUT = build_layout([[ParamSpec("a", (800,))], [ParamSpec("b", (400,))]], 2)
 REPEATS = 2

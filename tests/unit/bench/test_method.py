@@ -19,8 +19,8 @@ from dearmpi.bench.session import Question
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload
 
 
 @pytest.mark.parametrize("name", METHOD_NAMES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dearmpi.bench.method import Method, alone
 from dearmpi.bench.problem import find_missing
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from tests.fakes.ranks import run_ranks
 
 
 def test_what_one_rank_lacks_is_missing_on_all() -> None:

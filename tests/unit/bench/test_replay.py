@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dearmpi.bench.replay import Pace, ReplayModel
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import LayerSpec, Workload, float_layer, read_workload
+from dearmpi.plan.data.workload import LayerSpec, Workload, float_layer, read_workload
+from dearmpi.plan.model.profile import profile_workload
 
 # Words that a replayed model might use for itself.
 ATTRIBUTES = ("order", "used", "pace", "work", "gradient", "feed_forward_s", "backprop_s", "tie")

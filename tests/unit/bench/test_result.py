@@ -14,7 +14,7 @@ from dearmpi.bench.record import result_json
 from dearmpi.bench.result import Block, Bounds, Iteration, LinkTimes, Result, Row, quartiles
 from dearmpi.bench.table import align, describe_result
 from dearmpi.config import CommDtype
-from dearmpi.report.shape import MARGIN, text_width
+from dearmpi.report.draw.shape import MARGIN, text_width
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

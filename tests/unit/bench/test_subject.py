@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from dearmpi.bench.subject import ReplaySubject, task_subject
 from dearmpi.config import CommDtype
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
-from dearmpi.train.task import Task
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload
+from dearmpi.train.tasks.task import Task
 
 
 def test_each_rank_of_a_task_has_samples_of_its_own() -> None:

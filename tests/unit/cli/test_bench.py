@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dearmpi.cli.main import main
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload
 
 QUICK = ["--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "1"]
 SMALL = [

@@ -13,7 +13,7 @@ import torch
 import dearmpi.comm
 from dearmpi.cli.main import main
 from dearmpi.comm import lifecycle
-from dearmpi.comm.library import Library
+from dearmpi.comm.process.library import Library
 from dearmpi.doctor import examination, launch
 from dearmpi.errors import CommError
 
@@ -96,7 +96,7 @@ def test_a_report_that_cannot_be_written_is_told(
 def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle._Process, "world", None)
     monkeypatch.setattr(atexit, "register", lambda *arguments: None)
-    monkeypatch.setitem(sys.modules, "dearmpi.comm.mpi", None)
+    monkeypatch.setitem(sys.modules, "dearmpi.comm.backends.mpi", None)
     monkeypatch.delattr(dearmpi.comm, "mpi", raising=False)
 
 

@@ -12,11 +12,11 @@ import pytest
 from dearmpi.cli.failure import describe, end_run, exit_code
 from dearmpi.cli.rank_log import RankLog, rank_log
 from dearmpi.cli.ranks import on_ranks
-from dearmpi.comm.alone import AloneCollectives
-from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, ConfigError, DataError, NonFiniteLossError
-from dearmpi.train.agreement import AgreedError
+from dearmpi.train.ranks.agreement import AgreedError
+from tests.fakes.ranks import run_ranks
 
 
 def fail_inside() -> Exception:

@@ -15,8 +15,8 @@ from dearmpi.cli.settings import setting_options
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint import Snapshot
-from dearmpi.train.settings import SETTINGS
-from dearmpi.train.sources import merge
+from dearmpi.train.settings.settings import SETTINGS
+from dearmpi.train.settings.sources import merge
 from tests.unit.cli.bare import run_bare
 
 TOO_LONG = "a" * 300  # a name that may not be looked at, not even by root

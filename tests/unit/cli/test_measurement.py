@@ -11,18 +11,18 @@ from dearmpi.cli.calibrate import describe_calibration
 from dearmpi.cli.main import main
 from dearmpi.cli.measurement import check_writable, write_file
 from dearmpi.cli.profile import describe_profile
-from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.plan.profile import profile_workload, read_profile
-from dearmpi.plan.workload import read_workload
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload, read_profile
 from dearmpi.tune import calibrate as tuning
 from dearmpi.tune.calibration import Calibration, SizeTimes
 
 TASK = """
 import torch
 from torch import nn
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 def make(options):
     data = [torch.full((3,), i / 7) for i in range(8)]

@@ -15,12 +15,12 @@ import pytest
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.narrator import Narrator, describe_outcome, describe_stop
-from dearmpi.report.straggler import STEADY, STRETCH_STEPS
-from dearmpi.train.evaluation import Evaluation
-from dearmpi.train.job import Job
-from dearmpi.train.metrics import MetricsRow
-from dearmpi.train.outcome import Outcome
-from dearmpi.train.rank_times import RankTimes
+from dearmpi.report.read.straggler import STEADY, STRETCH_STEPS
+from dearmpi.train.loop.evaluation import Evaluation
+from dearmpi.train.loop.job import Job
+from dearmpi.train.loop.outcome import Outcome
+from dearmpi.train.metrics.metrics import MetricsRow
+from dearmpi.train.metrics.rank_times import RankTimes
 
 TASK = SimpleNamespace(loss_scale_name="percent", loss_scale=100.0, unit="points")
 JOB = SimpleNamespace(

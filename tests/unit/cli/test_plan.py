@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dearmpi.cli.main import main
-from dearmpi.plan.plan import read_plan
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.plan.data.plan import read_plan
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.profile import profile_workload
 from dearmpi.tune.calibration import Calibration, SizeTimes
 from dearmpi.version import __version__
 from tests.unit.cli.bare import run_bare

@@ -13,7 +13,7 @@ import pytest
 
 from dearmpi.cli.main import main
 from dearmpi.cli.requeue import EXIT_PREEMPTED, run_forwarding
-from dearmpi.train import stop
+from dearmpi.train.ranks import stop
 from tests.stand_in import stand_in
 
 VARIABLES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")

@@ -11,16 +11,16 @@ import torch
 
 from dearmpi.cli.run import run_together
 from dearmpi.comm import lifecycle as module
-from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
-from dearmpi.train.sources import make_source
-from dearmpi.train.stop import EXIT_PREEMPTED
+from dearmpi.train.ranks.stop import EXIT_PREEMPTED
+from dearmpi.train.settings.sources import make_source
 
 TASK = """
 import torch
 from torch import nn
 
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 def make(options):

@@ -16,17 +16,19 @@ import yaml
 
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
-from dearmpi.train import checkpoint, session, tally
-from dearmpi.train.agreement import AgreedError
-from dearmpi.train.device import DeviceChoice
-from dearmpi.train.session import open_session
-from dearmpi.train.sources import make_source
-from dearmpi.train.stop import EXIT_PREEMPTED, StopRequest
-from dearmpi.train.task import Task
+from dearmpi.train import checkpoint
+from dearmpi.train.metrics import tally
+from dearmpi.train.ranks.agreement import AgreedError
+from dearmpi.train.ranks.device import DeviceChoice
+from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
+from dearmpi.train.run import session
+from dearmpi.train.run.session import open_session
+from dearmpi.train.settings.sources import make_source
 from dearmpi.train.tasks import build_task
+from dearmpi.train.tasks.task import Task
+from tests.fakes.ranks import run_ranks
 
 TASK = """
 import signal
@@ -34,7 +36,7 @@ import signal
 import torch
 from torch import nn
 
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 def make(options):

@@ -13,16 +13,16 @@ from dearmpi.cli.main import main
 from dearmpi.cli.rank_log import rank_log
 from dearmpi.cli.session import run_session
 from dearmpi.comm.world import World
-from dearmpi.report.trace import trace_path
-from dearmpi.report.trace_merge import merge
-from dearmpi.train.agreement import AgreedError
-from dearmpi.train.sources import make_source, read_file
-from dearmpi.train.stop import StopRequest
+from dearmpi.report.read.trace import trace_path
+from dearmpi.report.read.trace_merge import merge
+from dearmpi.train.ranks.agreement import AgreedError
+from dearmpi.train.ranks.stop import StopRequest
+from dearmpi.train.settings.sources import make_source, read_file
 
 TASK = """
 import torch
 from torch import nn
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 
 def make(options):

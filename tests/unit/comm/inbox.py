@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.comm.api import Completed, Request
+from dearmpi.comm.api.collectives import Completed, Request
 
 HOSTS = tuple(f"n{rank}" for rank in range(1000))
 """Of each rank; as many of them as a test has."""
@@ -30,4 +30,4 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr("dearmpi.comm.watchdog.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("dearmpi.comm.watchdog.watchdog.time.monotonic", lambda: self.now_s)

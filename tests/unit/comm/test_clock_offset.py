@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from dearmpi.comm.clock_offset import ClockOffset, measure_clock
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from tests.fakes.ranks import run_ranks
 
 
 def test_the_offset_is_found_within_its_uncertainty() -> None:

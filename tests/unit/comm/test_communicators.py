@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.comm.api import Collectives, Request
-from dearmpi.comm.fake import FakeCollectives
-from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError
+from tests.fakes import FakeCollectives
+from tests.fakes.ranks import run_ranks
 
 
 def test_whoever_has_no_communicator_left_is_told_what_holds_them(

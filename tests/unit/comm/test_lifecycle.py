@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from dearmpi.comm import world as world_module
-from dearmpi.comm.alone import AloneCollectives
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.lifecycle import abort_on_exception
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, ConfigError
+from tests.fakes.ranks import run_ranks
 
 
 def test_an_abort_ends_with_its_code() -> None:
@@ -156,7 +156,7 @@ def test_an_error_of_ours_begins_with_the_place_in_the_users_code(
 def test_a_rank_under_which_mpi_has_failed_lets_the_one_that_knows_why_end_the_job(
     kind: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mpi = pytest.importorskip("dearmpi.comm.mpi")
+    mpi = pytest.importorskip("dearmpi.comm.backends.mpi")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     slept: list[float] = []
 

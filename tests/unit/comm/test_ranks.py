@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError
+from tests.fakes.ranks import run_ranks
 
 
 def test_results_come_by_rank() -> None:

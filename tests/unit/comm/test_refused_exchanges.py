@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dearmpi.comm.host import HostBuffer
-from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.messages.host import HostBuffer
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
+from tests.fakes.ranks import run_ranks
 
 REFUSED: dict[str, tuple[Callable[[World], object], str]] = {
     "every other element": (

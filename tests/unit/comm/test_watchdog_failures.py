@@ -8,11 +8,11 @@ from dataclasses import asdict
 
 import pytest
 
-from dearmpi.comm.api import Request
-from dearmpi.comm.fake import FakeCollectives, FakeHub
-from dearmpi.comm.watchdog import StallLimits, Watchdog
+from dearmpi.comm.api.collectives import Request
+from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.errors import StallError
+from tests.fakes import FakeCollectives, FakeHub
 from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 
 LIMITS = StallLimits(warning_s=5.0, abort_s=60.0)

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import pytest
 
-from dearmpi.comm.api import Completed, Request
-from dearmpi.comm.watchdog import StallLimits, Watchdog
+from dearmpi.comm.api.collectives import Completed, Request
+from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
 from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 

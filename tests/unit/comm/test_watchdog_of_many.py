@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from dearmpi.comm.api import Completed, Request
-from dearmpi.comm.watchdog import StallLimits, Watchdog
+from dearmpi.comm.api.collectives import Completed, Request
+from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
 from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 
@@ -121,7 +121,7 @@ def test_a_thousand_questions_at_once_take_one_look_at_the_stack(
         looks.append(thread)
         return ("train.py:1 <module>",)
 
-    monkeypatch.setattr("dearmpi.comm.watchdog.stack_of", look)
+    monkeypatch.setattr("dearmpi.comm.watchdog.watchdog.stack_of", look)
     inbox = Inbox(*((rank, QUESTION) for rank in range(1, 1000)))
     watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:1000], limits=LIMITS)
     watchdog.tend()

@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 import pytest
 
-from dearmpi.comm.status import Status
-from dearmpi.comm.watchdog import StallLimits, Watchdog
+from dearmpi.comm.api.status import Status
+from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
 from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 

@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 
 import dearmpi.comm
 from dearmpi.comm import lifecycle as module
-from dearmpi.comm.alone import AloneCollectives
-from dearmpi.comm.api import Collectives, Request
-from dearmpi.comm.fake import FakeCollectives, FakeHub
-from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.lifecycle import connect
-from dearmpi.comm.ranks import run_ranks
-from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, LaunchError
+from tests.fakes import FakeCollectives, FakeHub
+from tests.fakes.ranks import run_ranks
 
 # Lone surrogates stand for the undecodable bytes of file names.
 TEXTS = st.lists(st.text(st.characters(exclude_categories=())), min_size=1, max_size=4)
@@ -213,7 +213,7 @@ def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that is not connected yet, on a machine without MPI."""
     monkeypatch.setattr(module._Process, "world", None)
     monkeypatch.setattr(module._Process, "progress", "thread")
-    monkeypatch.setitem(sys.modules, "dearmpi.comm.mpi", None)
+    monkeypatch.setitem(sys.modules, "dearmpi.comm.backends.mpi", None)
     monkeypatch.delattr(dearmpi.comm, "mpi", raising=False)
     hook = sys.excepthook
     yield
@@ -255,8 +255,8 @@ def replace_mpi(
         supports_threads=lambda: serves_any_thread,
         serves_any_thread=lambda: serves_any_thread,
     )
-    monkeypatch.setitem(sys.modules, "dearmpi.comm.mpi", mpi)
-    monkeypatch.setattr("dearmpi.comm.mpi", mpi, raising=False)
+    monkeypatch.setitem(sys.modules, "dearmpi.comm.backends.mpi", mpi)
+    monkeypatch.setattr("dearmpi.comm.backends.mpi", mpi, raising=False)
 
 
 @pytest.mark.parametrize("serves_any_thread", [False, True])

@@ -7,9 +7,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from dearmpi.comm.api import Request
-from dearmpi.comm.ring import Ring, Way
-from dearmpi.comm.traffic import Traffic
+from dearmpi.comm.algorithms.ring import Ring, Way
+from dearmpi.comm.algorithms.traffic import Traffic
+from dearmpi.comm.api.collectives import Request
 
 
 class Post(Request):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.doctor import folder as module
 from dearmpi.doctor.folder import FolderTrial, judge_folder, try_folder
+from tests.fakes.ranks import run_ranks
 
 GOOD = FolderTrial(
     Path("/data"), ["n0", "n1"], bytes_s=1e9, free_bytes=10**12, read=[("before", "after")] * 2

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.api import Buffer
-from dearmpi.comm.fake import FakeHub
+from dearmpi.comm.api.collectives import Buffer
 from dearmpi.comm.world import World
+from tests.fakes import FakeHub
 from tests.mpi.models import fill
 
 Moment = Callable[[str], None]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dearmpi.comm.fake import FakeCollectives, FakeHub
-from dearmpi.engine.device_collectives import DeviceCollectives
-from dearmpi.engine.direct import DirectCollectives
-from dearmpi.engine.side_stream import DeviceSideStream
-from dearmpi.engine.staging import StagedCollectives
+from dearmpi.engine.device.device_collectives import DeviceCollectives
+from dearmpi.engine.device.direct import DirectCollectives
+from dearmpi.engine.device.side_stream import DeviceSideStream
+from dearmpi.engine.device.staging import StagedCollectives
+from tests.fakes import FakeCollectives, FakeHub
 from tests.lazy_device import LazyDevice
 
 SIZE = 2

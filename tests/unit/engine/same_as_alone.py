@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import Case, Training, assert_same
 
 Script = Callable[[Training], None]

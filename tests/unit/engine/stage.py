@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dearmpi.comm.fake import FakeClock, FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from tests.fakes import FakeClock, FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.unit.engine.chain import name_of_bucket
 
 PATIENCE_S = 20.0

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.buffers import Arena, FlatBuffer
-from dearmpi.engine.gradient_memory import GradientMemory
-from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import Arena, FlatBuffer
+from dearmpi.engine.bucket.gradient_memory import GradientMemory
+from dearmpi.plan.data.layout import ParamSpec, build_layout
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 SIZE = 2

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ReplicaMismatchError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 State = dict[str, Any]

@@ -19,9 +19,9 @@ from dearmpi import (
     connect,
     convert_sync_batchnorm,
 )
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
+from tests.fakes.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

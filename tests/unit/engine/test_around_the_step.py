@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 from tests.mpi.semantics import slow_adam
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer, SyncBatchNorm, convert_sync_batchnorm
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import MismatchError
+from tests.fakes.ranks import run_ranks
 
 
 class Norms(nn.Module):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.api import Buffer
-from dearmpi.comm.fake import FakeClock, FakeHub
-from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.api.collectives import Buffer
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError, UsageError
+from tests.fakes import FakeClock, FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 PATIENCE_S = 20.0

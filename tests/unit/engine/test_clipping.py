@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.engine.clipping import shard_norm
+from tests.fakes.ranks import run_ranks
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from tests.fakes.ranks import run_ranks
 
 
 def test_closing_before_the_step_leaves_an_ordinary_model() -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer, EngineConfig, GradScaler
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import CheckpointError, ConfigError, WireRangeError
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 from tests.mpi.oracle import OPTIMIZERS, copies, fingerprint
 

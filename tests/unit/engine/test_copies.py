@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 from dearmpi import DistributedOptimizer, SyncBatchNorm
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.layer_spans import LayerSpans
-from dearmpi.engine.spans import Spans
+from dearmpi.engine.trace.layer_spans import LayerSpans
+from dearmpi.engine.trace.spans import Spans
 from dearmpi.errors import UsageError
 from dearmpi.tune.profile import LayerTimer
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 

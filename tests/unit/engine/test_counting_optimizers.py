@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 GATHERS = pytest.mark.parametrize("gather", ["parameters", "gradients"])

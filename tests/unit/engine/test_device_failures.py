@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.fake import FakeCollectives, FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError
+from tests.fakes import FakeCollectives, FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.lazy_device import LazyDevice, put_on
 from tests.unit.engine.chain import Chain
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError, UsageError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 Act = Callable[[Any, torch.optim.Optimizer, nn.Sequential], object]

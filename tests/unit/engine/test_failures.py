@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.fake import Action, FakeHub, Fault
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import Gather, ProgressMode
 from dearmpi.errors import CommError, ConfigError, MismatchError, UsageError
+from tests.fakes import Action, FakeHub, Fault
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import Matrices, fill
 from tests.mpi.oracle import OPTIMIZERS
 from tests.unit.engine.chain import Chain, name_of_bucket

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 from tests.mpi.oracle import Case, Training
 from tests.unit.engine.same_as_alone import EVERY_WAY, assert_same_as_alone

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.arrivals import quiet_slots
+from dearmpi.engine.bucket.arrivals import quiet_slots
 from dearmpi.errors import UsageError
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.lazy_device import LazyDevice, LazyStream, put_on
 from tests.mpi.models import fill
 from tests.unit.engine.chain import REDUCE_SCATTERS, operations

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.buffers import Arena
-from dearmpi.engine.master import MASTER, MasterRule
-from dearmpi.engine.probe import resident_scalars
-from dearmpi.engine.shard import ResidentShard
-from dearmpi.engine.shard_update import ShardUpdate
-from dearmpi.engine.update import read_options
-from dearmpi.engine.whole_update import WholeUpdate
-from dearmpi.plan.layout import build_layout
-from dearmpi.plan.parameter import spec_of
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import Arena
+from dearmpi.engine.bucket.shard import ResidentShard
+from dearmpi.engine.probe.probe import resident_scalars
+from dearmpi.engine.update.master import MASTER, MasterRule
+from dearmpi.engine.update.shard_update import ShardUpdate
+from dearmpi.engine.update.update import read_options
+from dearmpi.engine.update.whole_update import WholeUpdate
+from dearmpi.plan.data.layout import build_layout
+from dearmpi.plan.data.parameter import spec_of
 
 Update = ShardUpdate | WholeUpdate
 

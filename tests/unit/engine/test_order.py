@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.plan.parameter import spec_of
-from dearmpi.plan.plan import Plan, fingerprint
-from dearmpi.plan.prediction import Prediction
-from dearmpi.plan.schedule import AllGather, Launch, Schedule, Wait
+from dearmpi.plan.data.parameter import spec_of
+from dearmpi.plan.data.plan import Plan, fingerprint
+from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.schedule import AllGather, Launch, Schedule, Wait
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.unit.engine.chain import (
     ALL_GATHERS,
     REDUCE_SCATTERS,

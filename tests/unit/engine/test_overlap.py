@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.unit.engine.chain import Chain, distribute, name_of_bucket
 from tests.unit.engine.stage import Stage
 

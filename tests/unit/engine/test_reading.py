@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.unit.engine.chain import Chain
 
 NUM_LAYERS = 3

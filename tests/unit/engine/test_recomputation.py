@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 from tests.mpi.oracle import batch, cut
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import ScheduleName
 from dearmpi.errors import ConfigError, UsageError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import Case, Training
 
 

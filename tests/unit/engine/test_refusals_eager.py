@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import UsageError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import Case, Training
 
 

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.layout import ParamSpec
-from dearmpi.plan.plan import Plan
-from dearmpi.plan.planner import make_plan
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import LayerSpec, Workload
+from dearmpi.plan.data.layout import ParamSpec
+from dearmpi.plan.data.plan import Plan
+from dearmpi.plan.data.workload import LayerSpec, Workload
+from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.plan.model.profile import profile_workload
+from dearmpi.plan.search.planner import make_plan
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 

@@ -11,9 +11,9 @@ from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dearmpi import DistributedOptimizer, convert_sync_batchnorm
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
+from tests.fakes.ranks import run_ranks
 
 
 @contextmanager

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
+from tests.fakes.ranks import run_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -19,10 +19,10 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
+from tests.fakes.ranks import run_ranks
 from tests.unit.engine.test_refused_modules import process_group
 
 TURN = Lock()  # torch.distributed is of the process, and ranks are its threads

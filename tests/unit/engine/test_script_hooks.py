@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import UsageError
+from tests.fakes.ranks import run_ranks
 
 
 def _halve_when_it_comes(param: Tensor, seen: list[Tensor]) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 from tests.mpi.oracle import Case, Training, batch, cut
 from tests.unit.engine.same_as_alone import assert_same_as_alone

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import dearmpi
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import UsageError
+from tests.fakes.ranks import run_ranks
 
 PACKAGE = Path(dearmpi.__file__).parent
 INTERRUPTED = (str(PACKAGE / "engine"), str(PACKAGE / "comm"))

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm import last_words, world
-from dearmpi.comm.ranks import run_ranks
-from dearmpi.comm.watchdog import StallLimits
+from dearmpi.comm import world
+from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.errors import StallError
+from tests.fakes.ranks import run_ranks
 
 LIMIT_S = 30.0  # far beyond what any of this takes
 

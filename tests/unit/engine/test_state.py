@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 from tests.mpi.oracle import OPTIMIZERS, Case, Outcome, Training, assert_same, copies
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 Change = Callable[[Any], None]

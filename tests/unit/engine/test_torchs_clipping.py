@@ -14,9 +14,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import dearmpi
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ReplicaMismatchError, UsageError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 GATHERS = pytest.mark.parametrize("gather", ["parameters", "gradients"])

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dearmpi import DistributedOptimizer, SyncBatchNorm
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, UsageError
+from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
 UNEQUAL = "some ranks have reduced gradients once more than others"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer, broadcast_buffers, broadcast_parameters
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, MismatchError
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 
 HOWS = ["average", "broadcast"]
 

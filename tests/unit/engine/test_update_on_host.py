@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer, EngineConfig, GradScaler
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.bucket import BucketRuntime
-from dearmpi.engine.buffers import Arena
-from dearmpi.engine.host_shard import HostMemory, HostShard
-from dearmpi.engine.side_stream import DeviceSideStream
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import Arena
+from dearmpi.engine.device.side_stream import DeviceSideStream
+from dearmpi.engine.update.host_shard import HostMemory, HostShard
 from dearmpi.errors import CommError, ConfigError
-from dearmpi.plan.layout import ParamSpec, build_layout
+from dearmpi.plan.data.layout import ParamSpec, build_layout
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from tests.fakes.ranks import run_ranks
 from tests.lazy_device import LazyDevice, put_on
 from tests.mpi.models import fill
 from tests.mpi.oracle import OPTIMIZERS, copies, fingerprint, flat_state
@@ -31,7 +31,7 @@ Saved = tuple[dict[str, Tensor], dict[str, Any]]
 def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     """All engines' own, with an MPI that takes its memory: only updates copy anything."""
     works = tuple(Verdict(operation, works=True) for operation in OPERATIONS)
-    monkeypatch.setattr("dearmpi.engine.device_way.known_verdicts", lambda: works)
+    monkeypatch.setattr("dearmpi.engine.device.device_way.known_verdicts", lambda: works)
     device = LazyDevice()
     put_on(monkeypatch, device)
     return device

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.profile import ModelProfile, profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.plan.model.profile import ModelProfile, profile_workload
 
 GIGABIT = LinkModel(5e-4, 0.75 * 8e-9)
 HOSTS = Costs(4, GIGABIT, GIGABIT, update_s=1e-3, main_thread_s=1e-4)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dearmpi.config import Gather
-from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.layout import BucketLayout, build_layout
-from dearmpi.plan.profile import LayerTimes, ModelProfile
-from dearmpi.plan.schedule import AllGather, Conduct, Launch, Schedule, Wait
-from dearmpi.plan.timeline import Timeline, simulate
-from dearmpi.plan.workload import LayerSpec, Workload, float_layer
+from dearmpi.plan.data.layout import BucketLayout, build_layout
+from dearmpi.plan.data.schedule import AllGather, Conduct, Launch, Schedule, Wait
+from dearmpi.plan.data.workload import LayerSpec, Workload, float_layer
+from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.plan.model.profile import LayerTimes, ModelProfile
+from dearmpi.plan.simulate.timeline import Timeline, simulate
 
 UNIT = LinkModel(0.0, 1 / 8)  # 8 bytes, two elements of fp32, take a second
 COSTS = Costs(2, UNIT, UNIT)

@@ -8,11 +8,11 @@ from itertools import pairwise, product
 
 import pytest
 
-from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.schedule import Conduct, Schedule, dear
-from dearmpi.plan.timeline import Lane, Span, Timeline, simulate
-from dearmpi.plan.workload import float_layer, read_workload
+from dearmpi.plan.data.schedule import Conduct, Schedule, dear
+from dearmpi.plan.data.workload import float_layer, read_workload
+from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.plan.model.profile import profile_workload
+from dearmpi.plan.simulate.timeline import Lane, Span, Timeline, simulate
 from tests.unit.plan.small import make_profile, own, per_tensor, run
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.report.palette import DARK, LIGHT
-from dearmpi.report.report import write_report
+from dearmpi.report.draw.palette import DARK, LIGHT
+from dearmpi.report.page.report import write_report
 from tests.unit.report.example_run import ExampleRun
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.report.figures import measure
-from dearmpi.report.history import History, read_history
-from dearmpi.report.limit import judge
-from dearmpi.report.recording import Recording
-from dearmpi.train import rank_columns
-from dearmpi.train.metrics import MetricsLog, MetricsRow
-from dearmpi.train.rank_times import RankTimes
+from dearmpi.report.analyse.figures import measure
+from dearmpi.report.page.limit import judge
+from dearmpi.report.read.history import History, read_history
+from dearmpi.report.read.recording import Recording
+from dearmpi.train.metrics import rank_columns
+from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
+from dearmpi.train.metrics.rank_times import RankTimes
 
 NUM_RANKS = 512
 HOSTS = tuple(f"n{rank // 128}" for rank in range(NUM_RANKS))

@@ -9,23 +9,23 @@ from itertools import combinations
 
 import pytest
 
-from dearmpi.engine.span import Span, Track
+from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError
-from dearmpi.plan.comparison import compare
-from dearmpi.plan.methods import parse_method
-from dearmpi.plan.network import PRESETS
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
-from dearmpi.report import png, svg
-from dearmpi.report.axis import Axis, axis_over, tick_step, tick_text
-from dearmpi.report.bars import Bar, draw_bars
-from dearmpi.report.chart import Series, draw_chart
-from dearmpi.report.comparison import draw_comparisons
-from dearmpi.report.legend import Key, draw_legend
-from dearmpi.report.palette import DARK, LIGHT, bucket_colour
-from dearmpi.report.recording import Window
-from dearmpi.report.shape import DASHES, Box, Label, Line, Picture, text_width
-from dearmpi.report.tracks import TrackGroup, draw_tracks
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.network import PRESETS
+from dearmpi.plan.model.profile import profile_workload
+from dearmpi.plan.rivals.comparison import compare
+from dearmpi.plan.rivals.methods import parse_method
+from dearmpi.report.draw import png, svg
+from dearmpi.report.draw.axis import Axis, axis_over, tick_step, tick_text
+from dearmpi.report.draw.bars import Bar, draw_bars
+from dearmpi.report.draw.chart import Series, draw_chart
+from dearmpi.report.draw.comparison import draw_comparisons
+from dearmpi.report.draw.legend import Key, draw_legend
+from dearmpi.report.draw.palette import DARK, LIGHT, bucket_colour
+from dearmpi.report.draw.shape import DASHES, Box, Label, Line, Picture, text_width
+from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
+from dearmpi.report.read.recording import Window
 
 NASTY = "<script>alert('x')</script> & \"so\""
 KEYS = [Key("computes", "plain")]

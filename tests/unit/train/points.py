@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from dearmpi.train.checkpoint.snapshot import Snapshot
-from dearmpi.train.job import Job, prepare
-from dearmpi.train.metrics import MetricsRow
-from dearmpi.train.optimizers import choose_optimizer
-from dearmpi.train.outcome import Outcome
-from dearmpi.train.seeding import seed_all
-from dearmpi.train.settings import RunSettings
-from dearmpi.train.task import Task
-from dearmpi.train.trainer import Trainer
+from dearmpi.train.loop.job import Job, prepare
+from dearmpi.train.loop.optimizers import choose_optimizer
+from dearmpi.train.loop.outcome import Outcome
+from dearmpi.train.loop.trainer import Trainer
+from dearmpi.train.metrics.metrics import MetricsRow
+from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.settings.settings import RunSettings
+from dearmpi.train.tasks.task import Task
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from dearmpi.comm.world import World
 from dearmpi.errors import NonFiniteLossError, TaskError
 from dearmpi.train import checkpoint
-from dearmpi.train.agreement import AgreedError
-from dearmpi.train.settings import RunSettings
-from dearmpi.train.trainer import MOST_SKIPS, Trainer
+from dearmpi.train.loop.trainer import MOST_SKIPS, Trainer
+from dearmpi.train.ranks.agreement import AgreedError
+from dearmpi.train.settings.settings import RunSettings
 from tests.unit.train.points import (
     SGD,
     Loss,

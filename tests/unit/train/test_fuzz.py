@@ -22,8 +22,8 @@ from dearmpi.errors import CheckpointError, ConfigError, DearError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint import Snapshot
 from dearmpi.train.checkpoint.manifest import record_file
-from dearmpi.train.settings import SETTINGS
-from dearmpi.train.sources import read_file, resolve
+from dearmpi.train.settings.settings import SETTINGS
+from dearmpi.train.settings.sources import read_file, resolve
 from dearmpi.train.tasks import build_task
 
 PART = "part-00000.safetensors"

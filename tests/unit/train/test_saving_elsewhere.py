@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dearmpi.comm.world import World
-from dearmpi.train import checkpoint, saving
-from dearmpi.train.settings import RunSettings
+from dearmpi.train import checkpoint
+from dearmpi.train.loop import saving
+from dearmpi.train.settings.settings import RunSettings
 from tests.unit.train.points import SGD, make_job, train
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.train import checkpoint
-from dearmpi.train.evaluation import evaluating
-from dearmpi.train.job import Job
-from dearmpi.train.metrics import MetricsRow
-from dearmpi.train.settings import RunSettings
-from dearmpi.train.trainer import Trainer
+from dearmpi.train.loop.evaluation import evaluating
+from dearmpi.train.loop.job import Job
+from dearmpi.train.loop.trainer import Trainer
+from dearmpi.train.metrics.metrics import MetricsRow
+from dearmpi.train.settings.settings import RunSettings
+from tests.fakes.ranks import run_ranks
 from tests.unit.train.points import SGD, Notes, Points, equal, make_job, make_task, squared_error
 
 NUM_RANKS = 3  # with two, all statistics would lie in the half of a checkpoint that rank 0 writes

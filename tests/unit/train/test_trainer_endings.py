@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
-from dearmpi.engine.span import Track
+from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError
-from dearmpi.train import checkpoint, tally
-from dearmpi.train.agreement import AgreedError
-from dearmpi.train.metrics import MetricsRow
-from dearmpi.train.seeding import seed_all
-from dearmpi.train.settings import RunSettings
-from dearmpi.train.trainer import Trainer
+from dearmpi.train import checkpoint
+from dearmpi.train.loop.trainer import Trainer
+from dearmpi.train.metrics import tally
+from dearmpi.train.metrics.metrics import MetricsRow
+from dearmpi.train.ranks.agreement import AgreedError
+from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.settings.settings import RunSettings
+from tests.fakes.ranks import run_ranks
 from tests.unit.engine.heard import Heard
 from tests.unit.train.points import (
     SGD,

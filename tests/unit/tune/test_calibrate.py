@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.comm.alone import AloneCollectives
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.halves import Halves
-from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.tune.calibrate import calibrate
 from dearmpi.tune.calibration import Calibration
 from dearmpi.tune.ladder import Rung
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 
 ALPHA_S, BETA = 2e-3, 1e-8
 RING = Halves("ring")

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dearmpi.errors import ConfigError
-from dearmpi.plan.plan import read_plan
-from dearmpi.plan.profile import read_profile
+from dearmpi.plan.data.plan import read_plan
+from dearmpi.plan.model.profile import read_profile
 from dearmpi.tune.calibration import read_calibration
-from tests.unit.plan.test_plan import PLAN, SPECS
-from tests.unit.plan.test_profile import PROFILE
+from tests.unit.plan.data.test_plan import PLAN, SPECS
+from tests.unit.plan.model.test_profile import PROFILE
 from tests.unit.tune.test_calibration import made
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {

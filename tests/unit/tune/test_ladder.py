@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.comm.alone import AloneCollectives
-from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.tune.ladder import LADDER, Run, climb
+from tests.fakes.ranks import run_ranks
 
 
 def prepare(numel: int, count: int) -> Run:

@@ -7,10 +7,10 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from dearmpi.comm.fake import FakeClock
-from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.planner import make_plan
+from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.plan.search.planner import make_plan
 from dearmpi.tune.profile import LayerTimer
+from tests.fakes import FakeClock
 from tests.unit.tune.timed import ClockStopwatch, chain, params_of, shown, spend, timer, train
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dearmpi.errors import ConfigError
-from dearmpi.plan.cost import Costs, LinkModel
-from dearmpi.plan.planner import make_plan
-from dearmpi.plan.profile import profile_workload
-from dearmpi.plan.workload import read_workload
+from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.plan.model.profile import profile_workload
+from dearmpi.plan.search.planner import make_plan
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest, parse_request
 
 LINK = LinkModel(1e-3, 8e-9, 0.9)

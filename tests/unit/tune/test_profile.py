@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dearmpi.comm.fake import FakeClock
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.plan.profile import ModelProfile, parse_profile
+from dearmpi.plan.model.profile import ModelProfile, parse_profile
 from dearmpi.tune.profile import LayerTimer, slowest_profile
+from tests.fakes import FakeClock
+from tests.fakes.ranks import run_ranks
 from tests.unit.tune.timed import Timed, chain, params_of, set_times, shown, spend, timer, train
 
 

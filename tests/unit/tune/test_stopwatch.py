@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from dearmpi.comm.fake import FakeClock, FakeHub
-from dearmpi.comm.ranks import run_ranks
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.tune.profile import LayerTimer
 from dearmpi.tune.stopwatch import DeviceStopwatch, HostStopwatch, Stopwatch
+from tests.fakes import FakeClock, FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.unit.engine.chain import Chain
 from tests.unit.tune.timed import chain, shown, timer, train
 

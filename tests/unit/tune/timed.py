@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.comm.fake import FakeClock
-from dearmpi.plan.profile import ModelProfile
+from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.tune.profile import LayerTimer
+from tests.fakes import FakeClock
 
 
 class ClockStopwatch:

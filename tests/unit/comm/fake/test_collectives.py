@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api import Collectives, Request
-from dearmpi.comm.fake import FakeHub
-from dearmpi.comm.host import HostBuffer
+from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.comm.messages.host import HostBuffer
 from dearmpi.errors import CommError, ConfigError
+from tests.fakes import FakeHub
 from tests.unit.comm.fake.twins import channels, gather_all
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]

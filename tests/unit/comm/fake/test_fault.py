@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dearmpi.comm.fake import FakeClock, FakeHub, Fault
 from dearmpi.errors import CommError
+from tests.fakes import FakeClock, FakeHub, Fault
 from tests.unit.comm.fake.twins import channels, gather_all
 
 

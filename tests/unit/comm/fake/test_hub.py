@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from dearmpi.comm.api import Buffer, Collectives, Request
-from dearmpi.comm.fake import FakeClock, FakeHub
-from dearmpi.comm.ranks import run_ranks
+from dearmpi.comm.api.collectives import Buffer, Collectives, Request
 from dearmpi.comm.world import World
+from tests.fakes import FakeClock, FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.unit.comm.fake.twins import channels
 
 

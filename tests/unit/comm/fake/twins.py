@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api import Collectives, Request
-from dearmpi.comm.fake import FakeCollectives, FakeHub
+from dearmpi.comm.api.collectives import Collectives, Request
+from tests.fakes import FakeCollectives, FakeHub
 
 
 def channels(hub: FakeHub) -> list[Collectives]:

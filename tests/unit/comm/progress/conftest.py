@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dearmpi.comm import progress as module
-from dearmpi.comm.progress import Progress
+from dearmpi.comm.progress import progress as module
+from dearmpi.comm.progress.progress import Progress
 from tests.unit.comm.progress.works import LIMIT_S, MODES, limited
 
 

@@ -11,9 +11,9 @@ from functools import partial
 
 import pytest
 
-from dearmpi.comm.api import Completed, Request
-from dearmpi.comm.lane import Work
-from dearmpi.comm.progress import Progress
+from dearmpi.comm.api.collectives import Completed, Request
+from dearmpi.comm.progress.lane import Work
+from dearmpi.comm.progress.progress import Progress
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, ConfigError, StallError
 from tests.unit.comm.progress.works import (

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dearmpi.comm.lane import Work
-from dearmpi.comm.progress import Progress
+from dearmpi.comm.progress.lane import Work
+from dearmpi.comm.progress.progress import Progress
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError
 from tests.unit.comm.progress.works import MODES, Gate, do_nothing

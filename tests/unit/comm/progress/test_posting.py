@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from dearmpi.comm.api import Completed, Request
-from dearmpi.comm.lane import Work
-from dearmpi.comm.progress import Progress
+from dearmpi.comm.api.collectives import Completed, Request
+from dearmpi.comm.progress.lane import Work
+from dearmpi.comm.progress.progress import Progress
 from tests.unit.comm.progress.works import LIMIT_S, Gate, gated, holds, in_thread, progress_threads
 
 

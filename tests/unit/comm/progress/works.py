@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 
-from dearmpi.comm.api import Request
-from dearmpi.comm.lane import Work
-from dearmpi.comm.progress import Progress
+from dearmpi.comm.api.collectives import Request
+from dearmpi.comm.progress.lane import Work
+from dearmpi.comm.progress.progress import Progress
 from dearmpi.config import ProgressMode
 
 LIMIT_S = 30.0  # far beyond what any of this takes; reached only by a deadlock

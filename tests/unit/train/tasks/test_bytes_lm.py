@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.data import Batches, load_batch
-from dearmpi.train.task import Task
+from dearmpi.train.data.data import Batches, load_batch
 from dearmpi.train.tasks.bytes_lm import Windows, build_bytes_lm, next_byte_loss, printable
+from dearmpi.train.tasks.task import Task
 
 TINY = {"context": "16", "width": "32", "depth": "1", "heads": "2", "max_bytes": "200000"}
 

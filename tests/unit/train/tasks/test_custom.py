@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.data import Batches, load_batch
+from dearmpi.train.data.data import Batches, load_batch
 from dearmpi.train.tasks import build_task
 
 GOOD = """
 from dataclasses import dataclass
 from torch import nn
-from dearmpi.train.task import Task
+from dearmpi.train.tasks.task import Task
 
 @dataclass
 class Note:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dearmpi.errors import TaskError
-from dearmpi.train.data import Batches, load_batch
-from dearmpi.train.task import Task
+from dearmpi.train.data.data import Batches, load_batch
 from dearmpi.train.tasks.classify import Labelled
 from dearmpi.train.tasks.digits import build_digits, held_out_of_each_class
+from dearmpi.train.tasks.task import Task
 
 
 def setting(task: Task, name: str) -> float:

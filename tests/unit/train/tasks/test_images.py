@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.data import load_batch
+from dearmpi.train.data.data import load_batch
 from dearmpi.train.tasks.images import Pictures, build_images, read_picture
 from tests.unit.train.locked import refuse_to_list
 

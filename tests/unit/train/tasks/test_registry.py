@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train import task_name
-from dearmpi.train.task import Task
-from dearmpi.train.tasks import build_task, registry
+from dearmpi.train.tasks import build_task, registry, task_name
+from dearmpi.train.tasks.task import Task
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import TaskError
-from dearmpi.train.data import load_batch
+from dearmpi.train.data.data import load_batch
 from dearmpi.train.tasks.synthetic import build_synthetic
 
 

@@ -1,0 +1,253 @@
+"""Rings: P - 1 rounds, in each of which every rank sends one shard to its successor.
+
+Bandwidth-optimal on any MPI, since each round is one full-duplex exchange with fixed neighbours
+(senders never meet at a receiver), and needing nothing of MPI but point-to-point, so that half
+precision and device buffers work wherever that does. Small state machines, driven by ``test``.
+
+Shards travel in chunks: while one is added the next ones are on the wire, what a rank needs of
+scratch memory does not grow with the bucket, and what is urgent (``traffic``) need not wait for
+whole shards of what is not. Chunks may travel in half precision, at half the bytes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from dearmpi.comm.algorithms.traffic import Traffic, Urgency
+from dearmpi.comm.api.collectives import Buffer, Movement, Request
+
+CHUNK_BYTES = 1 << 19
+_MOST_RECEIVES = 6
+
+
+@runtime_checkable
+class PointToPoint(Protocol):
+    """What a ring needs: sends and receives of whole buffers, matched by tag."""
+
+    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request: ...
+
+    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request: ...
+
+
+def num_chunks(shard_numel: int, element_size: int) -> int:
+    """In how many messages a shard travels as elements of ``element_size`` bytes."""
+    return max(1, -(-shard_numel * element_size // CHUNK_BYTES))
+
+
+def num_receives(shard_numel: int, element_size: int, size: int) -> int:
+    """How many receives a ring over ``size`` ranks posts ahead, of a chunk each."""
+    return min(_MOST_RECEIVES, (size - 1) * num_chunks(shard_numel, element_size))
+
+
+def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
+    """Ranks as they follow each other around a ring, those of a host side by side; ``hosts``: by
+    rank.
+
+    So each link between hosts carries what goes around once, however ranks were dealt out. Where
+    they are numbered host by host it is the order of their numbers.
+    """
+    first: dict[str, int] = {}
+    for rank, host in enumerate(hosts):
+        first.setdefault(host, rank)
+    return tuple(sorted(range(len(hosts)), key=lambda rank: first[hosts[rank]]))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Where a ring runs: in what order of ranks, this one at which place of it, under a tag of its
+    own, and what it competes with.
+    """
+
+    transport: PointToPoint
+    order: tuple[int, ...]
+    place: int
+    tag: int
+    traffic: Traffic
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.order)
+
+    def rank_at(self, place: int) -> int:
+        """The rank at ``place``, counted around the ring."""
+        return self.order[place % len(self.order)]
+
+
+class Ring(Request):
+    """A ring under way: messages go out and come in, as many of each, in order.
+
+    What comes in as message n goes on one round later, as message n + ``num_chunks``.
+    """
+
+    urgency: ClassVar[Urgency]
+
+    def __init__(self, way: Way, buffer: Buffer, *, element_size: int) -> None:
+        """``element_size``: in bytes, of what travels."""
+        self._way, self._buffer = way, buffer
+        self._shard_numel = buffer.numel() // way.size
+        self._num_chunks = num_chunks(self._shard_numel, element_size)
+        self._chunk_numel = -(-self._shard_numel // self._num_chunks)
+        self._chunk_bytes = max(1, self._chunk_numel * element_size)
+        self._num_messages = (way.size - 1) * self._num_chunks
+        self._num_arrived = self._num_sent = 0
+        self._movement = Movement.NONE
+        self._receives: deque[Request] = deque()
+        self._sends: deque[Request] = deque()
+        for number in range(num_receives(self._shard_numel, element_size, way.size)):
+            self._post_receive(number)
+        if self._num_messages:
+            way.traffic.enter(self)
+            self._post_sends()
+
+    def test(self) -> bool:
+        """Advance by as many messages as have arrived; True when all are done."""
+        num_before = self._num_arrived
+        while self._receives and self._receives[0].test():
+            self._receives.popleft()
+            self._take(self._num_arrived)
+            self._num_arrived += 1
+            if self._num_sent < self._num_messages:
+                self._post_sends()
+            if self._num_arrived + len(self._receives) < self._num_messages:
+                self._post_receive(self._num_arrived + len(self._receives))
+        moved = self._num_arrived > num_before
+        self._movement = Movement.MESSAGE if moved else Movement.NONE
+        if self._num_sent < self._num_messages:
+            self._post_sends()  # others, or the memory to send from, may have held this ring up
+        if self._num_sent < self._num_messages or self._receives:
+            return False  # every poll of MPI costs, and drives the sends as well
+        self._release_sends()
+        return not self._sends
+
+    @property
+    def movement(self) -> Movement:
+        """Whether messages came in."""
+        return self._movement
+
+    @property
+    def num_arrived(self) -> int:
+        """How many messages have come in so far."""
+        return self._num_arrived
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent, less those that have come in."""
+        return max(0, self._num_sent - self._num_arrived) * self._chunk_bytes
+
+    def _post_sends(self) -> None:
+        """Post what may be sent: the first round, and what came in a round ago.
+
+        To be called while something is left to be sent.
+        """
+        num_ready = min(self._num_messages, self._num_chunks + self._num_arrived)
+        while self._num_sent < num_ready and self._way.traffic.admits(self) and self._has_room():
+            part = self._outgoing(self._num_sent)
+            successor = self._way.rank_at(self._way.place + 1)
+            self._sends.append(self._way.transport.start_send(part, successor, self._way.tag))
+            self._num_sent += 1
+        if self._num_sent == self._num_messages:
+            self._way.traffic.leave(self)
+
+    def _post_receive(self, number: int) -> None:
+        part = self._incoming(number)
+        predecessor = self._way.rank_at(self._way.place - 1)
+        self._receives.append(self._way.transport.start_receive(part, predecessor, self._way.tag))
+
+    def _release_sends(self) -> None:
+        while self._sends and self._sends[0].test():
+            self._sends.popleft()
+
+    def _part(self, first_place: int, number: int) -> Any:
+        """The elements of message ``number``: its chunk of the shard of the rank at ``first_place``
+        less its round.
+        """
+        rounds, chunk = divmod(number, self._num_chunks)
+        base = self._way.rank_at(first_place - rounds) * self._shard_numel
+        start = min(chunk * self._chunk_numel, self._shard_numel)
+        stop = min(start + self._chunk_numel, self._shard_numel)
+        return self._buffer[base + start : base + stop]
+
+    @abstractmethod
+    def _outgoing(self, number: int) -> Any:
+        """The memory that message ``number`` is sent from."""
+
+    @abstractmethod
+    def _incoming(self, number: int) -> Any:
+        """The memory that message ``number`` is received into."""
+
+    @abstractmethod
+    def _take(self, number: int) -> None:
+        """Deal with message ``number``, which has come in."""
+
+    def _has_room(self) -> bool:
+        """Whether there is memory to send from."""
+        return True
+
+
+class RingAllGather(Ring):
+    """Every rank's shard of ``buffer``, in place: round s passes on that of the rank s places
+    before.
+    """
+
+    urgency = Urgency.ALL_GATHER
+
+    def __init__(self, way: Way, buffer: Buffer) -> None:
+        super().__init__(way, buffer, element_size=buffer.element_size())
+
+    def _outgoing(self, number: int) -> Any:
+        return self._part(self._way.place, number)
+
+    def _incoming(self, number: int) -> Any:
+        return self._part(self._way.place - 1, number)
+
+    def _take(self, number: int) -> None:
+        """It came in where it belongs."""
+
+
+class RingReduceScatter(Ring):
+    """Sum of ``buffer`` over ranks; complete when this rank's shard holds its part of the sum.
+
+    Round s sends the shard of the rank ``s + 1`` places before and adds the incoming one of that
+    ``s + 2`` places before, chunk by chunk; what is added in one round is what the next one sends,
+    and after P - 1 rounds it is the rank's own. ``scratch``: ``num_receives`` buffers of a chunk
+    each, into which receives are posted before what came last is added. ``outgoing``: likewise,
+    into which chunks are copied to be sent; none: they are sent from where they are. Where both
+    are of a narrower dtype, partial sums are rounded once a hop, P - 1 times, and added in the
+    buffer's own.
+    """
+
+    urgency = Urgency.REDUCE_SCATTER
+
+    def __init__(
+        self, way: Way, buffer: Buffer, *, scratch: Sequence[Any], outgoing: Sequence[Any] = ()
+    ) -> None:
+        self._scratch, self._staging = scratch, outgoing
+        width = scratch[0].element_size() if scratch else buffer.element_size()
+        assert len(scratch) >= num_receives(buffer.numel() // way.size, width, way.size)
+        super().__init__(way, buffer, element_size=width)
+
+    def _outgoing(self, number: int) -> Any:
+        part = self._part(self._way.place - 1, number)
+        if not self._staging:
+            return part
+        # Sends are taken back in order, so that this one's turn finds its memory free.
+        return self._staging[number % len(self._staging)][: part.numel()].copy_(part)
+
+    def _incoming(self, number: int) -> Any:
+        numel = self._part(self._way.place - 2, number).numel()
+        return self._scratch[number % len(self._scratch)][:numel]
+
+    def _has_room(self) -> bool:
+        if not self._staging:
+            return True
+        self._release_sends()
+        return len(self._sends) < len(self._staging)
+
+    def _take(self, number: int) -> None:
+        target = self._part(self._way.place - 2, number)
+        target.add_(self._scratch[number % len(self._scratch)][: target.numel()])

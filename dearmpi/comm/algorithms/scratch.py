@@ -1,0 +1,101 @@
+"""Scratch: memory of operations under way, used again by the next, and in which dtype they send.
+
+Fresh pages cost more than the copies that they serve.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dearmpi.comm.api.collectives import Buffer, Request, Wrapper
+from dearmpi.config import WireDtype
+
+# The methods that make a tensor of each; this package does not import torch.
+_CASTS = {"bf16": "bfloat16", "fp16": "half"}
+_HALF_BYTES = 2
+
+
+def carrier_of(buffer: Buffer, wire_dtype: WireDtype | None) -> Any:
+    """Something to make buffers like, of the dtype in which ``buffer`` travels.
+
+    ``buffer`` itself if that is its own: with no ``wire_dtype``, or if it is no wider.
+    """
+    if wire_dtype is None or buffer.element_size() <= _HALF_BYTES:
+        return buffer
+    return getattr(buffer.new_empty(0), _CASTS[wire_dtype])()
+
+
+def add_in_order(parts: Sequence[Any], *, into: Any) -> None:
+    """Put the sum of ``parts`` into a buffer as long as each.
+
+    Half precision is added in fp32, or in the wider dtype of ``into``, and rounded once.
+    """
+    is_wide = into.element_size() > _HALF_BYTES
+    total = into.copy_(parts[0]) if is_wide else parts[0].float()
+    for part in parts[1:]:
+        total.add_(part)
+    if not is_wide:
+        into.copy_(total)
+
+
+class Scratch:
+    """Free buffers, by dtype and device, the shortest first.
+
+    Buckets differ in length and share them all the same: there come to be no more than are in use
+    at once, and none longer than the longest that was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[Any, ...], list[Any]] = {}
+
+    def take(self, like: Buffer, numel: int) -> Any:
+        """A buffer of ``numel`` elements or more, of the dtype and on the device of ``like``."""
+        free = self._free.get(_kind(like), [])
+        index = bisect_left(free, numel, key=_length)
+        if index < len(free):
+            return free.pop(index)
+        if free:
+            free.pop()  # rather than to keep a buffer for each length
+        return like.new_empty(numel)
+
+    def give_back(self, buffer: Any) -> None:
+        """Nothing reads or writes ``buffer`` any more."""
+        insort(self._free.setdefault(_kind(buffer), []), buffer, key=_length)
+
+
+def _kind(buffer: Buffer) -> tuple[Any, ...]:
+    return buffer.dtype, getattr(buffer, "device", None)
+
+
+def _length(buffer: Buffer) -> int:
+    return buffer.numel()
+
+
+class ScratchRequest(Wrapper):
+    """An operation that uses scratch memory, and gives it back at its end.
+
+    finish: runs once ``request`` is complete, and makes the result of what is in ``held``.
+    """
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        request: Request,
+        *,
+        held: Sequence[Any],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(request)
+        self._scratch, self._held, self._finish = scratch, held, finish
+        self._done = False
+
+    def test(self) -> bool:
+        """True once the result is there."""
+        if not self._done and self._request.test():
+            self._finish()
+            for buffer in self._held:
+                self._scratch.give_back(buffer)
+            self._done = True
+        return self._done

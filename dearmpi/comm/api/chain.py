@@ -1,0 +1,45 @@
+"""Chain: operations one after the other, each of which may follow from what the last brought."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dearmpi.comm.api.collectives import Movement, Request
+from dearmpi.errors import CommError
+
+
+class Chain(Request):
+    """What ``steps`` posts: each step once the one before is complete, and the first at once.
+
+    A test goes on by one step at most, so that what is computed between two holds up nobody long.
+    """
+
+    def __init__(self, steps: Iterator[Request]) -> None:
+        self._steps = steps
+        self._step: Request | None = None
+        self._moved = False
+        self._begin_next()
+
+    @property
+    def movement(self) -> Movement:
+        """As the step's own, but where the last test has begun one."""
+        if self._moved or self._step is None:
+            return Movement.OPERATION
+        return self._step.movement
+
+    def test(self) -> bool:
+        """Make progress; True once the last step is complete.
+
+        Raises CommError if the beginning of a step was interrupted, as at a terminal.
+        """
+        if self._is_interrupted:
+            raise CommError("it was interrupted between two of its steps")
+        self._moved = self._step is not None and self._step.test()
+        if self._moved:
+            self._begin_next()
+        return self._step is None
+
+    def _begin_next(self) -> None:
+        self._is_interrupted = True  # unless the next line comes to its end
+        self._step = next(self._steps, None)
+        self._is_interrupted = False

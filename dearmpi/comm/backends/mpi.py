@@ -1,0 +1,301 @@
+"""Collectives over MPI; the only file that knows mpi4py.
+
+mpi4py's reduction requests do not keep their buffers alive, so every request here does. Addresses
+are handed over raw: nothing synchronises a stream, and a buffer of any dtype moves as integers of
+its width, since MPI has no portable half precision.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import mpi4py
+
+# mpi4py would initialise MPI here and hold the interpreter's lock meanwhile; initialize() does not.
+# And it would finalise MPI in forks of this process too, which never returns there.
+if mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules:
+    _FINALIZES = _AT_EXIT = mpi4py.rc.finalize is not False
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+else:
+    _FINALIZES, _AT_EXIT = mpi4py.rc.finalize is not False, False
+
+from mpi4py import MPI
+
+from dearmpi.comm.algorithms.algorithms import Algorithms
+from dearmpi.comm.algorithms.traffic import Traffic
+from dearmpi.comm.api.collectives import Buffer, ReduceOp, Request
+from dearmpi.comm.process.exit_handlers import skip_exit_handlers
+from dearmpi.comm.process.launch import doubt_launch
+from dearmpi.comm.process.library import Library
+from dearmpi.comm.watchdog.last_words import say
+from dearmpi.errors import CommError, ConfigError
+
+_ARITHMETIC = {
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "int16": MPI.INT16_T,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+}
+_BY_WIDTH = {
+    1: MPI.UINT8_T,
+    2: MPI.UINT16_T,
+    4: MPI.UINT32_T,
+    8: MPI.UINT64_T,
+    16: MPI.C_DOUBLE_COMPLEX,
+}
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
+_ABORT_S = 10  # how long an abort may take
+_MESSAGE_TAG = 32767  # the largest that every MPI has
+
+
+class MpiRequest(Request):
+    """An MPI request that holds what it works on until it is complete."""
+
+    def __init__(self, request: MPI.Request, *held: object) -> None:
+        self._request: MPI.Request | None = request
+        self._held = held
+
+    def test(self) -> bool:
+        """Poll MPI once; True when complete."""
+        if self._request is None:
+            return True
+        if not self._request.Test():
+            return False
+        self._request, self._held = None, ()
+        return True
+
+
+class MpiCollectives(Algorithms):
+    """``Collectives`` on one communicator."""
+
+    def __init__(
+        self, comm: MPI.Comm, *, rank: int, hosts: tuple[str, ...], traffic: Traffic
+    ) -> None:
+        """rank, hosts: in ``comm``, which a duplicate that is not complete yet cannot tell."""
+        super().__init__(rank=rank, hosts=hosts, traffic=traffic)
+        self._comm = comm
+
+    def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
+        """Reduce ``buffer`` over the ranks, in place."""
+        request = self._comm.Iallreduce(MPI.IN_PLACE, _spec(buffer), _OPS[op])
+        return MpiRequest(request, buffer)
+
+    def start_broadcast(self, buffer: Buffer, root: int) -> Request:
+        """Copy ``buffer`` of ``root`` to every rank."""
+        return MpiRequest(self._comm.Ibcast(_spec(buffer, moved=True), root), buffer)
+
+    def start_duplicate(self) -> tuple[MpiCollectives, Request]:
+        """A duplicated communicator, usable once the request is complete."""
+        comm, request = self._comm.Idup()
+        twin = MpiCollectives(comm, rank=self.rank, hosts=self.hosts, traffic=self._traffic)
+        return twin, MpiRequest(request, comm)
+
+    def free(self) -> None:
+        """Give a duplicated communicator back; nothing may be under way on it."""
+        self._comm.Free()
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        """Send a short message to one rank, outside of all collectives."""
+        request = self._comm.Isend([data, len(data), MPI.BYTE], destination, _MESSAGE_TAG)
+        return MpiRequest(request, data)
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        """The next such message that has arrived, with its sender."""
+        if MPI.Is_finalized():  # by the program, while the driving thread looks on
+            return None
+        status = MPI.Status()
+        message = self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)
+        if message is None:
+            return None
+        data = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([data, len(data), MPI.BYTE])
+        return status.source, bytes(data)
+
+    def abort(self, code: int) -> None:
+        """End the whole job; this process in any case, after a while.
+
+        Aborts MPI_COMM_WORLD, which the launcher ends. MPICH answers an abort of any other
+        communicator with exit() in the peers, inside their MPI calls, under threads that compute.
+        """
+        if threading.current_thread() is threading.main_thread():
+            # MPI waits for the launcher, for ever where that is cut off, and holds the
+            # interpreter's lock meanwhile: only the system can end the process then.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_ABORT_S)
+        skip_exit_handlers()
+        MPI.COMM_WORLD.Abort(code)
+        os._exit(code)  # MPICH returns in the second of two ranks that abort at once
+
+    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
+        """Send ``buffer`` to one rank."""
+        return MpiRequest(self._comm.Isend(_spec(buffer, moved=True), destination, tag), buffer)
+
+    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request:
+        """Receive into ``buffer`` from one rank."""
+        return MpiRequest(self._comm.Irecv(_spec(buffer, moved=True), source, tag), buffer)
+
+    def _check_addable(self, carrier: Buffer) -> None:
+        dtype = _name(carrier)
+        if dtype not in _ARITHMETIC:
+            raise ConfigError(
+                f"reduce_scatter is 'native', but MPI cannot add {dtype}; use 'exchange' (fp32 "
+                "sums) or 'ring'"
+            )
+
+    def _start_sum(self, buffer: Buffer, total: Buffer) -> Request:
+        count = total.numel()
+        request = self._comm.Ireduce_scatter_block(
+            _spec(buffer, count), _spec(total, count), MPI.SUM
+        )
+        return MpiRequest(request, buffer, total)
+
+    def _start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
+        count = sent.numel() // self.size
+        request = self._comm.Ialltoall(
+            _spec(sent, count, moved=True), _spec(arrived, count, moved=True)
+        )
+        return MpiRequest(request, sent, arrived)
+
+    def _start_gather(self, buffer: Buffer) -> Request:
+        spec = _spec(buffer, buffer.numel() // self.size, moved=True)
+        return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
+
+
+def connect() -> MpiCollectives:
+    """Initialise MPI, asking for MPI_THREAD_MULTIPLE, and duplicate its world communicator.
+
+    Waits for all ranks without the interpreter's lock, so that other threads can act.
+    """
+    initialize()
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
+    return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), traffic=Traffic())
+
+
+def initialize() -> None:
+    """Initialise MPI as ``mpi4py.rc`` asks; nothing if that is done.
+
+    Raises RuntimeError if MPI fails.
+    """
+    if MPI.Is_initialized():
+        return
+    doubt = doubt_launch(MPI.Get_library_version(), os.environ)
+    if doubt:
+        say(doubt)
+    level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
+    asked, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, asked, ctypes.byref(provided))
+    if code:
+        raise RuntimeError(f"MPI_Init_thread failed with code {code}")
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+    if _AT_EXIT:
+        atexit.register(_finalize_only_in, os.getpid())
+
+
+def finalize() -> None:
+    """End MPI, waiting for all ranks without the interpreter's lock, so that other threads can act.
+
+    Does nothing where mpi4py was told not to (``mpi4py.rc.finalize = False``), or MPI has ended.
+    Raises CommError if MPI fails.
+    """
+    if not _FINALIZES or MPI.Is_finalized():
+        return
+    # mpi4py's own call would hold the lock, and comes too late for any thread of Python's.
+    code = ctypes.CDLL(MPI.__file__).MPI_Finalize()
+    if code:
+        raise CommError(f"MPI_Finalize failed with code {code}")
+
+
+def is_finalized() -> bool:
+    """Whether MPI has ended, so that any call would end this process."""
+    return bool(MPI.Is_finalized())
+
+
+def may_be_lost_peer(error: BaseException) -> bool:
+    """Whether MPI's ``error`` may only say that another rank has ended."""
+    unspecific = (MPI.ERR_OTHER, MPI.ERR_INTERN, MPI.ERR_UNKNOWN)
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in unspecific
+
+
+def _finalize_only_in(process: int) -> None:
+    if os.getpid() == process:
+        finalize()
+
+
+def supports_threads() -> bool:
+    """Whether a thread beside the main one may call MPI."""
+    initialize()
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def serves_any_thread() -> bool:
+    """Whether threads other than the main one may call MPI, if only one does at a time."""
+    initialize()
+    return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
+
+
+def claims_cuda() -> bool:
+    """Whether the library says that it takes CUDA memory; False for one that cannot be asked."""
+    initialize()
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())
+
+
+def describe() -> str:
+    """The MPI library and mpi4py, in one line."""
+    library = MPI.Get_library_version().split("\n")[0].strip()
+    return f"{' '.join(library.split())}, mpi4py {mpi4py.__version__}"
+
+
+def library() -> Library:
+    """The MPI library that this process is connected to."""
+    initialize()
+    name, numbers = MPI.get_vendor()
+    lines = (line.partition(":") for line in MPI.Get_library_version().splitlines())
+    variant = Path(MPI.__file__).name.split(".")[1]
+    return Library(
+        name=name,
+        version=".".join(map(str, numbers)),
+        mpi4py=mpi4py.__version__,
+        abi=variant if variant in ("mpich", "openmpi") else "its own",
+        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        device=next((said.strip() for key, _, said in lines if key.endswith("Device")), ""),
+    )
+
+
+def _hosts_of(comm: MPI.Comm) -> tuple[str, ...]:
+    """The name of each rank's host (collective)."""
+    width = MPI.MAX_PROCESSOR_NAME
+    own = MPI.Get_processor_name().encode(errors="surrogatepass").ljust(width, b"\0")
+    names = bytearray(comm.size * width)
+    comm.Allgather([own, width, MPI.BYTE], [names, width, MPI.BYTE])
+    rows = (bytes(names[start : start + width]) for start in range(0, len(names), width))
+    return tuple(row.rstrip(b"\0").decode(errors="surrogatepass") for row in rows)
+
+
+def _name(buffer: Buffer) -> str:
+    return str(buffer.dtype).removeprefix("torch.")
+
+
+def _spec(buffer: Buffer, count: int | None = None, *, moved: bool = False) -> list[Any]:
+    """What mpi4py takes for ``buffer``: memory, count and datatype."""
+    width = buffer.element_size()
+    memory = MPI.memory.fromaddress(buffer.data_ptr(), buffer.numel() * width)
+    datatype = _BY_WIDTH[width] if moved else _ARITHMETIC[_name(buffer)]
+    return [memory, buffer.numel() if count is None else count, datatype]

@@ -1,0 +1,135 @@
+"""Exchange: what each collective call on the world sends, as steps of a ``Chain``.
+
+All begin with ``meet``, whose message tells what the call is along with its content. Ranks in
+different calls find out before they use any content. The message has one size and one kind,
+whatever the call, so that no two calls can mix. What fits it needs no other message.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dearmpi.comm.api.call import Call, cure_for
+from dearmpi.comm.api.collectives import Collectives, ReduceOp, Request
+from dearmpi.comm.messages.crowd import name_ranks
+from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.texts import gather_rows, gather_texts
+from dearmpi.errors import MismatchError
+
+Result_co = TypeVar("Result_co", covariant=True)
+Values = npt.NDArray[np.float64]
+
+_HEADER = struct.Struct("<8sq")  # digest of the call, bytes of content
+INLINE_BYTES = 112
+"""Content of at most so many bytes travels in the first message."""
+_ROW_BYTES = _HEADER.size + INLINE_BYTES
+
+_REDUCTIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+class Steps(Protocol[Result_co]):
+    """What a call does on its collectives, operation by operation."""
+
+    def __call__(
+        self, collectives: Collectives, call: Call, /
+    ) -> Generator[Request, None, Result_co]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one rank has sent: ``data`` has all ``num_bytes`` of it if these fit the message."""
+
+    data: bytes
+    num_bytes: int
+
+
+def meet(
+    collectives: Collectives, call: Call, content: bytes = b""
+) -> Generator[Request, None, list[Content]]:
+    """Every rank's content by rank, once all are known to be in the same call.
+
+    Raises MismatchError, on every rank, if they are not.
+    """
+    rows = np.zeros((collectives.size, _ROW_BYTES), np.uint8)
+    row = _HEADER.pack(call.digest, len(content)) + content[:INLINE_BYTES]
+    rows[collectives.rank, : len(row)] = np.frombuffer(row, np.uint8)
+    yield collectives.start_all_gather(HostBuffer(rows.reshape(-1)))
+    headers = [_HEADER.unpack(row[: _HEADER.size].tobytes()) for row in rows]
+    if len({digest for digest, _ in headers}) > 1:
+        described = yield from gather_texts(collectives, call.describe())
+        raise MismatchError(_explain(described, collectives.hosts))
+    return [
+        Content(row[_HEADER.size :].tobytes()[:num_bytes], num_bytes)
+        for row, (_, num_bytes) in zip(rows, headers, strict=True)
+    ]
+
+
+def reduce_values(
+    collectives: Collectives, call: Call, /, *, values: Values, op: ReduceOp
+) -> Generator[Request, None, Values]:
+    """``values`` reduced over the ranks. Few are reduced in rank order, so alike on all ranks."""
+    contents = yield from meet(collectives, call, values.tobytes())
+    if values.nbytes <= INLINE_BYTES:
+        rows = [np.frombuffer(content.data, np.float64) for content in contents]
+        # One by one: a sum over an array may be formed in another order elsewhere.
+        reduced: Values = _REDUCTIONS[op].accumulate(np.stack(rows), axis=0)[-1]
+        return reduced
+    buffer = HostBuffer(values.copy())
+    yield collectives.start_all_reduce(buffer, op)
+    whole: Values = buffer.array
+    return whole
+
+
+def gather_bytes(
+    collectives: Collectives, call: Call, /, *, data: bytes
+) -> Generator[Request, None, list[bytes]]:
+    """Every rank's ``data``, by rank."""
+    contents = yield from meet(collectives, call, data)
+    lengths = [content.num_bytes for content in contents]
+    if max(lengths) <= INLINE_BYTES:
+        return [content.data for content in contents]
+    return (yield from gather_rows(collectives, data, lengths))
+
+
+def broadcast_bytes(
+    collectives: Collectives, call: Call, /, *, data: bytes, root: int
+) -> Generator[Request, None, bytes]:
+    """The ``data`` of ``root``; the others' is ignored."""
+    own = data if collectives.rank == root else b""
+    sent = (yield from meet(collectives, call, own))[root]
+    if sent.num_bytes <= INLINE_BYTES:
+        return sent.data
+    buffer = HostBuffer(np.frombuffer(own.ljust(sent.num_bytes, b"\0"), np.uint8).copy())
+    yield collectives.start_broadcast(buffer, root)
+    return buffer.array.tobytes()
+
+
+def run_alike(
+    collectives: Collectives, call: Call, /, *, start: Callable[[Collectives], Request]
+) -> Generator[Request, None, None]:
+    """The operation that ``start`` begins, once all ranks are known to begin it."""
+    yield from meet(collectives, call)
+    yield start(collectives)
+
+
+def duplicate(collectives: Collectives, call: Call, /) -> Generator[Request, None, Any]:
+    """Collectives over the same ranks with an order of their own."""
+    yield from meet(collectives, call)
+    twin, request = collectives.start_duplicate()
+    yield request
+    return twin
+
+
+def _explain(described: Sequence[str], hosts: Sequence[str]) -> str:
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, call in enumerate(described):
+        alike[call].append(rank)
+    calls = "; ".join(f"{name_ranks(ranks, hosts)}: {call}" for call, ranks in alike.items())
+    return f"the ranks are in different collective calls: {calls}. To mend it, {cure_for(*alike)}"

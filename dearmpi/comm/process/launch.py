@@ -1,0 +1,101 @@
+"""Launch: what the launcher has told this process, before MPI runs and where it may never do so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from dearmpi.comm.process.deadline import Deadline
+from dearmpi.comm.watchdog.watchdog import StallLimits
+from dearmpi.errors import LaunchError
+
+# Under hydra SLURM counts nodes, so what it says comes last.
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+def is_from_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process, on whichever host another launcher started that."""
+    return "TORCHELASTIC_RUN_ID" in environment
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process, or one that passed its environment on."""
+    return any(name in environment for name in (*_SIZE_VARIABLES, *_RANK_VARIABLES))
+
+
+def announced_size(environment: Mapping[str, str]) -> int:
+    """The number of ranks that the launcher announced; 1 if none did."""
+    names = ("WORLD_SIZE",) if is_from_torchrun(environment) else _SIZE_VARIABLES
+    for name in names:
+        value = environment.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 1
+
+
+def announced_rank(environment: Mapping[str, str]) -> str:
+    """Which of them this process is, as the launcher writes it; 0 without a launcher."""
+    names = ("RANK",) if is_from_torchrun(environment) else _RANK_VARIABLES
+    return next((environment[name] for name in names if name in environment), "0")
+
+
+def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if processes that should form one world are worlds of their own."""
+    announced = announced_size(environment)
+    if world_size == 1 and announced > 1:
+        if is_from_torchrun(environment):
+            raise LaunchError(
+                f"torchrun launched {announced} processes, but MPI sees each as a world of its "
+                f"own: torchrun starts no MPI. Start them with mpirun -n {announced} python "
+                "instead, or with srun"
+            )
+        raise LaunchError(
+            f"{announced} processes were launched, but MPI sees each as a world of its own: the "
+            "launcher and the MPI library do not match. With srun, use --mpi=pmi2 (MPICH) or "
+            "--mpi=pmix (Open MPI); else use the mpirun that belongs to the library."
+        )
+
+
+def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
+    """What to say before MPI starts, on the first rank; empty where nothing is doubtful.
+
+    library: its version in its own words. MPICH under Open MPI's launcher, or another that speaks
+    PMIx, ends the process while it starts, unless it was built for that, and so it does inside a
+    step of SLURM that speaks PMIx; the other way round ``check_launch`` finds out.
+    """
+    if "MPICH" not in library or "pmix" in library or announced_rank(environment) != "0":
+        return ""
+    start = f"[rank 0 on {os.uname().nodename}]"
+    if {"PMI_SIZE", "PMIX_NAMESPACE"} <= environment.keys():
+        if "MPIR_CVAR_PMI_VERSION" in environment:
+            return ""
+        return (
+            f"{start} mpirun was called inside a step of SLURM that speaks PMIx, and MPICH may not "
+            "know whom to ask. If it ends in MPI_Init, export MPIR_CVAR_PMI_VERSION=1 before mpirun"
+        )
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        launcher, cure = "Open MPI's launcher", ""
+    elif "PMIX_NAMESPACE" in environment and "PMI_RANK" not in environment:
+        launcher, cure = "A launcher that speaks PMIx", "srun --mpi=pmi2, or "
+    else:
+        return ""
+    return (
+        f"{start} {launcher} has started this process, but its MPI "
+        f"library is MPICH. If it ends in MPI_Init, use {cure}the mpirun that belongs to the "
+        "library; that of pip's mpich lies beside python"
+    )
+
+
+def limit_start(limits: StallLimits) -> Deadline:
+    """For MPI's initialisation, which returns when every rank has come to it."""
+    rank, size = announced_rank(os.environ), announced_size(os.environ)
+    return Deadline(
+        limits,
+        who=f"rank {rank} on {os.uname().nodename}",
+        what=f"all {size} ranks to start MPI" if size > 1 else "MPI to start",
+        advice=(
+            "a rank that does not say so has not come to dearmpi.connect(): it hangs or was "
+            "stopped before, or the network does not let its host reach the others"
+        ),
+    )

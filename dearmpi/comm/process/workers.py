@@ -1,0 +1,59 @@
+"""Workers: processes that a rank starts, as for loading data, which are no ranks.
+
+One that is spawned reads the script again. Where that imports ``mpi4py.MPI``, it would initialise
+MPI as the rank that started it: MPICH ends such a process, Open MPI may end the job.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, MutableMapping
+from multiprocessing import current_process, parent_process
+
+from dearmpi.comm.process.launch import announced_rank, is_launched
+from dearmpi.errors import LaunchError
+
+_INITIALIZE = "MPI4PY_RC_INITIALIZE"  # which mpi4py reads when MPI is imported
+_ENDED = ("exited unexpectedly", "terminated abruptly", "terminated with exit code")
+
+
+def keep_from_mpi(environment: MutableMapping[str, str]) -> None:
+    """Have ``mpi4py`` in processes that this rank starts from now on leave MPI uninitialised,
+    unless ``environment`` says something else.
+    """
+    if is_launched(environment):
+        environment.setdefault(_INITIALIZE, "0")
+
+
+def refuse_workers(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError in a process that a rank has started by multiprocessing."""
+    # While it reads the script it knows of no parent yet, but of its beginning.
+    is_worker = parent_process() is not None or getattr(current_process(), "_inheriting", False)
+    if is_worker and is_launched(environment):
+        raise LaunchError(
+            f"connect() was called in a process that rank {announced_rank(environment)} has "
+            "started, such as a worker of a data loader, which is no rank: it reads the script "
+            "again; put what starts the training under if __name__ == '__main__':"
+        )
+
+
+def advise_on_workers(error: BaseException) -> str:
+    """What to add to ``error`` if it says that a worker has ended and the script uses MPI where
+    each worker reads it, else nothing.
+    """
+    if not any(words in str(error) for words in _ENDED) or not _main_uses_mpi():
+        return ""
+    return (
+        "If the workers were spawned, each has read the script again: MPI is not initialised "
+        "there, and a call such as MPI.COMM_WORLD.Get_rank() at the top of the script ends it. "
+        "Move such calls under if __name__ == '__main__':, or into functions that workers do not "
+        "call"
+    )
+
+
+def _main_uses_mpi() -> bool:
+    """Whether the script has ``mpi4py.MPI``, or an object of it, at its top."""
+    values = vars(sys.modules["__main__"]).values()
+    names = (getattr(value, "__name__", None) for value in list(values))
+    kinds = (type(value).__module__ for value in list(values))
+    return "mpi4py.MPI" in names or "mpi4py.MPI" in kinds

@@ -1,0 +1,53 @@
+"""Backoff: how long whoever polls sleeps between two looks."""
+
+from __future__ import annotations
+
+import time
+
+from dearmpi.comm.api.collectives import Movement
+
+# An idle poller yields a few times, then sleeps for a share of the time it has already waited: what
+# the last sleep adds to a wait stays in proportion to it.
+_NUM_YIELDS = 3
+_SLEEP_SHARE = 0.05
+_LEAST_SLEEP_S = 20e-6
+_MOST_SLEEP_S = 1e-3
+
+# And for no more than half of what messages of rings take, one after the other: the wire, which has
+# few of them ahead of time, would run dry, and each hop of a long ring make all later ones later.
+_SHARE_OF_MESSAGE = 0.5
+_WEIGHT_OF_LAST = 0.25
+
+
+class Backoff:
+    """How long to sleep between polls that found nothing, or a message."""
+
+    def __init__(self) -> None:
+        self._message_s = _LEAST_SLEEP_S  # of those that came last, one by one
+        self._begin_s = self._moved_s = 0.0
+        self.note(Movement.OPERATION)
+
+    def note(self, movement: Movement) -> None:
+        """What a poll has found: after an operation's begin or end, poll eagerly again."""
+        if movement is Movement.NONE:
+            return
+        now = time.perf_counter()
+        if movement is Movement.OPERATION:
+            self._num_idle = 0
+            self._begin_s = now
+        else:
+            # The mean of rates, which a wait for a rank that is late hardly changes.
+            each_s = max(now - self._moved_s, _LEAST_SLEEP_S)
+            rate = (1 - _WEIGHT_OF_LAST) / self._message_s + _WEIGHT_OF_LAST / each_s
+            self._message_s = 1 / rate
+        self._moved_s = now
+
+    def next_sleep_s(self) -> float:
+        """Seconds to sleep before the next poll; 0 means to yield only."""
+        self._num_idle += 1
+        if self._num_idle <= _NUM_YIELDS:
+            return 0.0
+        now = time.perf_counter()
+        waited_s = _SLEEP_SHARE * (now - self._begin_s)
+        message_s = _SHARE_OF_MESSAGE * max(self._message_s, now - self._moved_s)
+        return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, min(waited_s, message_s)))

@@ -1,0 +1,75 @@
+"""Channel: where one kind of operation goes, in line, without meeting any other kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dearmpi.comm.api.chain import Chain
+from dearmpi.comm.api.collectives import Collectives, Completed, Request
+from dearmpi.comm.messages.texts import gather_texts
+from dearmpi.comm.progress.lane import Lane, Work
+from dearmpi.comm.progress.progress import Progress
+
+
+class Channel:
+    """A communicator of its own, with the lane that posts its operations in order."""
+
+    def __init__(self, collectives: Collectives, lane: Lane, progress: Progress) -> None:
+        self._collectives = collectives
+        self._lane = lane
+        self._progress = progress
+
+    def submit(
+        self,
+        label: str,
+        start: Callable[[Collectives], Request],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Queue an operation; ``finish`` runs on the driving thread once it is complete."""
+        self._progress.submit(self._lane, Work(label, lambda: start(self._collectives), finish))
+
+    def run(self, label: str, start: Callable[[Collectives], Request]) -> None:
+        """Queue an operation and wait for it."""
+        self.begin(label, start)()
+
+    def begin(
+        self,
+        label: str,
+        start: Callable[[Collectives], Request],
+        finish: Callable[[], None] = lambda: None,
+    ) -> Callable[[], None]:
+        """As ``submit``; to call what comes back is to wait until ``finish`` has run."""
+        done: list[bool] = []
+
+        def end() -> None:
+            finish()
+            done.append(True)
+
+        self.submit(label, start, end)
+        return lambda: self._progress.wait_until(lambda: bool(done), what=label)
+
+    def all_gather_text(self, label: str, text: str) -> list[str]:
+        """Every rank's text, by rank (collective)."""
+        texts: list[str] = []
+
+        def follow(collectives: Collectives) -> Iterator[Request]:
+            texts.extend((yield from gather_texts(collectives, text)))
+
+        self.run(label, lambda collectives: Chain(follow(collectives)))
+        return texts
+
+    def resize(self, window: int) -> None:
+        """Have so many operations in flight at most, those of before among them."""
+        self._lane.window = window
+
+    def close(self) -> None:
+        """Wait for what is queued, then stop and give the communicator back (collective)."""
+        lane = self._lane
+        self._progress.wait_until(lambda: not lane.busy, what=f"the {lane.name} lane to empty")
+        self.run(f"release of {lane.name}", _free)
+        self._progress.close_lane(lane)
+
+
+def _free(collectives: Collectives) -> Request:
+    collectives.free()
+    return Completed()

@@ -1,0 +1,194 @@
+"""Joining: what a rank without batches does while others still train.
+
+It takes part in every collective with zero gradients. Its own learning-rate scheduler no longer
+runs, so it takes the hyperparameters of each step from the ranks that still train: those send
+theirs, a joined rank sends minus infinity, and the maximum is what the step uses. In the same way
+it learns how they clip.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.api.collectives import Collectives, Completed, ReduceOp, Request
+from dearmpi.comm.progress.channel import Channel
+from dearmpi.engine.update.update import Options
+from dearmpi.errors import ReplicaMismatchError, UsageError
+
+_STEP = (0.0, 0.0, 0.0)
+_thread = threading.local()  # whether it is inside a join()
+
+
+class Joining:
+    """Whether ranks may take unequal numbers of steps now (``is_open``), and what they tell each
+    other meanwhile over ``channel``, in the same order on all; a rank alone has none.
+    """
+
+    def __init__(self, channel: Channel | None, *, rank: int = 0, size: int = 1) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._attendance = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self.is_open = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Ranks may. Raises UsageError where they may already: who has no batches left would take
+        part in the steps of one optimizer, while the others wait for it in those of the other.
+        """
+        if getattr(_thread, "is_inside", False):
+            raise UsageError(
+                "join() inside join(): a rank without batches takes part in the steps of one "
+                "DistributedOptimizer alone; give every rank as many batches (drop_last), or make "
+                "one optimizer with param groups of both"
+            )
+        self.is_open = _thread.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_open = _thread.is_inside = False
+
+    def refuse(self, what: str) -> None:
+        """Raise UsageError for ``what``, if ranks may."""
+        if self.is_open:
+            raise UsageError(
+                f"{what} is not supported inside join(): a rank without batches takes part in one "
+                "reduction for each step"
+            )
+
+    def attend(self, active: bool) -> None:
+        """Say whether this rank still trains, before each step (collective)."""
+        told = torch.zeros_like(self._attendance)
+        told[self._rank] = active
+        self._attendance = self._reduce("attendance", told, "sum")
+
+    def who_trains(self) -> list[int]:
+        """The ranks that still did at the last ``attend``, of which the next or last step is."""
+        self.wait()
+        ranks: list[int] = self._attendance.nonzero().flatten().tolist()
+        return ranks
+
+    def announce_clip(self, max_norm: float, norm_type: float) -> None:
+        """This rank, which still trains, is about to clip (collective)."""
+        if self.is_open:
+            self._reduce("next action", _numbers_of(1.0, max_norm, norm_type), "max")
+
+    def next_clip(self) -> tuple[float, float] | None:
+        """To which norm, of which type, those that still train clip; None if they step next
+        (collective).
+        """
+        told = self._reduce("next action", _numbers_of(*[-math.inf] * len(_STEP)), "max")
+        self.wait()
+        clips, max_norm, norm_type = told.tolist()
+        return (max_norm, norm_type) if clips > 0 else None
+
+    def announce_step(self, own: Options, *, joined: bool) -> Options:
+        """This rank is about to step, with its ``own`` options; those of the others, if it has
+        ``joined`` (collective).
+        """
+        if not self.is_open:
+            return own
+        if not joined:  # else it has been told
+            self._reduce("next action", _numbers_of(*_STEP), "max")
+        told = self._exchange_options(own, joined=joined)
+        if not joined:
+            return own
+        self.wait()
+        return unpack(own, told)
+
+    def wait(self) -> None:
+        """Wait until what was said to other ranks has arrived."""
+        assert self._channel is not None, "a rank alone waits for nobody"
+        self._channel.run("wait for what ranks tell in join()", lambda _: Completed())
+
+    def _exchange_options(self, own: Options, *, joined: bool) -> Tensor:
+        """The largest of each number over ranks, which must all have as many of the same names."""
+        assert self._channel is not None, "a rank alone tells nobody"
+        names = describe_numbers(own)
+        number = zlib.crc32(names.encode(errors="replace"))
+        seen = self._reduce("names of options", _numbers_of(number, -number), "max")
+        told = pack(own, joined=joined)
+
+        def start(collectives: Collectives) -> Request:
+            most, of_negatives = seen.tolist()  # known by now: one operation follows the other
+            if most != -of_negatives:
+                raise ReplicaMismatchError(
+                    "inside join() ranks have param groups with other options, and those without "
+                    f"batches cannot take over the others'; this rank's are {names}; set the same "
+                    "options on every rank, and make schedulers on all of them"
+                )
+            return collectives.start_all_reduce(told, "max")
+
+        self._channel.submit("options", start)
+        return told
+
+    def _reduce(self, label: str, told: Tensor, operation: ReduceOp) -> Tensor:
+        assert self._channel is not None, "a rank alone tells nobody"
+        self._channel.submit(label, lambda c: c.start_all_reduce(told, operation))
+        return told
+
+
+def pack(options: Options, *, joined: bool) -> Tensor:
+    """All numbers among the hyperparameters, by group and name, in fp64."""
+    values = [value for group in options for _, value in _numbers(group)]
+    return _numbers_of(*([-math.inf] * len(values) if joined else values))
+
+
+def describe_numbers(options: Options) -> str:
+    """The names of the numbers that ``pack`` gives, such as ``lr, momentum in group 0``."""
+    return ", ".join(
+        f"{', '.join(str(key) for key, _ in _numbers(group))} in group {number}"
+        for number, group in enumerate(options)
+    )
+
+
+def _numbers_of(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def unpack(options: Options, packed: Tensor) -> list[dict[str, Any]]:
+    """``options`` with the numbers replaced by those in ``packed``."""
+    values = iter(packed.tolist())
+    return [_with_numbers(group, values) for group in options]
+
+
+def _numbers(group: Any) -> Iterator[tuple[Any, float]]:
+    """Key and value of every number in a group, those in pairs and 0-d tensors included."""
+    for key, value in _sorted_items(group):
+        for number in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(number, (bool, int, float)) or _is_scalar(number):
+                yield key, float(number)
+
+
+def _with_numbers(group: Any, values: Iterator[float]) -> dict[str, Any]:
+    replaced: dict[str, Any] = {}
+    for key, value in _sorted_items(group):
+        if isinstance(value, (tuple, list)):
+            replaced[key] = type(value)(_replace(number, values) for number in value)
+        else:
+            replaced[key] = _replace(value, values)
+    return replaced
+
+
+def _sorted_items(group: Any) -> list[tuple[Any, Any]]:
+    """Of ranks that have set them in another order, the same."""
+    return sorted(group.items(), key=lambda item: str(item[0]))
+
+
+def _replace(value: Any, values: Iterator[float]) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return type(value)(next(values))
+    if _is_scalar(value):
+        return torch.full_like(value, next(values))
+    return value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -1,0 +1,303 @@
+"""Bucket at run time: its buffers, what becomes of gradients in them, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.engine import refusal
+from dearmpi.engine.bucket.arrivals import Arrivals, quiet_slots
+from dearmpi.engine.bucket.bucket_state import LEGAL, BucketState
+from dearmpi.engine.bucket.buffers import Arena, FlatBuffer
+from dearmpi.engine.bucket.gradient import GradientUnderWay
+from dearmpi.engine.bucket.gradient_memory import GradientMemory
+from dearmpi.engine.device.device import Event
+from dearmpi.plan.data.layout import Bucket
+
+# Of gradients that are copied together: few enough for them to be in a processor's cache still.
+_COPIED_BYTES = 1 << 20
+
+
+class BucketRuntime:
+    """One bucket while training.
+
+    index: number of the bucket, in feed-forward order. memory: where its gradients lie.
+    pending: the parameters do not show the last step yet, or are still to come from other buckets.
+    arrivals: which of its gradients have come.
+    unread: nobody has waited for the parameters since they were last pending. Compiled graphs hold
+        only while nothing is that they read.
+    unguarded: who reads the parameters may wait for nobody: a compiled graph, or a module that has
+        taken one over. So ``step`` waits.
+    mark: on a device, the event that whoever reads the parameters lets its stream wait for;
+        None once it has passed.
+    stand_ins: what each parameter has for its gradient while that is under way.
+    held_on: on a device, the stream that made the gradients which are taken and not stored yet.
+    streams: on a device, those on which gradients have been written since the iteration began.
+
+    One thread at a time writes: the main one until the reduce-scatter is submitted, then the
+    driving one until ``forget``, and before the first iteration where parameters arrive. Only
+    ``pending``, which the main thread sets and the driving one clears, and ``mark``, the other way
+    round, are written by both; ``unread`` by the main one only.
+    """
+
+    def __init__(
+        self,
+        spec: Bucket,
+        params: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        gradients: Arena,
+        parameters: Arena | None,
+        arriving: bool = False,
+    ) -> None:
+        """``parameters``: where they move to; None to leave them where they are. ``arriving``: they
+        come later, each by ``take_over``.
+        """
+        self.spec = spec
+        self.index = spec.index
+        self.params = tuple(params)
+        self._rank = rank
+        self.memory = GradientMemory(spec, self.params, rank=rank, arena=gradients)
+        self.parameters = None if parameters is None else self._make_room(parameters)
+        self.state = BucketState.IDLE
+        self.pending = self.unread = arriving
+        nbytes = [param.nbytes for param in self.params]
+        quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
+        self.arrivals = Arrivals(spec.names, quiet=quiet)
+        self.unguarded = False
+        self.mark: Event | None = None
+        self.held_on: Any = None
+        self.streams: set[Any] = set()
+        self._held: list[tuple[int, Tensor]] = []
+        self._copied_at = frozenset(range(len(self.params))) - quiet
+        self._carried: Tensor | None = None
+        self._addresses = [param.data_ptr() for param in self.params]
+        if self.parameters is not None and not arriving:
+            for slot in range(len(self.params)):
+                self.take_over(slot)
+        self.stand_ins = tuple(
+            GradientUnderWay.of(param, name)
+            for param, name in zip(self.params, spec.names, strict=True)
+        )
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """The gradients' flat buffer, which need not be the same in each iteration."""
+        return self.memory.buffer
+
+    def take_over(self, slot: int) -> None:
+        """Have a parameter, with its values, lie in the flat buffer from now on."""
+        assert self.parameters is not None
+        param, view = self.params[slot], self.parameters.views[slot]
+        view.copy_(param.detach())
+        param.data = view
+        self._addresses[slot] = param.data_ptr()
+
+    def is_current(self) -> bool:
+        """Whether the parameters show the last step."""
+        return not self.pending
+
+    def move_to(self, state: BucketState) -> None:
+        """Change state; only as ``LEGAL`` allows."""
+        assert state in LEGAL[self.state], f"bucket {self.index}: {self.state} to {state}"
+        self.state = state
+
+    def expect_gradients(self, *, quietly: bool) -> bool:
+        """Start an iteration: who requires grad now is expected; True if anyone is."""
+        expected = (slot for slot, param in enumerate(self.params) if param.requires_grad)
+        self.arrivals.expect(expected, quietly=quietly)
+        self._check_frozen()
+        self._blank_frozen()
+        return bool(self.arrivals.expected)
+
+    def keep_gradient(self, slot: int) -> None:
+        """Accumulate locally: ``param.grad`` becomes a view, into which autograd then adds."""
+        param, view = self.params[slot], self.gradients.views[slot]
+        grad = self._usable_gradient(slot)
+        if not _is_same(grad, view):
+            view.copy_(grad)
+            param.grad = view
+            self.memory.is_lent = True
+
+    def take_gradient(self, slot: int) -> bool:
+        """Take ``param.grad`` away; True if it was the last one, and all are in the buffer."""
+        if slot in self.arrivals.arrived:
+            self.store_gradients()
+            self.gradients.views[slot].add_(self._swap_gradient(slot))
+        else:
+            taken = [self._swap_gradient(slot)]
+            if not self.memory.adopt(taken):
+                self._held.append((slot, taken[0]))
+        is_last = self.arrivals.arrive(slot)
+        if is_last or slot in self._copied_at:
+            self.store_gradients()
+        return is_last
+
+    def collect_gradients(self) -> None:
+        """Take the gradients that have come quietly: at once, in little Python for each."""
+        came, params = self.arrivals.came, self.params
+        # Of one that was frozen meanwhile nothing has come.
+        slots = [slot for slot in came if params[slot].requires_grad]
+        came.clear()
+        self._held += [(slot, self._swap_gradient(slot)) for slot in slots]
+        self.arrivals.arrive(*slots)
+
+    def uncover(self, slot: int) -> None:
+        """Autograd is about to accumulate, and must not add to a stand-in."""
+        param = self.params[slot]
+        if param.grad is self.stand_ins[slot] and param.requires_grad:
+            param.grad = None
+
+    def store_gradients(self) -> None:
+        """Copy what has been taken into the buffer: small ones in one call, which is one of a
+        device too, but uses little of it for a large one.
+        """
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        places = self.gradients.views
+        views, grads = [], []
+        for slot, grad in held:
+            view = places[slot]
+            if grad.nbytes >= _COPIED_BYTES:
+                view.copy_(grad)  # nothing, where ``no_sync`` has kept it there
+            elif grad is not view:
+                views.append(view)
+                grads.append(grad)
+        if views:
+            torch._foreach_copy_(views, grads)
+
+    def close_gradients(self) -> None:
+        """No more gradients will come: those accumulated earlier count, the rest are zero."""
+        self.arrivals.came.clear()  # they count with those
+        for slot, (param, view) in enumerate(zip(self.params, self.gradients.views, strict=True)):
+            if slot in self.arrivals.arrived:
+                continue
+            if param.grad is None or param.grad is self.stand_ins[slot]:
+                view.zero_()
+            else:
+                self.take_gradient(slot)
+        self.store_gradients()
+        self.arrivals.close()
+
+    def release_gradients(self) -> None:
+        """Take the stand-ins away."""
+        for slot in self.arrivals.stood_in:
+            param = self.params[slot]
+            if param.grad is self.stand_ins[slot]:
+                param.grad = None
+        self.arrivals.release()
+
+    def supersede(self) -> None:
+        """The next update will change the parameters: whoever goes back through a graph that was
+        built before gets torch's error, and not numbers of which nobody knows the age.
+
+        Updates write past torch's count of changes, which a view in ``param.data`` does not share.
+        """
+        missing = self.arrivals.missing
+        changed = (param for slot, param in enumerate(self.params) if slot not in missing)
+        torch.autograd.graph.increment_version(changed)
+
+    def find_cleared(self) -> str:
+        """The name of a parameter whose stand-in somebody else took away; empty if none is gone.
+
+        ``model.zero_grad()`` does so, and means to drop gradients that are on their way already.
+        """
+        arrivals = self.arrivals
+        for slot in arrivals.came:  # of a backprop that was broken off
+            if self.params[slot].grad is None:
+                return self.spec.names[slot]
+        for slot in arrivals.stood_in:
+            if self.params[slot].grad is not self.stand_ins[slot]:
+                return self.spec.names[slot]
+        return ""
+
+    def average(self, world_size: int) -> None:
+        """Turn the own shard's sum into the mean, plus what an earlier backprop left."""
+        self.gradients.shard.div_(world_size)
+        if self._carried is not None:
+            self.gradients.shard.add_(self._carried)
+            self._carried = None
+
+    def poison(self) -> None:
+        """Fill what other ranks own of the parameters with NaN, until the gather brings it.
+
+        Not of frozen ones: with eager updates backprop may still go through them.
+        """
+        assert self.parameters is not None
+        if not self.parameters.data.is_floating_point():
+            return
+        first, last = self.spec.shard_range(self._rank)
+        for slot, placed in enumerate(self.spec.placements):
+            if self.params[slot].requires_grad:
+                for start, stop in (
+                    (placed.start, min(placed.stop, first)),
+                    (max(placed.start, last), placed.stop),
+                ):
+                    self.parameters.data[start : max(start, stop)].fill_(float("nan"))
+
+    def reopen(self) -> Tensor:
+        """Accept gradients of a further backprop on top of those already reduced: a copy of them,
+        which is added when the new ones are reduced.
+        """
+        self._carried = self.gradients.shard.clone()
+        self._blank_frozen()
+        self.arrivals.reopen()
+        self.move_to(BucketState.IDLE)
+        return self._carried
+
+    def forget(self) -> None:
+        """Back to the start of an iteration."""
+        self.memory.give_up()
+        self.arrivals.forget()
+        self.move_to(BucketState.IDLE)
+
+    def check_storage(self) -> None:
+        """Raise UsageError if a parameter was moved out of the storage it had at the start."""
+        if [param.data_ptr() for param in self.params] == self._addresses:
+            return
+        for param, address, name in zip(self.params, self._addresses, self.spec.names, strict=True):
+            if param.data_ptr() != address:
+                is_shared = param.device.type == "cpu" and param.is_shared()
+                raise refusal.shared(name) if is_shared else refusal.moved(name)
+
+    def _check_frozen(self) -> None:
+        """Raise UsageError for a gradient that was kept of what is frozen by now: whether a bucket
+        travels cannot depend on it, since other ranks may have none.
+        """
+        if (kept := self.memory.made) is None:
+            return
+        for slot in self.arrivals.frozen:
+            if _is_same(self.params[slot].grad, kept.views[slot]):
+                raise refusal.frozen_with_gradient(self.spec.names[slot])
+
+    def _blank_frozen(self) -> None:
+        """Zero what nobody writes, where MPI has left who knows what: norms are of whole shards."""
+        if 0 < len(self.arrivals.expected) < len(self.params):
+            for slot in self.arrivals.frozen:
+                self.gradients.views[slot].zero_()
+
+    def _make_room(self, arena: Arena) -> FlatBuffer:
+        likes = [param.detach() for param in self.params]
+        return FlatBuffer(self.spec, arena.take(self.spec, likes[0]), likes, rank=self._rank)
+
+    def _swap_gradient(self, slot: int) -> Tensor:
+        """``param.grad``, whose place a stand-in takes."""
+        grad = self._usable_gradient(slot)
+        self.params[slot].grad = self.stand_ins[slot]
+        return grad
+
+    def _usable_gradient(self, slot: int) -> Tensor:
+        grad = self.params[slot].grad
+        if grad is None:
+            raise refusal.taken(self.spec.names[slot])
+        if grad.layout is not torch.strided:
+            raise refusal.sparse(self.spec.names[slot])
+        return grad.detach() if grad.requires_grad else grad  # which create_graph=True makes it do
+
+
+def _is_same(grad: Tensor | None, view: Tensor) -> bool:
+    return grad is not None and grad.data_ptr() == view.data_ptr()

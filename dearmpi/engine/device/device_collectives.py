@@ -1,0 +1,168 @@
+"""Collectives on a device's tensors, whichever way they take to MPI."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from dearmpi.comm.api.collectives import Collectives, Movement, ReduceOp, Request
+from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.engine.device.device import failures_of
+from dearmpi.engine.device.passage import Passage
+from dearmpi.engine.device.side_stream import DeviceSideStream
+
+Start = Callable[[Any], Request]
+_ALL = slice(None)
+
+
+class CrossingRequest(Request):
+    """An operation in one crossing or several; complete once the last of them is over."""
+
+    def __init__(self, drive: Callable[[CrossingRequest], Movement], num_left: int) -> None:
+        self._drive = drive
+        self._movement = Movement.NONE
+        self._num_left = num_left
+        self._is_posted = False
+        self._calls: list[Callable[[], None]] = []
+
+    def test(self) -> bool:
+        """Drive all operations of the same collectives, if it is this one's turn."""
+        self._movement = Movement.NONE if self.is_over else self._drive(self)
+        return self.is_over
+
+    @property
+    def movement(self) -> Movement:
+        """Of all that are driven."""
+        return self._movement
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all crossings are."""
+        return not self._num_left
+
+    def when_posted(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once a part of it is posted; at once if one has been."""
+        if self._is_posted:
+            call()
+        else:
+            self._calls.append(call)
+
+    def post(self, start: Callable[[], Request]) -> Request:
+        """``start`` a part, on the network."""
+        self._is_posted = True
+        while self._calls:
+            self._calls.pop(0)()
+        return start()
+
+    def landed(self) -> bool:
+        """Count a crossing that is over; True if it was the last."""
+        self._num_left -= 1
+        return self.is_over
+
+
+class DeviceCollectives(ABC):
+    """``Collectives`` for tensors of the device of ``side``, over those of the host.
+
+    Results are ready for what is queued to ``side`` once a request is complete. What differs
+    between the ways is ``_cross``.
+    """
+
+    def __init__(self, collectives: Collectives, side: DeviceSideStream, *, window: int) -> None:
+        """``window``: most operations on the network at once."""
+        self._collectives = collectives
+        self.rank, self.size, self.hosts = collectives.rank, collectives.size, collectives.hosts
+        self._side, self._device = side, side.device
+        self._passage = Passage(window)
+        self._driver: CrossingRequest | None = None
+
+    def start_reduce_scatter(
+        self, buffer: Tensor, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+    ) -> Request:
+        """All shards go out, the own one comes back."""
+
+        def start(sent: Any) -> Request:
+            return self._collectives.start_reduce_scatter(sent, algorithm, wire_dtype=wire_dtype)
+
+        return self._begin(self._shards(buffer), start, out=_ALL, back=self._own)
+
+    def start_all_gather(
+        self,
+        buffer: Tensor,
+        algorithm: AllGather = "native",
+        *,
+        wire_dtype: WireDtype | None = None,
+    ) -> Request:
+        """The own shard goes out, all come back."""
+
+        def start(sent: Any) -> Request:
+            return self._collectives.start_all_gather(sent, algorithm, wire_dtype=wire_dtype)
+
+        return self._begin(self._shards(buffer), start, out=self._own, back=_ALL)
+
+    def start_all_reduce(self, buffer: Tensor, op: ReduceOp) -> Request:
+        """Everything goes both ways."""
+
+        def start(sent: Any) -> Request:
+            return self._collectives.start_all_reduce(sent, op)
+
+        return self._begin(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
+
+    def start_broadcast(self, buffer: Tensor, root: int) -> Request:
+        """Everything goes both ways."""
+
+        def start(sent: Any) -> Request:
+            return self._collectives.start_broadcast(sent, root)
+
+        return self._begin(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
+
+    def start_duplicate(self) -> tuple[Collectives, Request]:
+        """Of the host's collectives."""
+        return self._collectives.start_duplicate()
+
+    def free(self) -> None:
+        """Give the host's collectives back."""
+        self._collectives.free()
+
+    def start_message(self, data: bytes, destination: int) -> Request:
+        """As on the host."""
+        return self._collectives.start_message(data, destination)
+
+    def receive_message(self) -> tuple[int, bytes] | None:
+        """As on the host."""
+        return self._collectives.receive_message()
+
+    def abort(self, code: int) -> None:
+        """As on the host."""
+        self._collectives.abort(code)
+
+    def _begin(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
+        """``_cross``. Raises CommError, with the device's name, if the device fails."""
+        self._device.adopt_thread()
+        with failures_of(self._device):
+            return self._cross(rows, start, out=out, back=back)
+
+    @abstractmethod
+    def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
+        """``start`` on the memory of ``rows``, of which some go out, and some come back."""
+
+    @property
+    def _own(self) -> slice:
+        return slice(self.rank, self.rank + 1)
+
+    def _shards(self, buffer: Tensor) -> Tensor:
+        return buffer.view(self.size, buffer.numel() // self.size)
+
+    def _drive_for(self, request: CrossingRequest) -> Movement:
+        """``_drive``, once in a poll of them all: one request does it until it is over."""
+        if self._driver is None or self._driver.is_over:
+            self._driver = request
+        return self._drive() if self._driver is request else Movement.NONE
+
+    def _drive(self) -> Movement:
+        """What moved. Raises CommError, with the device's name, if the device fails."""
+        self._device.adopt_thread()
+        with failures_of(self._device):
+            return self._passage.advance()

@@ -1,0 +1,152 @@
+"""Device way: how a device's tensors get to MPI, chosen for all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.world import World
+from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
+from dearmpi.engine.device.alone_collectives import AloneDeviceCollectives
+from dearmpi.engine.device.device import Device, device_of
+from dearmpi.engine.device.direct import DirectCollectives
+from dearmpi.engine.device.side_stream import DeviceSideStream, HostSideStream, SideStream
+from dearmpi.engine.device.staging import NUM_AHEAD, StagedCollectives
+from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.plan.data.layout import BucketLayout
+from dearmpi.tune.device_probe import (
+    ALL_GATHER,
+    OPERATIONS,
+    Verdict,
+    known_verdicts,
+    share_verdicts,
+)
+
+_HOST = "the host"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWay:
+    """direct: MPI gets device memory; else copies go by pinned host memory. reason: why."""
+
+    direct: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'direct' if self.direct else 'staged'} ({self.reason})"
+
+
+def choose_way(
+    asked: CudaBuffers,
+    reduce_scatter: ReduceScatter | Literal["auto"],
+    verdicts: Sequence[Verdict],
+    *,
+    num_hosts: int = 1,
+) -> DeviceWay:
+    """The way for tensors of a device. verdicts: of MPI on device memory; none if not tried.
+
+    They are of one host. Between hosts ``auto`` stages, since an MPI that fails there may end the
+    job late; who knows his MPI asks for direct.
+
+    Raises ConfigError, with what the trial printed, if direct is asked for and does not work.
+    """
+    if asked == "staged":
+        return DeviceWay(False, "as asked")
+    if not verdicts:
+        if asked == "direct":
+            raise ConfigError(
+                "cuda_buffers is 'direct', but MPI was not tried on device memory: call "
+                "dearmpi.probe_devices() before dearmpi.connect(), or use 'staged'"
+            )
+        return DeviceWay(False, "MPI was not tried on device memory")
+    needed = _needed(reduce_scatter)
+    broken = [v for v in verdicts if v.operation in needed and not v.works]
+    if not broken and asked == "auto" and num_hosts > 1:
+        return DeviceWay(False, f"MPI was tried on device memory within one of {num_hosts} hosts")
+    if not broken:
+        return DeviceWay(True, f"MPI did {' and '.join(needed)} on device memory in a trial")
+    names = ", ".join(verdict.operation for verdict in broken)
+    said = f"in a trial MPI did not do {names} on device memory"
+    if asked == "direct":
+        works = [verdict.operation for verdict in verdicts if verdict.works]
+        raise ConfigError(
+            f"cuda_buffers is 'direct', but {said} (it did {', '.join(works) or 'nothing'}); use "
+            f"'staged', or an MPI that was built for CUDA. The trial printed:\n{broken[0].output}"
+        )
+    return DeviceWay(False, said)
+
+
+def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
+    """Of the operations that were tried, those that training does with this reduce-scatter."""
+    if reduce_scatter == "auto":
+        return OPERATIONS
+    # Gathering by a ring takes the same sends and receives as reducing by one.
+    gather = ALL_GATHER if Halves(reduce_scatter).all_gather == "native" else "ring"
+    return tuple(dict.fromkeys((gather, reduce_scatter)))
+
+
+def open_side_stream(
+    params: Iterable[nn.Parameter], *, world: World, layout: BucketLayout, config: EngineConfig
+) -> SideStream:
+    """The side stream of the device that holds ``params`` (collective).
+
+    Raises ConfigError for a way that cannot be had.
+    """
+    device = device_of(params)
+    if device is None:
+        return HostSideStream()
+    verdicts = share_verdicts(world, known_verdicts())
+    num_hosts = len(set(world.hosts))
+    way = choose_way(config.cuda_buffers, config.reduce_scatter, verdicts, num_hosts=num_hosts)
+    carry: Any = partial(DirectCollectives, window=config.window)
+    if world.size == 1:
+        carry = partial(AloneDeviceCollectives, window=config.window)
+        return DeviceSideStream(device, carry, name="not at all: one rank sends nothing")
+    if way.direct:
+        return DeviceSideStream(device, carry, name=str(way))
+    most_bytes = max(bucket.nbytes for bucket in layout)
+    carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
+    return DeviceSideStream(device, carry, name=str(way), num_ahead=NUM_AHEAD)
+
+
+def check_devices(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:
+    """Raise MismatchError unless all ranks have their parameters on one kind of device
+    (collective), and ConfigError unless this rank has them on one that can be served, and what
+    ``config`` says of devices has an effect.
+    """
+    device = device_of(params)
+    seen = world.all_gather_text(_HOST if device is None else device.name)
+    for rank, name in enumerate(seen):
+        if (name == _HOST) != (seen[0] == _HOST):
+            raise MismatchError(
+                f"rank {rank} on {world.hosts[rank]} has its parameters on {name}, rank 0 on "
+                f"{world.hosts[0]} on {seen[0]}; train on devices everywhere, or nowhere"
+            )
+    if device is not None:
+        _check_threads(world, device)
+        return
+    for name, value, default in (
+        ("cuda_buffers", config.cuda_buffers, "auto"),
+        ("update_on", config.update_on, "device"),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"{name} is {value!r}, but the parameters are on the host, where it has no effect; "
+                "leave it out, or move the model to a device first"
+            )
+
+
+def _check_threads(world: World, device: Device) -> None:
+    """Raise ConfigError where autograd's thread for the device would drive MPI and may not."""
+    if world.size > 1 and not world.serves_any_thread:
+        raise ConfigError(
+            f"the parameters are on {device.name}, whose gradients come on a thread of autograd's "
+            "own, but MPI gives less than MPI_THREAD_SERIALIZED: only the main thread may call it; "
+            "use an MPI with MPI_THREAD_MULTIPLE, and leave MPI4PY_RC_THREADS and "
+            "MPI4PY_RC_THREAD_LEVEL unset"
+        )

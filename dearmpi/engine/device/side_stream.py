@@ -1,0 +1,224 @@
+"""Side stream: where the driving thread's work on tensors runs, beside the main thread's.
+
+On a device the host only queues. What is "done" to the pipeline is queued to the device, and these
+say which stream waits for which; the host waits for none. On the host an operation is over when it
+returns, and all of this is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from dearmpi.engine.device.device import Device, Event, Stream, failures_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dearmpi.comm.api.collectives import Collectives
+
+_NOTHING = nullcontext()
+
+
+class SideStream(Protocol):
+    """What the engine asks; *current* is the stream of the calling thread.
+
+    name: how tensors get to MPI, and why, for people.
+    num_ahead: operations of a channel that may be between here and the network, beside those on it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_ahead(self) -> int: ...
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Inside, the calling thread's operations run here."""
+        ...
+
+    def section(self) -> AbstractContextManager[Any]:
+        """The same, after everything on the current stream, which then waits for it."""
+        ...
+
+    def current(self) -> Stream | None:
+        """The current stream."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, the calling thread's operations run on ``stream``, which was current once."""
+        ...
+
+    def follow(self) -> None:
+        """Let what is queued here from now on wait for the current stream as it is now."""
+        ...
+
+    def lead(self) -> None:
+        """Let the current stream wait for all that is queued here."""
+        ...
+
+    def mark(self) -> Event | None:
+        """The moment behind all that is queued here."""
+        ...
+
+    def await_mark(self, mark: Event) -> bool:
+        """Let the current stream wait for ``mark``; True if it has passed already."""
+        ...
+
+    def written(self, buffer: Tensor, streams: Iterable[Any]) -> None:
+        """``buffer`` is written on ``streams``, and may be sent after that.
+
+        What is sent without such a note is taken to be written here.
+        """
+        ...
+
+    def keep(self, tensor: Tensor) -> None:
+        """``tensor`` is used here, though another stream's allocator made it."""
+        ...
+
+    def carry(self, collectives: Collectives) -> Collectives:
+        """``collectives`` that take this device's tensors."""
+        ...
+
+    def finish(self) -> None:
+        """Let the host wait until nothing of this device is under way."""
+        ...
+
+
+class HostSideStream:
+    """For tensors on the host."""
+
+    name = "on the host"
+    num_ahead = 0
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Nothing to change."""
+        return _NOTHING
+
+    def section(self) -> AbstractContextManager[Any]:
+        """Nothing to change."""
+        return _NOTHING
+
+    def current(self) -> None:
+        """There are no streams."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Nothing to change."""
+        return _NOTHING
+
+    def follow(self) -> None:
+        """Everything is over."""
+
+    def lead(self) -> None:
+        """Everything is over."""
+
+    def mark(self) -> None:
+        """Everything is over."""
+
+    def await_mark(self, mark: Event) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+    def written(self, buffer: Tensor, streams: Iterable[Any]) -> None:
+        """Everything is over."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Memory belongs to nobody else."""
+
+    def carry(self, collectives: Collectives) -> Collectives:
+        """MPI works on host memory."""
+        return collectives
+
+    def finish(self) -> None:
+        """Everything is over."""
+
+
+class DeviceSideStream:
+    """For tensors on a device."""
+
+    def __init__(self, device: Device, carry: Any, *, name: str = "", num_ahead: int = 0) -> None:
+        """``carry(collectives, side)`` makes collectives for this device's tensors."""
+        self.device, self.name, self.num_ahead = device, name, num_ahead
+        self._stream = device.new_stream()
+        self._carry = carry
+        self._written: dict[int, tuple[Event, ...]] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The side stream as the calling thread's. Raises CommError if the device has failed, and
+        DeviceError if its memory is out.
+        """
+        with failures_of(self.device), self.device.on(self._stream):
+            yield
+
+    @contextmanager
+    def section(self) -> Iterator[None]:
+        """For what both sides look at, such as the optimizer's state."""
+        self.follow()
+        with self.running():
+            yield
+        self.lead()
+
+    def current(self) -> Stream:
+        """The current stream."""
+        return self.device.current_stream()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Of the device."""
+        return self.device.on(stream)
+
+    def follow(self) -> None:
+        """By an event, which the host does not wait for."""
+        self._stream.wait_event(self.current().record_event())
+
+    def lead(self) -> None:
+        """By an event, which the host does not wait for."""
+        self.current().wait_event(self.mark())
+
+    def mark(self) -> Event:
+        """An event of the side stream."""
+        event: Event = self._stream.record_event()
+        return event
+
+    def await_mark(self, mark: Event) -> bool:
+        """The stream of whoever is about to read waits, and no other; one that is captured into a
+        graph cannot ask, and must have been synchronized before.
+        """
+        if self.device.is_capturing():
+            return False
+        if mark.query():
+            return True
+        self.current().wait_event(mark)
+        return False
+
+    def written(self, buffer: Tensor, streams: Iterable[Any]) -> None:
+        """Note an event of each stream."""
+        self._written[buffer.data_ptr()] = tuple(stream.record_event() for stream in streams)
+
+    def take_written(self, buffer: Tensor) -> tuple[Event, ...]:
+        """The events after which ``buffer`` may be sent."""
+        return self._written.pop(buffer.data_ptr(), None) or (self.mark(),)
+
+    def await_landing(self, event: Event) -> None:
+        """Let what is queued here from now on wait for ``event``."""
+        self._stream.wait_event(event)
+
+    def copy(self, source: Tensor, *, into: Tensor) -> None:
+        """Queue a copy here; one of both is pinned."""
+        self.device.copy(source, into=into, stream=self._stream)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Have the allocator wait for the side stream."""
+        self.device.keep(tensor, self._stream)
+
+    def carry(self, collectives: Collectives) -> Collectives:
+        """As it was made to."""
+        carried: Collectives = self._carry(collectives, self)
+        return carried
+
+    def finish(self) -> None:
+        """Before memory is given up or another's is looked at."""
+        self.device.synchronize()

@@ -1,0 +1,215 @@
+"""Averaged gradients as a script sees them between backward and step.
+
+Each rank holds the averages of its own shards. A norm is summed over the ranks. Each rank makes a
+change that treats every element by itself where it owns elements. Whole gradients are gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.comm.world import World
+from dearmpi.engine import refusal
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.bucket_state import BucketState
+from dearmpi.engine.bucket.buffers import shaped_like
+from dearmpi.engine.device.device import through_host
+from dearmpi.engine.iteration.backprop import Backprop
+from dearmpi.engine.iteration.compilation import number_of_backprop
+from dearmpi.engine.iteration.pipeline import Pipeline
+
+Place = tuple[int, int]
+
+
+class ReducedGradients:
+    """The gradients of one engine, which the placeholders in ``param.grad`` ask.
+
+    The first norm of a type finds those of all parameters in one exchange.
+    """
+
+    def __init__(self, world: World, pipeline: Pipeline, backprop: Backprop) -> None:
+        self._world, self._pipeline, self._backprop = world, pipeline, backprop
+        self._norms: dict[float, dict[Place, float]] = {}
+        self._num_reduced = 0  # when these norms were found
+        for bucket in pipeline.buckets:
+            for slot, placeholder in enumerate(bucket.stand_ins):
+                placeholder.serve_from(ref(self), bucket.index, slot)
+
+    def norm(self, bucket: int, slot: int, norm_type: float) -> float:
+        """The norm of an averaged gradient, the same on every rank (collective).
+
+        Raises UsageError on all ranks if some have no gradient of a parameter that others have.
+        """
+        self._settle(bucket, slot)
+        if self._num_reduced != self._pipeline.num_reduced:
+            self.forget_norms()
+            self._num_reduced = self._pipeline.num_reduced
+        found = self._norms.get(norm_type)
+        if found is None or (bucket, slot) not in found:
+            found = self._norms[norm_type] = self._find_norms(norm_type)
+        return found[bucket, slot]
+
+    def change(
+        self, bucket: int, slot: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Change an averaged gradient in place, by a method that treats each element by itself.
+
+        Ranks compare in the step what they have changed.
+        """
+        self._settle(bucket, slot)
+        runtime = self._pipeline.buckets[bucket]
+        if runtime.state is BucketState.GATHERED:
+            getattr(runtime.gradients.views[slot], method)(*args, **kwargs)
+        else:
+            for own, piece in self._own_pieces(runtime):
+                if own == slot:
+                    getattr(piece, method)(*args, **kwargs)
+        for found in self._norms.values():
+            found.pop((bucket, slot), None)
+        numbers = [_described(value) for value in (*args, *kwargs.values())]
+        self._pipeline.edits.note(f"{runtime.spec.names[slot]} {method} {numbers}")
+
+    def gather(self) -> dict[nn.Parameter, Tensor]:
+        """Copies of the whole averaged gradients on every rank (collective).
+
+        A parameter without gradient on any rank has none here.
+        """
+        self._pipeline.joining.refuse("gathering gradients")
+        with self._world.named_call("optimizer.gradients()"):
+            return self._gather()
+
+    def _gather(self) -> dict[nn.Parameter, Tensor]:
+        self._backprop.wait_reduced()
+        buckets = self._pipeline.buckets
+        flags = [slot not in b.arrivals.missing for b in buckets for slot in range(len(b.params))]
+        active = [b.index in self._pipeline.cycle.active for b in buckets for _ in b.params]
+        told = [float(has and is_active) for has, is_active in zip(flags, active, strict=True)]
+        has_any = iter(self._world.all_reduce(told, "max"))
+        gathered: dict[nn.Parameter, Tensor] = {}
+        for bucket in buckets:
+            present = [slot for slot in range(len(bucket.params)) if next(has_any)]
+            flat = self._whole(bucket) if present else None
+            for slot in present:
+                param, start = bucket.params[slot], bucket.spec.placements[slot].start
+                assert flat is not None
+                gathered[param] = shaped_like(param.detach(), flat, start).clone()
+        return gathered
+
+    def forget_norms(self) -> None:
+        """All gradients have changed."""
+        self._norms.clear()
+
+    def _settle(self, bucket: int, slot: int) -> None:
+        """Wait until the gradients are averaged. Raises UsageError for one that ``step`` has used,
+        and where ranks or backwards do not agree on what there is to be averaged.
+        """
+        runtime, cycle = self._pipeline.buckets[bucket], self._pipeline.cycle
+        if number_of_backprop() >= 0:
+            raise refusal.read_in_backprop(runtime.spec.names[slot])
+        if self._pipeline.joining.is_open:
+            raise refusal.clipped_in_join()
+        if cycle.stepped or slot not in runtime.arrivals.stood_in:
+            raise refusal.used_up(runtime.spec.names[slot])
+        if len(cycle.launched) < len(cycle.active) and (name := self._find_local()):
+            raise refusal.still_local(name)
+        self._backprop.wait_reduced()
+
+    def _find_local(self) -> str:
+        """The name of a parameter whose gradient of before the last backward is not on its way."""
+        for bucket in self._pipeline.buckets:
+            for slot in bucket.arrivals.expected:
+                grad = bucket.params[slot].grad
+                if grad is not None and grad is not bucket.stand_ins[slot]:
+                    return bucket.spec.names[slot]
+        return ""
+
+    def _find_norms(self, norm_type: float) -> dict[Place, float]:
+        """Norms of all averaged gradients, by bucket and slot (collective)."""
+        buckets = self._pipeline.buckets
+        places = [(b.index, slot) for b in buckets for slot in range(len(b.params))]
+        parts = self._own_parts(norm_type)
+        own = [parts.get(place, _NOTHING.get(norm_type, 0.0)) for place in places]
+        has = [float(slot in buckets[index].arrivals.stood_in) for index, slot in places]
+        lacks = [1.0 - flag for flag in has]
+        # Beside the largest, which MPI promises of numbers alone, NaN is a flag.
+        is_nan = [float(math.isnan(part)) for part in own]
+        is_largest = math.isinf(norm_type)
+        if is_largest:
+            own = [-math.inf if math.isnan(part) else part for part in own]
+        with self._world.named_call("a norm of averaged gradients, as clip_grad_norm_() asks for"):
+            told = self._world.all_reduce(
+                own + has + lacks + is_nan, "max" if is_largest else "sum"
+            )
+        num = len(places)
+        sums, has, lacks, is_nan = (told[first : first + num] for first in range(0, 4 * num, num))
+        for (index, slot), some_have, some_lack in zip(places, has, lacks, strict=True):
+            if some_have and some_lack:
+                raise refusal.lacking_on_some_ranks(buckets[index].spec.names[slot])
+        if is_largest:
+            sums = [math.nan if flag else one for one, flag in zip(sums, is_nan, strict=True)]
+        return dict(zip(places, _as_norms(sums, norm_type), strict=True))
+
+    def _own_parts(self, norm_type: float) -> dict[Place, float]:
+        """What this rank's elements of each gradient contribute to its norm."""
+        places, parts = [], []
+        for index in sorted(self._pipeline.cycle.active):
+            bucket = self._pipeline.buckets[index]
+            for slot, piece in self._own_pieces(bucket):
+                places.append((index, slot))
+                # A norm of halves may be beyond the range of halves.
+                wide = torch.promote_types(piece.dtype, torch.float32)
+                parts.append(torch.linalg.vector_norm(piece, norm_type, dtype=wide).double())
+        if not parts:
+            return {}
+        stacked = torch.stack(parts)
+        if norm_type and math.isfinite(norm_type):
+            stacked = stacked**norm_type
+        elif norm_type == -math.inf:
+            stacked = -stacked  # the largest is told
+        return dict(zip(places, stacked.tolist(), strict=True))  # a device is waited for once
+
+    def _own_pieces(self, bucket: BucketRuntime) -> Iterator[tuple[int, Tensor]]:
+        """The elements that this rank owns of each parameter of ``bucket``."""
+        first, last = bucket.spec.shard_range(self._world.rank)
+        for slot, placed in enumerate(bucket.spec.placements):
+            start, stop = max(first, placed.start), min(last, placed.stop)
+            if start < stop:
+                yield slot, bucket.gradients.shard[start - first : stop - first]
+
+    def _whole(self, bucket: BucketRuntime) -> Tensor:
+        """All averaged gradients of a bucket, as they lie in its flat buffer (collective)."""
+        if bucket.state is BucketState.GATHERED:
+            return bucket.gradients.data
+        flat = torch.zeros_like(bucket.gradients.data)
+        first, _ = bucket.spec.shard_range(self._world.rank)
+        flat[first : first + len(bucket.gradients.shard)] = bucket.gradients.shard
+        through_host(flat, self._world.all_gather)
+        return flat
+
+
+# What a rank without elements contributes, where it is not 0.
+_NOTHING = {-math.inf: -math.inf}
+
+
+def _as_norms(sums: list[float], norm_type: float) -> list[float]:
+    if norm_type == -math.inf:
+        return [-one for one in sums]
+    if math.isinf(norm_type) or not norm_type:
+        return sums
+    norms: list[float] = (torch.tensor(sums, dtype=torch.float64) ** (1.0 / norm_type)).tolist()
+    return norms
+
+
+def _described(value: Any) -> str:
+    """As text that other ranks can compare; a number on a device, for which one would wait, is left
+    out.
+    """
+    if isinstance(value, Tensor):
+        return repr(value.item()) if value.device.type == "cpu" else "a number"
+    return repr(value)

@@ -1,0 +1,82 @@
+"""Waiting: what the main thread waits for, and where no wait could end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from dearmpi.comm.progress.progress import Progress
+from dearmpi.engine import refusal
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.iteration.pipeline import Pipeline
+
+
+class Waiting:
+    """Waits for what ``pipeline`` carries, and counts for how long.
+
+    polls: whether communication goes on only where the main thread has time for it.
+    """
+
+    def __init__(self, progress: Progress, pipeline: Pipeline, *, eager: bool) -> None:
+        self._eager = eager
+        self._progress, self._pipeline = progress, pipeline
+        self._side = pipeline.side
+        self.polls = progress.mode == "poll"
+        self.is_driver = progress.is_driver
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """Until ``ready()``; ``what`` names it for people."""
+        if not ready():
+            with self._pipeline.clock.waiting(what):
+                self._progress.wait_until(ready, what=what)
+
+    def until_finished(self) -> None:
+        """Until the last step's gathers are over."""
+        if self._pipeline.cycle.stepping and (self._eager or self._precedes_step()):
+            raise refusal.step_broken_off()
+        self.until(self._pipeline.is_finished, "the last step's gathers")
+
+    def pre_forward(self, buckets: Iterable[BucketRuntime]) -> None:
+        """A module is about to read parameters of ``buckets``: until they are current."""
+        self.poll()
+        for bucket in buckets:
+            if bucket.pending:
+                if self._pipeline.cycle.stepping and self._precedes_step():
+                    continue  # it stays unread
+                self._refuse_endless()
+                self.until(bucket.is_current, f"the parameters of bucket {bucket.index}")
+            bucket.unread = False
+            if bucket.mark is not None and self._side.await_mark(bucket.mark):
+                bucket.mark = None
+
+    def poll(self) -> None:
+        """A moment in which communication may go on."""
+        if self.polls:
+            self._progress.poll()
+
+    def awaits_step(self) -> bool:
+        """Whether some buckets cannot be updated before the step, with eager updates too."""
+        cycle = self._pipeline.cycle
+        if cycle.stepped:
+            return self._eager and cycle.stepping
+        # Who lacks a gradient here may have one elsewhere, which ranks tell each other in step().
+        lacking = any(self._pipeline.buckets[i].arrivals.missing for i in cycle.active)
+        return lacking or len(cycle.launched) < len(cycle.active)
+
+    def _refuse_endless(self) -> None:
+        """Buckets that wait for ``step()`` hold up the gathers of those that do not."""
+        if self.awaits_step():
+            raise refusal.read_before_step()
+
+    def _precedes_step(self) -> bool:
+        """In the middle of ``step()``: whether the parameters still are those of before it, of
+        which nothing changes until the options are known. From then on waits for it can end.
+
+        Raises UsageError where some are updated by now.
+        """
+        self._refuse_endless()
+        if self._pipeline.cycle.options is None:
+            if self._pipeline.poisons:
+                raise refusal.read_in_step()
+            return True
+        self._pipeline.see_step()  # perhaps nothing has told the driving thread of it yet
+        return False

@@ -1,0 +1,106 @@
+"""Model tensors: parameters and buffers by name, as text that ranks compare before any travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dearmpi.comm.messages.difference import Gather, digest, first_difference
+from dearmpi.engine.bucket.buffers import is_dense
+from dearmpi.errors import ConfigError, MismatchError
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind (``parameter`` or ``buffer``), name and tensor of each parameter and buffer, each once.
+
+    Looked up past the tables that wait for gathers.
+    """
+    found: set[int] = set()
+    for prefix, module in model.named_modules():
+        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for key, tensor in _items(table):
+                if tensor is not None and id(tensor) not in found:
+                    found.add(id(tensor))
+                    yield kind, f"{prefix}.{key}" if prefix else key, tensor
+
+
+def describe(tensor: Tensor, *, note: str = "") -> str:
+    """Shape, dtype, kind of device and order in memory, such as ``of shape (3, 4) (float32 on
+    cpu)``; ``note`` stands behind them in the brackets.
+    """
+    if is_lazy(tensor):
+        return f"without a shape yet ({type(tensor).__name__}{note})"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"of shape {tuple(tensor.shape)} ({dtype} on {tensor.device.type}{_form(tensor)}{note})"
+
+
+def stored_parts(tensor: Tensor, name: str) -> list[Tensor]:
+    """The dense tensors that hold the elements of ``tensor``, each element once.
+
+    Raises ConfigError for a layout of which that is not known, and for a tensor without values.
+    """
+    if tensor.layout is torch.strided and tensor.is_contiguous():
+        _refuse_without_values(tensor, name)
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout is torch.sparse_csr:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout is not torch.strided:
+        raise ConfigError(
+            f"{name} has the layout {tensor.layout}, which cannot be sent to other ranks; "
+            "keep it in a dense or a COO tensor"
+        )
+    _refuse_without_values(tensor, name)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded
+            tensor = tensor.narrow(dim, 0, 1)
+    return [tensor]
+
+
+def compare_tensors(
+    lines: Sequence[str], gather: Gather, *, hosts: Sequence[str], what: str, cure: str
+) -> None:
+    """Raise MismatchError on all ranks unless all have the same ``lines``, with the first that
+    differs (collective). ``what``: what they describe.
+    """
+    if len(set(gather(digest(lines)))) == 1:
+        return
+    seen = first_difference(lines, gather)
+    rank = next(rank for rank, line in enumerate(seen) if line != seen[0])
+    raise MismatchError(
+        f"rank {rank} on {hosts[rank]} has other {what} than rank 0 on {hosts[0]}: {seen[rank]} "
+        f"where rank 0 has {seen[0]}; {cure}"
+    )
+
+
+def _refuse_without_values(tensor: Tensor, name: str) -> None:
+    if tensor.is_meta:
+        raise ConfigError(
+            f"{name} is on the meta device and has no values to send; give it some first "
+            "(model.to_empty(device=...) and its initialization, or a checkpoint)"
+        )
+
+
+def _form(tensor: Tensor) -> str:
+    """What else makes the stored elements differ; empty for plain contiguous tensors."""
+    if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
+        sizes = " and ".join(str(tuple(part.shape)) for part in stored_parts(tensor, ""))
+        return f", {str(tensor.layout).removeprefix('torch.')} of tensors of shapes {sizes}"
+    if tensor.layout is not torch.strided:
+        return f", {str(tensor.layout).removeprefix('torch.')}"
+    lazily = ", lazily conjugated or negated" if tensor.is_conj() or tensor.is_neg() else ""
+    if tensor.is_contiguous() or not (is_dense(tensor) or 0 in tensor.stride()):
+        return lazily
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return f", strides {tuple(stride if size > 1 else 1 for size, stride in dims)}{lazily}"
+
+
+def _items(table: Any) -> Iterable[tuple[str, Tensor | None]]:
+    items: Iterable[tuple[str, Tensor | None]]
+    items = dict.items(table) if isinstance(table, dict) else table.items()  # that of a script
+    return items

@@ -1,0 +1,250 @@
+"""Relocation: optimizer state goes from the shards of one layout to those of another.
+
+Each element goes from the rank that has it to the rank that is to have it. So a rank sends at most
+its own share of the state, and never holds more than two shares and a bucket. All of it happens on
+the thread that drives progress: it is packed beside the last step's gathers, and travels behind
+them, since only the next updates need it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.algorithms.transfer import Transfer
+from dearmpi.comm.api.collectives import Collectives, Completed, Request
+from dearmpi.comm.messages.texts import gather_texts
+from dearmpi.comm.progress.later import Later
+from dearmpi.engine.device.side_stream import SideStream
+from dearmpi.engine.reshard.parcel import Parcels, Part, Place
+from dearmpi.engine.state.local_state import StatePiece, read_pieces, read_whole
+from dearmpi.engine.state.sharded_state import State, describe, read_scalar
+from dearmpi.engine.update.shard_update import Piece, ShardUpdate
+from dearmpi.engine.update.updates import Updates, shards_of, wholes_of
+from dearmpi.plan.data.layout import Bucket, BucketLayout, Placement
+
+Descriptions = Mapping[str, Mapping[str, Any]]
+"""Parameter name to state key to what it is (``state.describe``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements ``start`` to ``stop`` of a parameter, which ``rank`` owns."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+def stretches(bucket: Bucket, placed: Placement) -> list[Stretch]:
+    """Who owns which elements of the parameter in ``placed``, by rank."""
+    numel = bucket.shard_numel
+    return [
+        Stretch(
+            rank,
+            max(0, rank * numel - placed.start),
+            min(placed.stop, (rank + 1) * numel) - placed.start,
+        )
+        for rank in range(placed.start // numel, (placed.stop - 1) // numel + 1)
+    ]
+
+
+def pair(
+    old: Sequence[Stretch], new: Sequence[Stretch], *, rank: int
+) -> Iterator[tuple[Stretch, Stretch]]:
+    """Stretches of a parameter that have elements in common, where ``rank`` has one of both.
+
+    In the order of ``old``, and then of ``new``: that in which every rank sees those that it has.
+    """
+    own = [stretch for stretch in new if stretch.rank == rank]
+    for one in old:
+        for other in new if one.rank == rank else own:
+            if one.start < other.stop and other.start < one.stop:
+                yield one, other
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank is to hold of a parameter's state: ``numel`` elements of each tensor.
+
+    entries: by key, what any rank has described. pieces: by key, what has come so far, in order.
+    """
+
+    numel: int
+    entries: Mapping[str, Any]
+    pieces: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, key: str, start: int, values: Tensor) -> None:
+        """Elements from ``start`` on; what lies between them and those before is zero."""
+        pieces = self.pieces.setdefault(key, [])
+        missing = start - sum(piece.numel() for piece in pieces)
+        pieces += [values.new_zeros(missing), values] if missing else [values]
+
+    def complete(self) -> None:
+        """Nothing more comes."""
+        for key, entry in self.entries.items():
+            if "tensor" in entry:
+                self.add(
+                    key,
+                    self.numel,
+                    torch.empty(0, dtype=getattr(torch, entry["tensor"]), device="cpu"),
+                )
+
+
+class Relocation:
+    """State on its way from the updates of one layout to those of another, in two stretches of a
+    ``Chain``, on the thread that drives progress. State that every rank holds whole stays so.
+    """
+
+    def __init__(
+        self, updates: Updates, side: SideStream, layout: BucketLayout, *, rank: int
+    ) -> None:
+        """From ``updates``, which run at ``side``, to the owners by ``layout``."""
+        self._rank, self._from, self._side = rank, updates, side
+        self._owners = {
+            placed.spec.name: stretches(bucket, placed)
+            for bucket in layout
+            for placed in bucket.placements
+        }
+        self._whole: dict[str, State] = {}
+        self._described: list[Descriptions] = []
+        self._receives: list[Part] = []
+        self._sent = Parcels([], {})
+
+    def take(self, collectives: Collectives) -> Iterator[Request]:
+        """Have the updates, whose last step is over, let go of their state (collective). Does
+        nothing when called again.
+
+        Between two buckets others that the same thread drives have their turn.
+        """
+        self._whole |= read_whole(self._from)
+        shards, self._from = shards_of(self._from), ()
+        if not shards:
+            return
+        with self._side.running():
+            own = {name: entries for update in shards for name, entries in describe(update).items()}
+            held = [read_pieces([update]) for update in shards]
+        buckets = [update.bucket.spec for update in shards]
+        shards.clear()  # which keep the memory of their buckets
+        texts = yield from gather_texts(collectives, json.dumps(own))
+        self._described = [json.loads(text) for text in texts]
+        listed = [list(self._list_parts(bucket)) for bucket in buckets]
+        parts = [part for of_bucket in listed for part in of_bucket]
+        self._receives = [part for part in parts if part.target == self._rank]
+        sends = [(part.target, part) for part in parts if part.source == self._rank]
+        self._sent = Parcels(sends, {})
+        rooms = self._sent.pieces()
+        for of_bucket in listed:
+            with self._side.running():
+                self._pack(held.pop(0), of_bucket, rooms)
+            yield Completed()
+
+    def deliver(
+        self,
+        collectives: Collectives,
+        updates: Updates,
+        side: SideStream,
+        *,
+        may_travel: Callable[[], bool],
+    ) -> Iterator[Request]:
+        """Bring what is taken to ``updates``, which run at ``side``, once the wire is free for it
+        and they have their parameters (collective).
+        """
+        yield from self.take(collectives)
+        with side.running():
+            for whole in wholes_of(updates):
+                whole.set_states(self._whole)
+        parcels = Parcels([(p.source, p) for p in self._receives], self._sent.of(self._rank))
+        sends, receives = self._sent.to_others(self._rank), parcels.to_others(self._rank)
+        self._sent = Parcels([], {})
+        travel = partial(Transfer, collectives, sends=sends, receives=receives)
+        yield Later(may_travel, travel if sends or receives else Completed)
+        sends.clear()
+        shares = self._open(parcels)
+        for update in shards_of(updates):
+            with side.running():
+                _place(update, shares)
+            yield Completed()
+        # The first is as large as the state, where every rank holds all of it; what ranks have
+        # described grows with their number.
+        self._whole, self._described, self._owners, self._receives = {}, [], {}, []
+
+    def _list_parts(self, bucket: Bucket) -> Iterator[Part]:
+        """What this rank sends or receives of an old bucket, in an order that all ranks have."""
+        for placed in bucket.placements:
+            name = placed.spec.name
+            owned = stretches(bucket, placed)
+            for old, new in pair(owned, self._owners[name], rank=self._rank):
+                start, stop = max(old.start, new.start), min(old.stop, new.stop)
+                entries = self._described[old.rank].get(name, {})
+                for key in sorted(key for key, entry in entries.items() if "tensor" in entry):
+                    dtype = entries[key]["tensor"]
+                    yield Part(name, key, dtype, old.rank, new.rank, start, stop)
+
+    def _pack(
+        self,
+        held: Iterable[StatePiece],
+        parts: Iterable[Part],
+        rooms: Mapping[Place, Iterator[Tensor]],
+    ) -> None:
+        pieces = {piece.name: piece for piece in held}
+        for part in parts:
+            if part.source == self._rank:
+                values, origin = pieces[part.name].tensors[part.key], pieces[part.name].start
+                room = next(rooms[part.target, part.dtype])
+                room.copy_(values[part.start - origin : part.stop - origin])
+
+    def _open(self, arrived: Parcels) -> dict[str, Share]:
+        """What this rank is to hold, by parameter name."""
+        starts: dict[str, int] = {}
+        shares: dict[str, Share] = {}
+        for name, owners in self._owners.items():
+            for own in (stretch for stretch in owners if stretch.rank == self._rank):
+                entries: dict[str, Any] = {}
+                for described in self._described:
+                    entries |= described.get(name, {})
+                starts[name], shares[name] = own.start, Share(own.stop - own.start, entries)
+        pieces = arrived.pieces()
+        for part in self._receives:
+            values = next(pieces[part.source, part.dtype])
+            shares[part.name].add(part.key, part.start - starts[part.name], values)
+        for share in shares.values():
+            share.complete()
+        return shares
+
+
+def _place(update: ShardUpdate, shares: Mapping[str, Share]) -> None:
+    """Replace the state of ``update``."""
+    names = update.bucket.spec.names
+
+    def of(pieces: Sequence[Piece]) -> list[Share]:
+        return [shares[names[piece.slot]] for piece in pieces]
+
+    alike = all(_is_alike(of(run.pieces)) for run in update.runs)
+    if not alike:
+        update.split()
+    for run in update.runs:
+        update.set_state(run, _join(of(run.pieces), run.values.device))
+    if not alike:
+        update.merge()
+
+
+def _is_alike(shares: Sequence[Share]) -> bool:
+    """Whether neighbours have the same entries, and scalars of the same values."""
+    return all(share.entries == shares[0].entries for share in shares)
+
+
+def _join(shares: Sequence[Share], device: torch.device) -> State:
+    """The state of neighbours as that of one tensor."""
+    return {
+        key: torch.cat([piece for share in shares for piece in share.pieces[key]]).to(device)
+        if "tensor" in entry
+        else read_scalar(entry)
+        for key, entry in shares[0].entries.items()
+    }

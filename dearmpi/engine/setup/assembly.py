@@ -1,0 +1,275 @@
+"""Assembly: an engine built for one optimizer and one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.algorithms.choose import fastest_reduce_scatter
+from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
+from dearmpi.engine.agreement.check import Checks, steps_between_checks
+from dearmpi.engine.agreement.replicas import Replicas
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import Arena
+from dearmpi.engine.bucket.memory import give_back_freed
+from dearmpi.engine.bucket.shard import ResidentShard, Shard
+from dearmpi.engine.device.device import zeros
+from dearmpi.engine.device.device_way import open_side_stream
+from dearmpi.engine.device.side_stream import DeviceSideStream, HostSideStream, SideStream
+from dearmpi.engine.iteration.alone import AloneEngine
+from dearmpi.engine.iteration.channels import Channels
+from dearmpi.engine.iteration.engine import Engine
+from dearmpi.engine.iteration.hooks import ModelHooks
+from dearmpi.engine.iteration.pipeline import Pipeline
+from dearmpi.engine.probe.probe import resident_scalars
+from dearmpi.engine.reshard.succession import spare_memory
+from dearmpi.engine.setup.blueprint import Blueprint
+from dearmpi.engine.setup.claim import check_unclaimed, claim, release
+from dearmpi.engine.state.options import OptionReader
+from dearmpi.engine.trace.clock import CommunicationClock
+from dearmpi.engine.trace.spans import Spans
+from dearmpi.engine.update.host_shard import HostMemory, HostShard
+from dearmpi.engine.update.master import HALVES, MasterRule
+from dearmpi.engine.update.shard_update import ShardUpdate
+from dearmpi.engine.update.updates import Updates, shards_of
+from dearmpi.engine.update.whole_update import WholeUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What belongs together for as long as the buckets stay the same.
+
+    blueprint: what all of it was built by.
+    halves: the collectives in use. masters: which tensors have master copies.
+    updates, hooks: none where the wrapped optimizer simply does its work, as in a world of one.
+    checks, replicas: only with ``check_every``.
+    side: where updates run, and whoever changes their state.
+    """
+
+    blueprint: Blueprint
+    engine: Engine | AloneEngine
+    halves: Halves = Halves("ring")
+    masters: MasterRule = MasterRule()
+    updates: Updates = ()
+    hooks: ModelHooks | None = None
+    checks: Checks | None = None
+    replicas: Replicas | None = None
+    side: SideStream = HostSideStream()
+
+    @property
+    def shards(self) -> list[ShardUpdate]:
+        """The updates where they are of shards, else none."""
+        return shards_of(self.updates)
+
+    def compare_replicas(self) -> None:
+        """After the last step, if that is to be compared: now, and not in the next (collective)."""
+        if self.replicas is not None:
+            self.engine.tell_replicas()
+            self.replicas.compare()
+
+    def close(self) -> None:
+        """Finish what is under way and detach from the model."""
+        self.engine.close()
+        self.detach()
+
+    def detach(self) -> None:
+        """Leave the model alone, with no word to other ranks, which may be elsewhere."""
+        if self.hooks is not None:
+            self.hooks.remove()
+        if self.checks is not None:
+            self.checks.remove()
+        release(self.blueprint.names, self.engine)
+
+
+def assemble(
+    blueprint: Blueprint,
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    world: World,
+    spans: Spans,
+    after: Pipeline | None = None,
+) -> Assembly:
+    """Build (collective). ``after``: a pipeline whose channels and clock, and one by one the
+    parameters, are taken over.
+
+    Raises ConfigError for parameters of another engine.
+    """
+    check_unclaimed(blueprint.names)
+    if blueprint.config.has_buckets(world.size):
+        assembly = _build(blueprint, optimizer, model, world=world, spans=spans, after=after)
+    else:
+        assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
+    claim(blueprint.names, assembly.engine)
+    return assembly
+
+
+def _build(
+    blueprint: Blueprint,
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    world: World,
+    spans: Spans,
+    after: Pipeline | None,
+) -> Assembly:
+    config = blueprint.config
+    every = steps_between_checks(config.check_every)  # refused before anything is attached
+    buckets = _build_buckets(blueprint, rank=world.rank, after=after)
+    side = open_side_stream(blueprint.names, world=world, layout=blueprint.layout, config=config)
+    masters = _choose_masters(world, config)
+    with side.section():
+        updates = _build_updates(
+            optimizer, buckets, rank=world.rank, side=side, config=config, masters=masters
+        )
+    halves = _choose_halves(world, buckets, config, side)
+    replicas = Replicas(buckets, rank=world.rank, size=world.size, every=every) if every else None
+    pipeline = Pipeline(
+        world,
+        buckets,
+        updates,
+        schedule=blueprint.schedule,
+        config=config,
+        channels=_choose_channels(world, config, side, after),
+        clock=CommunicationClock(spans) if after is None else after.clock,
+        halves=halves,
+        side=side,
+        spans=spans,
+        replicas=replicas,
+    )
+    engine = Engine(world, pipeline, eager=config.eager, options=OptionReader(optimizer))
+    return Assembly(
+        blueprint,
+        engine,
+        halves,
+        masters,
+        updates,
+        hooks=_attach_hooks(model, buckets, engine),
+        checks=Checks(model, buckets) if every else None,
+        replicas=replicas,
+        side=side,
+    )
+
+
+def _build_buckets(
+    blueprint: Blueprint, *, rank: int, after: Pipeline | None
+) -> list[BucketRuntime]:
+    params = {name: param for param, name in blueprint.names.items()}
+    layout, shards = blueprint.layout, blueprint.config.gather == "parameters"
+    room = spare_memory(after) if after is not None else None
+    gradients = Arena(layout)
+    parameters = Arena(layout, zeroed=False, room=room) if shards else None
+    buckets = [
+        BucketRuntime(
+            bucket,
+            [params[name] for name in bucket.names],
+            rank=rank,
+            gradients=gradients,
+            parameters=parameters,
+            arriving=after is not None,
+        )
+        for bucket in layout
+    ]
+    if after is None:
+        give_back_freed()  # what the parameters have moved out of
+    return buckets
+
+
+def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: Engine) -> ModelHooks:
+    places = {
+        param: (bucket, slot) for bucket in buckets for slot, param in enumerate(bucket.params)
+    }
+    return ModelHooks(
+        model,
+        places,
+        pre_forward=engine.waiting.pre_forward,
+        begin_backprop=engine.backprop.begin,
+        grad_ready=engine.backprop.grad_ready,
+        end_backprop=engine.backprop.end,
+        polls=engine.waiting.polls,
+        is_driver=engine.waiting.is_driver,
+    )
+
+
+def _choose_channels(
+    world: World, config: EngineConfig, side: SideStream, after: Pipeline | None
+) -> Channels:
+    if after is None:
+        return Channels.open(world, side, window=config.window)
+    after.channels.resize(config.window)
+    return after.channels
+
+
+def _choose_masters(world: World, config: EngineConfig) -> MasterRule:
+    """One rank gathers nothing, so that nothing is rounded. The host works in fp32."""
+    gathered_as = None
+    if config.wire_dtype is not None and config.gather == "parameters" and world.size > 1:
+        gathered_as = HALVES[config.wire_dtype]
+    return MasterRule(config.master_weights or config.update_on == "host", gathered_as)
+
+
+def _build_updates(
+    optimizer: Optimizer,
+    buckets: Sequence[BucketRuntime],
+    *,
+    rank: int,
+    side: SideStream,
+    config: EngineConfig,
+    masters: MasterRule,
+) -> Updates:
+    """One for each bucket: all of shards, or all of whole parameters."""
+    groups = {
+        param: index
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    scalars = resident_scalars(optimizer)
+    if config.gather == "gradients":
+        return [
+            WholeUpdate(optimizer, b, groups, masters=masters, scalars=scalars) for b in buckets
+        ]
+    placed = _place_shards(buckets, rank=rank, side=side, on_host=config.update_on == "host")
+    return [
+        ShardUpdate(optimizer, bucket, groups, shard=shard, masters=masters, scalars=scalars)
+        for bucket, shard in zip(buckets, placed, strict=True)
+    ]
+
+
+def _place_shards(
+    buckets: Sequence[BucketRuntime], *, rank: int, side: SideStream, on_host: bool
+) -> Sequence[Shard]:
+    if not on_host:
+        return [ResidentShard(bucket, rank=rank) for bucket in buckets]
+    assert isinstance(side, DeviceSideStream), "without a device this is refused"
+    most_bytes = max(bucket.spec.nbytes // bucket.spec.world_size for bucket in buckets)
+    memory = HostMemory(side, most_bytes=most_bytes)
+    return [HostShard(bucket, rank=rank, memory=memory) for bucket in buckets]
+
+
+def _choose_halves(
+    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, side: SideStream
+) -> Halves:
+    """What was asked for, or what is fastest on the way that gradients take."""
+    wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
+    if config.reduce_scatter != "auto":
+        return Halves(config.reduce_scatter, wire_dtype)
+    largest = max(buckets, key=lambda bucket: (bucket.spec.trained, bucket.spec.nbytes))
+    # Not its own buffer, which it may never need.
+    buffer = zeros(largest.spec.padded_numel, largest.params[0])
+    side.follow()  # it is new
+    # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
+    dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
+    can_be_native = dtypes <= {"float32", "float64"}
+    fastest = fastest_reduce_scatter(
+        world,
+        buffer,
+        wire_dtype=config.wire_dtype,
+        can_be_native=can_be_native,
+        carry=side.carry,
+    )
+    return Halves(fastest, wire_dtype)

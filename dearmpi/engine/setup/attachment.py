@@ -1,0 +1,258 @@
+"""Attachment: what stands between an optimizer and its model, for as long as both are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.progress.channel import Channel
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
+from dearmpi.engine.iteration.closed import ClosedEngine, refuse_closed
+from dearmpi.engine.model.unserved import refuse_lazy
+from dearmpi.engine.setup import custody, modes
+from dearmpi.engine.setup.assembly import assemble
+from dearmpi.engine.setup.blueprint import check_parameters, lay_out, optimized_parameters
+from dearmpi.engine.setup.claim import check_unclaimed
+from dearmpi.engine.setup.design import check_optimizer, design
+from dearmpi.engine.setup.handover import Handover
+from dearmpi.engine.state.gathered_state import GatheredState
+from dearmpi.engine.state.local_state import LocalState
+from dearmpi.engine.state.options import describe_options
+from dearmpi.engine.sync.batch_norm import name_layers
+from dearmpi.engine.sync.broadcast import broadcast_buffers, broadcast_parameters
+from dearmpi.engine.trace.clock import IterationTimes
+from dearmpi.engine.trace.spans import Spans
+from dearmpi.errors import ConfigError
+from dearmpi.plan.data.layout import BucketLayout
+from dearmpi.plan.data.plan import Plan
+
+
+class Attachment:
+    """An assembly in use, which is exchanged for another where buckets change.
+
+    The optimizer's state lies in its updates, if it has any, and moves with them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        world: World,
+        config: EngineConfig,
+        plan: Plan | None,
+        spans: Spans,
+    ) -> None:
+        """Assemble, and take over rank 0's parameters and buffers, and the state that ``optimizer``
+        has (collective).
+
+        Raises what ``assemble`` and ``broadcast_buffers`` raise, with nothing left on the model.
+        """
+        self._optimizer, self._model = optimizer, model
+        self._world, self._spans = world, spans
+        self._waited_before_s = 0.0
+        self._handover: Handover | None = None
+        self._channel: Channel | None = None
+        blueprint = design(optimizer, model, world=world, config=config, plan=plan)
+        self.assembly = assemble(blueprint, optimizer, model, world=world, spans=spans)
+        try:
+            broadcast_buffers(model, world)  # first, since ``optimizer`` then still has its state
+            custody.adopt(self._optimizer, self.assembly)
+            broadcast_parameters(model, world)
+            name_layers(model)
+        except BaseException:
+            self.assembly.detach()  # nobody has this one, to close it
+            raise
+
+    @property
+    def times(self) -> IterationTimes:
+        """Of the iteration that the last step ended."""
+        return self.assembly.engine.times
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that forward and backward have waited for communication since the start."""
+        return self._waited_before_s + self.assembly.engine.waited_s
+
+    def follows(self, plan: Plan) -> bool:
+        """Whether ``plan`` is what is in use already. Raises ConfigError if it does not fit."""
+        in_use = self.assembly.blueprint
+        return (
+            self._lay_out(in_use.config, plan) == in_use.layout
+            and plan.schedule == in_use.schedule
+            and plan.window == in_use.config.window
+        )
+
+    def check_changeable(self, what: str) -> None:
+        """Raise UsageError for ``what`` inside ``join``, at whose end this rank may still have to
+        take part, and after ``close``.
+        """
+        if isinstance(self.assembly.engine, ClosedEngine):
+            refuse_closed(what)
+        self.assembly.engine.joining.refuse(what)
+
+    @torch.inference_mode(False)
+    def grow(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer, for ``renew`` to lay out.
+
+        Raises ConfigError, with nothing added, if they are not in the model, belong to another
+        DistributedOptimizer or cannot be served.
+        """
+        refuse_lazy(self._model)
+        self._optimizer.add_param_group(param_group)
+        in_use = self.assembly.blueprint
+        try:
+            names = optimized_parameters(self._optimizer, self._model, in_use.names)
+            new = {param: name for param, name in names.items() if param not in in_use.names}
+            check_unclaimed(new)
+            lay_out(names, self._model, world_size=self._world.size, config=in_use.config)
+            check_parameters(self._optimizer, names, config=in_use.config)
+            check_optimizer(self._optimizer, world=self._world, config=in_use.config)
+        except ConfigError:
+            self._optimizer.param_groups.pop()
+            raise
+
+    @torch.inference_mode(False)
+    def renew(self, *, config: EngineConfig, plan: Plan | None) -> None:
+        """Lay out anew, with the same parameters and state, between two steps (collective).
+
+        State is under way when this returns, for which updates wait, and whoever reads it; and on
+        the host so is all that the last step has begun.
+
+        Raises ConfigError for a plan that does not fit, and for parameters that share memory, with
+        everything as it was.
+        """
+        optimizer, model, world = self._optimizer, self._model, self._world
+        known = self.assembly.blueprint.names
+        blueprint = design(optimizer, model, world=world, config=config, plan=plan, known=known)
+        self._settle()
+        handover = Handover(world, self.assembly, blueprint)
+        if handover.after is None:
+            self.assembly.engine.synchronize()
+            self.assembly.compare_replicas()
+            handover.take(self.relocation_channel())
+        self._detach(finished=handover.after is None)
+        self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
+        self.assembly = assemble(
+            blueprint,
+            optimizer,
+            model,
+            world=world,
+            spans=self._spans,
+            after=handover.after,
+        )
+        custody.adopt(self._optimizer, self.assembly)
+        self._handover = handover
+        handover.begin(self.assembly, self.relocation_channel())
+
+    def relocation_channel(self) -> Channel:
+        """On which state travels, opened at the first call (collective): where that is known to
+        come, before the wire is busy.
+        """
+        if self._channel is None:
+            self._channel = self._world.open_channel("relocation", window=1)
+        return self._channel
+
+    def _settle(self) -> None:
+        """Wait for state that is under way."""
+        if self._handover is not None:
+            self._handover.settle()
+
+    def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
+        known = self.assembly.blueprint.names
+        names = optimized_parameters(self._optimizer, self._model, known)
+        return lay_out(names, self._model, world_size=self._world.size, config=config, plan=plan)
+
+    def check(self) -> None:
+        """After a step: see whether replicas were alike after the one before, as far as that was to
+        be compared, and note what this one used.
+        """
+        hooks, replicas = self.assembly.hooks, self.assembly.replicas
+        if hooks is not None:
+            hooks.stepped()
+        if replicas is not None:
+            # Of ranks that have joined no scheduler runs, but they take over the others' options.
+            joining = self.assembly.engine.joining.is_open
+            told = replicas.is_due and not joining
+            options = repr(describe_options(self._optimizer)) if told else ""
+            replicas.stepped(options, self.assembly.engine.idle_buckets())
+            replicas.compare()
+
+    def synchronize(self) -> None:
+        """Wait until parameters and state show the last step."""
+        self.assembly.engine.synchronize()
+        self._settle()
+
+    def state(self, gather: Callable[[], dict[str, Any]]) -> Any:
+        """The state by parameter, as ``optimizer.state`` shows it; ``gather``: its state dict."""
+        if not self.assembly.updates:
+            return self._optimizer.state
+        return GatheredState(lambda: self._by_param(gather()))
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain torch form, whole on every rank (collective)."""
+        self.synchronize()
+        return custody.pack(self._optimizer, self.assembly, self._world)
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state in plain torch form, whole and the same on every rank, which the ranks
+        compare in the next step; all stays as it is where the state does not fit.
+        """
+        self.synchronize()
+        custody.take_over(self._optimizer, self.assembly, state_dict)
+
+    def local_state(self) -> LocalState:
+        """What this rank holds of the state; its tensors are those that the next step changes."""
+        self.synchronize()
+        return custody.read_held(self._optimizer, self.assembly)
+
+    @torch.inference_mode(False)
+    def switch(self, mode: str) -> None:
+        """Call the wrapped optimizer's ``train()`` or ``eval()`` for the parameters (collective,
+        unless its param groups say that it was called).
+        """
+        if modes.is_in_mode(self._optimizer, mode):
+            return
+        self.assembly.engine.joining.refuse(f"{mode}() of the optimizer")
+        self.synchronize()
+        modes.switch(self._optimizer, self.assembly, self._world, mode)
+
+    def close(self) -> None:
+        """Finish what is under way and detach from the model; the state can still be read.
+
+        Where every rank has all of it, the wrapped optimizer gets it back.
+        """
+        self._settle()
+        try:
+            self.assembly.compare_replicas()
+        finally:
+            self._detach()
+        if custody.hand_back(self._optimizer, self.assembly):
+            self.assembly = replace(self.assembly, updates=())
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _detach(self, *, finished: bool = True) -> None:
+        """``finished``: what is under way shall be."""
+        if finished:
+            self.assembly.close()
+            self._waited_before_s += self.assembly.engine.waited_s
+        else:  # its clock goes on
+            self.assembly.detach()
+        closed = ClosedEngine(self._optimizer, self.times)
+        self.assembly = replace(
+            self.assembly, engine=closed, hooks=None, checks=None, replicas=None
+        )
+
+    def _by_param(self, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
+        params = custody.numbered_params(self._optimizer)
+        return {params[index]: entries for index, entries in state_dict["state"].items()}

@@ -1,0 +1,146 @@
+"""Custody: the wrapped optimizer's state while an assembly's updates hold it.
+
+What the optimizer is given they take, each rank what it needs of it; what is asked for is shown in
+plain torch form; and the optimizer gets its state back where every rank has all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.world import World
+from dearmpi.engine.probe.probe import elementwise_keys, host_twin
+from dearmpi.engine.setup.assembly import Assembly
+from dearmpi.engine.state.local_state import LocalState, read_pieces, read_whole
+from dearmpi.engine.state.options import describe_options, describe_state
+from dearmpi.engine.state.sharded_state import gather_state, load_state
+from dearmpi.engine.update.master import MASTER, dtype_of_copy, is_half
+
+
+def adopt(optimizer: Optimizer, assembly: Assembly) -> None:
+    """Have the updates take the state that ``optimizer`` has, if there are any updates.
+
+    What it has kept for parameters of half precision becomes as wide as the masters that it is to
+    work with from now on.
+    """
+    if assembly.masters.weights:
+        for param in filter(is_half, assembly.blueprint.names):
+            entries = optimizer.state.get(param, {})
+            if MASTER not in entries:
+                entries.update({k: _widen(v, param) for k, v in entries.items()})
+    _hand_over(optimizer, assembly)
+
+
+def _widen(value: Any, param: Tensor) -> Any:
+    if isinstance(value, Tensor) and is_half(value):
+        return value.to(dtype_of_copy(param))
+    return value
+
+
+def _hand_over(optimizer: Optimizer, assembly: Assembly) -> None:
+    state, names = optimizer.state, assembly.blueprint.names
+    masters, on_host = assembly.masters, assembly.blueprint.config.update_on == "host"
+    with torch.no_grad():
+        for param, name in names.items():
+            if param in state:
+                masters.settle(param.detach(), state[param], name)
+    updates = assembly.updates
+    if updates:
+        states = {n: dict(state[p]) for p, n in names.items() if p in state}
+        tried = host_twin(optimizer) if on_host else optimizer
+        elementwise = elementwise_keys(tried, whole=not assembly.shards)
+        with assembly.side.section():
+            load_state(updates, states, elementwise=elementwise)
+        state.clear()
+
+
+def take_over(optimizer: Optimizer, assembly: Assembly, state_dict: dict[str, Any]) -> None:
+    """Take over options and state in plain torch form, whole and the same on every rank, which the
+    ranks compare in the next step; all stays as it is where the state does not fit.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    try:
+        _load(optimizer, assembly, state_dict)
+        lines = [
+            *describe_options(optimizer),
+            *describe_state(optimizer, assembly.blueprint.names),
+        ]
+        _hand_over(optimizer, assembly)
+    except Exception:
+        optimizer.param_groups, optimizer.state = groups, state
+        raise
+    assembly.engine.loads.note(lines)
+
+
+def pack(optimizer: Optimizer, assembly: Assembly, world: World) -> dict[str, Any]:
+    """Options and state in plain torch form, whole on every rank (collective).
+
+    Raises UsageError for shards inside ``join``, where ranks without batches gather nothing.
+    """
+    if assembly.shards:
+        assembly.engine.joining.refuse("gathering the optimizer's state")
+    packed: dict[str, Any] = optimizer.state_dict()
+    if assembly.updates:
+        whole = gather_state(world, assembly.updates)
+        names = assembly.blueprint.names
+        packed["state"] = {
+            index: whole[names[param]]
+            for index, param in enumerate(numbered_params(optimizer))
+            if param in names and whole.get(names[param])
+        }
+    return packed
+
+
+def read_held(optimizer: Optimizer, assembly: Assembly) -> LocalState:
+    """What this rank holds of the state; its tensors are those that the next step changes."""
+    packed: dict[str, Any] = optimizer.state_dict()
+    updates, names = assembly.updates, assembly.blueprint.names
+    whole = read_whole(updates)
+    if not updates:
+        held = ((name, optimizer.state.get(param)) for param, name in names.items())
+        whole = {name: dict(entries) for name, entries in held if entries}
+    return LocalState(packed["param_groups"], whole, read_pieces(assembly.shards))
+
+
+def hand_back(optimizer: Optimizer, assembly: Assembly) -> bool:
+    """Give ``optimizer`` its state back; False where it alone could not go on with it."""
+    if assembly.masters.weights or assembly.shards:
+        return False
+    states = read_whole(assembly.updates)
+    for param, name in assembly.blueprint.names.items():
+        if name in states:
+            optimizer.state[param] = states[name]
+    return True
+
+
+def numbered_params(optimizer: Optimizer) -> list[nn.Parameter]:
+    """By their numbers in a state dict."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _load(optimizer: Optimizer, assembly: Assembly, state_dict: dict[str, Any]) -> None:
+    if not assembly.masters.weights:
+        optimizer.load_state_dict(state_dict)
+        return
+    # It would round the state to the parameters' dtype, and put all of it beside them.
+    replaced = {_stand_in(param): param for param in numbered_params(optimizer)}
+    stand_ins = iter(replaced)
+    optimizer.param_groups = [
+        {**group, "params": [next(stand_ins) for _ in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state_dict)
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(param, param) for param in group["params"]]
+    loaded = [(replaced.get(param, param), entries) for param, entries in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(loaded)
+
+
+def _stand_in(param: Tensor) -> Tensor:
+    """Something in host memory, of which it takes none, as wide as the master copy of ``param``."""
+    return torch.zeros((), dtype=dtype_of_copy(param), device="cpu").expand(param.shape)

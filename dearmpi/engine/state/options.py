@@ -1,0 +1,125 @@
+"""Options of an optimizer as updates read them, and with its state as text that ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.engine import refusal
+from dearmpi.engine.probe.counting import changed_option, count, counts
+from dearmpi.engine.update.update import Options, read_options
+
+
+class OptionReader:
+    """Gives the updates of each iteration the options that ``optimizer`` has."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._counts = counts(optimizer)
+
+    def read(self) -> Options:
+        """The options of this moment, before an iteration's first update."""
+        return read_options(self._optimizer)
+
+    def confirm(self, earlier: Options) -> None:
+        """Raise UsageError unless ``earlier``, by which updates may have been made, still hold."""
+        if changed := find_changed_option(earlier, self._optimizer):
+            raise refusal.set_late(changed)
+
+    def count(self, options: Options) -> None:
+        """A step with ``options`` is about to be taken: set what the optimizer counts in its groups
+        to what that leaves there.
+        """
+        if not self._counts:
+            return
+        after = count(self._optimizer, options)
+        for group, before, counted in zip(
+            self._optimizer.param_groups, options, after, strict=True
+        ):
+            while (key := changed_option(counted, before)) is not None:
+                group[key] = counted[key]
+                before = {**before, key: counted[key]}
+
+
+def describe_options(optimizer: Optimizer) -> list[str]:
+    """A line for each option of each param group, such as ``lr 0.1 in param group 0``.
+
+    Equal values make equal lines: ``1`` and ``1.0``, a tensor and its number, a tuple and a list.
+    What has no value that another process could compare, such as a function, is left out.
+    """
+    return [
+        f"{name} {text} in param group {number}"
+        for number, group in enumerate(read_options(optimizer))
+        for name in sorted(group)
+        if (text := _describe(group[name])) is not None
+    ]
+
+
+def describe_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
+    """A line for each entry of the state, such as ``step 5 of fc.weight`` and ``exp_avg of shape
+    (3, 4) and float32 of fc.weight``; ``names``: of the parameters.
+
+    Of what has dimensions only those, since comparing all of it would take its time.
+    """
+    return [
+        f"{key} {text} of {name}"
+        for param, name in names.items()
+        for key, value in sorted(
+            optimizer.state.get(param, {}).items(), key=lambda item: str(item[0])
+        )
+        if (text := _describe_entry(value)) is not None
+    ]
+
+
+def find_changed_option(earlier: Options, optimizer: Optimizer) -> str:
+    """The first option that is another than ``earlier``, such as ``lr in param group 0``; empty if
+    none is. Tensors on a device are not compared, since that would wait for it.
+    """
+    for number, (before, group) in enumerate(zip(earlier, optimizer.param_groups, strict=True)):
+        for name, value in before.items():
+            now = group.get(name)
+            if now is not value and _differ(value, now):
+                return f"{name} in param group {number}"
+    return ""
+
+
+def _differ(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        if not before.device.type == now.device.type == "cpu":
+            return False
+        alike = before.shape == now.shape and before.dtype == now.dtype
+        return not (alike and torch.allclose(before, now, rtol=0, atol=0, equal_nan=True))
+    if isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)):
+        return len(before) != len(now) or any(map(_differ, before, now))
+    try:
+        return bool(before != now) and not (before != before and now != now)  # NaN is the same
+    except (RuntimeError, ValueError):  # arrays, whose comparison has no truth value
+        return True
+
+
+def _describe_entry(value: Any) -> str | None:
+    if isinstance(value, Tensor) and value.ndim:
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"of shape {tuple(value.shape)} and {dtype}"
+    return _describe(value)
+
+
+def _describe(value: Any) -> str | None:
+    if isinstance(value, Tensor):
+        return _describe(value.tolist())
+    if isinstance(value, (list, tuple)):
+        items = [_describe(item) for item in value]
+        return None if None in items else f"({', '.join(map(str, items))})"
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return str(int(number) if number.is_integer() else number)
+    return None

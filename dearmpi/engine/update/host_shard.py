@@ -1,0 +1,86 @@
+"""Host shard: a device's shard in pinned host memory, where the optimizer steps on the CPU.
+
+Before a step gradients and parameters are copied here, and after it the parameters back. For the
+first the driving thread waits, by polling; for the second nobody does.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dearmpi.comm.api.collectives import Request
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.device.device import Device, Event, failures_of
+from dearmpi.engine.device.pinned import PinnedPieces, as_rows
+from dearmpi.engine.device.side_stream import DeviceSideStream
+
+NUM_FETCHED = 2  # shards at once: the optimizer works on one while the next is on its way
+
+
+class HostMemory:
+    """What all host shards share.
+
+    side: what is there once all that is queued here is done is fetched, and sent back to.
+    out: the stream of the copies to the host. pieces: room for ``NUM_FETCHED`` shards' gradients.
+    """
+
+    def __init__(self, side: DeviceSideStream, *, most_bytes: int) -> None:
+        """``most_bytes``: of the largest shard. Raises DeviceError if that cannot be pinned."""
+        self.side, self.out = side, side.device.new_stream()
+        self.pieces = PinnedPieces(side.device, num=NUM_FETCHED, nbytes=most_bytes)
+
+
+class HostShard:
+    """``Shard`` of a bucket on a device.
+
+    parameters: old ones, until they are fetched; whoever has changed them since does so there.
+    """
+
+    def __init__(self, bucket: BucketRuntime, *, rank: int, memory: HostMemory) -> None:
+        """Raises DeviceError if there is no pinned memory for the parameters."""
+        assert bucket.parameters is not None
+        self.start, _ = bucket.spec.shard_range(rank)
+        self._bucket, self._memory = bucket, memory
+        self._there = bucket.parameters.shard
+        pinned = memory.side.device.new_pinned(self._there.nbytes)
+        self.parameters = pinned.view(self._there.dtype)
+        self._piece: Tensor | None = None
+
+    @property
+    def gradients(self) -> Tensor:
+        """Until ``send_back``."""
+        assert self._piece is not None, "no gradients were fetched"
+        return as_rows(self._piece, self._there.dtype, rows=1, columns=self._there.numel())[0]
+
+    def start_fetch(self) -> Request:
+        """Queue the copies."""
+        memory, device = self._memory, self._memory.side.device
+        self._piece = memory.pieces.take()
+        with failures_of(device):
+            memory.out.wait_event(memory.side.mark())
+            for source, room in (
+                (self._bucket.gradients.shard, self.gradients),
+                (self._there, self.parameters),
+            ):
+                device.copy(source, into=room, stream=memory.out)
+            return Fetch(device, memory.out.record_event())
+
+    def send_back(self) -> None:
+        """Queue the copy; the next fetch waits for it on the device."""
+        assert self._piece is not None, "no gradients were fetched"
+        with failures_of(self._memory.side.device):
+            self._memory.side.copy(self.parameters, into=self._there)
+        self._memory.pieces.give_back(self._piece)
+        self._piece = None
+
+
+class Fetch(Request):
+    """Copies under way to the host, as a request that is complete when they are."""
+
+    def __init__(self, device: Device, event: Event) -> None:
+        self._device, self._event = device, event
+
+    def test(self) -> bool:
+        """Raises CommError if the device has failed."""
+        with failures_of(self._device):
+            return self._event.query()

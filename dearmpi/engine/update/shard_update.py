@@ -1,0 +1,224 @@
+"""The update of the shard that a rank owns: optimizer work and state are 1/P."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.api.collectives import Request
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.shard import Shard
+from dearmpi.engine.update.master import MASTER, MasterRule
+from dearmpi.engine.update.update import (
+    Options,
+    beside,
+    clone,
+    cut,
+    is_elementwise_tensor,
+    on_host,
+    step_on,
+)
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a flat buffer, of the parameter in ``slot``."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+class Run:
+    """Neighbouring elements of a shard that one optimizer treats as a single 1-D tensor.
+
+    start, stop: the elements of the flat buffer. pieces: the same, parameter by parameter.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        group: int,
+        pieces: Sequence[Piece],
+        *,
+        masters: MasterRule,
+    ) -> None:
+        self.group = group
+        self.pieces = tuple(pieces)
+        self._shard = shard
+        self.start, self.stop = pieces[0].start, pieces[-1].stop
+        self._range = slice(self.start - shard.start, self.stop - shard.start)
+        self.values = shard.parameters[self._range]
+        self.master = masters.copy_of(self.values)
+        if self.master is not None:
+            self.values = self.master.values
+
+    @property
+    def gradients(self) -> Tensor:
+        """Averaged gradients of the elements, in the dtype of the values."""
+        return self._shard.gradients[self._range].to(self.values.dtype)
+
+    @property
+    def slots(self) -> frozenset[int]:
+        """The slots that have elements here."""
+        return frozenset(piece.slot for piece in self.pieces)
+
+
+class ShardUpdate:
+    """The optimizer on the elements of a bucket that this rank owns; state is 1/P.
+
+    Neighbouring parameters of one group are one tensor to the optimizer, until one of them goes
+    without gradient: from then on each is its own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        bucket: BucketRuntime,
+        group_of: Mapping[nn.Parameter, int],
+        *,
+        shard: Shard,
+        masters: MasterRule,
+        scalars: Sequence[frozenset[str]],
+    ) -> None:
+        """``scalars``: by group, names of scalar entries of the state that lie where the
+        optimizer works, if that is a device.
+        """
+        self.bucket = bucket
+        self._shard, self._masters, self._scalars = shard, masters, scalars
+        self.runs: list[Run] = []
+        self._optimizer = clone(optimizer, [], defaultdict(dict))
+        first, last = shard.start, shard.start + len(shard.parameters)
+        pieces: list[Piece] = []
+        for slot, placed in enumerate(bucket.spec.placements):
+            start, stop = max(first, placed.start), min(last, placed.stop)
+            if start >= stop:
+                continue
+            group = group_of[bucket.params[slot]]
+            if pieces and group_of[bucket.params[pieces[-1].slot]] != group:
+                self._add_run(pieces, group_of)
+                pieces = []
+            pieces.append(Piece(slot, start, stop))
+        if pieces:
+            self._add_run(pieces, group_of)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the optimizer works, and its state is."""
+        return self._shard.parameters.device
+
+    def start_fetch(self) -> Request:
+        """As the shard does."""
+        return self._shard.start_fetch()
+
+    @torch.no_grad()
+    def step(self, options: Options, unused: frozenset[int]) -> None:
+        """Update the own shard, except for ``unused`` slots."""
+        if unused:
+            self.split()
+        if self.device.type == "cpu":
+            options = [on_host(group) for group in options]
+        members: dict[int, list[Tensor]] = {}
+        for run in self.runs:
+            if unused.intersection(run.slots):
+                continue
+            if run.master is not None:
+                run.master.refresh()
+            run.values.grad = run.gradients
+            members.setdefault(run.group, []).append(run.values)
+        step_on(self._optimizer, options, members)
+        for run in self.runs:
+            if run.master is not None and not unused.intersection(run.slots):
+                run.master.publish()
+        self._shard.send_back()
+
+    def split(self) -> None:
+        """Make every slot a run of its own; the optimizer's state is cut accordingly."""
+        if all(len(run.pieces) == 1 for run in self.runs):
+            return
+        runs = []
+        for run in self.runs:
+            state = self.state_of(run)
+            self.set_state(run, {})
+            for piece in run.pieces:
+                part = self._make_run(run.group, [piece])
+                runs.append(part)
+                start, stop = piece.start - run.start, piece.stop - run.start
+                self.set_state(part, cut(state, run.values, start, stop))
+        self.runs = runs
+
+    def merge(self) -> None:
+        """Join neighbouring runs of one group whose state has the same entries and scalars."""
+        runs: list[Run] = []
+        for run in self.runs:
+            if not runs or not self._can_join(runs[-1], run):
+                runs.append(run)
+                continue
+            before = runs.pop()
+            first, second = self.state_of(before), self.state_of(run)
+            state = {
+                key: torch.cat([value, second[key]])
+                if is_elementwise_tensor(value, before.values)
+                else value
+                for key, value in first.items()
+            }
+            for old in (before, run):
+                self.set_state(old, {})
+            joined = self._make_run(run.group, [*before.pieces, *run.pieces])
+            self.set_state(joined, state)
+            runs.append(joined)
+        self.runs = runs
+
+    def state_of(self, run: Run) -> dict[str, Any]:
+        """The optimizer's state of ``run``: 1-D tensors of its length, and scalars.
+
+        A master copy stands among them under its own name, once it has taken a step.
+        """
+        state: dict[str, Any] = self._optimizer.state.get(run.values, {})
+        if run.master is not None and run.master.stepped:
+            return {**state, MASTER: run.values}
+        return state
+
+    def set_state(self, run: Run, state: dict[str, Any]) -> None:
+        """Replace the optimizer's state of ``run``."""
+        if self.device.type == "cpu":
+            state = on_host(state)
+        else:
+            state = beside(state, run.values, self._scalars[run.group])
+        if run.master is not None:
+            run.master.restore(state.pop(MASTER, None))
+        if state:
+            self._optimizer.state[run.values] = state
+        else:
+            self._optimizer.state.pop(run.values, None)
+
+    def _make_run(self, group: int, pieces: Sequence[Piece]) -> Run:
+        return Run(self._shard, group, pieces, masters=self._masters)
+
+    def _can_join(self, first: Run, second: Run) -> bool:
+        if first.group != second.group:
+            return False
+        left, right = self.state_of(first), self.state_of(second)
+        return left.keys() == right.keys() and all(
+            _can_be_one(value, right[key], first.values, second.values)
+            for key, value in left.items()
+        )
+
+    def _add_run(self, pieces: list[Piece], group_of: Mapping[nn.Parameter, int]) -> None:
+        group = group_of[self.bucket.params[pieces[0].slot]]
+        self.runs.append(self._make_run(group, pieces))
+
+
+def _can_be_one(left: Any, right: Any, first: Tensor, second: Tensor) -> bool:
+    """Whether an entry of ``first`` and one of ``second``, its neighbour, go on in each other, or
+    are the same scalar.
+    """
+    if is_elementwise_tensor(left, first):
+        return is_elementwise_tensor(right, second) and bool(left.dtype == right.dtype)
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return not isinstance(left, Tensor) and not isinstance(right, Tensor) and bool(left == right)

@@ -1,0 +1,155 @@
+"""Updates: the user's optimizer, applied to one bucket at a time.
+
+Both kinds run a clone of the optimizer that shares its class and hyperparameters but has parameter
+groups of its own: over this rank's shard (``ShardUpdate``), or over the bucket's whole parameters
+(``WholeUpdate``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+
+from dearmpi.comm.api.collectives import Request
+
+Options = Sequence[Mapping[str, Any]]
+_AROUND_STEPS: Any = Optimizer.profile_hook_step(lambda _: None).__code__
+
+
+class Update(Protocol):
+    """An optimizer step on one bucket; runs on the thread that drives progress."""
+
+    def start_fetch(self) -> Request:
+        """Bring what ``step`` needs to where it works; call that once this is complete."""
+        ...
+
+    def step(self, options: Options, unused: frozenset[int]) -> None:
+        """Update with the hyperparameters ``options`` (per parameter group).
+
+        ``unused``: slots without gradient on any rank; torch skips such parameters, and so here.
+        """
+        ...
+
+
+def read_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A copy of each parameter group's hyperparameters as they are now.
+
+    Not of ``param_names``, which no step reads: there may be hundreds, and each step asks.
+    """
+    return [
+        {
+            key: value if key == "param_names" else _copy_option(value)
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _copy_option(value: Any) -> Any:
+    """``value``, which a script may go on to change in place: a tensor, or a list as from YAML."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy_option, value))
+    return value
+
+
+def is_patched(optimizer: Optimizer) -> bool:
+    """Whether a script has put another ``step`` on the instance, which clones have not; schedulers
+    do so too, but only to see that it is called.
+    """
+    step: Any = vars(optimizer).get("step")
+    step = getattr(step, "__func__", step)
+    while getattr(step, "__globals__", None) is vars(lr_scheduler):
+        step = step.__wrapped__
+    return step is not None and step is not type(optimizer).step
+
+
+def clone(optimizer: Optimizer, param_groups: list[dict[str, Any]], state: Any) -> Optimizer:
+    """An optimizer like ``optimizer`` over other groups; hooks and wrapped steps stay behind."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, OrderedDict) and "hooks" in name:
+            twin.__dict__[name] = OrderedDict()
+    twin.param_groups = param_groups
+    twin.state = state
+    return twin
+
+
+def step_on(
+    optimizer: Optimizer, options: Options, members: Mapping[int, Sequence[Tensor]]
+) -> None:
+    """Step ``optimizer`` on tensors whose ``grad`` is set, given by group, and clear it.
+
+    In the step they require grad, as parameters do: some optimizers leave out what does not.
+    """
+    optimizer.param_groups = [
+        {**options[group], "params": list(tensors)} for group, tensors in members.items()
+    ]
+    given = [tensor for tensors in members.values() for tensor in tensors]
+    for tensor in given:
+        tensor.requires_grad_(True)
+    if given:
+        _take_step(optimizer)
+    for tensor in given:
+        tensor.requires_grad_(False)
+        tensor.grad = None
+
+
+def _take_step(optimizer: Optimizer) -> None:
+    """Its step, without what torch puts around each: hooks for all optimizers of a process, which
+    the ``DistributedOptimizer`` calls once for all buckets.
+    """
+    step: Any = type(optimizer).step
+    # By its code: what a script has put around a step may carry torch's marks as well.
+    is_wrapped = getattr(step, "__code__", None) is _AROUND_STEPS
+    (step.__wrapped__ if is_wrapped else step)(optimizer)
+
+
+def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """``entries`` with all tensors in host memory."""
+    return {
+        key: value.cpu() if isinstance(value, Tensor) else value for key, value in entries.items()
+    }
+
+
+def beside(state: Mapping[str, Any], values: Tensor, scalars: frozenset[str]) -> dict[str, Any]:
+    """The ``state`` of ``values``, with ``scalars`` on their device, wherever these come from."""
+    return {
+        key: value.to(values.device) if key in scalars and isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def is_elementwise_tensor(value: object, values: Tensor) -> bool:
+    """Whether a state entry has one element per parameter element."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == values.numel()
+
+
+def fit(value: Any, values: Tensor, *, elementwise: bool) -> Any:
+    """An entry of the state of ``values``, on their device, and of the dtype that it has: that is
+    for the optimizer to choose. Scalars stay where they are, except for an ``elementwise`` entry of
+    a scalar parameter.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    of_scalar = elementwise and value.dim() == values.dim() == 0
+    return value if value.dim() == 0 and not of_scalar else value.to(values.device)
+
+
+def cut(state: Mapping[str, Any], values: Tensor, start: int, stop: int) -> dict[str, Any]:
+    """The state of elements ``start`` to ``stop`` out of the state of ``values``."""
+    part: dict[str, Any] = {}
+    for key, value in state.items():
+        if is_elementwise_tensor(value, values):
+            part[key] = value[start:stop].clone()
+        else:
+            part[key] = value.clone() if isinstance(value, Tensor) else value
+    return part

@@ -1,0 +1,4 @@
+"""What other systems would do with the same model and network: DDP, Horovod, MG-WFBP,
+ByteScheduler, and the paper's table. Begin with `comparison`. May import all other rooms of the
+plan.
+"""

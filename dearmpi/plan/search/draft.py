@@ -1,0 +1,98 @@
+"""Draft: a plan in the making, and the time that it is judged to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dearmpi.plan.data.schedule import AllGather, Conduct, Launch, Schedule, Wait, serial, wfbp
+from dearmpi.plan.search.interleaving import interleave
+from dearmpi.plan.search.problem import Buckets, Cuts, Problem
+
+PATIENCES = (0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Cuts, and how what they make travels.
+
+    patience: how its gathers were interleaved; None: in another way.
+    """
+
+    seconds: float
+    cuts: Cuts
+    conduct: Conduct
+    patience: float | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """In which order it travels."""
+        return self.conduct.schedule
+
+    @property
+    def window(self) -> int:
+        """Most operations of a kind in flight."""
+        return self.conduct.window
+
+    @property
+    def merit(self) -> tuple[float, bool]:
+        """The least is best: by time to the nanosecond, and then with what is gathered late being
+        late for the feed-forward alone, and not for all that a script does between two steps.
+        """
+        return round(self.seconds, 9), self.schedule.wait is Wait.STEP
+
+
+class Drafts:
+    """Makes drafts for one problem and judges them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def interleaved(self, cuts: Cuts, *, window: int, patience: float) -> Draft:
+        """Gathers in the wire's idle time (``interleave``)."""
+        buckets = self._problem.buckets(cuts)
+        waits = not self._problem.eager
+        gathers = interleave(
+            buckets,
+            released_s=buckets.step_s if waits else 0.0,
+            window=window,
+            patience=patience,
+        )
+        return self._judge(cuts, buckets, _overlapped(buckets, gathers), window, patience)
+
+    def tied(self, cuts: Cuts, gathers: Sequence[AllGather], *, window: int) -> Draft:
+        """Gathers as given."""
+        buckets = self._problem.buckets(cuts)
+        return self._judge(cuts, buckets, _overlapped(buckets, gathers), window)
+
+    def dear(self, cuts: Cuts, *, window: int) -> Draft:
+        """All gathers after the last reduce-scatter, in feed-forward order."""
+        buckets = self._problem.buckets(cuts)
+        gathers = [AllGather(bucket, buckets.order[-1]) for bucket in reversed(buckets.order)]
+        return self._judge(cuts, buckets, _overlapped(buckets, gathers), window)
+
+    def plain(self, cuts: Cuts, *, window: int) -> Iterator[Draft]:
+        """The schedules without overlap of the feed-forward: serial and WFBP."""
+        buckets = self._problem.buckets(cuts)
+        for make in (serial, wfbp):
+            schedule = make(len(buckets.order))
+            if schedule.reduce_scatters == buckets.order:
+                yield self._judge(cuts, buckets, schedule, window)
+
+    def _judge(
+        self,
+        cuts: Cuts,
+        buckets: Buckets,
+        schedule: Schedule,
+        window: int,
+        patience: float | None = None,
+    ) -> Draft:
+        conduct = self._problem.conduct(schedule, window)
+        return Draft(self._problem.judge(buckets, conduct), cuts, conduct, patience)
+
+
+def _overlapped(buckets: Buckets, gathers: Sequence[AllGather]) -> Schedule:
+    """Reduce-scatters as they become ready; the feed-forward waits bucket by bucket."""
+    return Schedule(
+        "dear", buckets.order, tuple(gathers), Launch.GRADIENTS_READY, Wait.FEED_FORWARD
+    )

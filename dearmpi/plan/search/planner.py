@@ -1,0 +1,109 @@
+"""Planner: the plan of least simulated iteration time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dearmpi.config import Gather
+from dearmpi.errors import ConfigError
+from dearmpi.plan.data.layout import BucketLayout, build_layout
+from dearmpi.plan.data.plan import Plan, fingerprint
+from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.schedule import AllGather, Conduct, Schedule
+from dearmpi.plan.model.cost import Costs
+from dearmpi.plan.model.profile import ModelProfile
+from dearmpi.plan.search.bound import least_iteration_s
+from dearmpi.plan.search.draft import Draft
+from dearmpi.plan.search.exhaustive import MOST_TENSORS, best_of_all
+from dearmpi.plan.search.improvement import improve
+from dearmpi.plan.search.problem import Problem
+from dearmpi.plan.simulate.timeline import simulate
+
+_CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact
+
+
+def make_plan(
+    profile: ModelProfile,
+    costs: Costs,
+    *,
+    world_size: int,
+    eager: bool,
+    gather: Gather = "parameters",
+) -> Plan:
+    """The plan for ``profile`` over ``world_size`` ranks, whose ``costs`` these are.
+
+    Decides on contiguous buckets of any sizes, on the gathers that run during backprop (with eager
+    updates), their order and what they are tied to, and on the window; serial and WFBP are among
+    the schedules. Up to four tensors the plan is the best of all (``exhaustive``); beyond, it is
+    the best found (``improvement``), and ``prediction.bound_s`` tells how far from it any other
+    plan could be. The same arguments make the same plan.
+
+    Raises ConfigError for costs of another world size, and for a model that has nothing to train.
+    """
+    if costs.world_size != world_size:
+        raise ConfigError(
+            f"the plan is for world size {world_size}, but the costs are those of "
+            f"{costs.world_size}; measure with as many, or give costs.at({world_size})"
+        )
+    problem = Problem(profile, costs, eager=eager, gather=gather)
+    if not problem.tensors:
+        raise ConfigError(f"{profile.workload.name} has no parameter that is trained")
+    bound_s = least_iteration_s(profile, costs, eager=eager, gather=gather)
+    draft, how = _search(problem, bound_s)
+    groups = problem.groups(draft.cuts)
+    conduct = replace(draft.conduct, schedule=_with_idle(draft, len(groups)))
+    return plan_of(profile, costs, build_layout(groups, world_size), conduct, origin=how)
+
+
+def plan_of(
+    profile: ModelProfile,
+    costs: Costs,
+    layout: BucketLayout,
+    conduct: Conduct,
+    *,
+    origin: str,
+) -> Plan:
+    """What is decided on already, as a plan, with the time that it is predicted to take.
+
+    Its parameters are listed as in the buckets, which need not be the feed-forward's order. Raises
+    ConfigError if ``layout`` is of another model.
+    """
+    specs, eager, gather = list(profile.workload.params()), conduct.eager, conduct.gather
+    timeline = simulate(profile, layout, conduct, costs)
+    plan = Plan(
+        parameters=tuple(name for bucket in layout for name in bucket.names),
+        buckets=tuple(bucket.names for bucket in layout),
+        schedule=conduct.schedule,
+        window=conduct.window,
+        eager=eager,
+        world_size=layout.world_size,
+        fingerprint=fingerprint(specs),
+        prediction=Prediction(
+            iteration_s=timeline.iteration_s,
+            compute_s=timeline.compute_s,
+            communication_s=timeline.communication_s,
+            bound_s=least_iteration_s(profile, costs, eager=eager, gather=gather),
+        ),
+        origin=f"{origin} for {profile.workload.name} on {profile.device}",
+        idle=tuple(index for index, bucket in enumerate(layout) if not bucket.trained),
+        gather=gather,
+    )
+    plan.layout(specs, layout.world_size)
+    return plan
+
+
+def _search(problem: Problem, bound_s: float) -> tuple[Draft, str]:
+    """The draft to make a plan of, and what it is among all."""
+    if len(problem.tensors) <= MOST_TENSORS:
+        return best_of_all(problem, enough_s=bound_s), "the best of all plans"
+    return improve(problem, enough_s=bound_s * (1 + _CLOSE)), "the best plan found"
+
+
+def _with_idle(draft: Draft, num_buckets: int) -> Schedule:
+    """The draft's schedule over all buckets, those that never travel at the end."""
+    idle = range(len(draft.cuts), num_buckets)
+    return replace(
+        draft.schedule,
+        reduce_scatters=(*draft.schedule.reduce_scatters, *idle),
+        all_gathers=(*draft.schedule.all_gathers, *(AllGather(i, after=i) for i in idle)),
+    )

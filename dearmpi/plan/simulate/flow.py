@@ -1,0 +1,167 @@
+"""Flow: when each bucket of one iteration is reduced, updated and gathered.
+
+The engine's rules (``engine/iteration/pipeline.py``, ``comm/progress/progress.py``):
+
+- Reduce-scatters are posted in the schedule's order, each once its bucket is ready; all-gathers in
+  the schedule's order, each once its bucket is updated and the reduce-scatter that it is tied to is
+  complete. At most ``window`` of each kind are in flight, on one ``Wire``.
+- Updates run one after the other, in the order in which they become possible, beside the wire.
+
+No bucket is under way when backprop begins, since the feed-forward before it has waited for all
+of them. So every iteration begins in the same state, and one pass is the steady state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dearmpi.plan.data.schedule import Conduct, Launch, Wait
+from dearmpi.plan.simulate.wire import Flight, Transfer, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one bucket brings. ready_s: end of backprop for all of its parameters."""
+
+    ready_s: float
+    reduce: Transfer
+    update_s: float
+    gather: Transfer
+
+
+@dataclass(slots=True)
+class Passage:
+    """When one bucket was on its way: start and stop of each part, in seconds."""
+
+    reduce: tuple[float, float] = (math.inf, math.inf)
+    update: tuple[float, float] = (math.inf, math.inf)
+    gather: tuple[float, float] = (math.inf, math.inf)
+
+    @property
+    def current_s(self) -> float:
+        """When its parameters may be read."""
+        return max(self.update[1], self.gather[1])
+
+
+_IDLE = ((0.0, 0.0),) * 3  # a bucket that takes no part keeps nobody waiting
+
+
+class Flow:
+    """Carries the buckets of ``loads`` through one iteration; a load of None takes no part.
+
+    step_s: end of backprop. Where ``conduct`` is eager, options are known from the start, instead
+    of at the step; where it gathers gradients, the update comes after the gather instead of before.
+    """
+
+    def __init__(self, loads: Sequence[Load | None], conduct: Conduct, *, step_s: float) -> None:
+        schedule = conduct.schedule
+        self._loads, self._schedule, self._window = loads, schedule, conduct.window
+        self._step_s, self._options_s = step_s, 0.0 if conduct.eager else step_s
+        self._gathers_gradients = conduct.gather == "gradients"
+        # Else a further backprop might still add to what is gathered.
+        self._gathers_wait = schedule.wait is not Wait.STEP
+        late = step_s if schedule.launch is Launch.BACKPROP_END else 0.0
+        self._launches: deque[tuple[float, int]] = deque()
+        for bucket in schedule.reduce_scatters:
+            if (load := loads[bucket]) is not None:
+                late = max(late, load.ready_s)
+                self._launches.append((late, bucket))
+        self._gathers = deque(g for g in schedule.all_gathers if loads[g.bucket] is not None)
+        self._wire = Wire()
+        self._num_reducing = 0
+        self._updates: deque[int] = deque()
+        self._now = 0.0
+        self.passages = [Passage() if load is not None else Passage(*_IDLE) for load in loads]
+        self.num_events = 0
+
+    def run(self) -> list[Passage]:
+        """When each bucket was on its way."""
+        updating = math.inf
+        while True:
+            self._start()
+            if updating == math.inf and self._updates:
+                updating = self._begin_update()
+            options = self._options_s if self._now < self._options_s else math.inf
+            now, landed = self._wire.advance(min(updating, self._next_launch(), options))
+            if now == math.inf:
+                return self.passages
+            self.num_events += 1
+            self._move_to(now, landed)
+            if updating <= now:
+                self._updates.popleft()
+                updating = math.inf
+
+    @property
+    def forward_start_s(self) -> float:
+        """When the feed-forward may begin, after ``run``: at the step, or once all is current."""
+        if self._schedule.wait is not Wait.STEP:
+            return self._step_s
+        return max([self._step_s, *(passage.current_s for passage in self.passages)])
+
+    def _move_to(self, now: float, landed: Sequence[Flight]) -> None:
+        """Let time pass, and land what has arrived."""
+        before, self._now = self._now, now
+        for flight in landed:
+            self._land(flight)
+        if before < self._options_s <= now:
+            for gather in self._schedule.all_gathers:
+                self._try_update(gather.bucket)
+
+    def _land(self, flight: Flight) -> None:
+        passage, times = self.passages[flight.bucket], (flight.start_s, self._now)
+        if flight.reduces:
+            self._num_reducing -= 1
+            passage.reduce = times
+        else:
+            passage.gather = times
+        if self._now >= self._options_s:
+            self._try_update(flight.bucket)
+
+    def _try_update(self, bucket: int) -> None:
+        passage = self.passages[bucket]
+        before = passage.gather if self._gathers_gradients else passage.reduce
+        if before[1] <= self._now and passage.update[1] == math.inf and bucket not in self._updates:
+            self._updates.append(bucket)
+
+    def _begin_update(self) -> float:
+        bucket = self._updates[0]
+        load = self._loads[bucket]
+        assert load is not None
+        stop = self._now + load.update_s
+        self.passages[bucket].update = (self._now, stop)
+        return stop
+
+    def _start(self) -> None:
+        """Post what the window, the order and the buckets' states admit."""
+        while self._next_launch() <= self._now:
+            self._post(self._launches.popleft()[1], reduces=True)
+        while (
+            self._gathers
+            and len(self._wire) - self._num_reducing < self._window
+            and self._may_gather()
+        ):
+            self._post(self._gathers.popleft().bucket, reduces=False)
+
+    def _may_gather(self) -> bool:
+        gather = self._gathers[0]
+        passage = self.passages[gather.bucket]
+        if self._gathers_wait and self._now < self._options_s:
+            return False
+        before = passage.reduce if self._gathers_gradients else passage.update
+        return max(before[1], self.passages[gather.after].reduce[1]) <= self._now
+
+    def _post(self, bucket: int, *, reduces: bool) -> None:
+        load = self._loads[bucket]
+        assert load is not None
+        transfer = load.reduce if reduces else load.gather
+        self._num_reducing += reduces
+        flight = Flight(bucket, transfer, reduces=reduces, now=self._now)
+        self._wire.post(flight, self._now)
+
+    def _next_launch(self) -> float:
+        if not self._launches or self._num_reducing >= self._window:
+            return math.inf
+        return self._launches[0][0]

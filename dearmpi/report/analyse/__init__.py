@@ -1,0 +1,3 @@
+"""What a recorded iteration means: exposed communication, figures, and the planner's view of it.
+Begin with `exposure`. May import read.
+"""

@@ -1,0 +1,1 @@
+"""Pictures as data, and as SVG and PNG. Begin with `shape`. May import read and analyse."""

@@ -1,0 +1,81 @@
+"""Bars: a row for each thing, cut into parts, with the numbers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dearmpi.report.draw.axis import Axis, tick_step, tick_text
+from dearmpi.report.draw.legend import Key, draw_legend
+from dearmpi.report.draw.shape import (
+    Anchor,
+    Box,
+    Label,
+    Line,
+    Picture,
+    Shape,
+    label_within,
+    text_width,
+)
+
+_STEP, _BAR, _GAP = 26.0, 15.0, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """values: of each part, in the legend's order. note: what stands behind the bar."""
+
+    label: str
+    values: tuple[float, ...]
+    note: str
+
+
+def draw_bars(
+    name: str, title: str, bars: Sequence[Bar], *, keys: Sequence[Key], unit: str, width: float
+) -> Picture:
+    """Bars (at least one) of one part for each of ``keys``. unit: of the values, in words.
+
+    Where there is little width, labels and notes stand above their bars.
+    """
+    legend, top = draw_legend(keys, width=width, top=0)
+    left = max(text_width(bar.label) for bar in bars) + _GAP
+    right = max(text_width(bar.note) for bar in bars) + _GAP
+    beside = left + right < width / 2
+    if not beside:
+        left, right = 0.0, 0.0
+    step = _STEP if beside else _STEP + 16
+    longest = max(sum(bar.values) for bar in bars) or 1.0
+    axis = Axis(0.0, longest, left, width - right - (0 if beside else 12))
+    bottom = top + step * len(bars)
+    shapes: list[Shape] = [*legend]
+    most = 6 if width >= 600 else 4
+    distance = tick_step(longest, most)
+    for tick in axis.ticks(most):
+        x = axis.place(tick)
+        shapes.append(Line(((x, top), (x, bottom)), "grid", 1))
+        anchor: Anchor = "start" if not beside and tick == 0 else "middle"
+        shapes.append(Label(x, bottom + 16, tick_text(tick, distance), anchor))
+    shapes.append(Label((axis.start + axis.stop) / 2, bottom + 33, unit, "middle", "faint"))
+    for place, bar in enumerate(bars):
+        shapes += _draw_bar(bar, keys, axis, top + step * place, beside=beside, width=width)
+    return Picture(name, title, width, bottom + 40, tuple(shapes))
+
+
+def _draw_bar(
+    bar: Bar, keys: Sequence[Key], axis: Axis, top: float, *, beside: bool, width: float
+) -> list[Shape]:
+    y = top + (_STEP - _BAR) / 2 + (0 if beside else 16)
+    start, shapes = 0.0, list[Shape]()
+    for key, value in zip(keys, bar.values, strict=True):
+        x, stop = axis.place(start), axis.place(start + value)
+        if value > 0:
+            shapes.append(Box(x, y, stop - x, _BAR, key.colour, key.hatched))
+        start += value
+    if beside:
+        shapes.append(Label(axis.start - _GAP, y + 12, bar.label, "end"))
+        shapes.append(Label(axis.place(start) + _GAP, y + 12, bar.note))
+    else:
+        room = width - text_width(bar.note) - _GAP
+        shapes.append(label_within(room, 0, y - 5, bar.label))
+        shapes.append(Label(width, y - 5, bar.note, "end", "faint"))
+    return shapes

@@ -1,0 +1,3 @@
+"""What the files of a run say: metrics, traces, and their first evaluation. Begin with `run`.
+Imports no other room.
+"""

@@ -1,0 +1,3 @@
+"""Which samples each rank uses in each step, and their loading ahead of time. Begin with `data`.
+May import ranks and tasks.
+"""

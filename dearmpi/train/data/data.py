@@ -1,0 +1,195 @@
+"""Which samples each rank uses in each optimizer step, as a pure function of the position.
+
+An epoch's order is a permutation drawn from the seed and the epoch alone, so it is the same at
+every world size: a run stopped at (epoch, step) goes on with the same samples on any number of
+ranks. The position is all the state there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dearmpi.errors import ConfigError, DataError, DearError
+from dearmpi.train.tasks.task import Samples, Task, collate
+
+
+def cut(count: int, num_parts: int, part: int) -> tuple[int, int]:
+    """First and one-past-last item of ``part`` when ``count`` items are cut into contiguous
+    parts whose sizes differ by at most one.
+    """
+    return count * part // num_parts, count * (part + 1) // num_parts
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples of one forward and backward on one rank.
+
+    indices: positions in the data set; empty only where a last partial batch leaves none.
+    weight: factor on the mean loss of these samples. Summed over a rank's micro-batches and
+        averaged over ranks, the weighted losses are the mean loss over all samples of the step.
+    """
+
+    indices: tuple[int, ...]
+    weight: float
+
+
+@dataclass(slots=True)
+class EpochOrder:
+    """Order of the samples in any epoch; keeps the last one asked for, because drawing it
+    again at each step would cost a pass over the data set's length.
+    """
+
+    num_samples: int
+    seed: int
+    shuffle: bool
+    _epoch: int = field(default=-1, init=False, compare=False, repr=False)
+    _order: NDArray[np.int32] | NDArray[np.int64] | None = field(
+        default=None, init=False, compare=False, repr=False
+    )
+
+    def samples(self, epoch: int, begin: int, end: int) -> tuple[int, ...]:
+        """Data set positions of places ``begin`` to ``end`` of the epoch's order."""
+        if not self.shuffle:
+            return tuple(range(begin, end))
+        if self._order is None or self._epoch != epoch:
+            order: NDArray[np.int32] | NDArray[np.int64]
+            # Four bytes each where they suffice: a hundred million samples are then 400 MB.
+            if self.num_samples < 2**31:
+                order = np.arange(self.num_samples, dtype=np.int32)
+            else:
+                order = np.arange(self.num_samples, dtype=np.int64)
+            np.random.Generator(np.random.PCG64([self.seed, epoch])).shuffle(order)
+            self._order, self._epoch = order, epoch
+        return tuple(self._order[begin:end].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The share of one rank in every step of every epoch.
+
+    num_samples: length of the data set; every sample is used exactly once per epoch.
+    batch_size: samples per optimizer step over all ranks and all micro-batches. The last batch
+        of an epoch holds what is left.
+    micro_batches: forward and backward passes whose gradients are accumulated into one step.
+    shuffle: a new order each epoch, from ``seed`` and the epoch; else the data set's own.
+
+    Raises ConfigError where a full batch would leave some micro-batch of some rank empty, and
+    DataError where there are fewer samples than ranks.
+    """
+
+    num_samples: int
+    batch_size: int
+    world_size: int
+    rank: int
+    micro_batches: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    _order: EpochOrder = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "world_size", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank is {self.rank}; with world size {self.world_size} it must be "
+                f"0 to {self.world_size - 1}"
+            )
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; it must be 0 or more")
+        if self.num_samples < self.world_size:
+            raise DataError(
+                f"{self.num_samples} training samples cannot be shared by {self.world_size} "
+                f"ranks; use at most {self.num_samples} ranks, or more data"
+            )
+        least = self.world_size * self.micro_batches
+        if self.batch_size < least:
+            raise ConfigError(
+                f"batch size {self.batch_size} is the number of samples per step over all ranks; "
+                f"world size {self.world_size} x {self.micro_batches} micro-batches need at least "
+                f"{least}: raise the batch size, or use fewer ranks or micro-batches"
+            )
+        order = EpochOrder(self.num_samples, self.seed, self.shuffle)
+        object.__setattr__(self, "_order", order)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch, the last partial one included."""
+        return -(-self.num_samples // self.batch_size)
+
+    def last_passes(self) -> list[int]:
+        """Micro-batches that are not empty in the last step of an epoch, by rank."""
+        count = self.num_samples - (self.steps_per_epoch - 1) * self.batch_size
+        shares = [cut(count, self.world_size, rank) for rank in range(self.world_size)]
+        return [min(self.micro_batches, last - first) for first, last in shares]
+
+    def step(self, epoch: int, step_in_epoch: int) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of one step, ``micro_batches`` of them.
+
+        Raises ConfigError where there is no such step.
+        """
+        if epoch < 0 or not 0 <= step_in_epoch < self.steps_per_epoch:
+            raise ConfigError(
+                f"there is no step {step_in_epoch} in epoch {epoch}: steps are "
+                f"0 to {self.steps_per_epoch - 1}, epochs from 0"
+            )
+        begin = step_in_epoch * self.batch_size
+        count = min(self.batch_size, self.num_samples - begin)
+        first, last = cut(count, self.world_size, self.rank)
+        mine = self._order.samples(epoch, begin + first, begin + last)
+        pieces = (cut(len(mine), self.micro_batches, i) for i in range(self.micro_batches))
+        return tuple(
+            MicroBatch(indices=mine[a:b], weight=(b - a) * self.world_size / count)
+            for a, b in pieces
+        )
+
+
+def evaluation_shares(
+    num_samples: int, batch_size: int, *, world_size: int, rank: int
+) -> Iterator[tuple[int, ...]]:
+    """This rank's samples of an evaluation, at most ``batch_size`` at a time.
+
+    Over all ranks each sample comes once, in no need of equal shares: a rank may have one sample
+    more than another, or none where there are fewer samples than ranks.
+    """
+    first, last = cut(num_samples, world_size, rank)
+    for begin in range(first, last, batch_size):
+        yield tuple(range(begin, min(begin + batch_size, last)))
+
+
+def load_batch(task: Task, data: Samples, indices: tuple[int, ...]) -> Any:
+    """Read the samples at ``indices`` of ``data`` and make a batch of them as ``task`` asks.
+
+    Raises DataError naming the sample that could not be read, or the samples that do not make
+    a batch together.
+    """
+    samples = []
+    for index in indices:
+        try:
+            samples.append(data[index])
+        except DearError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"task {task.name}: sample {index} of {len(data)} cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    try:
+        return collate(task, samples)
+    except DearError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"task {task.name}: samples {_abbreviate(indices)} do not make a batch: "
+            f"{type(error).__name__}: {error}; give the task a collate function that fits them"
+        ) from error
+
+
+def _abbreviate(indices: tuple[int, ...], limit: int = 8) -> str:
+    shown = ", ".join(str(index) for index in indices[:limit])
+    return shown if len(indices) <= limit else f"{shown}, ... ({len(indices)} in all)"

@@ -1,0 +1,141 @@
+"""Evaluation: loss and metrics over held-out samples, each of them used once by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dearmpi.comm.world import World
+from dearmpi.errors import TaskError
+from dearmpi.train.data.data import evaluation_shares, load_batch
+from dearmpi.train.data.loading import Loading, Wanted
+from dearmpi.train.loop.precision import computing, convert_batch, device_of_model, send_batch
+from dearmpi.train.ranks.random_state import capture_random_state, restore_random_state
+from dearmpi.train.settings.choices import Precision
+from dearmpi.train.tasks.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Means over ``num_samples`` samples."""
+
+    loss: float
+    num_samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates a task's model on its held-out samples.
+
+    loading: who loads them. batch_size: samples of one feed-forward.
+    names: of the task's metrics, the same on every rank.
+    """
+
+    task: Task
+    loading: Loading
+    precision: Precision
+    batch_size: int
+    names: tuple[str, ...] = ()
+
+    def run(
+        self, world: World, *, stop_asked: Callable[[], bool] = lambda: False
+    ) -> Evaluation | None:
+        """Evaluate (collective). The model's parameters and buffers must be the same on all.
+
+        stop_asked: whether this rank was asked to stop, looked at before each batch. If any left
+        one out, there is no result: None on all ranks.
+        Random states stay as they are: training goes on as if nobody had looked.
+        """
+        sums, broken = [0.0] * (2 + len(self.names)), False
+        assert self.task.eval_data is not None
+        shares = evaluation_shares(
+            len(self.task.eval_data), self.batch_size, world_size=world.size, rank=world.rank
+        )
+        wanted = [Wanted(indices, held_out=True, seed=indices[:1]) for indices in shares]
+        state = capture_random_state()
+        self.loading.expect(wanted, held_out=True)
+        with evaluating(self.task.model):
+            for one in wanted:
+                broken = stop_asked()
+                if broken:
+                    break
+                for place, value in enumerate(self._measure(one)):
+                    sums[place] += value
+        self.loading.expect((), held_out=True)  # no more, also where it was broken off
+        restore_random_state(state)
+        num_broken, count, loss, *rest = world.all_reduce([broken, *sums], "sum")
+        if num_broken:
+            return None
+        means = {name: value / count for name, value in zip(self.names, rest, strict=True)}
+        return Evaluation(loss / count, int(count), means)
+
+    def _measure(self, wanted: Wanted) -> list[float]:
+        """Sums over the samples: their number, loss, and the metrics in order."""
+        loss, metrics = measure_batch(self.task, self.loading.load(wanted), self.precision)
+        num_samples = len(wanted.indices)
+        if sorted(metrics) != sorted(self.names):
+            raise TaskError(
+                f"task {self.task.name} gave the metrics {sorted(metrics)} for one batch and "
+                f"{sorted(self.names)} for another; give the same names for each"
+            )
+        return [num_samples, loss * num_samples, *(metrics[name] for name in self.names)]
+
+
+def measure_batch(task: Task, batch: Any, precision: Precision) -> tuple[float, dict[str, float]]:
+    """Mean loss and the task's metrics (sums) of one batch, in the model's present mode."""
+    device = device_of_model(task.model)
+    batch = send_batch(convert_batch(batch, precision), device)
+    with computing(device, precision):
+        loss = float(task.loss(task.model, batch))
+        metrics = {} if task.metrics is None else task.metrics(task.model, batch)
+    return loss, _numbers(task, metrics)
+
+
+def _numbers(task: Task, metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise TaskError(
+            f"task {task.name} gave a {type(metrics).__name__} for metrics; give numbers by name"
+        )
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TaskError(
+                f"task {task.name} gave no number for the metric {name}: {error}; give the sum "
+                "over the samples of the batch"
+            ) from error
+    return numbers
+
+
+def probe_metrics(task: Task, precision: Precision) -> tuple[str, ...]:
+    """Names of the task's metrics, from two held-out samples: what is wrong there shows early.
+
+    Leaves torch's random state as it is. No names where there is nothing to evaluate on.
+    """
+    if task.eval_data is None:
+        return ()
+    with torch.random.fork_rng(devices=[]), evaluating(task.model):
+        few = tuple(range(min(2, len(task.eval_data))))  # of one any metric is a number
+        _, metrics = measure_batch(task, load_batch(task, task.eval_data, few), precision)
+    return tuple(sorted(metrics))  # each rank's order is its own where they come from a set
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` is in evaluation mode and nothing is recorded for gradients."""
+    # Each module by itself: some models keep a part of them in evaluation mode for good.
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

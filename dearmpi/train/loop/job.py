@@ -1,0 +1,288 @@
+"""Job: everything that training needs, built and agreed upon by all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dearmpi.comm.world import World
+from dearmpi.engine.iteration.compilation import compiled_part
+from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.setup.self_planning import MOST_STEPS
+from dearmpi.engine.setup.settings import check_plan
+from dearmpi.engine.sync.batch_norm import SyncBatchNorm
+from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.plan.data.parameter import spec_of
+from dearmpi.plan.data.plan import Plan, read_plan
+from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
+from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.data.data import Batches
+from dearmpi.train.data.loading import Loading, open_loading
+from dearmpi.train.loop.evaluation import Evaluator, probe_metrics
+from dearmpi.train.loop.lr_schedule import LrCurve, lr_curve
+from dearmpi.train.loop.optimizers import OptimizerChoice
+from dearmpi.train.loop.precision import convert_model, device_of_model
+from dearmpi.train.metrics.metrics import check_names
+from dearmpi.train.ranks.agreement import AgreedError, together
+from dearmpi.train.ranks.random_state import restore_random_state
+from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.settings.settings import RunSettings
+from dearmpi.train.tasks.task import Task
+
+LEAST_STEPS_TO_PLAN = 2 * MOST_STEPS  # so that the plan is followed for half of them at least
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that is ready to go.
+
+    device: where the model is.
+    base_lrs: learning rate of each param group, which the curve's factor multiplies.
+    start_step, total_steps: optimizer steps taken before, and at the end of the run.
+    loading: who loads samples. evaluator: None where the task has nothing to evaluate on.
+    """
+
+    world: World
+    settings: RunSettings
+    task: Task
+    device: torch.device
+    optimizer: DistributedOptimizer
+    base_lrs: tuple[float, ...]
+    curve: LrCurve
+    batches: Batches
+    start_step: int
+    total_steps: int
+    loading: Loading
+    evaluator: Evaluator | None
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Epoch and step within it of step number ``step``, from 0."""
+        return divmod(step, self.batches.steps_per_epoch)
+
+    def units(self, num_samples: float) -> float:
+        """What throughput counts, for that many samples."""
+        return num_samples * self.task.units_per_sample
+
+
+def share_samples(settings: RunSettings, task: Task, world: World) -> Batches:
+    """How this rank shares the samples. Raises ConfigError or DataError where they do not do."""
+    return Batches(
+        len(task.train_data),
+        settings.batch_size,
+        world.size,
+        world.rank,
+        micro_batches=settings.gradient_accumulation_steps,
+        seed=settings.seed,
+    )
+
+
+def prepare(
+    world: World,
+    settings: RunSettings,
+    task: Task,
+    *,
+    choice: OptimizerChoice,
+    snapshot: Snapshot | None = None,
+    kept_plan: Path | None = None,
+) -> Job:
+    """Put ``snapshot``, if any, into the model, and distribute its optimizer (collective).
+
+    kept_plan: where the run's earlier part has left a plan, if it made one for itself.
+    Raises AgreedError where that fails, on any rank, and MismatchError where ranks differ.
+    """
+    with together(world):
+        batches = share_samples(settings, task, world)
+        total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
+        _check_passes(batches, task, total_steps)
+        _fill_model(task, settings, snapshot)
+        loading = open_loading(task, name=settings.task, num_workers=settings.workers)
+        evaluator = _evaluator(settings, task, batches, loading)
+        inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
+        base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
+        state = _optimizer_state(snapshot, task, inner)
+    start_step = 0 if snapshot is None else snapshot.step
+    followed = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
+    optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
+    _set_random_state(world, settings, start_step, snapshot)
+    return Job(
+        world=world,
+        settings=settings,
+        task=task,
+        device=device_of_model(task.model),
+        optimizer=optimizer,
+        base_lrs=base_lrs,
+        curve=lr_curve(settings, total_steps=total_steps, steps_per_epoch=batches.steps_per_epoch),
+        batches=batches,
+        start_step=start_step,
+        total_steps=total_steps,
+        loading=loading,
+        evaluator=evaluator,
+    )
+
+
+def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
+    """Raise ConfigError where ranks would wait in a model's layers for those without samples."""
+    passes = batches.last_passes()
+    waits = any(isinstance(module, SyncBatchNorm) for module in task.model.modules())
+    if waits and total_steps >= batches.steps_per_epoch and min(passes) < max(passes):
+        few, many = passes.index(min(passes)), passes.index(max(passes))
+        raise ConfigError(
+            f"the last batch of an epoch gives rank {few} {min(passes)} micro-batches and rank "
+            f"{many} {max(passes)}, but SyncBatchNorm needs all ranks in each of them; choose a "
+            f"--batch-size of which {batches.num_samples} samples leave none or more, or fewer "
+            "ranks"
+        )
+
+
+def _fill_model(task: Task, settings: RunSettings, snapshot: Snapshot | None) -> None:
+    """Give the model the run's precision, and the snapshot's parameters and buffers."""
+    convert_model(task.model, settings.precision)
+    if snapshot is not None:
+        check_model(snapshot, task.model.state_dict())
+        task.model.load_state_dict(snapshot.model)
+
+
+def check_position(snapshot: Snapshot, task: Task) -> None:
+    """Raise CheckpointError unless the samples are those of the snapshot's run, as far as known."""
+    stored = snapshot.meta.get("num_samples")
+    if stored != len(task.train_data):
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} was written with {stored} training samples, "
+            f"this run has {len(task.train_data)}; give the same data, or start a new run"
+        )
+    digest = snapshot.meta.get("data_digest", "")
+    if digest and task.data_digest and digest != task.data_digest:
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} was written with data of the digest {digest}, "
+            f"this run's is {task.data_digest}; give the same data, or start a new run"
+        )
+
+
+def _choose_plan(
+    world: World, settings: RunSettings, model: nn.Module, num_steps: int, kept: Path | None
+) -> Plan | Literal["auto"] | None:
+    """What to follow for ``num_steps``; rank 0 reads a file for all (collective)."""
+    if settings.plan in ("none", "bayes"):
+        return None
+    if settings.plan is None and (
+        not settings.leaves_buckets_open() or compiled_part(model) is not None
+    ):
+        return None
+    if settings.plan in (None, "auto"):
+        return _plan_while_training(world, settings, model, num_steps=num_steps, kept=kept)
+    text = ""
+    with together(world, root_only=True):
+        if world.is_root:
+            plan = read_plan(settings.plan)
+            if plan.eager and not settings.engine().eager:
+                raise ConfigError(
+                    f"the plan {settings.plan} updates buckets during backprop, but with "
+                    f"max_grad_norm {settings.max_grad_norm:g} they wait for the norm of the whole "
+                    "gradient; make it with dear-train plan --no-eager, or give --max-grad-norm 0"
+                )
+            text = plan.to_json()
+    return Plan.from_json(world.broadcast_text(text), settings.plan)
+
+
+def _plan_while_training(
+    world: World, settings: RunSettings, model: nn.Module, *, num_steps: int, kept: Path | None
+) -> Plan | Literal["auto"] | None:
+    """The plan that the run has made before, if it still fits; else ``auto`` where it pays, which
+    nobody has to ask for where the ranks are on several hosts, unless it would change the buckets
+    between iterations that are traced (collective).
+    """
+    with together(world):
+        check_plan("auto", settings.engine())  # also where the run is too short for a plan
+        text = ""
+        if kept is not None and world.is_root:
+            text = _read_kept(kept, world, settings, model)
+    text = world.broadcast_text(text)
+    if text:
+        return Plan.from_json(text, "the plan that the run has made before")
+    is_default = len(set(world.hosts)) > 1 and settings.trace is None
+    is_wanted = settings.plan == "auto" or is_default
+    return "auto" if is_wanted and num_steps >= LEAST_STEPS_TO_PLAN else None
+
+
+def _read_kept(path: Path, world: World, settings: RunSettings, model: nn.Module) -> str:
+    """The plan at ``path``; empty if there is none, or one for other ranks or updates, or for a
+    model of which other layers are trained, as where a run thaws some after its first part.
+    """
+    params = dict(model.named_parameters())
+    try:
+        plan = read_plan(path)
+        planned = set(plan.parameters)
+        plan.layout([spec_of(params[name], name) for name in planned & params.keys()], world.size)
+    except ConfigError:
+        return ""
+    is_whole = all(
+        name in planned for name, param in params.items() if param.requires_grad and param.numel()
+    )
+    config = settings.engine()
+    fits = plan.eager == config.eager and plan.gather in (None, config.gather)
+    return plan.to_json() if is_whole and fits else ""
+
+
+def _distribute(
+    inner: torch.optim.Optimizer,
+    task: Task,
+    world: World,
+    settings: RunSettings,
+    *,
+    plan: Plan | Literal["auto"] | None,
+    state: dict[str, Any] | None,
+) -> DistributedOptimizer:
+    """``inner``, shared by the ranks, with the ``state`` that it has reached, if any."""
+    try:
+        optimizer = DistributedOptimizer(
+            inner, task.model, world=world, config=settings.engine(), plan=plan
+        )
+    except ConfigError as error:
+        # It follows from settings and model alone, which are the same on all ranks.
+        raise AgreedError(str(error), exit_code=error.exit_code) from error
+    if state is not None:
+        optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _optimizer_state(
+    snapshot: Snapshot | None, task: Task, inner: torch.optim.Optimizer
+) -> dict[str, Any] | None:
+    if snapshot is None:
+        return None
+    return optimizer_state_dict(snapshot, parameter_names(task.model, inner.param_groups))
+
+
+def _set_random_state(
+    world: World, settings: RunSettings, start_step: int, snapshot: Snapshot | None
+) -> None:
+    """Continue each rank's random numbers where they stopped; where the number of ranks has
+    changed, at the start, or for a device that was not used before, draw from seed, step and rank
+    (collective).
+    """
+    states = [] if snapshot is None else snapshot.random
+    with together(world):
+        seed_all(settings.seed, start_step, world.rank)
+        if len(states) == world.size:
+            restore_random_state(states[world.rank])
+
+
+def _evaluator(
+    settings: RunSettings, task: Task, batches: Batches, loading: Loading
+) -> Evaluator | None:
+    if task.eval_data is None:
+        return None
+    share = batches.world_size * batches.micro_batches
+    names = probe_metrics(task, settings.precision)
+    check_names(names)
+    return Evaluator(
+        task,
+        loading,
+        settings.precision,
+        batch_size=-(-settings.batch_size // share),
+        names=names,
+    )

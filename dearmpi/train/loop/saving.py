@@ -1,0 +1,247 @@
+"""Saving: a job's state as a checkpoint, while it trains on.
+
+A checkpoint has two stages: every rank writes its part; then rank 0 commits. Each runs on a thread
+beside training, which talks to no other rank: the ranks learn from the totals of a step how far all
+of them are, and go on to the next stage between steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable, Container
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dearmpi.engine.sync.broadcast import broadcast_buffers
+from dearmpi.engine.trace.span import Track
+from dearmpi.errors import CheckpointError, NonFiniteLossError
+from dearmpi.train import checkpoint
+from dearmpi.train.checkpoint.manifest import FileRecord
+from dearmpi.train.checkpoint.part import CopyBuffer, Part
+from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.checkpoint.snapshot_part import Head, make_head, make_part
+from dearmpi.train.checkpoint.survey import left_over
+from dearmpi.train.loop.job import Job
+from dearmpi.train.ranks.agreement import share_failure, together
+from dearmpi.train.ranks.random_state import capture_random_state
+
+_NICENESS = 10  # of the writing thread, so that training has the cores first
+
+
+class Stage(Enum):
+    """What becomes of a checkpoint in the background."""
+
+    IDLE = auto()
+    WRITING = auto()
+    COMMITTING = auto()
+
+
+class Saver:
+    """Saves the state of ``job`` to the run folder at ``folder``; its methods are collective.
+
+    saved: called on every rank with the folder of a checkpoint, on rank 0, once it is complete.
+    check_own: called on rank 0 before anything in the folder is changed; raises where the folder is
+        another job's by now.
+    A failure is raised on every rank alike, as AgreedError, by the first call that learns of it;
+    earlier checkpoints are untouched.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        *,
+        saved: Callable[[Path | None], None],
+        check_own: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job, self._folder, self._saved, self._check_own = job, folder, saved, check_own
+        self.started_step = self.saved_step = job.start_step
+        self._stage = Stage.IDLE
+        self._copy = CopyBuffer()
+        self._thread = ThreadPoolExecutor(1, "dearmpi-saving", _be_nice)
+        self._work: Future[Any] | None = None
+        self._num_begun = 0
+        self._head: Head | None = None
+        named = job.task.model.named_parameters(remove_duplicate=False)
+        self._trained = frozenset(name for name, _ in named)
+
+    @property
+    def num_done(self) -> int:
+        """Stages that this rank has finished since the start; for the totals of a step."""
+        under_way = self._work is not None and not self._work.done()
+        return self._num_begun - under_way
+
+    def start(self, step: int) -> None:
+        """Begin to save the state after ``step`` steps; parameters and buffers must be current
+        (``synchronize``). Waits for the checkpoint before it, if that is still being written.
+        """
+        self._end_stages()
+        draft = self._draft(step)
+        with together(self._job.world):  # once, since each time waits for the slowest rank
+            snapshot, part = take_part(self._job, step)
+            self._head = make_head(snapshot) if self._job.world.is_root else None
+            copied = self._copy.copy(part)
+            if self._job.world.is_root:
+                self._check_own()
+                self._prune()  # a resumed run may keep fewer than its earlier part did
+                draft.begin()
+        self.started_step = step
+        self._begin(Stage.WRITING, lambda: self._write(draft, copied))
+
+    def advance(self, num_done: int) -> None:
+        """Go on to the next stage if all ranks have finished this one.
+
+        num_done: the sum of the ranks' ``num_done`` in the totals of a step.
+        """
+        if self._stage is not Stage.IDLE and num_done == self._job.world.size * self._num_begun:
+            self._end_stage()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more."""
+        if not self._is_idle:
+            with self._job.optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
+                self._end_stages()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._stage is Stage.IDLE
+
+    def _draft(self, step: int) -> checkpoint.Draft:
+        return checkpoint.Draft(self._folder, step)
+
+    def _begin(self, stage: Stage, work: Callable[[], Any]) -> None:
+        self._stage = stage
+        self._num_begun += 1
+        self._work = self._thread.submit(work)
+
+    def _end_stages(self) -> None:
+        while not self._is_idle:
+            self._end_stage()
+
+    def _end_stage(self) -> None:
+        assert self._work is not None
+        stage, self._stage = self._stage, Stage.IDLE
+        failure = self._work.exception()
+        draft, world = self._draft(self.started_step), self._job.world
+        try:
+            share_failure(
+                world,
+                failure if isinstance(failure, Exception) else None,
+                root_only=stage is Stage.COMMITTING,
+            )
+        except Exception:
+            if world.is_root:
+                self._discard(draft)
+            raise
+        result, self._work = self._work.result(), None
+        if stage is Stage.WRITING:
+            texts = world.all_gather_text(json.dumps(asdict(result)))
+            files = [FileRecord(**json.loads(text)) for text in texts]
+            self._begin(Stage.COMMITTING, lambda: self._commit(draft, files))
+        else:
+            self.saved_step = self.started_step
+            self._saved(result)
+
+    def _write(self, draft: checkpoint.Draft, part: Part) -> FileRecord:
+        check_finite(part, draft.step, self._trained)
+        return draft.write(part, rank=self._job.world.rank)
+
+    def _commit(self, draft: checkpoint.Draft, files: list[FileRecord]) -> Path | None:
+        if self._head is None:
+            return None  # rank 0's work
+        self._check_own()
+        path = draft.commit(self._head, files)
+        self._prune()
+        return path
+
+    def _discard(self, draft: checkpoint.Draft) -> None:
+        with contextlib.suppress(CheckpointError):  # another job may have a draft of that name
+            self._check_own()
+            draft.discard()
+
+    def _prune(self) -> None:
+        try:
+            checkpoint.prune(self._folder, self._job.settings.keep)
+        except OSError as error:  # such as a file that somebody reads over NFS
+            warnings.warn(left_over(error), stacklevel=1)
+        except CheckpointError as error:
+            warnings.warn(
+                f"old checkpoints are kept for now: {error}; the next save looks for them again",
+                stacklevel=1,
+            )
+
+
+def synchronize(job: Job) -> None:
+    """Make parameters and buffers current and the same on all ranks (collective).
+
+    Buffers are rank 0's: each rank's own statistics, as of BatchNorm, have seen only its samples.
+    """
+    job.optimizer.synchronize()
+    broadcast_buffers(job.task.model, job.world)
+
+
+def take_part(job: Job, step: int) -> tuple[Snapshot, Part]:
+    """The job's state after ``step`` steps, as far as it is the same on all ranks, and this rank's
+    part of all of it. Nothing is copied; parameters must be current.
+    """
+    local = job.optimizer.local_state()
+    names = checkpoint.parameter_names(job.task.model, job.optimizer.param_groups)
+    _, groups = checkpoint.optimizer_by_name({"state": {}, "param_groups": local.groups}, names)
+    epoch, step_in_epoch = job.position(step)
+    meta = {
+        "task": job.task.name,
+        "epoch": epoch,
+        "step_in_epoch": step_in_epoch,
+        "num_samples": job.batches.num_samples,
+        "data_digest": job.task.data_digest,
+        "world_size": job.world.size,
+        "lr_factor": job.curve.factor(step),
+        "config": job.settings.as_plain(),
+    }
+    model = dict(job.task.model.state_dict())
+    snapshot = Snapshot(step, model, local.whole, groups, meta, [capture_random_state()])
+    part = make_part(snapshot, shards=local.pieces, rank=job.world.rank, size=job.world.size)
+    return snapshot, part
+
+
+def check_finite(part: Part, step: int, names: Container[str]) -> None:
+    """Raise NonFiniteLossError unless all numbers in ``part`` of the parameters ``names`` are
+    finite. Those of buffers need not be: a mask holds infinities for good.
+    """
+    for key, piece in part.pieces.items():
+        kind, _, name = key.partition("/")
+        if kind == "model" and name in names and not _is_finite(piece.values):
+            raise NonFiniteLossError(
+                f"{name} is not finite after step {step}, so no checkpoint was written of it; "
+                "resume from an earlier one with a lower --lr or with --max-grad-norm"
+            )
+
+
+def _is_finite(values: Tensor) -> bool:
+    """As ``values.isfinite().all()``, without memory for as many answers."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point() or not values.numel():
+        return True
+    return all(bool(extreme.isfinite()) for extreme in values.aminmax())
+
+
+def _be_nice() -> None:
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # a system that forbids it
+        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)

@@ -1,0 +1,196 @@
+"""Stepping: one optimizer step, from this rank's samples to the update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.engine.trace.span import Track
+from dearmpi.errors import NonFiniteLossError, TaskError
+from dearmpi.train.data.data import MicroBatch
+from dearmpi.train.data.loading import Wanted
+from dearmpi.train.loop.job import Job
+from dearmpi.train.loop.precision import computing, convert_batch, send_batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave on this rank.
+
+    loss: this rank's weighted sum; the mean of it over ranks is the mean over the step's samples.
+    grad_norm: of the whole averaged gradient before clipping; None where nothing clips.
+    skipped: all ranks left the parameters as they were, because a loss or the
+        gradient was not finite.
+    data_s: what loading data took.
+    """
+
+    loss: float
+    lr: float
+    grad_norm: float | None = None
+    skipped: bool = False
+    data_s: float = 0.0
+
+
+def take_step(job: Job, step: int) -> StepResult:
+    """Take step number ``step``, from 0 (collective).
+
+    The learning rate is set first, since buckets may be updated while backprop still runs. Each
+    micro-batch goes forward and back; the gradients of all but the last stay on this rank.
+    """
+    loader = _Loader(job, step)
+    return replace(_step(job, step, loader), data_s=loader.seconds)
+
+
+def _step(job: Job, step: int, loader: _Loader) -> StepResult:
+    lr = set_lr(job, step)
+    job.optimizer.zero_grad()
+    *early, last = job.batches.step(*job.position(step))
+    skips = job.settings.on_nan == "skip"
+    buffers = _copy_buffers(job.task.model) if skips else {}
+    losses = _Losses()
+    with job.optimizer.no_sync():
+        for share in early:
+            losses.note(_go_forward(job, share, loader), share.weight)
+            losses.go_back()
+    losses.note(_go_forward(job, last, loader), last.weight)
+    if skips and not _all_finite(job, losses):
+        job.optimizer.zero_grad()
+        result = StepResult(math.nan, lr, skipped=True)
+    else:
+        losses.go_back()
+        result = _update(job, step, losses, lr)
+    if result.skipped:
+        _restore_buffers(job.task.model, buffers)
+    return result
+
+
+def coming_batches(job: Job) -> Iterator[Wanted]:
+    """All batches of this rank, in order, from the run's first step to its end."""
+    batches = replace(job.batches)  # which may keep the order of another epoch
+    for step in range(job.start_step, job.total_steps):
+        shares = (share for share in batches.step(*job.position(step)) if share.indices)
+        for number, share in enumerate(shares):
+            yield _wanted(job, share, step, number)
+
+
+def _wanted(job: Job, share: MicroBatch, step: int, number: int) -> Wanted:
+    """``number``: of the micro-batch among those of the step that are not empty, from 0."""
+    return Wanted(share.indices, seed=(job.settings.seed, step, job.world.rank, number))
+
+
+def set_lr(job: Job, step: int) -> float:
+    """Set the learning rate of step number ``step`` in all param groups; returns the first's."""
+    factor = job.curve.factor(step)
+    for group, base in zip(job.optimizer.param_groups, job.base_lrs, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(base * factor)
+        else:
+            group["lr"] = base * factor
+    return job.base_lrs[0] * factor
+
+
+@dataclass(slots=True)
+class _Loader:
+    """Loads the micro-batches of a step, in their order. seconds: what that has taken."""
+
+    job: Job
+    step: int
+    seconds: float = 0.0
+    _number: int = 0
+
+    def load(self, share: MicroBatch) -> Any:
+        """The samples of ``share``, where they are to be computed with."""
+        job, begin_s = self.job, time.perf_counter()
+        wanted = _wanted(job, share, self.step, self._number)
+        self._number += 1
+        with job.optimizer.spans.span(Track.DATA, "data"):
+            batch = job.loading.load(wanted)
+            batch = send_batch(convert_batch(batch, job.settings.precision), job.device)
+        self.seconds += time.perf_counter() - begin_s
+        return batch
+
+
+def _go_forward(job: Job, share: MicroBatch, loader: _Loader) -> Tensor | None:
+    """The mean loss of a micro-batch; None for an empty one."""
+    if not share.indices:
+        return None
+    batch = loader.load(share)
+    with computing(job.device, job.settings.precision):
+        loss = job.task.loss(job.task.model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shown = type(loss).__name__
+        if isinstance(loss, Tensor):
+            shown = f"a tensor of shape {tuple(loss.shape)}"
+            shown += "" if loss.requires_grad else " that does not depend on the parameters"
+        raise TaskError(
+            f"task {job.task.name}: its loss must be a tensor of one number that depends on the "
+            f"parameters; it gave {shown}"
+        )
+    return loss
+
+
+class _Losses:
+    """The losses of a step's micro-batches. On a device they are known once it has computed them,
+    for which nobody waits before the step's last operation is queued.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, float] | None = None
+        self._all: list[tuple[Tensor, float]] = []
+
+    def note(self, loss: Tensor | None, weight: float) -> None:
+        """The loss of the next micro-batch, None if that was empty, and what it counts."""
+        self._last = None if loss is None else (loss, weight)
+        if loss is not None:
+            self._all.append((loss.detach().clone(), weight))
+
+    def go_back(self) -> None:
+        """Backprop of the last one."""
+        if self._last is not None:
+            (loss, weight), self._last = self._last, None
+            torch.autograd.backward(loss * weight if weight != 1.0 else loss)
+
+    def total(self) -> float:
+        """Their weighted sum."""
+        return sum(float(loss) * weight for loss, weight in self._all)
+
+
+def _copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What buffers hold: statistics of a feed-forward that is not finite must not outlive it."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@torch.no_grad()
+def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def _all_finite(job: Job, losses: _Losses) -> bool:
+    """Whether the losses of all ranks are finite. Nothing has been sent of this step yet, so it
+    can still be left out; the price is that each rank waits for the slowest one's feed-forward.
+    """
+    bad = not math.isfinite(losses.total())
+    return job.world.all_reduce([float(bad)], "max")[0] == 0
+
+
+def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
+    norm: float | None = None
+    if job.settings.max_grad_norm > 0:
+        norm = float(job.optimizer.clip_grad_norm_(job.settings.max_grad_norm))
+        if not math.isfinite(norm):
+            job.optimizer.zero_grad()
+            if job.settings.on_nan == "skip":
+                return StepResult(math.nan, lr, norm, skipped=True)
+            raise NonFiniteLossError(
+                f"the gradient of step {step + 1} is not finite (its norm is {norm}); the model is "
+                "as it was before the step: lower --lr, or leave out such steps with --on-nan skip"
+            )
+    job.optimizer.step()
+    return StepResult(losses.total(), lr, norm)

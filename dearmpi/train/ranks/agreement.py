@@ -1,0 +1,116 @@
+"""Agreement: a failure on any rank becomes the same failure on all of them.
+
+Between ``together`` and its end a rank works alone; at the end all ranks learn who failed. So
+nobody waits for a rank that has given up, and one rank can tell it for all.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from dearmpi.errors import DearError, MismatchError, NonFiniteLossError
+from dearmpi.train.ranks.text_world import TextWorld
+
+_LONGEST = 8_000  # characters of a failure that all ranks are told: each holds every rank's
+_MOST_FAILURES = 8  # told one by one
+
+
+class AgreeingWorld(TextWorld, Protocol):
+    """What an agreement needs of the world."""
+
+    @property
+    def size(self) -> int: ...
+
+
+class AgreedError(DearError):
+    """A failure that all ranks know of: each raises it at the same place.
+
+    The cause, on a rank that failed itself, is its own exception.
+    """
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether every rank raises ``error``, so that nobody is left waiting."""
+    return isinstance(error, (AgreedError, MismatchError, NonFiniteLossError))
+
+
+@contextmanager
+def together(world: AgreeingWorld, *, root_only: bool = False) -> Iterator[None]:
+    """Run a part that may fail on some ranks only (collective at its end).
+
+    The part must make no collective calls itself. ``root_only``: it is rank 0's alone, which a
+    message then need not say. Raises AgreedError on every rank if it failed on any, with the exit
+    code of the first that did.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    share_failure(world, failure, root_only=root_only)
+
+
+def share_failure(
+    world: AgreeingWorld, failure: Exception | None, *, root_only: bool = False
+) -> None:
+    """Raise AgreedError on every rank if any gives a ``failure`` (collective)."""
+    own = ""
+    if failure is not None:
+        told = [_exit_code(failure), _shorten(explain(failure)), world.host]
+        own = json.dumps(told, ensure_ascii=False)
+    gathered = world.all_gather_text(own)
+    failed = {rank: json.loads(text) for rank, text in enumerate(gathered) if text}
+    if failed:
+        code = next(iter(failed.values()))[0]
+        raise AgreedError(
+            _tell(failed, num_working=1 if root_only else world.size), exit_code=code
+        ) from failure
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error raised on purpose; the whole story of any other."""
+    if isinstance(error, DearError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _shorten(text: str) -> str:
+    """The two ends of a long ``text``: where it was, and what it was."""
+    num_cut = len(text) - _LONGEST
+    if num_cut <= 0:
+        return text
+    half = _LONGEST // 2
+    remark = f"[... {num_cut} characters are cut here; the log of the rank that failed has all ...]"
+    return f"{text[:half]}\n{remark}\n{text[-half:]}"
+
+
+def _exit_code(error: Exception) -> int:
+    return error.exit_code if isinstance(error, DearError) else 1
+
+
+def _tell(failed: dict[int, tuple[int, str, str]], *, num_working: int) -> str:
+    """One message for those that failed alike; ranks are named unless all that worked did."""
+    by_message: dict[str, list[str]] = {}
+    for rank, (_, message, host) in failed.items():
+        by_message.setdefault(message, []).append(f"rank {rank} on {host}")
+    if len(by_message) == 1 and len(failed) == num_working:
+        return next(iter(by_message))
+    told = list(by_message.items())[:_MOST_FAILURES]
+    lines = [f"{_abbreviate(places)}: {message}" for message, places in told]
+    num_more = len(failed) - sum(len(places) for _, places in told)
+    if num_more:
+        lines.append(f"and {num_more} more ranks failed in other ways, which their logs tell")
+    return "\n".join(lines)
+
+
+def _abbreviate(places: list[str], most: int = 4) -> str:
+    more = f" and {len(places) - most} more" if len(places) > most else ""
+    return ", ".join(places[:most]) + more

@@ -1,0 +1,218 @@
+"""Place: in which folder a run lives, and which checkpoint it goes on from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dearmpi.comm.world import World
+from dearmpi.errors import CheckpointError, ConfigError, DearError, TaskError
+from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
+from dearmpi.train.files.presence import is_folder, is_there
+from dearmpi.train.ranks.agreement import together
+from dearmpi.train.run.run_folder import RunFolder, free_name
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The same on all ranks.
+
+    root, name: the run's folder is ``root/name``.
+    checkpoint: what to go on from; None at a run's beginning.
+    continued: whether the folder may hold the earlier part of this run.
+    goes_on: from the newest checkpoint that there is in it, if there is one.
+    begun_from: the checkpoint of another run that this one begins from, if so.
+    notes: what people should know about the choice.
+    found_in: the working folder, from which a relative ``root`` counts.
+    """
+
+    root: Path
+    name: str
+    checkpoint: Path | None = None
+    continued: bool = False
+    notes: tuple[str, ...] = ()
+    begun_from: Path | None = None
+    goes_on: bool = False
+    found_in: Path = field(default_factory=Path.cwd)
+
+
+def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str) -> Place:
+    """Rank 0 looks, and tells the others (collective).
+
+    chosen: the settings given by the user; only ``resume``, ``name`` and ``run_folder`` count.
+    """
+    text = ""
+    with together(world, root_only=True):
+        if world.is_root:
+            place = find_place(chosen, default_root=default_root)
+            text = json.dumps(
+                [
+                    str(place.root),
+                    place.name,
+                    None if place.checkpoint is None else str(place.checkpoint),
+                    place.continued,
+                    place.notes,
+                    None if place.begun_from is None else str(place.begun_from),
+                    place.goes_on,
+                ]
+            )
+    root, name, checkpoint, continued, notes, begun_from, goes_on = json.loads(
+        world.broadcast_text(text)
+    )
+    found, begun = (None if path is None else Path(path) for path in (checkpoint, begun_from))
+    with together(world):
+        if found is not None and not is_folder(found, CheckpointError):
+            raise CheckpointError(
+                f"{found.absolute()} is no folder here, but rank 0 on {world.hosts[0]} found a "
+                "checkpoint there; give a --run-folder that all hosts share"
+            )
+    return Place(Path(root), name, found, continued, tuple(notes), begun, goes_on)
+
+
+def check_shared(world: World, folder: Path) -> None:
+    """Raise AgreedError on all ranks unless every one sees the same run folder (collective).
+
+    Rank 0 puts a file into it, under a name that nobody has looked for before: network file
+    systems remember for a while what was not there.
+    """
+    mark = folder / f".seen-{world.broadcast_text(uuid.uuid4().hex)}"
+    with together(world, root_only=True):
+        if world.is_root:
+            _make(mark)
+    try:
+        with together(world):
+            if not is_there(mark, ConfigError):
+                raise ConfigError(
+                    f"{folder.absolute()} is not the folder of that name that rank 0 on "
+                    f"{world.hosts[0]} made; give a --run-folder that all hosts share"
+                )
+    finally:
+        if world.is_root:
+            mark.unlink(missing_ok=True)
+
+
+def _make(mark: Path) -> None:
+    try:
+        mark.touch()
+    except OSError as error:
+        raise DearError(
+            f"cannot write {mark}: {error.strerror}; the run needs a folder to write to"
+        ) from error
+
+
+def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
+    """Find the place of a run. Raises ConfigError where the choice is not clear, CheckpointError
+    where there is no checkpoint to go on from.
+    """
+    root = Path(chosen.get("run_folder", default_root))
+    resume, name = chosen.get("resume"), chosen.get("name")
+    if resume is None:
+        if name is None:
+            name = free_name(root, datetime.datetime.now())
+        return _new(Place(root, name))
+    if resume == "auto":
+        return _find_latest(root, name)
+    if name is not None and (begun := _find_begun(root, name, Path(resume))) is not None:
+        return begun
+    checkpoint = resolve(Path(resume))
+    notes = () if checkpoint == Path(resume) else _passed_over(survey(Path(resume)))
+    if name is not None:
+        return _new(Place(root, name, checkpoint, notes=notes, begun_from=checkpoint.absolute()))
+    # Only a link to a checkpoint is followed: what else is one may be there on rank 0's host alone.
+    own = checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
+    if not belongs_to_run(own):
+        raise ConfigError(
+            f"{checkpoint} lies in no run's folder checkpoints/, so there is no run to go on with; "
+            "begin another from it with --name NAME"
+        )
+    folder = own.parent.parent
+    if "run_folder" in chosen and folder.parent.resolve() != root.resolve():
+        raise ConfigError(
+            f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; leave out "
+            "--run-folder, or what stands for it in the environment or a file, to continue there, "
+            "or start another run with --name"
+        )
+    return Place(folder.parent, folder.name, own, continued=True, notes=notes)
+
+
+def _new(place: Place) -> Place:
+    """A place for a new run; where there is one already, better say so now than after set-up."""
+    RunFolder(place.root / place.name).check_free(resume=False)
+    return place
+
+
+def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
+    """The run ``name`` if it was begun from ``resume``: the very command that began it, which a
+    scheduler gives again and again, goes on with it.
+    """
+    begun_from = RunFolder(root / name).read_begun_from()
+    if begun_from is None or resume.absolute() not in (begun_from, begun_from.parent.parent):
+        return None
+    return _go_on(root, name, begun_from)
+
+
+def _find_latest(root: Path, name: str | None) -> Place:
+    if name is None:
+        raise ConfigError(
+            "--resume auto needs --name NAME: it goes on with the run of that name where there is "
+            "one, and starts it where there is none"
+        )
+    return _go_on(root, name, RunFolder(root / name).read_begun_from())
+
+
+def _go_on(root: Path, name: str, begun_from: Path | None) -> Place:
+    """The run ``name`` from its newest checkpoint; before its first from ``begun_from``, if any."""
+    found = survey(root / name)
+    _check_usable(found, root / name)
+    if not found.latest and begun_from and not is_folder(begun_from, CheckpointError):
+        raise CheckpointError(
+            f"the run in {root / name} was begun from {begun_from}, which is gone, and has no "
+            "checkpoint of its own yet; begin another run with another --name"
+        )
+    notes = () if found.latest is None else _passed_over(found)
+    checkpoint = found.latest or begun_from
+    return Place(
+        root, name, checkpoint, continued=True, notes=notes, begun_from=begun_from, goes_on=True
+    )
+
+
+def _check_usable(found: Survey, run: Path) -> None:
+    """A run that has been trained must not begin anew, and replace what may yet be mended."""
+    if found.latest is None and found.passed_over:
+        raise CheckpointError(
+            f"no checkpoint of the run in {run} can be resumed from: "
+            f"{'; '.join(found.passed_over)}; restore one, or begin another run with another --name"
+        )
+
+
+def check_reachable(place: Place) -> None:
+    """Raise TaskError if ``root`` has another meaning than when the run was looked for there."""
+    working = Path.cwd()
+    if working != place.found_in and not place.root.is_absolute():
+        raise TaskError(
+            f"the task has changed the working folder from {place.found_in} to {working}, so the "
+            f"run folder {place.root} is another one now; leave the working folder as it is, or "
+            "give --run-folder as an absolute path"
+        )
+
+
+def check_unchanged(place: Place) -> None:
+    """Raise ConfigError if a job that had the folder until now has gone on meanwhile."""
+    latest = survey(place.root / place.name).latest
+    if place.goes_on and latest not in (None, place.checkpoint):
+        raise ConfigError(
+            f"the run in {place.root / place.name} went on to {latest.name} while this job was "
+            "starting; start it again"
+        )
+
+
+def _passed_over(found: Survey) -> tuple[str, ...]:
+    """A note on each; there is a checkpoint to go on from."""
+    assert found.latest is not None
+    instead = f"resuming from {found.latest.name}"
+    return tuple(f"passed over: {reason}; {instead}" for reason in found.passed_over)

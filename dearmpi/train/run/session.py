@@ -1,0 +1,258 @@
+"""Session: what comes before training, on all ranks together.
+
+Its phases: find the run's place and its checkpoint; build the task and settle the settings;
+compare the ranks; distribute the optimizer; make the run folder. Nothing is written before the
+last of them, so what is refused leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+from dearmpi.train import checkpoint
+from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.checkpoint.survey import go_back
+from dearmpi.train.loop.job import Job, check_position, prepare, share_samples
+from dearmpi.train.loop.optimizers import OptimizerChoice, choose_optimizer
+from dearmpi.train.metrics.metrics import MetricsLog
+from dearmpi.train.ranks.agreement import together
+from dearmpi.train.ranks.device import DeviceChoice, allow_deterministic_only, choose_device
+from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.threads import ThreadChoice, choose_threads
+from dearmpi.train.run.environment import describe_environment
+from dearmpi.train.run.fingerprint import (
+    argument_fingerprints,
+    code_fingerprint,
+    compare,
+    data_fingerprints,
+    model_fingerprints,
+    model_lines,
+)
+from dearmpi.train.run.occupation import Occupation, occupied
+from dearmpi.train.run.place import (
+    Place,
+    agree_on_place,
+    check_reachable,
+    check_shared,
+    check_unchanged,
+)
+from dearmpi.train.run.run_folder import RunFolder
+from dearmpi.train.run.tracing import why_untraceable
+from dearmpi.train.settings.settings import RunSettings, check_resumable
+from dearmpi.train.settings.sources import (
+    BEFORE_THE_TASK,
+    OF_DEVICES,
+    Source,
+    before_task,
+    from_checkpoint,
+    from_task,
+    merge,
+    resolve,
+    without,
+)
+from dearmpi.train.tasks import build_task
+from dearmpi.train.tasks.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A run that all ranks agree on, and of which nothing is written yet.
+
+    untraced: why no iteration is recorded, although the run was asked to when it began.
+    """
+
+    place: Place
+    job: Job
+    threads: ThreadChoice
+    device: DeviceChoice
+    untraced: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know before it starts."""
+        untraced = [f"nothing is recorded: {self.untraced}"] if self.untraced else []
+        crowded = [*self.threads.warnings, *self.device.warnings]
+        return [*self.place.notes, *crowded, *self.job.curve.notes, *untraced]
+
+    def describe_rank(self) -> str:
+        """One line about this rank."""
+        world = self.job.world
+        return (
+            f"rank {world.rank} of {world.size} on {world.host}, "
+            f"Python {platform.python_version()}, torch {torch.__version__}, "
+            f"torch threads: {self.threads.count} ({self.threads.reason}), "
+            f"device: {self.device.device} ({self.device.reason})"
+        )
+
+
+def open_session(world: World, sources: Sequence[Source]) -> Session:
+    """Build and compare everything that a run needs (collective).
+
+    sources: what the user chose. Raises AgreedError or MismatchError on all ranks alike.
+    """
+    compare(world, {"code": code_fingerprint(), **argument_fingerprints(merge(sources))})
+    place = agree_on_place(world, merge(sources), default_root=RunSettings().run_folder)
+    snapshot = None if place.checkpoint is None else _load(world, place.checkpoint)
+    with together(world):
+        if snapshot is not None:
+            stored = _stored_source(snapshot, origin=str(place.checkpoint))
+            sources = [*sources, stored]
+            # Before the task is built, to which the options of another one mean nothing.
+            check_resumable(stored.values, before_task(sources), names=BEFORE_THE_TASK)
+        basis = before_task(sources)
+    threads = choose_threads(
+        world,
+        asked=basis.threads,
+        progress_thread=world.has_progress_thread,
+        num_workers=basis.workers,
+    )
+    device = choose_device(world, basis.device)
+    if device.device.type == "cpu":  # where a run that was begun on devices may go on
+        sources = [without(a, OF_DEVICES) if a.kind == "checkpoint" else a for a in sources]
+    with together(world):
+        allow_deterministic_only(basis.deterministic)
+        seed_all(basis.seed)
+        task = build_task(basis.task, basis.all_task_options)
+        task.model.to(device.device)
+        settings, choice = settle(sources, task, snapshot)
+        settings = replace(settings, run_folder=str(place.root), name=place.name)
+        share_samples(settings, task, world)
+    _compare_built(world, settings, task)
+    kept = RunFolder(place.root / place.name).plan if _has_planned(place, snapshot) else None
+    job = prepare(world, settings, task, choice=choice, snapshot=snapshot, kept_plan=kept)
+    untraced = "" if settings.trace is None else why_untraceable(settings.trace, job)
+    with together(world):
+        # The very command of a run that goes on may ask for what an earlier part has recorded.
+        if untraced and not (place.continued and job.start_step):
+            raise ConfigError(untraced)
+    return Session(place, job, threads, device, untraced)
+
+
+def _compare_built(world: World, settings: RunSettings, task: Task) -> None:
+    """Raise MismatchError unless all ranks have built the same (collective)."""
+    fingerprints = argument_fingerprints(settings.as_plain()) | data_fingerprints(task)
+    state = task.model.state_dict()
+    compare(world, fingerprints | model_fingerprints(state), model_lines(state))
+
+
+def _load(world: World, path: Path) -> Snapshot:
+    """What all ranks go on from; each verifies a share of its files (collective).
+
+    None is read before all are verified: what is wrong with one would be told by every rank, in
+    the words of whatever fails at it.
+    """
+    with together(world):
+        record = checkpoint.verify(path, rank=world.rank, size=world.size)
+    with together(world):
+        return checkpoint.read(path, record)
+
+
+def _stored_source(snapshot: Snapshot, *, origin: str) -> Source:
+    return from_checkpoint(snapshot.meta.get("config", {}), origin=origin)
+
+
+def _has_planned(place: Place, snapshot: Snapshot | None) -> bool:
+    """Whether an earlier part of this very run may have made a plan for itself."""
+    stored = {} if snapshot is None else snapshot.meta.get("config", {})
+    return place.continued and stored.get("plan", "auto") == "auto"
+
+
+def settle(
+    sources: Sequence[Source], task: Task, snapshot: Snapshot | None
+) -> tuple[RunSettings, OptimizerChoice]:
+    """The run's settings, with the task's recommendations in the place of what is not chosen.
+
+    Raises ConfigError for what has no effect or cannot be had, and where the run to resume has
+    other settings; CheckpointError where it had other data.
+    """
+    settings = resolve([*sources, from_task(task.defaults, task=task.name)])
+    choice = choose_optimizer(settings)
+    settings = replace(settings, lr=choice.lr, optimizer=choice.kind.__name__)
+    if settings.epochs is None and settings.max_steps is None:
+        settings = replace(settings, epochs=1)
+    if settings.eval_interval and task.eval_data is None:
+        raise ConfigError(
+            f"eval_interval {settings.eval_interval} has no effect: task {task.name} has no "
+            "held-out data; leave it out"
+        )
+    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "TensorBoard is not installed; run: pip install 'dearmpi[tensorboard]', or leave out "
+            "--tensorboard"
+        )
+    if snapshot is not None:
+        check_resumable(_stored_source(snapshot, origin="the checkpoint").values, settings)
+        check_position(snapshot, task)
+    return settings, choice
+
+
+@contextmanager
+def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
+    """Make the run folder, and put into it what describes the run (collective); inside, no other
+    job has it.
+    """
+    world, place = session.job.world, session.place
+    occupation: Occupation | None = None
+    with ExitStack() as held:
+        with together(world, root_only=True):
+            if world.is_root:
+                check_reachable(place)
+                folder = RunFolder.create(place.root, place.name, resume=place.continued)
+                occupation = held.enter_context(occupied(folder.occupant))
+                check_unchanged(place)
+                if place.checkpoint is not None:
+                    go_back(folder.path, place.checkpoint)
+                _describe(session, folder, command)
+        check_shared(world, place.root / place.name)
+        yield replace(RunFolder.open(place.root / place.name), occupation=occupation)
+
+
+def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> None:
+    world, begun_from = session.job.world, session.place.begun_from
+    if begun_from is not None:
+        folder.write_begun_from(begun_from)
+    folder.write_config(yaml.safe_dump(session.job.settings.as_plain(), sort_keys=False))
+    folder.write_environment(
+        describe_environment(
+            world_size=world.size,
+            hosts=world.hosts,
+            mpi_library=mpi_library(),
+            command=command,
+            folder=Path.cwd(),
+            threads_reason=session.threads.reason,
+        )
+    )
+
+
+def open_metrics(job: Job, folder: RunFolder) -> MetricsLog | None:
+    """The metrics of the run, on rank 0; rows of an earlier part after its checkpoint go
+    (collective).
+    """
+    with together(job.world, root_only=True):
+        if not job.world.is_root:
+            return None
+        return MetricsLog(
+            folder.path,
+            extra=() if job.evaluator is None else job.evaluator.names,
+            resume_step=job.start_step if folder.metrics_csv.exists() else None,
+            tensorboard=job.settings.tensorboard,
+        )
+
+
+def mpi_library() -> str:
+    """Which MPI library is in use."""
+    try:
+        from dearmpi.comm.backends import mpi
+    except (ImportError, RuntimeError):
+        return "none"
+    return mpi.describe()

@@ -1,0 +1,305 @@
+"""Choices: everything that ``dear-train run`` can be told, setting by setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from dearmpi.comm.watchdog.watchdog import StallLimits
+from dearmpi.config import (
+    CommDtype,
+    CudaBuffers,
+    EngineConfig,
+    Gather,
+    ProgressMode,
+    ReduceScatter,
+    ScheduleName,
+    UpdateOn,
+)
+from dearmpi.train.settings.setting import setting
+
+Precision = Literal["fp32", "bf16", "fp64"]
+DeviceSetting = Literal["auto", "cpu", "cuda"]
+LrSchedule = Literal["constant", "cosine", "step"]
+OnNan = Literal["stop", "skip"]
+
+_ENGINE = EngineConfig()
+_LIMITS = StallLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChoices:
+    """The settings of a run, from which flags, environment, file and documentation follow.
+
+    None stands for "not chosen": the run then uses what the setting's help says. Nothing is
+    checked here; see ``RunSettings``.
+    """
+
+    task: str = setting(
+        "bytes-lm",
+        "Task",
+        "text",
+        "bytes-lm, digits, images, synthetic:NAME, package.module:factory or FILE.py:factory",
+        metavar="NAME",
+        fixed=True,
+    )
+    data: str | None = setting(
+        None, "Task", "text", "data of the task: files or folders", metavar="PATH"
+    )
+    task_options: Mapping[str, str] = setting(
+        {}, "Task", "texts", "an option of the task", flag="task-option", fixed=True
+    )
+
+    workers: int = setting(
+        0,
+        "Task",
+        "integer",
+        "processes of each rank that load samples ahead of it; 0: it loads them itself",
+        least=0,
+    )
+
+    epochs: int | None = setting(
+        None, "Length", "integer", "passes over the data; default: the task's, else 1", least=1
+    )
+    max_steps: int | None = setting(
+        None, "Length", "integer", "optimizer steps, instead of epochs", least=1
+    )
+    batch_size: int = setting(
+        64,
+        "Length",
+        "integer",
+        "samples per optimizer step, over all ranks and micro-batches; default: the task's, "
+        "else 64",
+        least=1,
+        fixed=True,
+    )
+    gradient_accumulation_steps: int = setting(
+        1, "Length", "integer", "micro-batches per optimizer step; default: 1", least=1
+    )
+
+    optimizer: str = setting(
+        "AdamW",
+        "Optimizer",
+        "text",
+        "optimizer by its name in torch.optim; default: the task's, else AdamW",
+        metavar="NAME",
+        fixed=True,
+    )
+    optimizer_options: Mapping[str, Any] = setting(
+        {}, "Optimizer", "literals", "an option of it", flag="optimizer-option", fixed=True
+    )
+    lr: float | None = setting(
+        None, "Optimizer", "number", "learning rate; default: the task's, else torch's", least=0
+    )
+    momentum: float | None = setting(
+        None, "Optimizer", "number", "momentum, for optimizers that have one", least=0, fixed=True
+    )
+    weight_decay: float | None = setting(
+        None,
+        "Optimizer",
+        "number",
+        "weight decay; default: the task's, else torch's",
+        least=0,
+        fixed=True,
+    )
+    max_grad_norm: float = setting(
+        0.0,
+        "Optimizer",
+        "number",
+        "clip the norm of the gradient to this; 0: never; default: the task's, else 0",
+        least=0,
+        fixed=True,
+    )
+    lr_schedule: LrSchedule = setting(
+        "constant",
+        "Optimizer",
+        "choice",
+        "how the learning rate goes on after warm-up; default: the task's, else constant",
+        choices=get_args(LrSchedule),
+    )
+    warmup_steps: int | None = setting(
+        None, "Optimizer", "integer", "steps over which the learning rate rises", least=0
+    )
+    warmup_epochs: float | None = setting(
+        None, "Optimizer", "number", "the same in epochs", least=0
+    )
+    lr_milestones: tuple[float, ...] | None = setting(
+        None,
+        "Optimizer",
+        "numbers",
+        "with --lr-schedule step: shares of the run after which it drops; default: 0.5,0.75",
+    )
+    lr_gamma: float | None = setting(
+        None,
+        "Optimizer",
+        "number",
+        "with --lr-schedule step: factor of each drop; default: 0.1",
+        above=0,
+        most=1,
+    )
+
+    schedule: ScheduleName = setting(
+        _ENGINE.schedule,
+        "Communication",
+        "choice",
+        "dear pipelines; serial and wfbp are baselines",
+        choices=get_args(ScheduleName),
+    )
+    gather: Gather = setting(
+        _ENGINE.gather,
+        "Communication",
+        "choice",
+        "what is gathered: parameters shards the optimizer",
+        choices=get_args(Gather),
+    )
+    bucket_cap_mb: float | None = setting(
+        None,
+        "Communication",
+        "number",
+        "MiB that a bucket is filled to; a larger parameter is not cut; default: an eighth of the "
+        "model, from 1 to 4, above 64 ranks a sixteenth of their number, at most half of the model",
+        above=0,
+    )
+    reduce_scatter: ReduceScatter | Literal["auto"] = setting(
+        _ENGINE.reduce_scatter,
+        "Communication",
+        "choice",
+        "the algorithm; auto measures at start",
+        choices=(*get_args(ReduceScatter), "auto"),
+    )
+    comm_dtype: CommDtype = setting(
+        _ENGINE.comm_dtype,
+        "Communication",
+        "choice",
+        "bf16 and fp16 send tensors of fp32 with half the bytes",
+        choices=get_args(CommDtype),
+    )
+    cuda_buffers: CudaBuffers = setting(
+        _ENGINE.cuda_buffers,
+        "Communication",
+        "choice",
+        "staged: by pinned host memory; direct: by an MPI that was tried on device memory; auto: "
+        "direct where that works, and all ranks are on one host",
+        choices=get_args(CudaBuffers),
+    )
+    update_on: UpdateOn = setting(
+        _ENGINE.update_on,
+        "Communication",
+        "choice",
+        "with CUDA: host keeps the optimizer's state, and updates, in host memory",
+        choices=get_args(UpdateOn),
+    )
+    window: int = setting(
+        _ENGINE.window, "Communication", "integer", "operations in flight of each kind", least=1
+    )
+    plan: str | None = setting(
+        None,
+        "Communication",
+        "text",
+        "buckets, order and window: a file of `dear-train plan`, or auto to plan while training; "
+        "bayes tries bucket caps. Without it auto over several hosts, if nothing asks for fixed "
+        "buckets, else none",
+        metavar="none|auto|bayes|FILE",
+    )
+    progress: ProgressMode = setting(
+        "thread",
+        "Communication",
+        "choice",
+        "who drives MPI: a thread, or polls between layers",
+        choices=get_args(ProgressMode),
+    )
+    stall_warning_s: float = setting(
+        _LIMITS.warning_s,
+        "Communication",
+        "number",
+        "seconds of waiting for other ranks after which to say what every rank does",
+        above=0,
+    )
+    stall_abort_s: float = setting(
+        _LIMITS.abort_s,
+        "Communication",
+        "number",
+        "seconds of waiting for other ranks after which the run is given up",
+        above=0,
+    )
+
+    device: DeviceSetting = setting(
+        "auto",
+        "Numerics",
+        "choice",
+        "auto: CUDA where all ranks see a device, which those of a host take in turn",
+        choices=get_args(DeviceSetting),
+    )
+    precision: Precision = setting(
+        "fp32",
+        "Numerics",
+        "choice",
+        "bf16: autocast over fp32 parameters",
+        choices=get_args(Precision),
+        fixed=True,
+    )
+    seed: int = setting(
+        0, "Numerics", "integer", "of parameters, order and noise", least=0, most=2**63, fixed=True
+    )
+    deterministic: bool = setting(
+        False, "Numerics", "switch", "only operators that repeat bit by bit"
+    )
+    on_nan: OnNan = setting(
+        "stop",
+        "Numerics",
+        "choice",
+        "what to do when the loss is not finite; skip costs a small all-reduce per step",
+        choices=get_args(OnNan),
+    )
+    threads: int | None = setting(
+        None,
+        "Numerics",
+        "integer",
+        "torch threads of a rank; default: OMP_NUM_THREADS, else its share of cores",
+        least=1,
+    )
+
+    run_folder: str = setting(
+        "runs", "Run", "text", "folder that holds the folders of runs", metavar="ROOT"
+    )
+    name: str | None = setting(
+        None, "Run", "text", "folder of this run in ROOT; default: date and time", metavar="NAME"
+    )
+    resume: str | None = setting(
+        None,
+        "Run",
+        "text",
+        "go on from a checkpoint or run folder; auto: from the run NAME where it has one",
+        metavar="auto|PATH",
+    )
+    max_time_s: float | None = setting(
+        None,
+        "Run",
+        "duration",
+        "save and stop after this long, with exit code 75: seconds, or 90m, 1.5h ...",
+        flag="max-time",
+        above=0,
+    )
+    checkpoint_interval: int = setting(
+        0, "Run", "integer", "steps between checkpoints; 0: one, at the end", metavar="N", least=0
+    )
+    keep: int = setting(3, "Run", "integer", "checkpoints to keep", least=1)
+    log_interval: int = setting(
+        10, "Run", "integer", "steps between lines of the log and rows of metrics", least=1
+    )
+    eval_interval: int | None = setting(
+        None,
+        "Run",
+        "integer",
+        "steps between evaluations; 0: one, at the end; default: at each epoch's end",
+        least=0,
+    )
+    tensorboard: bool = setting(False, "Run", "switch", "also write TensorBoard events")
+    trace: tuple[int, int] | None = setting(
+        None,
+        "Run",
+        "range",
+        "iterations to record, from 1 on and without STOP, in the run's trace/; dear-train report "
+        "draws one of them, for which two at least are needed",
+    )

@@ -1,0 +1,160 @@
+"""Settings of a run: what was chosen, converted and free of contradictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dearmpi.comm.watchdog.watchdog import StallLimits
+from dearmpi.config import EngineConfig
+from dearmpi.engine.setup.settings import DECIDED_BY_PLAN
+from dearmpi.errors import ConfigError
+from dearmpi.train.settings.choices import RunChoices
+from dearmpi.train.settings.setting import Setting, named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings(RunChoices):
+    """What a run goes by.
+
+    Raises ConfigError for a value that a setting cannot have, and for settings that contradict
+    each other or have no effect.
+    """
+
+    def __post_init__(self) -> None:
+        for name, about in SETTINGS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, about.convert(value, label=name))
+        for first, second in EXCLUSIVE:
+            if getattr(self, first) is not None and getattr(self, second) is not None:
+                raise ConfigError(
+                    f"{first} is {getattr(self, first)} and {second} is {getattr(self, second)}; "
+                    "give one of them"
+                )
+        self._check_step_schedule()
+        self.stall_limits()
+        self.engine()
+        if self.deterministic and self.reduce_scatter == "auto":
+            raise ConfigError(
+                "deterministic needs a fixed reduce_scatter: with auto, timing would choose the "
+                "order of summation; use ring, native or exchange"
+            )
+        if self.deterministic and self.plan in PLANNING:
+            raise ConfigError(
+                f"deterministic needs a fixed plan: with {self.plan}, timing would choose the "
+                "buckets, and with them the order of summation; use none, or the file of a plan"
+            )
+        if self.plan == "bayes" and self.bucket_cap_mb is not None:
+            raise ConfigError(
+                f"bucket_cap_mb is {self.bucket_cap_mb}, but plan bayes searches for it; leave out "
+                "one of the two"
+            )
+        if "data" in self.task_options and self.data is not None:
+            raise ConfigError("data is given twice, as --data and as --task-option data=; choose")
+
+    def _check_step_schedule(self) -> None:
+        for name in ("lr_milestones", "lr_gamma"):
+            if self.lr_schedule != "step" and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} has no effect with lr_schedule {self.lr_schedule!r}; "
+                    "leave it out, or use lr_schedule step"
+                )
+        shares = self.lr_milestones or ()
+        if any(not 0 < share < 1 for share in shares) or list(shares) != sorted(set(shares)):
+            raise ConfigError(
+                f"lr_milestones is {shares}; they are shares of the run, each above 0 and below "
+                "1, in rising order"
+            )
+
+    @property
+    def all_task_options(self) -> dict[str, str]:
+        """The task's options, ``data`` among them."""
+        return {**self.task_options, **({} if self.data is None else {"data": self.data})}
+
+    def stall_limits(self) -> StallLimits:
+        """How long a wait for other ranks may last; ConfigError where that makes no sense."""
+        return StallLimits(self.stall_warning_s, self.stall_abort_s)
+
+    def leaves_buckets_open(self) -> bool:
+        """Whether a run may choose its buckets by measured times without having been asked to."""
+        engine, default = self.engine(), EngineConfig()
+        return (
+            self.plan is None
+            and not self.deterministic
+            and all(getattr(engine, name) == getattr(default, name) for name in DECIDED_BY_PLAN)
+        )
+
+    def engine(self) -> EngineConfig:
+        """The part that the engine reads.
+
+        The trainer's learning rate is set before backprop, so a bucket may be updated as soon as
+        it is reduced, except where the update waits for the norm of the whole gradient.
+        """
+        return EngineConfig(
+            schedule=self.schedule,
+            gather=self.gather,
+            bucket_cap_mb=self.bucket_cap_mb,
+            reduce_scatter=self.reduce_scatter,
+            comm_dtype=self.comm_dtype,
+            cuda_buffers=self.cuda_buffers,
+            update_on=self.update_on,
+            window=self.window,
+            eager=self.max_grad_norm == 0,
+        )
+
+    def as_plain(self) -> dict[str, Any]:
+        """What was chosen, as plain data that a config file can hold; without the run's place and
+        the time that this start of it may take.
+        """
+        left_out = ("name", "resume", "max_time_s")
+        values = {name: getattr(self, name) for name in SETTINGS if name not in left_out}
+        return {
+            name: _plain(value)
+            for name, value in values.items()
+            if value is not None and value != {}
+        }
+
+
+PLANNING = ("auto", "bayes")  # plans that are found while training
+EXCLUSIVE = (("epochs", "max_steps"), ("warmup_steps", "warmup_epochs"))
+
+SETTINGS: Mapping[str, Setting] = {
+    f.name: named(f.metadata["setting"], f.name) for f in fields(RunSettings)
+}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    return value
+
+
+def check_resumable(
+    stored: Mapping[str, Any], settings: RunSettings, *, names: Iterable[str] = SETTINGS
+) -> None:
+    """Raise ConfigError, with both values, where ``settings`` differ from those of the checkpoint
+    (``stored``) in what a run must keep; of the settings called ``names``.
+    """
+    new = settings.as_plain()
+    stored = {name: _plain(value) for name, value in stored.items() if value != {}}
+    for name in names:
+        before, now = stored.get(name), new.get(name)
+        if name == "task":  # whose file may be called from another folder, or lie there by now
+            before, now = _without_folder(before), _without_folder(now)
+        if SETTINGS[name].fixed and before != now:
+            raise ConfigError(
+                f"{name} is {_show(new.get(name))}, but the run to resume has "
+                f"{_show(stored.get(name))}; leave out --{SETTINGS[name].flag}, or start a new run"
+            )
+
+
+def _without_folder(task: Any) -> Any:
+    return task.rpartition("/")[2] if isinstance(task, str) and ".py:" in task else task
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None else repr(value)

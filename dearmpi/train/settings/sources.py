@@ -1,0 +1,262 @@
+"""Sources: where settings come from, and which wins.
+
+Flag, environment, file, the checkpoint that is resumed, the task's recommendation, default: in
+this order, setting by setting. Options given as NAME=VALUE are merged, name by name.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dearmpi.config import known_names
+from dearmpi.engine.setup.settings import DECIDED_BY_PLAN
+from dearmpi.errors import ConfigError
+from dearmpi.train.settings.settings import EXCLUSIVE, SETTINGS, RunSettings
+from dearmpi.train.settings.synonym import our_name
+
+PREFIX = "DEAR_TRAIN_"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+
+# What suits one optimizer says nothing about another.
+OF_THE_OPTIMIZER = ("optimizer_options", "lr", "momentum", "weight_decay")
+OF_THE_STEP_SCHEDULE = ("lr_milestones", "lr_gamma")
+# Of the process that trains, not of the run: MPI is asked for it before a checkpoint is looked for.
+OF_THE_PROCESS = ("progress", "stall_warning_s", "stall_abort_s")
+# Without devices they have no effect.
+OF_DEVICES = ("cuda_buffers", "update_on")
+OF_THE_PLACE = ("run_folder", "name", "resume")
+# What is needed before a task can be built, which therefore has nothing to say about it.
+BEFORE_THE_TASK = (
+    *("task", "task_options", "data", *OF_THE_PLACE),
+    *("device", "deterministic", "seed", "threads", "workers"),
+    *OF_THE_PROCESS,
+)
+OPTIONS_WITH_SETTINGS = {
+    "optimizer_options": {"lr", "momentum", "weight_decay"},
+    "task_options": {"data"},
+}
+
+SourceKind = Literal["flag", "environment", "file", "checkpoint", "task"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Settings as one source gives them, converted to their types.
+
+    origin: the file or folder they were read from, if any.
+    """
+
+    kind: SourceKind
+    values: Mapping[str, Any]
+    origin: str = ""
+
+    def label(self, name: str) -> str:
+        """What to call the setting ``name`` in a message about this source."""
+        match self.kind:
+            case "flag":
+                return f"--{SETTINGS[name].flag}"
+            case "environment":
+                return variable(name)
+            case _:
+                return f"{name} in {self.origin}"
+
+
+def variable(name: str) -> str:
+    """The environment variable of the setting ``name``."""
+    return PREFIX + SETTINGS[name].flag.replace("-", "_").upper()
+
+
+def make_source(kind: SourceKind, given: Mapping[str, object], *, origin: str = "") -> Source:
+    """Convert what ``given`` holds; None means not given. Raises ConfigError for wrong values and
+    for two settings that exclude each other.
+    """
+    bare = Source(kind, {}, origin)
+    values = {
+        name: SETTINGS[name].convert(value, label=bare.label(name))
+        for name, value in given.items()
+        if value is not None
+    }
+    for first, second in EXCLUSIVE:
+        if first in values and second in values:
+            raise ConfigError(
+                f"{bare.label(first)} {values[first]} and {bare.label(second)} {values[second]} "
+                "exclude each other; give one of them"
+            )
+    _unpack(values, bare)
+    return Source(kind, values, origin)
+
+
+def without(source: Source, names: Container[str]) -> Source:
+    """``source`` with nothing to say about the settings called ``names``."""
+    kept = {name: value for name, value in source.values.items() if name not in names}
+    return replace(source, values=kept)
+
+
+def _unpack(values: dict[str, Any], bare: Source) -> None:
+    """Move options that have a setting of their own to that, so that any source above can win.
+
+    Raises ConfigError where both are given, and differ.
+    """
+    for options, names in OPTIONS_WITH_SETTINGS.items():
+        pairs = dict(values.get(options, {}))
+        for name in names & pairs.keys():
+            label = f"{bare.label(options)} {name}="
+            value = SETTINGS[name].convert(pairs.pop(name), label=label)
+            if values.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{name} is given twice, as {bare.label(name)} {values[name]} and as "
+                    f"{label}{value}; give it once"
+                )
+        if options in values:
+            values[options] = pairs
+
+
+def read_environment(environment: Mapping[str, str]) -> Source:
+    """Settings in variables called DEAR_TRAIN_FLAG; an empty one counts as not given.
+
+    Raises ConfigError for a variable of that prefix that is no setting.
+    """
+    names = {variable(name): name for name in SETTINGS}
+    given: dict[str, object] = {}
+    for key, text in environment.items():
+        if not key.startswith(PREFIX) or key == CONFIG_VARIABLE or not text:
+            continue
+        if key not in names:
+            raise ConfigError(
+                f"environment variable {key} is no setting: correct or unset it{_known(key, names)}"
+            )
+        given[names[key]] = text
+    return make_source("environment", given)
+
+
+def read_file(path: Path) -> Source:
+    """Settings in the YAML file at ``path``: a mapping of setting names to values.
+
+    Names may be written with dashes, as flags are, and values as they are given there. Raises
+    ConfigError for a file that cannot be read and for keys that are no settings.
+    """
+    from dearmpi.train.settings.config_file import (
+        read_config,  # here, so that --help need not wait for YAML
+    )
+
+    return make_source("file", _settings_of(read_config(path), path), origin=str(path))
+
+
+def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]:
+    names = {about.flag.replace("-", "_"): name for name, about in SETTINGS.items()}
+    names |= {name: name for name in SETTINGS}
+    given: dict[str, object] = {}
+    for key, value in content.items():
+        name = names.get(str(key).replace("-", "_"))
+        if name is None:
+            raise ConfigError(f"unknown setting {key!r} in {path}{_known(str(key), SETTINGS)}")
+        if name in given:
+            raise ConfigError(f"{name} is given twice in {path}; give it once")
+        given[name] = value
+    return given
+
+
+def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Source:
+    """The settings of the run that wrote a checkpoint; those unknown by now are passed over, and
+    so are those of its process, and the iterations that it recorded, which have been.
+    """
+    passed_over = ("trace", *OF_THE_PROCESS)
+    known = {n: value for n, value in stored.items() if n in SETTINGS and n not in passed_over}
+    if known.get("cuda_buffers") == "direct":  # MPI was tried as this process was asked to
+        del known["cuda_buffers"]
+    return make_source("checkpoint", known, origin=origin)
+
+
+def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
+    """What the task recommends. Raises ConfigError for a recommendation that is no setting, or
+    that comes too late.
+    """
+    origin = f"the defaults of task {task}"
+    for name in defaults:
+        if name not in SETTINGS:
+            raise ConfigError(f"unknown setting {name!r} in {origin}{_known(name, SETTINGS)}")
+        if name in BEFORE_THE_TASK:
+            raise ConfigError(
+                f"{name} in {origin} has no effect: it is needed before the task is built; leave "
+                f"it out there, and give it as --{SETTINGS[name].flag}"
+            )
+    return make_source("task", defaults, origin=origin)
+
+
+def merge(sources: Sequence[Source]) -> dict[str, Any]:
+    """The winning values; ``sources`` in order, those that win first.
+
+    A setting excludes its alternatives in the sources below (epochs and max_steps). A checkpoint or
+    a task that names another optimizer than the one chosen above has nothing to say about its
+    options, and a source that names another lr_schedule nothing about the details of that. With a
+    plan, checkpoint and task have nothing to say about what it decides; a user who does is refused.
+    """
+    merged: dict[str, Any] = {}
+    for source in sources:
+        above = set(merged)
+        ignored = {b for a, b in EXCLUSIVE if a in above} | {a for a, b in EXCLUSIVE if b in above}
+        chosen = merged.get("optimizer")
+        own = source.values.get("optimizer", chosen)
+        recommends = source.kind in ("checkpoint", "task")
+        if recommends and chosen is not None and own.lower() != chosen.lower():
+            ignored.update(OF_THE_OPTIMIZER)
+        curve = merged.get("lr_schedule")
+        if curve is not None and source.values.get("lr_schedule", curve) != curve:
+            ignored.update(OF_THE_STEP_SCHEDULE)
+        if recommends:
+            ignored.update(_decided_by(merged.get("plan")))
+        for name, value in source.values.items():
+            if name in ignored:
+                continue
+            if SETTINGS[name].is_pairs:
+                merged[name] = {**value, **merged.get(name, {})}
+            else:
+                merged.setdefault(name, value)
+    return merged
+
+
+def describe_overruled(sources: Sequence[Source]) -> list[str]:
+    """A warning for each setting of the run's place that environment or file give in vain, since a
+    flag, which may be a batch script's, has another value.
+    """
+    return [
+        f"warning: {flags.label(name)} {flags.values[name]} overrules {source.label(name)}, which "
+        f"is {source.values[name]}; to have that, end the command with {flags.label(name)} "
+        f"{shlex.quote(source.values[name])}"
+        for flags in sources
+        for source in sources
+        for name in OF_THE_PLACE
+        if flags.kind == "flag" and source.kind in ("environment", "file")
+        if name in flags.values and name in source.values
+        if flags.values[name] != source.values[name]
+    ]
+
+
+def _decided_by(plan: str | None) -> tuple[str, ...]:
+    """The settings that a user's ``plan`` decides on."""
+    if plan in (None, "none"):
+        return ()
+    return ("bucket_cap_mb",) if plan == "bayes" else DECIDED_BY_PLAN
+
+
+def resolve(sources: Sequence[Source]) -> RunSettings:
+    """The settings of the run, from ``sources`` in order and the defaults below them."""
+    return RunSettings(**merge(sources))
+
+
+def before_task(sources: Sequence[Source]) -> RunSettings:
+    """As far as they are needed before the task is built, which may recommend the others."""
+    chosen = merge(sources)
+    return RunSettings(**{name: chosen[name] for name in BEFORE_THE_TASK if name in chosen})
+
+
+def _known(name: str, names: Mapping[str, object]) -> str:
+    """End of a message about an unknown ``name``, which may be what other tools call it."""
+    ours = our_name(name.removeprefix(PREFIX))
+    if ours is None:
+        return known_names(name, sorted(names), most=len(names))
+    return f"; it is called {variable(ours) if name.startswith(PREFIX) else ours} here"

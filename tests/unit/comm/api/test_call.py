@@ -1,0 +1,124 @@
+"""Collective calls of the world that differ between ranks, and those that do not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
+from dearmpi.errors import MismatchError
+from tests.fakes.ranks import run_ranks
+
+_LONG = "x" * 1000
+
+
+def _buffer(numel: int, dtype: type = np.float64) -> HostBuffer:
+    return HostBuffer(np.ones(numel, dtype))
+
+
+_CALLS: dict[str, Callable[[World], object]] = {
+    "sum of 1 value": lambda w: w.all_reduce([1.0]),
+    "sum of 3 values": lambda w: w.all_reduce([1.0] * 3),
+    "sum of 100 values": lambda w: w.all_reduce([1.0] * 100),
+    "max of 1 value": lambda w: w.all_reduce([1.0], "max"),
+    "all-gather of texts": lambda w: w.all_gather_text("a"),
+    "broadcast of a text": lambda w: w.broadcast_text(_LONG),
+    "broadcast of 4 elements of float64 from rank 0": lambda w: w.broadcast(_buffer(4)),
+    "broadcast of 4 elements of float64 from rank 1": lambda w: w.broadcast(_buffer(4), 1),
+    "broadcast of 8 elements of float32 from rank 0": lambda w: w.broadcast(_buffer(8, np.float32)),
+    "all-gather of 6 elements of float64": lambda w: w.all_gather(_buffer(6)),
+    "wait for every rank": lambda w: w.barrier(),
+    "opening of a channel for one": lambda w: w.open_channel("one", window=1),
+    "opening of a channel for two": lambda w: w.shared_channel("two"),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(_CALLS, 2)))
+def test_two_different_calls_never_mix_and_all_ranks_name_both(one: str, other: str) -> None:
+    def differ(world: World) -> list[float]:
+        with pytest.raises(MismatchError) as raised:
+            _CALLS[one if world.rank == 1 else other](world)
+        message = str(raised.value)
+        assert one in message and other in message, message
+        assert message.count(f"{__file__}:") == 2, message
+        return world.all_reduce([world.rank])  # the world is in order all the same
+
+    assert run_ranks(3, differ) == [[3.0]] * 3
+
+
+def test_the_ranks_in_each_call_are_named() -> None:
+    def differ(world: World) -> None:
+        with pytest.raises(MismatchError, match=r"ranks 0, 2 \(fakehost\): world.barrier\(\)"):
+            world.barrier() if world.rank != 1 else world.all_reduce([1.0])
+
+    run_ranks(3, differ)
+
+
+def test_calls_with_another_name_do_not_mix_although_they_exchange_the_same() -> None:
+    def differ(world: World) -> None:
+        with pytest.raises(MismatchError) as raised:
+            if world.is_root:
+                with world.named_call("optimizer.clip_grad_norm_()"), world.named_call("inner"):
+                    world.all_reduce([1.0])
+            else:
+                world.all_reduce([1.0])
+        message = str(raised.value)
+        assert "optimizer.clip_grad_norm_() (sum of 1 value), called at" in message
+        assert "world.all_reduce() (sum of 1 value), called at" in message
+        assert "call clip_grad_norm_() on every rank" in message
+
+    run_ranks(2, differ)
+
+
+def test_one_call_from_different_places_is_the_same_call() -> None:
+    def meet(world: World) -> list[str]:
+        if world.is_root:
+            return world.all_gather_text("0")
+        return world.all_gather_text("1")
+
+    assert run_ranks(2, meet) == [["0", "1"]] * 2
+
+
+@pytest.mark.parametrize("progress", ["thread", "poll"])
+@pytest.mark.parametrize("num_values", [0, 1, 14, 15, 300])
+def test_values_are_reduced_whether_they_fit_the_first_message_or_not(
+    num_values: int, progress: ProgressMode
+) -> None:
+    def reduce(world: World) -> list[list[float]]:
+        values = [world.rank + 0.1 * index for index in range(num_values)]
+        return [world.all_reduce(values, op) for op in ("sum", "max", "min")]
+
+    indices = range(num_values)
+    expected = [
+        [3 + 0.3 * index for index in indices],
+        [2 + 0.1 * index for index in indices],
+        [0.1 * index for index in indices],
+    ]
+    for seen in run_ranks(3, reduce, progress=progress):
+        for own, wanted in zip(seen, expected, strict=True):
+            assert own == pytest.approx(wanted, rel=1e-15)
+
+
+def test_few_values_are_reduced_in_rank_order_and_keep_nan() -> None:
+    def reduce(world: World) -> list[float]:
+        own = [1e16, 1.0, -1e16][world.rank]
+        return world.all_reduce([own]) + world.all_reduce([math.nan if own == 1.0 else own], "max")
+
+    for total, largest in run_ranks(3, reduce):
+        assert total == (1e16 + 1.0) - 1e16
+        assert math.isnan(largest)
+
+
+@pytest.mark.parametrize("text", ["", "short", _LONG, "\0" * 113, "\udc80" * 112])
+def test_texts_arrive_whole_whether_they_fit_the_first_message_or_not(text: str) -> None:
+    def tell(world: World) -> tuple[list[str], str]:
+        own = text if world.rank == 1 else f"{world.rank}"
+        return world.all_gather_text(own), world.broadcast_text(text if world.is_root else None)
+
+    assert run_ranks(3, tell) == [(["0", text, "2"], text)] * 3

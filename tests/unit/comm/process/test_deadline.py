@@ -1,0 +1,77 @@
+"""Deadline: it ends a process that waits too long, and no other."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+SCRIPT = """
+import sys, threading
+import dearmpi.comm.process.deadline
+from dearmpi.comm.process.deadline import Deadline
+from dearmpi.comm.watchdog.watchdog import StallLimits
+
+deadline = Deadline(StallLimits({limits}), who="rank 1", what="Godot", advice="look for him")
+print("unflushed", end="")
+{body}
+"""
+WARNED = "[rank 1] has waited N s for Godot: look for him\n"
+ENDED = "[rank 1] gave up after waiting N s for Godot: look for him\n"
+
+
+@pytest.mark.parametrize(
+    ("limits", "body", "code", "told"),
+    [
+        ("0.1, 0.2", "with deadline: threading.Event().wait()", 8, WARNED + ENDED),
+        ("0.1, 60", "with deadline: threading.Event().wait(3.0)\nsys.exit(3)", 3, WARNED),
+        (
+            "0.1, 0.2",
+            "sys.stdout.close()\nwith deadline: threading.Event().wait()",
+            8,
+            WARNED + ENDED,
+        ),
+        ("0.1, 0.2", "sys.stderr.close()\nwith deadline: threading.Event().wait()", 8, ""),
+        # What comes before and after may take as long as it likes.
+        ("0.3, 0.4", "with deadline: pass\nthreading.Event().wait(0.7)\nsys.exit(3)", 3, ""),
+        ("0.3, 0.4", "threading.Event().wait(0.7)\nwith deadline: pass\nsys.exit(3)", 3, ""),
+    ],
+)
+def test_it_warns_then_ends_the_process_unless_it_is_met(
+    limits: str, body: str, code: int, told: str
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(limits=limits, body=body)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout) == (code, "unflushed")
+    assert re.sub(r"\d+ s", "N s", ended.stderr) == told
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    """As where a scheduler suspends the job."""
+    body = (
+        "dearmpi.comm.process.deadline._STEP_S = 0.1\n"
+        "with deadline:\n    print(' entered', flush=True)\n    sys.stdin.read()\nsys.exit(3)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(limits="2.0, 2.5", body=body)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None and "entered" in process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)  # longer than the limits, which may not count it
+        process.send_signal(signal.SIGCONT)
+        _, told = process.communicate("", timeout=30)
+    assert (process.returncode, told) == (3, "")

@@ -1,0 +1,87 @@
+"""Launch: what a launcher says of its ranks, and launches that cannot work."""
+
+from __future__ import annotations
+
+import pytest
+
+from dearmpi.comm.process.launch import announced_rank, announced_size, check_launch, doubt_launch
+from dearmpi.errors import LaunchError
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({}, 1),
+        ({"PMI_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 2),
+        ({"SLURM_NTASKS": "8"}, 1),  # of the batch job; this process may be its only one
+        ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, 4),  # under hydra SLURM counts nodes
+        ({"OMPI_COMM_WORLD_SIZE": "6", "SLURM_STEP_NUM_TASKS": "2"}, 6),
+        ({"WORLD_SIZE": "2"}, 1),  # of a script that was written for another launcher
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, 2),
+        ({"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "7", "SLURM_STEP_NUM_TASKS": "1"}, 8),
+        ({"PMI_SIZE": ""}, 1),
+        ({"PMI_SIZE": "many"}, 1),
+    ],
+)
+def test_what_the_launcher_announced(environment: dict[str, str], size: int) -> None:
+    assert announced_size(environment) == size
+
+
+def test_worlds_of_one_that_should_be_one_world_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"4 processes were launched.*--mpi=pmi2.*mpirun"):
+        check_launch(1, {"SLURM_STEP_NUM_TASKS": "4"})
+
+
+def test_who_comes_with_torchrun_is_told_what_takes_its_place() -> None:
+    with pytest.raises(LaunchError, match=r"torchrun launched 2 processes.*mpirun -n 2 python"):
+        check_launch(1, {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
+    check_launch(1, {"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"})
+
+
+def test_launches_that_fit_are_accepted() -> None:
+    check_launch(1, {})
+    check_launch(1, {"PMI_SIZE": "1"})
+    check_launch(4, {"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"})
+
+
+def test_a_library_that_may_not_start_under_its_launcher_is_told_of_once() -> None:
+    open_mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    assert "mpirun that belongs to the library" in doubt_launch("MPICH Version: 4.3.2", open_mpi)
+    assert not doubt_launch("MPICH Version: 4.3.2", {**open_mpi, "OMPI_COMM_WORLD_RANK": "1"})
+    assert not doubt_launch("Open MPI v5.0.8", open_mpi)
+    assert not doubt_launch("MPICH Version: 4.3.2", {"PMI_SIZE": "2", "PMI_RANK": "0"})
+
+
+def test_mpich_under_pmix_is_told_of_once_unless_it_was_built_for_that() -> None:
+    pmix = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0", "SLURM_PROCID": "0"}
+    assert "srun --mpi=pmi2" in doubt_launch("MPICH Version: 4.3.2", pmix)
+    assert not doubt_launch("MPICH Version: 4.3.2", {**pmix, "PMIX_RANK": "1"})
+    assert not doubt_launch("MPICH Version: 4.3.2, configure: --with-pmix=/usr", pmix)
+    assert not doubt_launch("Open MPI v5.0.8", pmix)
+
+
+def test_mpirun_of_mpich_inside_a_step_with_pmix_is_told_of_once() -> None:
+    step = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0"}
+    inside = {**step, "PMI_SIZE": "2", "PMI_RANK": "0"}
+    assert "export MPIR_CVAR_PMI_VERSION=1" in doubt_launch("MPICH Version: 5.0.2", inside)
+    assert not doubt_launch("MPICH Version: 5.0.2", {**inside, "PMI_RANK": "1"})
+    assert not doubt_launch("MPICH Version: 5.0.2", {**inside, "MPIR_CVAR_PMI_VERSION": "1"})
+    assert not doubt_launch("Open MPI v5.0.8", inside)
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, "0"),
+        ({"PMI_RANK": "3"}, "3"),
+        ({"PMI_RANK": "3", "SLURM_PROCID": "1"}, "3"),  # under hydra SLURM counts nodes
+        ({"PMIX_RANK": "3"}, "3"),
+        ({"SLURM_PROCID": "1"}, "1"),
+        ({"RANK": "1"}, "0"),
+        ({"RANK": "1", "TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "0"}, "1"),
+    ],
+)
+def test_which_rank_a_process_is(environment: dict[str, str], rank: str) -> None:
+    assert announced_rank(environment) == rank

@@ -1,0 +1,279 @@
+"""A wait for other ranks that lasts too long says why, and ends if it is hopeless."""
+
+from __future__ import annotations
+
+import re
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.comm.api.status import Status
+from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.watchdog.watchdog import StallLimits
+from dearmpi.comm.world import World
+from dearmpi.config import ProgressMode
+from dearmpi.errors import ConfigError, StallError
+from tests.fakes import FakeCollectives, FakeHub
+from tests.fakes.ranks import run_ranks
+
+LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
+
+
+def start_world(hub: FakeHub, rank: int, limits: StallLimits = LIMITS) -> World:
+    return World(FakeCollectives(hub, rank), stall_limits=limits)
+
+
+def run_with_limits(size: int, function, limits: StallLimits = LIMITS) -> list[object]:  # type: ignore[no-untyped-def]
+    """``function(world)`` on in-process ranks whose worlds have short stall limits."""
+    hub = FakeHub(size)
+    outcomes: list[object] = [None] * size
+
+    def run(rank: int) -> None:
+        world = start_world(hub, rank, limits)
+        try:
+            outcomes[rank] = function(world)
+        except Exception as error:
+            outcomes[rank] = error
+            hub.fail(str(error))
+        finally:
+            world.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=40)
+    assert not any(thread.is_alive() for thread in threads)
+    return outcomes
+
+
+def test_a_rank_that_has_ended_is_named_with_both_counts() -> None:
+    def train(world: World) -> None:
+        for _ in range(2 + world.rank):
+            world.begin_backprop()
+        if world.rank == 0:
+            world.leave()
+        else:
+            waiting = threading.Event()
+            world.progress.wait_until(waiting.is_set, what="RS0")
+
+    outcomes = run_with_limits(2, train)
+    error = outcomes[1]
+    assert isinstance(error, StallError)
+    assert "rank 1 has begun 3 backprops" in str(error)
+    assert "rank 0 has ended after 2 backprops" in str(error)
+    assert "unequal numbers of batches" in str(error)
+    assert "if that rank has called sys.exit(), have it raise an exception or call" in str(error)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_ranks_that_ctrl_c_has_ended_at_different_moments_are_told_so(steps: int) -> None:
+    """As where one saves in ``except KeyboardInterrupt``, with as many steps or one more."""
+
+    def train(world: World) -> None:
+        world.begin_backprop()
+        if world.rank == 0:
+            world.leave()
+            return
+        for _ in range(steps):
+            world.begin_step()
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            world.progress.wait_until(threading.Event().is_set, what="the parameters of bucket 0")
+
+    error = run_with_limits(2, train)[1]
+    assert isinstance(error, StallError)
+    assert "rank 0 has ended after 1 backprops, between a backward and its step" in str(error)
+    assert "at different moments, as by Ctrl-C (KeyboardInterrupt)" in str(error)
+    assert "world.all_reduce([flag], 'max')" in str(error)
+    assert "unequal numbers of batches" not in str(error)
+
+
+def test_two_ranks_that_wait_for_each_other_are_told_so() -> None:
+    def train(world: World) -> None:
+        world.begin_backprop()
+        if world.rank == 0:
+            world.all_reduce([1.0])
+        else:
+            world.begin_backprop()
+            world.progress.wait_until(threading.Event().is_set, what="RS0")
+
+    limits = StallLimits(warning_s=0.3, abort_s=8.0)
+    error = run_with_limits(2, train, limits)[0]
+    assert isinstance(error, StallError)
+    assert "different order" in str(error) and "sys.exit" not in str(error)
+
+
+def test_a_slow_rank_is_reported_and_waited_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, say = threading.Event(), last_words.say
+
+    def report(text: str) -> None:
+        say(text)
+        release.set()
+
+    monkeypatch.setattr(last_words, "say", report)
+
+    def train(world: World) -> float:
+        world.begin_backprop()
+        if world.rank == 1:
+            assert release.wait(timeout=30)
+        return world.all_reduce([1.0])[0]
+
+    assert run_with_limits(2, train) == [2.0, 2.0]
+    told = capfd.readouterr().err
+    assert "rank 0 on fakehost: has begun 1 backprops, waits" in told
+    assert "rank 1 on fakehost: has begun 1 backprops, does not wait for communication" in told
+    assert "test_watchdog.py" in told  # the stack of the rank that is waited for
+
+
+def test_a_wait_is_given_up_at_the_limit_and_a_silent_rank_is_called_silent() -> None:
+    def train(world: World) -> None:
+        if world.rank == 1:
+            world.progress.close()  # nobody answers any more
+            return
+        world.all_reduce([1.0])
+
+    limits = StallLimits(warning_s=0.2, abort_s=3.0)
+    error = run_with_limits(2, train, limits)[0]
+    assert isinstance(error, StallError)
+    assert re.search("gave up after waiting ([3-9]|1[0-9]) s", str(error)), str(error)
+    assert "rank 1 on fakehost: does not answer" in str(error)
+
+
+def test_a_wait_for_a_transfer_that_others_also_wait_for_is_not_hopeless() -> None:
+    def status(backprops: int, **changes: object) -> Status:
+        values: dict[str, object] = {
+            "backprops": backprops,
+            "steps": backprops - 1,
+            "exchanges": 1,
+            "waiting": "AG0",
+            "waited_s": 9.0,
+            "in_exchange": False,
+            "left": False,
+            "stack": (),
+        }
+        return Status(**{**values, **changes})  # type: ignore[arg-type]
+
+    assert status(6).waits_for(status(5))
+    assert not status(5).waits_for(status(6))  # its data may still be on the wire
+    assert not status(5).waits_for(status(5, left=True))
+    assert status(5, steps=5).waits_for(status(5))  # which has not come to its step yet
+    assert not status(5).waits_for(status(5, steps=5))  # in its own backprop, say
+    assert not status(6).waits_for(status(6))
+
+
+def test_limits_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="60.0 s to warn and 30.0 s to abort"):
+        StallLimits(warning_s=60.0, abort_s=30.0)
+
+
+def test_an_exchange_that_a_rank_has_left_out_is_no_farewell() -> None:
+    """As where rank 0 alone saves a state that all must gather, in its program's last line."""
+
+    def save(world: World) -> list[float]:
+        world.begin_backprop()
+        if world.rank == 0:
+            return world.all_reduce([5.0], "max")
+        world.leave()
+        return []
+
+    error = run_with_limits(2, save, StallLimits(warning_s=0.3, abort_s=20.0))[0]
+    assert isinstance(error, StallError)
+    assert "rank 1 has ended after 1 backprops" in str(error)
+
+
+def test_a_rank_at_its_end_waits_for_those_that_work_on(capfd: pytest.CaptureFixture[str]) -> None:
+    at_work, others_wait = threading.Event(), StallLimits(warning_s=0.3, abort_s=0.9)
+
+    def work(world: World) -> None:
+        if world.rank == 0:
+            threading.Timer(6.0, at_work.set).start()  # longer than the limit and two answers
+            assert at_work.wait(timeout=30)
+        world.leave()
+
+    assert run_with_limits(3, work, others_wait) == [None, None, None]
+    told = capfd.readouterr().err
+    # Whoever has asked later leaves the report to the other, if its question was not on its way.
+    assert told.count("for the end of the other ranks' programs; the ranks say:") in (1, 2)
+    assert "rank 0 on fakehost: has begun 0 backprops, does not wait for communication" in told
+
+
+def test_a_rank_at_its_end_gives_up_those_that_are_silent() -> None:
+    def vanish(world: World) -> None:
+        if world.rank == 0:
+            world.progress.close()  # nobody answers any more
+            return
+        world.leave()
+
+    error = run_with_limits(2, vanish, StallLimits(warning_s=0.2, abort_s=3.0))[1]
+    assert isinstance(error, StallError)
+    assert "rank 0 on fakehost: does not answer" in str(error)
+
+
+def test_ranks_leave_together() -> None:
+    arrived: set[int] = set()
+
+    def leave(world: World) -> None:
+        arrived.add(world.rank)
+        world.leave()
+        assert arrived == {0, 1, 2}
+
+    run_ranks(3, leave)
+
+
+def test_a_rank_that_leaves_with_an_operation_of_its_own_is_told_which() -> None:
+    """Its program does not wait for it, and would end as if all were well."""
+
+    def train(world: World) -> None:
+        channel = world.open_channel("reduce-scatter", window=1)
+        for step in range(2 + world.rank):
+            world.begin_backprop()
+            buffer = HostBuffer(np.zeros(2))
+            channel.submit(f"RS{step}", partial(_start_reduce, buffer))
+        world.leave()
+
+    def _start_reduce(buffer: HostBuffer, collectives: Collectives) -> Request:
+        return collectives.start_reduce_scatter(buffer, "ring")
+
+    error = run_with_limits(2, train)[1]
+    assert isinstance(error, StallError)
+    assert "rank 0 has ended after 2 backprops" in str(error)
+    left = "every rank has joined these operations of rank 1 on fakehost: RS2 (reduce-scatter lane)"
+    assert left in str(error)
+
+
+class Slow(Request):
+    """A request that is complete when it has been asked for the 50th time."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def test(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked >= 50
+
+
+@pytest.mark.parametrize("progress", ["thread", "poll"])
+def test_whoever_leaves_finishes_what_is_under_way_and_what_follows(
+    progress: ProgressMode,
+) -> None:
+    def step(world: World) -> list[str]:
+        done: list[str] = []
+        gathers, reduces = (world.open_channel(name, window=1) for name in ("gather", "reduce"))
+
+        def reduced() -> None:
+            done.append("RS0")
+            gathers.submit("AG0", lambda _: Slow(), lambda: done.append("AG0"))
+
+        reduces.submit("RS0", lambda _: Slow(), reduced)
+        world.leave()
+        return done
+
+    assert run_ranks(2, step, progress=progress) == [["RS0", "AG0"]] * 2

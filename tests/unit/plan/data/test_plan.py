@@ -1,0 +1,161 @@
+"""Plans: through a file and back, laid out over the model they are for, refused for any other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dearmpi.errors import ConfigError
+from dearmpi.plan.data.layout import ParamSpec
+from dearmpi.plan.data.plan import Plan, fingerprint, read_plan
+from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.schedule import AllGather, Launch, Schedule, Wait, dear
+
+HALF = ParamSpec("h", (2,), itemsize=2, dtype="bfloat16")
+SPECS = [ParamSpec("a", (2,)), HALF, ParamSpec("b", (3,)), ParamSpec("c", (4,))]
+SCHEDULE = Schedule(
+    "own",
+    (2, 1, 0),
+    (AllGather(2, 1), AllGather(0, 0), AllGather(1, 0)),
+    Launch.GRADIENTS_READY,
+    Wait.FEED_FORWARD,
+)
+PLAN = Plan(
+    parameters=("a", "h", "b", "c"),
+    buckets=(("a", "b"), ("h",), ("c",)),
+    schedule=SCHEDULE,
+    window=3,
+    eager=True,
+    world_size=4,
+    fingerprint=fingerprint(SPECS),
+    prediction=Prediction(1.5, 1.0, 0.75, 1.25),
+    origin="by hand",
+)
+
+
+def changed(**changes: Any) -> str:
+    """The plan's file with keys changed; None takes one away."""
+    data = {**json.loads(PLAN.to_json()), **changes}
+    return json.dumps({key: value for key, value in data.items() if value is not None})
+
+
+def test_a_file_gives_back_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json())
+    assert read_plan(path) == PLAN
+
+
+def test_the_layout_is_the_plans_whatever_the_order_of_the_model() -> None:
+    for specs in (SPECS, SPECS[::-1]):
+        layout = PLAN.layout(specs, 4)
+        assert [bucket.names for bucket in layout] == [("a", "b"), ("h",), ("c",)]
+        assert layout.world_size == 4
+
+
+def test_a_description_has_what_matters() -> None:
+    text = PLAN.describe()
+    assert "own, 3 buckets, world size 4, 3 in flight; by hand" in text
+    assert "iteration 1.5000 s" in text and "below 1.2500 s" in text
+    assert "gathers before the last reduce-scatter: 1" in text
+    assert "RS2 RS1 | AG2 RS0 AG0 AG1" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (changed(format=2, version="9.1"), "format 2, written by dearmpi 9.1; .* reads format 1"),
+        (changed(format=None), "format is missing"),
+        (changed(buckets=[["a", "b"], ["h"]]), "no permutation of its 4 .*: c stands in none"),
+        (changed(buckets=[["a", "b"], ["h"], ["c", "a"]]), "a stands 2 times, in two buckets"),
+        (changed(buckets=[["a", "b"], ["h"], ["c", "x"]]), "x stands 1 times, .* not in its list"),
+        (changed(parameters=["a", "h", "b", "c", "c"]), "lists parameter c twice"),
+        (changed(buckets=[["a", "b", "h", "c"]]), "1 buckets, but its schedule has 3"),
+        (changed(buckets=["a", ["b", "h", "c"]]), "buckets is 'a'; it must be a list"),
+        (changed(buckets=[[1], ["b", "h", "c"]]), "buckets holds 1; it must hold texts"),
+        (changed(world_size=0), "world_size is 0"),
+        (changed(window=True), "window is True"),
+        (changed(gather="weights"), "gather is 'weights'; choose one of parameters, gradients"),
+        (changed(eager="yes"), "eager is 'yes'; it must be true or false"),
+        (changed(schedule={}), "schedule: name is missing"),
+        (changed(prediction={"iteration_s": -1}), "prediction: iteration_s is -1"),
+        (changed(idle=[7]), r"idle buckets are \[7\], with 7; .* of its 3 buckets"),
+        (changed(idle=[-1]), "idle buckets are .* with -1"),
+        (changed(idle=[0, 0]), "idle buckets are .* with 0"),
+        ("not json", "plan.json is not JSON"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        Plan.from_json(text, "plan.json")
+    assert str(error.value).startswith("plan.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("launch", "soon", "launch is 'soon'; choose one of gradients ready, backprop end"),
+        ("wait", "never", "wait is 'never'"),
+        ("reduce_scatters", [2, 1, 1], "reduces buckets"),
+        ("reduce_scatters", ["2"], "must hold numbers of buckets"),
+        ("all_gathers", [[2, 1], [0, 0], [1]], r"pairs \[bucket, after\]"),
+        ("all_gathers", [[2, 1], [0, 0], [1, 9]], "after the reduce-scatter of bucket 9"),
+    ],
+)
+def test_a_wrong_schedule_is_refused(key: str, value: Any, message: str) -> None:
+    schedule = {**json.loads(PLAN.to_json())["schedule"], key: value}
+    with pytest.raises(ConfigError, match=message):
+        Plan.from_json(changed(schedule=schedule), "plan.json")
+
+
+def test_another_world_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="world size 4, but this job has 3 ranks"):
+        PLAN.layout(SPECS, 3)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (SPECS[1:], "4 parameters, the model .* 3, and the model has no parameter a"),
+        ([*SPECS, ParamSpec("d", (1,))], "4 parameters.* 5, and the plan has no parameter d"),
+        ([*SPECS[:-1], ParamSpec("c", (5,))], "another model: .* fingerprint"),
+        ([*SPECS[:-1], ParamSpec("c", (4,), itemsize=8, dtype="float64")], "other shapes or dtyp"),
+    ],
+)
+def test_another_model_is_refused(specs: list[ParamSpec], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PLAN.layout(specs, 4)
+
+
+def test_a_bucket_with_a_gap_is_refused() -> None:
+    gap = replace(PLAN, buckets=(("a", "c"), ("h",), ("b",)))
+    with pytest.raises(ConfigError, match="bucket 0 .* not contiguous: c does not follow a"):
+        gap.layout(SPECS, 4)
+
+
+def test_the_fingerprint_is_of_names_shapes_and_dtypes_in_any_order() -> None:
+    assert fingerprint(SPECS) == fingerprint(reversed(SPECS))
+    other = [replace(SPECS[0], shape=(1, 2)), *SPECS[1:]]
+    assert fingerprint(SPECS) != fingerprint(other)
+
+
+def test_a_plan_of_a_named_schedule_is_read_back() -> None:
+    plan = replace(PLAN, schedule=dear(3))
+    assert Plan.from_json(plan.to_json()).schedule == dear(3)
+
+
+def test_a_gather_behind_a_late_one_is_late_too() -> None:
+    gathers = (AllGather(1, after=0), AllGather(0, after=0), AllGather(2, after=2))
+    schedule = Schedule("own", (2, 1, 0), gathers, Launch.GRADIENTS_READY, Wait.FEED_FORWARD)
+    assert replace(PLAN, schedule=schedule).num_early_gathers == 0
+    early = replace(schedule, all_gathers=(gathers[2], *gathers[:2]))
+    assert replace(PLAN, schedule=early).num_early_gathers == 1
+
+
+def test_buckets_of_frozen_parameters_are_not_among_those_that_travel() -> None:
+    text = replace(PLAN, idle=(1,)).describe()
+    assert "own, 2 buckets and 1 of frozen parameters, world size 4" in text
+    assert "RS1" not in text and "AG1" not in text and "RS2" in text

@@ -1,0 +1,130 @@
+"""Profiles: a workload with times, through a file and back, and files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dearmpi.errors import ConfigError
+from dearmpi.plan.data.layout import ParamSpec
+from dearmpi.plan.data.workload import (
+    LayerSpec,
+    Workload,
+    float_layer,
+    read_workload,
+    workload_names,
+)
+from dearmpi.plan.model.profile import (
+    LayerTimes,
+    ModelProfile,
+    parse_profile,
+    profile_workload,
+    read_profile,
+)
+
+HALF = ParamSpec("head.weight", (3, 2), itemsize=2, dtype="bfloat16", device="cuda:0")
+FROZEN = ParamSpec("scale", (1,), trained=False)  # of the model itself, whose name is empty
+WORKLOAD = Workload(
+    "small",
+    "made up",
+    (
+        float_layer("embedding", {"weight": (5, 2)}, 0),
+        LayerSpec("", (FROZEN,)),
+        LayerSpec("head", (HALF,), 3, uses=("embedding.weight",)),
+    ),
+    batch_size=8,
+    unit="seq",
+)
+TIMES = (LayerTimes(0.1, 0.2), LayerTimes(0.0, 0.0), LayerTimes(0.3, 0.4))
+PROFILE = ModelProfile(WORKLOAD, TIMES, device="one GPU", world_size=4, version="7")
+
+
+WITHOUT_PARAMETERS = """{"name": "x", "source": "", "batch_size": 1, "layers": [
+{"name": "a", "params": []}, {"name": "b", "params": []}]}"""
+
+
+def changed(**changes: Any) -> str:
+    """The profile's file with its last layer changed; None takes a key away."""
+    data = json.loads(PROFILE.to_json())
+    layer = {**data["layers"][-1], **changes}
+    data["layers"][-1] = {key: value for key, value in layer.items() if value is not None}
+    return json.dumps(data)
+
+
+def test_a_file_gives_back_the_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(PROFILE.to_json())
+    assert read_profile(path) == PROFILE
+
+
+@pytest.mark.parametrize("name", workload_names())
+def test_a_workload_shares_its_times_by_flops(name: str) -> None:
+    profile = profile_workload(read_workload(name), feed_forward_s=1.0, backprop_s=2.0)
+    assert profile.feed_forward_s == pytest.approx(1.0)
+    assert profile.backprop_s == pytest.approx(2.0)
+    assert [t.feed_forward_s for t in profile.times] == profile.workload.shares()
+    assert parse_profile(profile.to_json(), "here") == profile
+
+
+def test_what_each_layer_computes_with_is_known() -> None:
+    assert [layer.used for layer in WORKLOAD.layers] == [
+        ("embedding.weight",),
+        ("scale",),
+        ("head.weight", "embedding.weight"),
+    ]
+    assert [spec.name for spec in WORKLOAD.params()] == ["embedding.weight", "scale", "head.weight"]
+
+
+def test_a_shorter_backprop_keeps_its_proportions() -> None:
+    shorter = PROFILE.with_shorter_backprop(0.15)
+    assert [times.backprop_s for times in shorter.times] == pytest.approx([0.15, 0.0, 0.3])
+    assert shorter.feed_forward_s == PROFILE.feed_forward_s
+    assert PROFILE.with_shorter_backprop(9.0).backprop_s == pytest.approx(0.3)  # half is left
+    idle = ModelProfile(WORKLOAD, (LayerTimes(0.1, 0.0),) * 3)
+    assert idle.with_shorter_backprop(0.1) == idle
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (changed(backprop_s=None), "layer head: backprop_s is missing"),
+        (changed(backprop_s=-1), "layer head: backprop_s is -1"),
+        (changed(backprop_s=math.nan), "layer head: backprop_s is nan"),
+        (changed(feed_forward_s=math.inf), "layer head: feed_forward_s is inf"),
+        (changed(feed_forward_s="1"), "layer head: feed_forward_s is '1'"),
+        (changed(name="embedding"), "layer embedding stands there 2 times"),
+        (changed(name="", params=[["scale", [2]]]), "layer  stands there 2 times"),
+        (changed(params=[["weight", [2]], ["weight", [3]]]), "parameter head.weight stands .* 2"),
+        (changed(params=[["weight", "2"]]), r"layers\[2\]: params holds .*\[name, shape\]"),
+        (changed(params=[["weight", [2], {"itemsize": 0}]]), "weight: itemsize is 0"),
+        (changed(params=[["weight", [10**400]]]), "weight has the shape .* bytes at most"),
+        (changed(params=[["weight", [True, 8]]]), r"layers\[2\]: params holds .*\[name, shape\]"),
+        (changed(params=[["weight", [2**50], {"itemsize": 16}]]), "of 16 bytes each; .* at most"),
+        (changed(uses=["lost"]), "layer head uses lost, which no layer owns"),
+        (changed(uses="lost"), "uses is 'lost'; it must be a list"),
+        ('{"format": 2, "version": "9.1", "layers": []}', "format 2, written by dearmpi 9.1; this"),
+        (WITHOUT_PARAMETERS, "layer a: feed_forward_s is missing"),
+        ("{}", "layers is missing"),
+        ("[]", "it must be an object"),
+        ("{", "profile.json is not JSON"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_profile(text, "profile.json")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the profile .*lost.json"):
+        read_profile(tmp_path / "lost.json")
+
+
+def test_wrong_times_are_refused_where_no_file_is_read() -> None:
+    with pytest.raises(ConfigError, match="3 layers, but the profile has times of 1"):
+        ModelProfile(WORKLOAD, TIMES[:1])
+    with pytest.raises(ConfigError, match="layer embedding: feed_forward_s is nan"):
+        ModelProfile(WORKLOAD, (LayerTimes(math.nan, 0), *TIMES[1:]))

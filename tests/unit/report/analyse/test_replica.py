@@ -1,0 +1,144 @@
+"""The simulated iteration beneath the measured one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dearmpi.config import Gather
+from dearmpi.engine.trace.span import Span, Track
+from dearmpi.plan.data.plan import Plan
+from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.schedule import Wait, build_schedule
+from dearmpi.plan.simulate.timeline import Timeline
+from dearmpi.report.analyse.figures import exposure_of, measure
+from dearmpi.report.analyse.replica import conduct_of, replica_spans, replicate
+from dearmpi.report.read.history import History
+from dearmpi.report.read.interval import total, union
+from dearmpi.report.read.recording import Recording, Window, record
+from dearmpi.report.read.trace import read_traces
+from tests.unit.report.example_run import ExampleRun
+
+
+def recorded(run: ExampleRun, path: Path) -> Recording:
+    return record(read_traces(run.write(path)))
+
+
+def replica(
+    recording: Recording,
+    *,
+    plan: Plan | None = None,
+    eager: bool = False,
+    gather: Gather = "parameters",
+) -> Timeline | None:
+    """Rank 0's iteration with two operations of a kind in flight."""
+    conduct = conduct_of(recording, window=2, eager=eager, gather=gather, plan=plan)
+    return None if conduct is None else replicate(recording, 0, conduct)
+
+
+def test_an_ideal_link_leaves_only_the_first_bucket(tmp_path: Path) -> None:
+    run = ExampleRun(first_s=0.02)
+    timeline = replica(recorded(run, tmp_path))
+    assert timeline is not None
+    assert timeline.compute_s == pytest.approx(run.forward_s + run.backward_s, rel=0.01)
+    assert timeline.compute_s < timeline.iteration_s < timeline.compute_s + timeline.reduce_s
+
+
+def test_a_slower_link_takes_longer(tmp_path: Path) -> None:
+    fast = replica(recorded(ExampleRun(), tmp_path / "fast"))
+    slow = replica(recorded(ExampleRun(backlog_s=0.8), tmp_path / "slow"))
+    assert fast is not None and slow is not None
+    assert slow.communication_s > fast.communication_s
+    assert slow.iteration_s > fast.iteration_s
+
+
+def plan_of(num_buckets: int) -> Plan:
+    """A plan that gathers all before the next feed-forward."""
+    names = tuple(f"p{index}" for index in range(num_buckets))
+    return Plan(
+        parameters=names,
+        buckets=tuple((name,) for name in names),
+        schedule=replace(build_schedule("dear", num_buckets), wait=Wait.STEP),
+        window=1,
+        eager=False,
+        world_size=2,
+        fingerprint="",
+        prediction=Prediction(1.0, 1.0, 1.0, 1.0),
+        origin="made up",
+    )
+
+
+def test_a_run_by_a_plan_is_simulated_by_it(tmp_path: Path) -> None:
+    recording = recorded(ExampleRun(), tmp_path)
+    free = replica(recording)
+    planned = replica(recording, plan=plan_of(4))
+    assert free is not None and planned is not None
+    assert planned.iteration_s > free.iteration_s + 0.2
+    # A plan taken up after the recording says nothing about it.
+    assert replica(recording, plan=plan_of(3)) == free
+
+
+def test_spans_fill_an_iteration(tmp_path: Path) -> None:
+    timeline = replica(recorded(ExampleRun(), tmp_path))
+    assert timeline is not None
+    spans, window = replica_spans(timeline)
+    assert window.length_s == timeline.iteration_s
+    for tracks, seconds in (
+        ((Track.COMPUTE, Track.WAIT), timeline.iteration_s),
+        ((Track.WAIT,), timeline.exposed_s),
+    ):
+        parts = union(part for s in spans if s.track in tracks and (part := window.clip(s)))
+        assert total(parts) == pytest.approx(seconds)
+    shown = {s.bucket for s in spans if s.track is Track.ALL_GATHER and window.clip(s)}
+    assert shown == {0, 1, 2, 3}
+
+
+def test_what_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
+    recording = recorded(ExampleRun(), tmp_path)
+    other = Recording(recording.spans, recording.hosts, recording.bucket_bytes, "of a plan")
+    assert replica(other) is None
+    (begin,) = [s.start_s for s in recording.spans[0] if s.name == "B layer0" and s.iteration == 3]
+    again = Span(Track.COMPUTE, "F layer0", begin - 0.01, begin, 3)
+    twice = {rank: (*spans, again) for rank, spans in recording.spans.items()}
+    more = Recording(twice, recording.hosts, recording.bucket_bytes, "dear")
+    assert replica(more) is None
+    unknown = Recording(recording.spans, recording.hosts, (), "dear")
+    assert replica(unknown) is None
+
+
+def test_updates_during_backprop_let_wfbp_gather_there(tmp_path: Path) -> None:
+    recording = replace(recorded(ExampleRun(), tmp_path), schedule="wfbp")
+    late = replica(recording)
+    eager = replica(recording, eager=True)
+    gradients = replica(recording, gather="gradients")
+    assert late is not None and eager is not None and gradients is not None
+    assert eager.exposed_s < late.exposed_s and gradients.exposed_s < late.exposed_s
+
+
+def looks(run: ExampleRun, path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a span is held against an iteration while a report's figures are made."""
+    recording, count, clip = recorded(run, path), 0, Window.clip
+
+    def counting(window: Window, span: Span) -> object:
+        nonlocal count
+        count += 1
+        return clip(window, span)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Window, "clip", counting)
+        measure(History(), recording, hosts=(), schedule="dear")
+        assert exposure_of(recording, 0) is not None
+        assert replica(recording) is not None
+    return count
+
+
+def test_twice_the_iterations_are_twice_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, more = (
+        looks(ExampleRun(num_iterations=number), tmp_path / str(number), monkeypatch)
+        for number in (20, 40)
+    )
+    assert more < 2.2 * some

@@ -1,0 +1,32 @@
+"""Time and samples: since the last row, and over the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from dearmpi.train.metrics.meter import Meter, Sums
+
+
+def test_the_first_step_counts_in_its_row_and_not_in_the_rate_of_the_run() -> None:
+    meter = Meter()
+    meter.wait(1.0)
+    meter.add(Sums(1, 8, 10.0, exposed_s=4.0))
+    meter.add(Sums(1, 4, 2.0, exposed_s=0.5))
+    meter.wait(1.0)  # for what the last step sent, outside of steps
+    assert (meter.interval.num_samples, meter.interval.seconds) == (12, 14.0)
+    assert (meter.steady.num_steps, meter.steady.exposed_s) == (1, 0.5)
+    assert meter.steady.samples_per_s == pytest.approx(4 / 3)
+    assert meter.seconds == 14.0
+
+
+def test_a_lap_begins_the_next_row_and_leaves_the_run_as_it_is() -> None:
+    meter = Meter()
+    for _ in range(3):
+        meter.add(Sums(1, 8, 2.0))
+    assert meter.lap().samples_per_s == 4.0
+    assert meter.interval.samples_per_s == 0.0
+    meter.add(Sums(1, 8, 4.0))
+    meter.wait(4.0)
+    assert meter.lap().samples_per_s == 1.0
+    assert meter.steady.samples_per_s == pytest.approx(24 / 12)
+    assert meter.seconds == 14.0

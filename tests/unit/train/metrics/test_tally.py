@@ -1,0 +1,74 @@
+"""Sums about each step that arrive while the next one computes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dearmpi.comm.world import World
+from dearmpi.train.metrics import tally as module
+from dearmpi.train.metrics.tally import StepTotal, Tally
+from tests.fakes.ranks import run_ranks
+
+
+def test_each_step_is_read_once_in_order_with_the_mean_over_ranks() -> None:
+    def work(world: World) -> list[StepTotal]:
+        tally, read = Tally(world), []
+        for step in (1, 2, 3):
+            tally.post(step, loss=step + world.rank, stop=False)
+            read += tally.read(pending=1)
+        read += tally.read()
+        tally.close()
+        return read
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert [(total.step, total.loss) for total in first] == [(1, 1.5), (2, 2.5), (3, 3.5)]
+
+
+def test_reading_with_one_pending_does_not_wait_for_the_newest() -> None:
+    def work(world: World) -> int:
+        tally = Tally(world)
+        tally.post(1, loss=0.0, stop=False)
+        before = len(tally.read(pending=1))
+        tally.read()
+        tally.close()
+        return before
+
+    assert run_ranks(2, work) == [0, 0]
+
+
+def test_all_ranks_learn_of_a_bad_loss_and_of_a_stop_on_one() -> None:
+    def work(world: World) -> StepTotal:
+        tally = Tally(world)
+        loss = math.inf if world.rank == 1 else 1.0
+        tally.post(7, loss=loss, stop=world.rank == 2, num_saved=world.rank)
+        (total,) = tally.read()
+        tally.close()
+        return total
+
+    for total in run_ranks(3, work):
+        assert (total.step, total.num_bad, total.num_stops, total.num_saved) == (7, 1, 1, 3)
+        assert math.isnan(total.loss)
+        assert total.describe_bad(["n0", "n1", "n2"]) == "1 of 3 ranks (rank 1 on n1)"
+    assert StepTotal(7, math.nan, 2, 3, 0, 0).describe_bad(["n"] * 3) == "2 of 3 ranks"
+
+
+def test_after_a_long_step_all_ranks_read_the_newest_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long is what takes that long on the mean, be it long on one alone."""
+    monkeypatch.setattr(module, "LONG_STEP_S", 1000.0)
+
+    def work(world: World) -> list[int]:
+        tally = Tally(world)
+        delays = [tally.delay]
+        for step, step_s in enumerate((0.0, 3000.0, 1500.0), 1):
+            tally.post(step, loss=0.0, stop=False, step_s=step_s if world.rank else 0.0)
+            tally.read()
+            delays.append(tally.delay)
+        tally.close()
+        return delays
+
+    assert run_ranks(2, work) == [[0, 1, 0, 1]] * 2

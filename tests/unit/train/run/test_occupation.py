@@ -1,0 +1,138 @@
+"""Occupation: one job at a time has a run folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dearmpi.errors import CheckpointError, ConfigError, DearError
+from dearmpi.train.run.occupation import occupied
+
+_OCCUPY = """
+import sys
+from pathlib import Path
+from dearmpi.train.run.occupation import occupied
+with occupied(Path(sys.argv[1])):
+    print("there", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_job(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has ``path``."""
+    command = [sys.executable, "-c", _OCCUPY, str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+
+
+def test_a_second_job_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "in-use-by"
+    with another_job(path) as other:
+        message = f"{tmp_path} is in use by process {other.pid} on .*; wait for its end"
+        with pytest.raises(ConfigError, match=message), occupied(path):
+            pass
+
+
+def test_a_job_that_was_killed_has_nothing_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "in-use-by"
+    with another_job(path) as other:
+        other.kill()
+        other.wait()
+        with occupied(path):
+            assert "process" in path.read_text()
+    with occupied(path):
+        pass
+
+
+def test_a_job_that_is_queued_again_takes_over_from_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of a node that is gone may stay for long."""
+    path = tmp_path / "in-use-by"
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    with another_job(path):
+        with pytest.raises(ConfigError, match="job 41"), occupied(path):
+            pass  # two steps of one job
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        with occupied(path):
+            pass
+    with another_job(path):
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+        with pytest.raises(ConfigError, match="job 41"), occupied(path):
+            pass
+
+
+def test_a_folder_that_is_removed_or_taken_over_is_this_jobs_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "in-use-by"
+    with occupied(path) as own:
+        own.check()
+        path.unlink()
+        with pytest.raises(CheckpointError, match=f"cannot save in {tmp_path}: .* was removed or"):
+            own.check()
+        with (
+            another_job(path) as other,
+            pytest.raises(CheckpointError, match=f"taken over by process {other.pid} on .*--name"),
+        ):
+            own.check()
+
+
+def test_a_working_folder_that_is_removed_with_the_run_folder_is_told_like_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working = tmp_path / "working"
+    (working / "runs").mkdir(parents=True)
+    monkeypatch.chdir(working)
+    with occupied(Path("runs", "in-use-by")) as own:
+        shutil.rmtree(working)
+        with pytest.raises(CheckpointError, match=f"{working}/runs/in-use-by.* was removed or"):
+            own.check()
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(errno.EACCES, "cannot look at"), (errno.EIO, "cannot look at"), (errno.ESTALE, "removed or")],
+)
+def test_a_folder_that_may_not_be_looked_at_is_not_called_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, told: str
+) -> None:
+    path = tmp_path / "in-use-by"
+
+    def refuse(_: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with occupied(path) as own:
+        monkeypatch.setattr("dearmpi.train.run.occupation.os.stat", refuse)
+        with pytest.raises(CheckpointError) as caught:
+            own.check()
+        monkeypatch.undo()
+    message = str(caught.value)
+    assert told in message and os.strerror(code) in message
+    assert ("removed" in message) == (code == errno.ESTALE)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "in-use-by"
+    with pytest.raises(DearError, match=f"cannot write {path}"), occupied(path):
+        pass
