@@ -17,7 +17,7 @@ DearError
     ├── ReplicaMismatchError   ranks no longer train alike (also a MismatchError)
     └── WireRangeError   a number is beyond the format in which it was to travel
 
-``exit_code`` is what ``dear-train`` ends with; docs/run.md lists them.
+``exit_code`` is what ``dear-train`` ends with; docs/how-to/run.md lists them.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_what_comes_after_horovod_gives_the_same_numbers(ranks: int, tmp_path: P
 
 @pytest.mark.parametrize("guide", ["ddp", "horovod"])
 def test_the_guide_shows_the_scripts_as_they_are(guide: str) -> None:
-    text = (ROOT / "docs" / f"from-{guide}.md").read_text()
+    text = (ROOT / "docs" / "how-to" / f"from-{guide}.md").read_text()
     for moment in ("before", "after"):
         script = (EXAMPLES / "migration" / f"{guide}_{moment}.py").read_text()
         tree = ast.parse(script)

@@ -2,7 +2,7 @@
 others to computation.
 
 With torch's threads for each sum, a rank would have two teams of them on the same cores, of which
-one waits for its next sum by spinning (figures in docs/log.md).
+one waits for its next sum by spinning (figures in docs/contributing/log.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Half precision on the wire: every step within the bounds of docs/half-precision.md."""
+"""Half precision on the wire: every step within the bounds of docs/how-to/half-precision.md."""
 
 from __future__ import annotations
 

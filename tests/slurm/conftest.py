@@ -32,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
     environment["DEARMPI_VENV"] = sys.prefix
     environment["PYTHONPATH"] = str(ROOT)
     environment["OMP_NUM_THREADS"] = "1"
-    # What UCX tells other ranks through pmi2 arrives damaged at times (docs/slurm.md).
+    # What UCX tells other ranks through pmi2 arrives damaged at times (docs/how-to/slurm.md).
     environment["MPIR_CVAR_CH4_NETMOD"] = "ofi"
     environment["FI_PROVIDER"] = "tcp"
     # A test run that is ended from outside must still end the cluster.

@@ -1,4 +1,4 @@
-"""docs/parity.md names tests that exist, and all tests of semantics."""
+"""docs/reference/parity.md names tests that exist, and all tests of semantics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "parity.md"
+TABLE = ROOT / "docs" / "reference" / "parity.md"
 
 
 def find_tests(*patterns: str) -> set[str]:

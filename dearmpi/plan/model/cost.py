@@ -33,7 +33,8 @@ _MOST_COST = 1e20  # s, or s per byte: MOST_S at MOST_RANKS is less, and with by
 _MOST_BYTES, _LEAST_S = 1e18, 1e-12  # of a sample
 _NUM_REWEIGHTINGS = 30
 # What a bucket costs whatever it holds. The main thread hands it over in 0.1 ms, but competes for
-# the interpreter and for cores with 2 ms of posting, polling and updating (docs/log.md).
+# the interpreter and for cores with 2 ms of posting, polling and updating
+# (docs/contributing/log.md).
 _TYPICAL_MAIN_THREAD_S = 1e-3
 _TYPICAL_UPDATE_S = 1e-3
 _HUBER = 1.345  # standard deviations beyond which a sample counts less (Huber, 1964)

@@ -1,7 +1,8 @@
 """Manifest: the JSON file that makes a folder of tensor files a checkpoint.
 
 It holds the format and its version, the size and SHA-256 of each rank's part, what is the same on
-all ranks and no tensor, and a SHA-256 of its own content. docs/checkpoints.md describes the fields.
+all ranks and no tensor, and a SHA-256 of its own content.
+docs/reference/checkpoints.md describes the fields.
 """
 
 from __future__ import annotations

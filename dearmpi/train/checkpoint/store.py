@@ -1,9 +1,9 @@
 """Checkpoint: a snapshot on disk that is complete or not there.
 
 A run folder holds ``checkpoints/step-00001000/`` with a part per rank and ``manifest.json``, and a
-file ``latest`` that names the folder to resume from. docs/checkpoints.md states the format and what
-is guaranteed. A ``Draft`` is a checkpoint in the making: one rank begins it, all write their parts,
-the one commits it.
+file ``latest`` that names the folder to resume from. docs/reference/checkpoints.md states the
+format and what is guaranteed. A ``Draft`` is a checkpoint in the making: one rank begins it, all
+write their parts, the one commits it.
 """
 
 from __future__ import annotations
