@@ -30,7 +30,9 @@ _LEAST_SHARD_BYTES = 64 * 1024
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+        raise ConfigError(
+            f"{name} is {value!r}; choose one of {', '.join(choices)}", code="unknown-choice"
+        )
 
 
 def known_names(name: str, known: Iterable[str], *, most: int = 24) -> str:
@@ -48,7 +50,9 @@ def known_names(name: str, known: Iterable[str], *, most: int = 24) -> str:
 def _check_type(name: str, value: object, kind: type, what: str) -> None:
     """Raise ConfigError unless ``value`` is of ``kind``; True and False are no numbers."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name} is {value!r}, of type {type(value).__name__}; give {what}")
+        raise ConfigError(
+            f"{name} is {value!r}, of type {type(value).__name__}; give {what}", code="wrong-type"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ class EngineConfig:
         if self.reduce_scatter == "native" and self.comm_dtype != "fp32":
             raise ConfigError(
                 f"comm_dtype is {self.comm_dtype!r}, but reduce_scatter is 'native', and MPI has "
-                "no sums in half precision; use 'ring' or 'exchange', or leave comm_dtype out"
+                "no sums in half precision; use 'ring' or 'exchange', or leave comm_dtype out",
+                code="settings-contradict",
             )
         check_choice("cuda_buffers", self.cuda_buffers, get_args(CudaBuffers))
         check_choice("update_on", self.update_on, get_args(UpdateOn))
@@ -118,16 +123,23 @@ class EngineConfig:
             raise ConfigError(
                 "update_on is 'host', but gather is 'gradients', with which every host would "
                 "update all parameters; use gather 'parameters', so that each updates its shard, "
-                "or leave update_on out"
+                "or leave update_on out",
+                code="settings-contradict",
             )
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb <= 65536:
             raise ConfigError(
-                f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0 and at most 65536"
+                f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0 and at most 65536",
+                code="out-of-range",
             )
         if self.check_every is not None and self.check_every < 0:
-            raise ConfigError(f"check_every is {self.check_every}; it must be 0 or more")
+            raise ConfigError(
+                f"check_every is {self.check_every}; it must be 0 or more", code="out-of-range"
+            )
         if self.window < 1:
-            raise ConfigError(f"window is {self.window}; at least 1 operation must be in flight")
+            raise ConfigError(
+                f"window is {self.window}; at least 1 operation must be in flight",
+                code="out-of-range",
+            )
 
     def _check_types(self) -> None:
         for name in ("eager", "master_weights"):

@@ -17,16 +17,26 @@ DearError
     ├── ReplicaMismatchError   ranks no longer train alike (also a MismatchError)
     └── WireRangeError   a number is beyond the format in which it was to travel
 
-``exit_code`` is what ``dear-train`` ends with; docs/how-to/run.md lists them.
+``exit_code`` is what ``dear-train`` ends with; docs/how-to/run.md lists them. ``code`` names
+the fault, such as ``params-moved``; ``error_codes.py`` holds the cause and the cure of each.
 """
 
 from __future__ import annotations
 
+UNNAMED = "unnamed"  # the code of an error that was made without one
+
 
 class DearError(Exception):
-    """Base of all errors raised by dearmpi; the message says what happened and what to do."""
+    """Base of all errors raised by dearmpi; the message says what happened and what to do.
+
+    code: one of ``error_codes.CODES``; messages may change between versions, codes do not.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", *, code: str = UNNAMED) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ConfigError(DearError, ValueError):

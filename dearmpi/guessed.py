@@ -256,7 +256,9 @@ def answers_guesses(
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
                 if name in guesses:
-                    raise ArgumentError(f"{owner} has no argument {name}: {guesses[name]}")
+                    raise ArgumentError(
+                        f"{owner} has no argument {name}: {guesses[name]}", code="unknown-argument"
+                    )
             return function(*args, **kwargs)
 
         return checked

@@ -25,6 +25,7 @@ _LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "errors"})
 BELOW: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "version": frozenset(),
+    "error_codes": frozenset(),
     "config": frozenset({"errors"}),
     "guessed": frozenset({"errors"}),
     "plan": frozenset({"config", "errors", "version"}),
@@ -44,7 +45,7 @@ BELOW: dict[str, frozenset[str]] = {
 # What each room, or file beside the rooms, may import of its part, besides itself.
 _ENGINE_BASE = frozenset({"bucket", "device", "refusal"})
 _REPORT = frozenset({"read", "analyse", "draw"})
-_TASKS = frozenset({"files", "task", "task_name", "text", "tasks", "settings"})
+_TASKS = frozenset({"files", "tasks", "settings"})
 ROOMS: dict[str, dict[str, frozenset[str]]] = {
     "comm": {
         "api": frozenset(),
@@ -97,14 +98,11 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
     "train": {
         "settings": frozenset(),
         "files": frozenset(),
-        "task": frozenset(),
-        "task_name": frozenset(),
-        "text": frozenset({"files"}),
         "ranks": frozenset({"settings"}),
         "metrics": frozenset({"files"}),
         "checkpoint": frozenset({"files"}),
-        "tasks": frozenset({"checkpoint", "files", "task", "task_name", "text"}),
-        "data": frozenset({"ranks", "task", "tasks"}),
+        "tasks": frozenset({"checkpoint", "files"}),
+        "data": frozenset({"ranks", "tasks"}),
         "loop": _TASKS | {"checkpoint", "data", "metrics", "ranks"},
         "run": _TASKS | {"checkpoint", "data", "loop", "metrics", "ranks"},
     },

@@ -12,7 +12,7 @@ from dearmpi.cli.rank_log import RankLog
 from dearmpi.comm.api.stack import origin_of
 from dearmpi.comm.process.launch import announced_rank, announced_size
 from dearmpi.comm.watchdog import last_words
-from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
+from dearmpi.errors import UNNAMED, CommError, ConfigError, DearError, LaunchError
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
@@ -58,9 +58,9 @@ def complain_alone(error: DearError) -> None:
     else may be met by one alone.
     """
     if announced_size(os.environ) > 1 and not isinstance(error, (ConfigError, LaunchError)):
-        complain(f"error: {error}", prefix=f"{process_name()} ")
+        complain(_told(error), prefix=f"{process_name()} ")
     elif is_first_process():
-        complain(f"error: {error}")
+        complain(_told(error))
 
 
 def complain(message: str, *, prefix: str = "dear-train: ") -> None:
@@ -74,7 +74,7 @@ def describe(error: BaseException, log: Path | None) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, DearError):
-        return f"error: {error}"
+        return _told(error)
     if isinstance(error, SystemExit):
         where = "" if log is None else f"; the traceback is in {log}"
         return (
@@ -85,6 +85,12 @@ def describe(error: BaseException, log: Path | None) -> str:
         return "error: " + "".join(traceback.format_exception(error)).rstrip()
     message = "".join(traceback.format_exception_only(error)).rstrip()
     return f"error: {message} ({origin_of(error)}); the traceback is in {log}"
+
+
+def _told(error: DearError) -> str:
+    """The message, and the code by which the reference of errors is searched."""
+    code = "" if error.code == UNNAMED else f" [{error.code}]"
+    return f"error: {error}{code}"
 
 
 def is_first_process() -> bool:

@@ -23,7 +23,7 @@ from dearmpi.comm.watchdog.absence import CURE
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.errors import CommError, ConfigError, DearError, LaunchError
+from dearmpi.errors import UNNAMED, CommError, ConfigError, DearError, LaunchError
 from dearmpi.guessed import CONNECTION, answers_guesses
 
 _POLLS_UNASKED = (
@@ -221,7 +221,10 @@ def _describe(error: BaseException) -> str:
     origin = origin_of(error)
     if not isinstance(error, DearError) or not origin:
         return trace
-    return f"{type(error).__name__} at {origin}: {error}\n{trace}"
+    kind = (
+        type(error).__name__ if error.code == UNNAMED else f"{type(error).__name__} [{error.code}]"
+    )
+    return f"{kind} at {origin}: {error}\n{trace}"
 
 
 def _may_be_victim(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ import traceback
 from types import CodeType
 
 _NUM_FRAMES = 6
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _HIDDEN = (_PACKAGE, threading.__file__)
 _LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("torch", "click"))
 _NOT_THE_USERS = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<frozen ")

@@ -25,7 +25,7 @@ from dearmpi.errors import ConfigError, DataError
 from dearmpi.train.data.data import load_batch
 from dearmpi.train.ranks.seeding import seed_all
 from dearmpi.train.ranks.stop import SIGNALS
-from dearmpi.train.tasks import prepare_to_load
+from dearmpi.train.tasks.registry import prepare_to_load
 from dearmpi.train.tasks.task import Task
 
 _AHEAD = 2  # batches of each process that are ready or on their way

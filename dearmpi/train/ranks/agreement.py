@@ -32,8 +32,8 @@ class AgreedError(DearError):
     The cause, on a rank that failed itself, is its own exception.
     """
 
-    def __init__(self, message: str, *, exit_code: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, exit_code: int, code: str = "unnamed") -> None:
+        super().__init__(message, code=code)
         self.exit_code = exit_code
 
 
@@ -64,15 +64,14 @@ def share_failure(
     """Raise AgreedError on every rank if any gives a ``failure`` (collective)."""
     own = ""
     if failure is not None:
-        told = [_exit_code(failure), _shorten(explain(failure)), world.host]
+        told = [*_codes(failure), _shorten(explain(failure)), world.host]
         own = json.dumps(told, ensure_ascii=False)
     gathered = world.all_gather_text(own)
     failed = {rank: json.loads(text) for rank, text in enumerate(gathered) if text}
     if failed:
-        code = next(iter(failed.values()))[0]
-        raise AgreedError(
-            _tell(failed, num_working=1 if root_only else world.size), exit_code=code
-        ) from failure
+        exit_code, code, *_ = next(iter(failed.values()))
+        message = _tell(failed, num_working=1 if root_only else world.size)
+        raise AgreedError(message, exit_code=exit_code, code=code) from failure
 
 
 def explain(error: BaseException) -> str:
@@ -92,14 +91,17 @@ def _shorten(text: str) -> str:
     return f"{text[:half]}\n{remark}\n{text[-half:]}"
 
 
-def _exit_code(error: Exception) -> int:
-    return error.exit_code if isinstance(error, DearError) else 1
+def _codes(error: Exception) -> tuple[int, str]:
+    """Exit code and error code."""
+    if isinstance(error, DearError):
+        return error.exit_code, error.code
+    return 1, "unforeseen-failure"
 
 
-def _tell(failed: dict[int, tuple[int, str, str]], *, num_working: int) -> str:
+def _tell(failed: dict[int, tuple[int, str, str, str]], *, num_working: int) -> str:
     """One message for those that failed alike; ranks are named unless all that worked did."""
     by_message: dict[str, list[str]] = {}
-    for rank, (_, message, host) in failed.items():
+    for rank, (*_, message, host) in failed.items():
         by_message.setdefault(message, []).append(f"rank {rank} on {host}")
     if len(by_message) == 1 and len(failed) == num_working:
         return next(iter(by_message))

@@ -60,7 +60,7 @@ from dearmpi.train.settings.sources import (
     resolve,
     without,
 )
-from dearmpi.train.tasks import build_task
+from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task
 
 

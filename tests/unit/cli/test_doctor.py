@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import dearmpi.comm
+import dearmpi.comm.backends
 from dearmpi.cli.main import main
 from dearmpi.comm import lifecycle
 from dearmpi.comm.process.library import Library
@@ -97,7 +97,7 @@ def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle._Process, "world", None)
     monkeypatch.setattr(atexit, "register", lambda *arguments: None)
     monkeypatch.setitem(sys.modules, "dearmpi.comm.backends.mpi", None)
-    monkeypatch.delattr(dearmpi.comm, "mpi", raising=False)
+    monkeypatch.delattr(dearmpi.comm.backends, "mpi", raising=False)
 
 
 @pytest.mark.usefixtures("_no_mpi")

@@ -26,7 +26,7 @@ from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.run import session
 from dearmpi.train.run.session import open_session
 from dearmpi.train.settings.sources import make_source
-from dearmpi.train.tasks import build_task
+from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task
 from tests.fakes.ranks import run_ranks
 

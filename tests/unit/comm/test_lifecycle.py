@@ -145,8 +145,8 @@ def test_an_error_of_ours_begins_with_the_place_in_the_users_code(
         run_ranks(2, fail)
     assert ended.value.code == 2
     first, second = capfd.readouterr().err.splitlines()[:2]
-    place = rf"\[rank 0 on fakehost\] ConfigError at {re.escape(__file__)}:\d+, in fail: "
-    assert re.match(place + "op is 'mistaken'", first)
+    kind = r"\[rank 0 on fakehost\] ConfigError \[unknown-choice\] at "
+    assert re.match(rf"{kind}{re.escape(__file__)}:\d+, in fail: op is 'mistaken'", first)
     assert second == "[rank 0 on fakehost] Traceback (most recent call last):"
 
 

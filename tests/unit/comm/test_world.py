@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dearmpi.comm
+import dearmpi.comm.backends
 from dearmpi.comm import lifecycle as module
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.backends.alone import AloneCollectives
@@ -214,7 +214,7 @@ def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module._Process, "world", None)
     monkeypatch.setattr(module._Process, "progress", "thread")
     monkeypatch.setitem(sys.modules, "dearmpi.comm.backends.mpi", None)
-    monkeypatch.delattr(dearmpi.comm, "mpi", raising=False)
+    monkeypatch.delattr(dearmpi.comm.backends, "mpi", raising=False)
     hook = sys.excepthook
     yield
     assert sys.excepthook is hook  # alone there is nobody to take along

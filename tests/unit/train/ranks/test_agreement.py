@@ -20,8 +20,10 @@ def attempt(
 
 
 def test_all_ranks_learn_which_one_failed_and_how() -> None:
-    errors = run_ranks(3, lambda world: attempt(world, {1: DataError("no file x")}))
-    assert {error.exit_code for error in errors} == {5}
+    errors = run_ranks(
+        3, lambda world: attempt(world, {1: DataError("no file x", code="file-missing")})
+    )
+    assert {(error.exit_code, error.code) for error in errors} == {(5, "file-missing")}
     assert {str(error).split(": ")[1] for error in errors} == {"no file x"}
     assert all(str(error).startswith("rank 1 on ") for error in errors)
     assert [type(error.__cause__) for error in errors] == [type(None), DataError, type(None)]
@@ -47,7 +49,7 @@ def test_different_failures_are_all_told_and_the_first_ranks_code_counts() -> No
 
 def test_an_error_that_nobody_foresaw_is_told_with_its_traceback() -> None:
     error = run_ranks(2, lambda world: attempt(world, {1: ZeroDivisionError("oops")}))[0]
-    assert error.exit_code == 1
+    assert (error.exit_code, error.code) == (1, "unforeseen-failure")
     assert "Traceback" in str(error) and "ZeroDivisionError: oops" in str(error)
 
 

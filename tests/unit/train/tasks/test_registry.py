@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.tasks import build_task, registry, task_name
+from dearmpi.train.tasks import registry, task_name
+from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task
 
 
