@@ -25,7 +25,7 @@ class BucketRuntime:
     """One bucket while training.
 
     index: number of the bucket, in feed-forward order. memory: where its gradients lie.
-    pending: the parameters do not show the last step yet, or are still to come from other buckets.
+    pending: the parameters do not show the last step yet.
     arrivals: which of its gradients have come.
     unread: nobody has waited for the parameters since they were last pending. Compiled graphs hold
         only while nothing is that they read.
@@ -38,9 +38,8 @@ class BucketRuntime:
     streams: on a device, those on which gradients have been written since the iteration began.
 
     One thread at a time writes: the main one until the reduce-scatter is submitted, then the
-    driving one until ``forget``, and before the first iteration where parameters arrive. Only
-    ``pending``, which the main thread sets and the driving one clears, and ``mark``, the other way
-    round, are written by both; ``unread`` by the main one only.
+    driving one until ``forget``. Only ``pending``, which the main thread sets and the driving one
+    clears, and ``mark``, the other way round, are written by both; ``unread`` by the main one only.
     """
 
     def __init__(
@@ -51,11 +50,8 @@ class BucketRuntime:
         rank: int,
         gradients: Arena,
         parameters: Arena | None,
-        arriving: bool = False,
     ) -> None:
-        """``parameters``: where they move to; None to leave them where they are. ``arriving``: they
-        come later, each by ``take_over``.
-        """
+        """``parameters``: where they move to; None to leave them where they are."""
         self.spec = spec
         self.index = spec.index
         self.params = tuple(params)
@@ -63,7 +59,7 @@ class BucketRuntime:
         self.memory = GradientMemory(spec, self.params, rank=rank, arena=gradients)
         self.parameters = None if parameters is None else self._make_room(parameters)
         self.state = BucketState.IDLE
-        self.pending = self.unread = arriving
+        self.pending = self.unread = False
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
         self.arrivals = Arrivals(spec.names, quiet=quiet)
@@ -74,10 +70,9 @@ class BucketRuntime:
         self._held: list[tuple[int, Tensor]] = []
         self._copied_at = frozenset(range(len(self.params))) - quiet
         self._carried: Tensor | None = None
+        if self.parameters is not None:
+            self._move_parameters(self.parameters)
         self._addresses = [param.data_ptr() for param in self.params]
-        if self.parameters is not None and not arriving:
-            for slot in range(len(self.params)):
-                self.take_over(slot)
         self.stand_ins = tuple(
             GradientUnderWay.of(param, name)
             for param, name in zip(self.params, spec.names, strict=True)
@@ -87,14 +82,6 @@ class BucketRuntime:
     def gradients(self) -> FlatBuffer:
         """The gradients' flat buffer, which need not be the same in each iteration."""
         return self.memory.buffer
-
-    def take_over(self, slot: int) -> None:
-        """Have a parameter, with its values, lie in the flat buffer from now on."""
-        assert self.parameters is not None
-        param, view = self.params[slot], self.parameters.views[slot]
-        view.copy_(param.detach())
-        param.data = view
-        self._addresses[slot] = param.data_ptr()
 
     def is_current(self) -> bool:
         """Whether the parameters show the last step."""
@@ -120,7 +107,6 @@ class BucketRuntime:
         if not _is_same(grad, view):
             view.copy_(grad)
             param.grad = view
-            self.memory.is_lent = True
 
     def take_gradient(self, slot: int) -> bool:
         """Take ``param.grad`` away; True if it was the last one, and all are in the buffer."""
@@ -279,6 +265,12 @@ class BucketRuntime:
         if 0 < len(self.arrivals.expected) < len(self.params):
             for slot in self.arrivals.frozen:
                 self.gradients.views[slot].zero_()
+
+    def _move_parameters(self, room: FlatBuffer) -> None:
+        """Have the parameters, with their values, lie in ``room`` from now on."""
+        for param, view in zip(self.params, room.views, strict=True):
+            view.copy_(param.detach())
+            param.data = view
 
     def _make_room(self, arena: Arena) -> FlatBuffer:
         likes = [param.detach() for param in self.params]

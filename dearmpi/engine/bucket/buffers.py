@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -16,10 +16,6 @@ _ALIGNMENT = 64  # bytes; a cache line
 # Of a zeroed stretch, so that the padding of another layout fits as well; fresh memory that nobody
 # touches takes none.
 _SPARE_PART = 256
-_FITTING_PART, _FITTING_BYTES = 8, 1 << 16  # by which room may be larger than what it is used for
-
-Stretches = Mapping[bool, NDArray[np.uint8]]
-"""Of an arena: that of buckets which are trained, and that of the others."""
 
 
 class Arena:
@@ -31,13 +27,11 @@ class Arena:
     the start have a stretch of their own, which may never be needed.
     """
 
-    def __init__(
-        self, buckets: Iterable[Bucket], *, zeroed: bool = True, room: Stretches | None = None
-    ) -> None:
-        """``zeroed``: else on the host nothing is, as all that means anything is about to be
-        written. ``room``: stretches to use where they fit, with what is in them.
+    def __init__(self, buckets: Iterable[Bucket], *, zeroed: bool = True) -> None:
+        """``zeroed``: else on the host nothing is, since every element that has a meaning is about
+        to be written.
         """
-        self._zeroed, self._room = zeroed, room or {}
+        self._zeroed = zeroed
         self._starts: dict[int, int] = {}
         self._nbytes = {True: 0, False: 0}
         self._stretches: dict[bool, NDArray[np.uint8]] = {}
@@ -56,21 +50,8 @@ class Arena:
         part = self._stretches[bucket.trained][start : start + bucket.nbytes]
         return torch.from_numpy(part).view(like.dtype)
 
-    @property
-    def stretches(self) -> Stretches:
-        """Those that there are by now."""
-        return dict(self._stretches)
-
-    def discard(self) -> None:
-        """Keep no memory but that of buffers which somebody still has."""
-        self._stretches.clear()
-
     def _make(self, trained: bool) -> NDArray[np.uint8]:
         nbytes = self._nbytes[trained]
-        room = self._room.get(trained)
-        most = nbytes + nbytes // _FITTING_PART + _FITTING_BYTES
-        if room is not None and nbytes <= room.nbytes <= most:
-            return room
         if not self._zeroed:
             return np.empty(nbytes, np.uint8)
         return np.zeros(nbytes + nbytes // _SPARE_PART, np.uint8)

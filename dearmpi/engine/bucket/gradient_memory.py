@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, Stretches, flattened, is_dense
+from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, flattened, is_dense
 from dearmpi.plan.data.layout import Bucket
 
 _LEAST_BYTES = 1 << 20  # to copy less takes no longer than to look whether it can be adopted
@@ -23,13 +23,11 @@ class GradientMemory:
     to be read; and only what nobody else has, who would find sums over ranks in it.
 
     made: the buffer of the bucket's own, if there is one by now.
-    is_lent: views of it were given away, as a ``param.grad`` that a script may have kept.
     """
 
     def __init__(self, spec: Bucket, params: Sequence[Tensor], *, rank: int, arena: Arena) -> None:
         self._spec, self._params, self._rank, self._arena = spec, params, rank, arena
         self.made: FlatBuffer | None = None
-        self.is_lent = False
         self._adopted: FlatBuffer | None = None
         is_whole = len(params) == 1 and spec.numel == spec.padded_numel
         self._may_adopt = (
@@ -59,19 +57,9 @@ class GradientMemory:
         self._adopted = FlatBuffer(self._spec, flattened(grad), [param], rank=self._rank)
         return True
 
-    @property
-    def stretches(self) -> Stretches:
-        """What all buffers are part of, those of the other buckets too."""
-        return self._arena.stretches
-
     def give_up(self) -> None:
         """Nobody needs this iteration's gradients any more."""
         self._adopted = None
-
-    def discard(self) -> None:
-        """Nor will there be any others here."""
-        self.made = self._adopted = None
-        self._arena.discard()
 
 
 def _is_stored_as(grad: Tensor, param: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Channels: the communicators of a pipeline, which another one may take over."""
+"""Channels: the communicators of a pipeline."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ class Channels:
             for name in ("reduce-scatter", "all-gather")
         )
         return cls(reduces, gathers, world.open_channel("roll call", window=1))
-
-    def resize(self, window: int) -> None:
-        """From now on so many operations of either half at once, of tensors on the host."""
-        self.reduces.resize(window)
-        self.gathers.resize(window)
 
     def close(self) -> None:
         """Give them back once they are empty (collective)."""

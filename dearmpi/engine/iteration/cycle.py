@@ -14,8 +14,7 @@ class Cycle:
     """From the first gradient of a backprop to the last all-gather of its step.
 
     reduce_scatters, all_gathers: in the order in which they are submitted.
-    active: buckets with a parameter that requires grad; the others take no part. Before the first
-        iteration, all that parameters are arriving in.
+    active: buckets with a parameter that requires grad; the others take no part.
     options: hyperparameters for the update; None until they are known.
     stepped: whether the user has called ``step()``.
     stepping: the main thread is in the middle of submitting that step. A signal handler may read

@@ -39,7 +39,6 @@ class Pipeline:
     buckets: in feed-forward order. schedule: over them. channels: on which they travel.
     clock: counts for how long.
     cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
-    awaits_state: the optimizer's is on its way here; nothing is updated before it has arrived.
     late: which buckets go last. joining: what ranks inside ``join`` tell each other. loads: which
         states were loaded. edits: what a script has changed of averaged gradients.
     """
@@ -81,7 +80,6 @@ class Pipeline:
         self.spans = spans
         self.clock = clock
         self._replicas = replicas
-        self.awaits_state = False
         self.late = LateBuckets()
         self.cycle = Cycle(stepped=True)
 
@@ -175,22 +173,6 @@ class Pipeline:
 
     # Called on the driving thread.
 
-    def state_arrived(self) -> None:
-        """All of it is in its place."""
-        self.awaits_state = False
-        self._update_all()
-
-    def retire(self) -> None:
-        """There are no more updates: keep what gathers need."""
-        self._updates = ()
-        for bucket in self.buckets:
-            bucket.memory.discard()
-
-    def let_go(self) -> None:
-        """Another one goes on, with the channels; no bucket is under way."""
-        self.buckets = ()
-        self._progress.close_lane(self.update_lane)
-
     def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         if self._replicas is not None:
             self._replicas.reduces.append(bucket.index)
@@ -227,7 +209,7 @@ class Pipeline:
     def _try_update(self, bucket: BucketRuntime) -> None:
         """Update as soon as the gradients, the options and the roll call allow it."""
         before = BucketState.GATHERED if self._gathers_gradients else BucketState.REDUCED
-        if bucket.state is not before or self.cycle.options is None or self.awaits_state:
+        if bucket.state is not before or self.cycle.options is None:
             return
         if bucket.arrivals.missing and self.cycle.used is None:
             return

@@ -1,17 +1,15 @@
 """Relocation: optimizer state goes from the shards of one layout to those of another.
 
 Each element goes from the rank that has it to the rank that is to have it. So a rank sends at most
-its own share of the state, and never holds more than two shares and a bucket. All of it happens on
-the thread that drives progress: it is packed beside the last step's gathers, and travels behind
-them, since only the next updates need it.
+its own share of the state, and never holds more than two shares and a bucket. All of it happens
+on the progress thread, between two steps.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from torch import Tensor
 from dearmpi.comm.algorithms.transfer import Transfer
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.comm.messages.texts import gather_texts
-from dearmpi.comm.progress.later import Later
 from dearmpi.engine.device.side_stream import SideStream
 from dearmpi.engine.reshard.parcel import Parcels, Part, Place
 from dearmpi.engine.state.local_state import StatePiece, read_pieces, read_whole
@@ -121,7 +118,7 @@ class Relocation:
         """Have the updates, whose last step is over, let go of their state (collective). Does
         nothing when called again.
 
-        Between two buckets others that the same thread drives have their turn.
+        Between two buckets other operations of the same thread have their turn.
         """
         self._whole |= read_whole(self._from)
         shards, self._from = shards_of(self._from), ()
@@ -146,16 +143,9 @@ class Relocation:
             yield Completed()
 
     def deliver(
-        self,
-        collectives: Collectives,
-        updates: Updates,
-        side: SideStream,
-        *,
-        may_travel: Callable[[], bool],
+        self, collectives: Collectives, updates: Updates, side: SideStream
     ) -> Iterator[Request]:
-        """Bring what is taken to ``updates``, which run at ``side``, once the wire is free for it
-        and they have their parameters (collective).
-        """
+        """Bring what is taken to ``updates``, which run at ``side`` (collective)."""
         yield from self.take(collectives)
         with side.running():
             for whole in wholes_of(updates):
@@ -163,17 +153,14 @@ class Relocation:
         parcels = Parcels([(p.source, p) for p in self._receives], self._sent.of(self._rank))
         sends, receives = self._sent.to_others(self._rank), parcels.to_others(self._rank)
         self._sent = Parcels([], {})
-        travel = partial(Transfer, collectives, sends=sends, receives=receives)
-        yield Later(may_travel, travel if sends or receives else Completed)
+        if sends or receives:
+            yield Transfer(collectives, sends=sends, receives=receives)
         sends.clear()
         shares = self._open(parcels)
         for update in shards_of(updates):
             with side.running():
                 _place(update, shares)
             yield Completed()
-        # The first is as large as the state, where every rank holds all of it; what ranks have
-        # described grows with their number.
-        self._whole, self._described, self._owners, self._receives = {}, [], {}, []
 
     def _list_parts(self, bucket: Bucket) -> Iterator[Part]:
         """What this rank sends or receives of an old bucket, in an order that all ranks have."""

@@ -27,7 +27,6 @@ from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.hooks import ModelHooks
 from dearmpi.engine.iteration.pipeline import Pipeline
 from dearmpi.engine.probe.probe import resident_scalars
-from dearmpi.engine.reshard.succession import spare_memory
 from dearmpi.engine.setup.blueprint import Blueprint
 from dearmpi.engine.setup.claim import check_unclaimed, claim, release
 from dearmpi.engine.state.options import OptionReader
@@ -93,16 +92,14 @@ def assemble(
     *,
     world: World,
     spans: Spans,
-    after: Pipeline | None = None,
 ) -> Assembly:
-    """Build (collective). ``after``: a pipeline whose channels and clock, and one by one the
-    parameters, are taken over.
+    """Build (collective).
 
     Raises ConfigError for parameters of another engine.
     """
     check_unclaimed(blueprint.names)
     if blueprint.config.has_buckets(world.size):
-        assembly = _build(blueprint, optimizer, model, world=world, spans=spans, after=after)
+        assembly = _build(blueprint, optimizer, model, world=world, spans=spans)
     else:
         assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
     claim(blueprint.names, assembly.engine)
@@ -116,11 +113,10 @@ def _build(
     *,
     world: World,
     spans: Spans,
-    after: Pipeline | None,
 ) -> Assembly:
     config = blueprint.config
     every = steps_between_checks(config.check_every)  # refused before anything is attached
-    buckets = _build_buckets(blueprint, rank=world.rank, after=after)
+    buckets = _build_buckets(blueprint, rank=world.rank)
     side = open_side_stream(blueprint.names, world=world, layout=blueprint.layout, config=config)
     masters = _choose_masters(world, config)
     with side.section():
@@ -135,8 +131,8 @@ def _build(
         updates,
         schedule=blueprint.schedule,
         config=config,
-        channels=_choose_channels(world, config, side, after),
-        clock=CommunicationClock(spans) if after is None else after.clock,
+        channels=Channels.open(world, side, window=config.window),
+        clock=CommunicationClock(spans),
         halves=halves,
         side=side,
         spans=spans,
@@ -156,14 +152,11 @@ def _build(
     )
 
 
-def _build_buckets(
-    blueprint: Blueprint, *, rank: int, after: Pipeline | None
-) -> list[BucketRuntime]:
+def _build_buckets(blueprint: Blueprint, *, rank: int) -> list[BucketRuntime]:
     params = {name: param for param, name in blueprint.names.items()}
     layout, shards = blueprint.layout, blueprint.config.gather == "parameters"
-    room = spare_memory(after) if after is not None else None
     gradients = Arena(layout)
-    parameters = Arena(layout, zeroed=False, room=room) if shards else None
+    parameters = Arena(layout, zeroed=False) if shards else None
     buckets = [
         BucketRuntime(
             bucket,
@@ -171,12 +164,10 @@ def _build_buckets(
             rank=rank,
             gradients=gradients,
             parameters=parameters,
-            arriving=after is not None,
         )
         for bucket in layout
     ]
-    if after is None:
-        give_back_freed()  # what the parameters have moved out of
+    give_back_freed()  # what the parameters have moved out of
     return buckets
 
 
@@ -194,15 +185,6 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
         polls=engine.waiting.polls,
         is_driver=engine.waiting.is_driver,
     )
-
-
-def _choose_channels(
-    world: World, config: EngineConfig, side: SideStream, after: Pipeline | None
-) -> Channels:
-    if after is None:
-        return Channels.open(world, side, window=config.window)
-    after.channels.resize(config.window)
-    return after.channels
 
 
 def _choose_masters(world: World, config: EngineConfig) -> MasterRule:

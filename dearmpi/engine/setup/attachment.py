@@ -57,7 +57,6 @@ class Attachment:
         self._optimizer, self._model = optimizer, model
         self._world, self._spans = world, spans
         self._waited_before_s = 0.0
-        self._handover: Handover | None = None
         self._channel: Channel | None = None
         blueprint = design(optimizer, model, world=world, config=config, plan=plan)
         self.assembly = assemble(blueprint, optimizer, model, world=world, spans=spans)
@@ -122,8 +121,7 @@ class Attachment:
     def renew(self, *, config: EngineConfig, plan: Plan | None) -> None:
         """Lay out anew, with the same parameters and state, between two steps (collective).
 
-        State is under way when this returns, for which updates wait, and whoever reads it; and on
-        the host so is all that the last step has begun.
+        Training stands still until the last step is over and the state is in its place.
 
         Raises ConfigError for a plan that does not fit, and for parameters that share memory, with
         everything as it was.
@@ -131,25 +129,16 @@ class Attachment:
         optimizer, model, world = self._optimizer, self._model, self._world
         known = self.assembly.blueprint.names
         blueprint = design(optimizer, model, world=world, config=config, plan=plan, known=known)
-        self._settle()
         handover = Handover(world, self.assembly, blueprint)
-        if handover.after is None:
-            self.assembly.engine.synchronize()
-            self.assembly.compare_replicas()
-            handover.take(self.relocation_channel())
-        self._detach(finished=handover.after is None)
+        self.assembly.engine.synchronize()
+        self.assembly.compare_replicas()
+        channel = self.relocation_channel()
+        handover.take(channel)
+        self._detach()
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
-        self.assembly = assemble(
-            blueprint,
-            optimizer,
-            model,
-            world=world,
-            spans=self._spans,
-            after=handover.after,
-        )
+        self.assembly = assemble(blueprint, optimizer, model, world=world, spans=self._spans)
         custody.adopt(self._optimizer, self.assembly)
-        self._handover = handover
-        handover.begin(self.assembly, self.relocation_channel())
+        handover.deliver(self.assembly, channel)
 
     def relocation_channel(self) -> Channel:
         """On which state travels, opened at the first call (collective): where that is known to
@@ -158,11 +147,6 @@ class Attachment:
         if self._channel is None:
             self._channel = self._world.open_channel("relocation", window=1)
         return self._channel
-
-    def _settle(self) -> None:
-        """Wait for state that is under way."""
-        if self._handover is not None:
-            self._handover.settle()
 
     def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
         known = self.assembly.blueprint.names
@@ -187,7 +171,6 @@ class Attachment:
     def synchronize(self) -> None:
         """Wait until parameters and state show the last step."""
         self.assembly.engine.synchronize()
-        self._settle()
 
     def state(self, gather: Callable[[], dict[str, Any]]) -> Any:
         """The state by parameter, as ``optimizer.state`` shows it; ``gather``: its state dict."""
@@ -230,7 +213,6 @@ class Attachment:
 
         Where every rank has all of it, the wrapped optimizer gets it back.
         """
-        self._settle()
         try:
             self.assembly.compare_replicas()
         finally:
@@ -241,13 +223,9 @@ class Attachment:
             self._channel.close()
             self._channel = None
 
-    def _detach(self, *, finished: bool = True) -> None:
-        """``finished``: what is under way shall be."""
-        if finished:
-            self.assembly.close()
-            self._waited_before_s += self.assembly.engine.waited_s
-        else:  # its clock goes on
-            self.assembly.detach()
+    def _detach(self) -> None:
+        self.assembly.close()
+        self._waited_before_s += self.assembly.engine.waited_s
         closed = ClosedEngine(self._optimizer, self.times)
         self.assembly = replace(
             self.assembly, engine=closed, hooks=None, checks=None, replicas=None

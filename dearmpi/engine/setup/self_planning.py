@@ -50,8 +50,8 @@ class Pause:
     """What a plan has cost, in seconds.
 
     measuring_s: of the link, before the first step. waiting_s: to compare profiles, and for a plan
-    that was not made in time. laying_out_s: for new buckets; where they cannot take over what is
-    under way, until the last step was over, too, and to pack the optimizer's state.
+    that was not made in time. laying_out_s: until the last step was over, for new buckets,
+    and for the optimizer's state to reach its owners.
     """
 
     measuring_s: float = 0.0
