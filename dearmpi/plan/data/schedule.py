@@ -28,6 +28,24 @@ class Wait(Enum):
     FEED_FORWARD = "feed-forward"
 
 
+class Stage(Enum):
+    """A part of a bucket's way through one iteration."""
+
+    REDUCE = "reduce-scatter"  # each rank gets the sum of its shard's gradients
+    TRANSFORM = "transform"  # of what the stage before has brought, such as a sum into a mean
+    UPDATE = "update"
+    GATHER = "all-gather"  # of what is there by then: updated parameters, or gradients
+
+
+def stages_of(gather: Gather) -> tuple[Stage, ...]:
+    """The stages of a bucket whose all-gather carries ``gather``, in order."""
+    order = {
+        "parameters": (Stage.UPDATE, Stage.GATHER),
+        "gradients": (Stage.GATHER, Stage.UPDATE),
+    }
+    return (Stage.REDUCE, Stage.TRANSFORM, *order[gather])
+
+
 @dataclass(frozen=True, slots=True)
 class AllGather:
     """The all-gather of ``bucket``, posted once the reduce-scatter of ``after`` is complete."""
@@ -120,6 +138,30 @@ class Conduct:
     window: int
     eager: bool
     gather: Gather = "parameters"
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What each bucket passes, in order."""
+        return stages_of(self.gather)
+
+    def stage_before(self, stage: Stage) -> Stage:
+        """The stage whose end ``stage`` waits for; transforms end with the stage before them."""
+        earlier = self.stages[: self.stages.index(stage)]
+        return next(one for one in reversed(earlier) if one is not Stage.TRANSFORM)
+
+    @property
+    def last_before_step(self) -> Stage:
+        """The last stage that may end before ``step()`` has given the options of the update. Where
+        a feed-forward waits for gathers, a further backprop may still add to what is gathered.
+        """
+        last = Stage.REDUCE
+        for stage in self.stages:
+            if stage is Stage.UPDATE or (
+                stage is Stage.GATHER and self.schedule.wait is not Wait.STEP
+            ):
+                break
+            last = last if stage is Stage.TRANSFORM else stage
+        return last
 
 
 def serial(num_buckets: int) -> Schedule:

@@ -2,8 +2,9 @@
 
 The engine's rules (``engine/iteration/pipeline.py``, ``comm/progress/progress.py``):
 
+- A bucket passes the stages of its ``Conduct`` in order.
 - Reduce-scatters are posted in the schedule's order, each once its bucket is ready; all-gathers in
-  the schedule's order, each once its bucket is updated and the reduce-scatter that it is tied to is
+  the schedule's order, each once the stage before it and the reduce-scatter that it is tied to are
   complete. At most ``window`` of each kind are in flight, on one ``Wire``.
 - Updates run one after the other, in the order in which they become possible, beside the wire.
 
@@ -15,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dearmpi.plan.data.schedule import Conduct, Launch, Wait
+from dearmpi.plan.data.schedule import Conduct, Launch, Stage, Wait
 from dearmpi.plan.simulate.wire import Flight, Transfer, Wire
 
 
@@ -46,6 +47,12 @@ class Passage:
         return max(self.update[1], self.gather[1])
 
 
+_STOP_S: dict[Stage, Callable[[Passage], float]] = {
+    Stage.REDUCE: lambda passage: passage.reduce[1],
+    Stage.UPDATE: lambda passage: passage.update[1],
+    Stage.GATHER: lambda passage: passage.gather[1],
+}
+
 _IDLE = ((0.0, 0.0),) * 3  # a bucket that takes no part keeps nobody waiting
 
 
@@ -53,14 +60,15 @@ class Flow:
     """Carries the buckets of ``loads`` through one iteration; a load of None takes no part.
 
     step_s: end of backprop. Where ``conduct`` is eager, options are known from the start, instead
-    of at the step; where it gathers gradients, the update comes after the gather instead of before.
+    of at the step.
     """
 
     def __init__(self, loads: Sequence[Load | None], conduct: Conduct, *, step_s: float) -> None:
         schedule = conduct.schedule
         self._loads, self._schedule, self._window = loads, schedule, conduct.window
         self._step_s, self._options_s = step_s, 0.0 if conduct.eager else step_s
-        self._gathers_gradients = conduct.gather == "gradients"
+        self._stop_before_update_s = _STOP_S[conduct.stage_before(Stage.UPDATE)]
+        self._stop_before_gather_s = _STOP_S[conduct.stage_before(Stage.GATHER)]
         # Else a further backprop might still add to what is gathered.
         self._gathers_wait = schedule.wait is not Wait.STEP
         late = step_s if schedule.launch is Launch.BACKPROP_END else 0.0
@@ -122,8 +130,8 @@ class Flow:
 
     def _try_update(self, bucket: int) -> None:
         passage = self.passages[bucket]
-        before = passage.gather if self._gathers_gradients else passage.reduce
-        if before[1] <= self._now and passage.update[1] == math.inf and bucket not in self._updates:
+        before_s = self._stop_before_update_s(passage)
+        if before_s <= self._now and passage.update[1] == math.inf and bucket not in self._updates:
             self._updates.append(bucket)
 
     def _begin_update(self) -> float:
@@ -150,8 +158,8 @@ class Flow:
         passage = self.passages[gather.bucket]
         if self._gathers_wait and self._now < self._options_s:
             return False
-        before = passage.reduce if self._gathers_gradients else passage.update
-        return max(before[1], self.passages[gather.after].reduce[1]) <= self._now
+        before_s = self._stop_before_gather_s(passage)
+        return max(before_s, self.passages[gather.after].reduce[1]) <= self._now
 
     def _post(self, bucket: int, *, reduces: bool) -> None:
         load = self._loads[bucket]

@@ -6,9 +6,17 @@ from textwrap import dedent
 
 import pytest
 
-from dearmpi.config import ScheduleName
+from dearmpi.config import Gather, ScheduleName
 from dearmpi.errors import ConfigError
-from dearmpi.plan.data.schedule import AllGather, Launch, Schedule, Wait, build_schedule
+from dearmpi.plan.data.schedule import (
+    AllGather,
+    Conduct,
+    Launch,
+    Schedule,
+    Stage,
+    Wait,
+    build_schedule,
+)
 
 SEQUENCES: list[tuple[ScheduleName, int, str]] = [
     ("serial", 1, "| RS0 AG0"),
@@ -137,3 +145,24 @@ def test_bad_schedules_are_refused(bad: tuple[tuple[int, ...], ...], message: st
     pairs = [(bucket, after) for bucket, after in gathers]
     with pytest.raises(ConfigError, match=message):
         schedule(reduce_scatters, *pairs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "gather", "order", "before_step"),
+    [
+        ("dear", "parameters", "reduce transform update gather", "reduce"),
+        ("wfbp", "parameters", "reduce transform update gather", "reduce"),
+        ("dear", "gradients", "reduce transform gather update", "reduce"),
+        ("wfbp", "gradients", "reduce transform gather update", "gather"),
+    ],
+)
+def test_what_is_gathered_orders_a_buckets_stages(
+    schedule: ScheduleName, gather: Gather, order: str, before_step: str
+) -> None:
+    """``before_step``: the stage that a bucket reaches before the step gives its options."""
+    conduct = Conduct(build_schedule(schedule, 2), window=1, eager=False, gather=gather)
+    assert conduct.stages == tuple(Stage[name.upper()] for name in order.split())
+    assert conduct.last_before_step is Stage[before_step.upper()]
+    last, one_before = conduct.stages[-1], conduct.stages[-2]
+    assert conduct.stage_before(last) is one_before
+    assert conduct.stage_before(one_before) is Stage.REDUCE
