@@ -1,8 +1,9 @@
 """Imports point one way: cli > doctor > bench > train, report > engine > tune > plan, comm, which
 import config.
 
-Everything may import errors, which imports nothing; so does version. Within a part, rooms point one
-way as well.
+Everything may import errors, which imports nothing; so does version. torch_internals holds every
+private name of torch; it stands beside the parts since engine, tune and bench need some. Within a
+part, rooms point one way as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ PACKAGE = "dearmpi"
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
 
 _LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "errors"})
+_TORCH = frozenset({"torch_internals"})
 
 # What each part may import from the package; every part may import from itself. The package is
 # dearmpi/__init__.py: what a user of the library sees.
@@ -28,14 +30,15 @@ BELOW: dict[str, frozenset[str]] = {
     "error_codes": frozenset(),
     "config": frozenset({"errors"}),
     "guessed": frozenset({"errors"}),
+    "torch_internals": frozenset(),
     "plan": frozenset({"config", "errors", "version"}),
     "comm": frozenset({"config", "errors", "guessed"}),
-    "engine": frozenset({"tune", "plan", "comm", "config", "errors", "guessed"}),
-    "tune": frozenset({"plan", "comm", "config", "errors", "version"}),
+    "engine": _TORCH | {"tune", "plan", "comm", "config", "errors", "guessed"},
+    "tune": _TORCH | {"plan", "comm", "config", "errors", "version"},
     PACKAGE: frozenset({"engine", "tune", "comm", "config", "errors", "guessed", "version"}),
     "train": _LIBRARY | {PACKAGE},
     "report": _LIBRARY | {PACKAGE},
-    "bench": _LIBRARY | {PACKAGE, "train", "report"},
+    "bench": _LIBRARY | _TORCH | {PACKAGE, "train", "report"},
     # It measures as a benchmark does, and judges what a run would do: above both.
     "doctor": _LIBRARY | {PACKAGE, "bench", "train", "report"},
     "cli": _LIBRARY | {"version", PACKAGE, "doctor", "bench", "train", "report"},
@@ -91,7 +94,9 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         | {"update"},
         "clipping": frozenset({"iteration"}),
         "facade": frozenset({"refusal", "setup", "state"}),
-        "optimizer": frozenset({"clipping", "facade", "iteration", "refusal", "setup", "state"})
+        "optimizer": frozenset(
+            {"clipping", "device", "facade", "iteration", "refusal", "setup", "state"}
+        )
         | {"sync", "trace"},
         "scaler": frozenset({"iteration", "optimizer"}),
     },
@@ -111,7 +116,7 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
 # Where alone these may be imported, and where else for type checkers.
 CONFINED: dict[str, frozenset[str]] = {
     "mpi4py": frozenset({"comm/backends/mpi.py"}),
-    "torch": frozenset({"engine", "tune", "train", "bench", "doctor"}),
+    "torch": frozenset({"torch_internals.py", "engine", "tune", "train", "bench", "doctor"}),
     "click": frozenset({"cli"}),
 }
 CONFINED_TYPES: dict[str, frozenset[str]] = {"torch": frozenset({"comm"})}

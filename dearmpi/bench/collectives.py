@@ -20,10 +20,10 @@ from dearmpi.comm.algorithms.trial import Start, run_all, slowest_median
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
+from dearmpi.engine.device.progress_thread import compute_on_one_core
 from dearmpi.errors import ConfigError
 from dearmpi.report.draw.unit import count_text
 from dearmpi.train.ranks.threads import choose_threads
-from dearmpi.tune.driving_thread import drive_on_one_core
 
 _BYTES_BACK_TO_BACK = 100e6
 _FEWEST, _MOST = 4, 100
@@ -97,7 +97,7 @@ def measure_collectives(
     if world.size == 1:
         raise ConfigError("one rank has no collectives; start several with mpirun")
     choose_threads(world, asked=None, progress_thread=world.has_progress_thread)
-    drive_on_one_core(world)
+    compute_on_one_core(world)
     wire = measure_wire(world)
     tell(f"a TCP stream carries {wire / 1e6:.0f} Mbit/s")
     window = EngineConfig().window

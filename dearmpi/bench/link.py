@@ -14,8 +14,8 @@ from dearmpi.comm.algorithms.halves import Halves
 from dearmpi.comm.algorithms.trial import Start, run_all
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine.device.progress_thread import compute_on_one_core
 from dearmpi.plan.data.layout import Bucket
-from dearmpi.tune.driving_thread import drive_on_one_core
 
 
 def measure_link(
@@ -32,7 +32,7 @@ def measure_link(
     warm_up_s: for how long to measure before that in vain, where there are several hosts, since new
     TCP connections carry less at first.
     """
-    drive_on_one_core(world)
+    compute_on_one_core(world)
     reduces, gathers = _starts(world, buckets, config)
     channel = world.open_channel("benchmark", window=config.window)
     for first in (reduces[-1:], gathers[:1]):  # of one buffer: not both in flight

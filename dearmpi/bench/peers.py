@@ -46,6 +46,7 @@ from dearmpi.bench.searched import bayes, check_bayes, refuse_cap
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, check_choice
 from dearmpi.errors import ConfigError
+from dearmpi.torch_internals import parameter_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +162,13 @@ def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
     """
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
-        for param in module._parameters.values():
+        for param in parameter_table(module).values():
             if param is not None:
                 owners.setdefault(param, []).append(module)
     tied = {module for sharers in owners.values() if len(sharers) > 1 for module in sharers}
     blocks: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
-        if next(module.children(), None) is None and module._parameters and module not in tied:
+        if next(module.children(), None) is None and parameter_table(module) and module not in tied:
             blocks.setdefault(block_name(name), []).append(module)
     return list(blocks.values())
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dearmpi.plan.data.workload import LayerSpec
 from dearmpi.plan.model.profile import ModelProfile
+from dearmpi.torch_internals import module_table
 
 _ROOT = "itself"  # the layer of parameters that belong to no part of the model
 _MOST_DEBT_S = 0.010  # what the operating system adds to a sleep; a longer delay is no such thing
@@ -153,10 +154,10 @@ def _place(root: nn.Module, path: Sequence[str], layer: ReplayLayer) -> None:
     """Make ``layer`` the module at ``path``, below modules that do nothing where there are none."""
     parent = root
     for name in path[:-1]:
-        if name not in parent._modules:
+        if name not in module_table(parent):
             parent.add_module(name, nn.Module())
         parent = parent.get_submodule(name)
-    above = parent._modules.get(path[-1])
+    above = module_table(parent).get(path[-1])
     parent.add_module(path[-1], layer)
-    for name, module in above._modules.items() if above is not None else ():
+    for name, module in module_table(above).items() if above is not None else ():
         layer.add_module(name, module)

@@ -47,10 +47,10 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
 
     def measure(world: World, console: Console) -> int:
         from dearmpi.comm.algorithms.halves import Halves
+        from dearmpi.engine.device.progress_thread import compute_on_one_core
         from dearmpi.train.ranks.agreement import together
         from dearmpi.train.run.session import mpi_library
         from dearmpi.tune import calibrate as tuning
-        from dearmpi.tune.driving_thread import drive_on_one_core
 
         console.needed = out is None
         with together(world):
@@ -59,7 +59,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
                 raise ConfigError(f"--seconds is {seconds}; it must be above 0, and finite")
             if world.size == 1:
                 raise ConfigError("one rank has no collectives; start several with mpirun")
-        drive_on_one_core(world)  # as training does
+        compute_on_one_core(world)  # as training does
         result = tuning.calibrate(
             world,
             Halves(reduce_scatter),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,11 +12,9 @@ from dearmpi.engine import refusal
 from dearmpi.engine.setup.modes import MODES, has_mode
 from dearmpi.engine.state.gathered_state import GatheredState, show_same
 from dearmpi.guessed import OPTIMIZER, answer_guess
-
-State = dict[str, Any]
+from dearmpi.torch_internals import STEPPED_MARK
 
 _SHARED = ("param_groups", "state")
-_MARK = "_opt_called"  # which schedulers look at, to see that steps are taken
 
 
 class Facade(Optimizer):
@@ -55,7 +52,7 @@ class Facade(Optimizer):
                     return
                 raise refusal.assigned(name)
             # Where the wrapped one alone has such a thing, it is meant.
-            if name in vars(self._optimizer) and name != _MARK and not hasattr(self, name):
+            if name in vars(self._optimizer) and name != STEPPED_MARK and not hasattr(self, name):
                 raise refusal.set_on_optimizer(name)
         super().__setattr__(name, value)
 
@@ -72,27 +69,7 @@ class Facade(Optimizer):
 
     def _mark_stepped(self) -> None:
         """A scheduler made for the wrapped optimizer looks whether that one's step was called."""
-        vars(self._optimizer)[_MARK] = True
-
-    def _save(self, save: Callable[[], State]) -> State:
-        """A state dict by ``save``, with the hooks that torch calls around it."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state_dict = save()
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
-
-    def _load(self, state_dict: State, load: Callable[[State], None]) -> None:
-        """``load`` a state dict, with the hooks that torch calls around it."""
-        state_dict = state_dict.copy()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        load(state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        vars(self._optimizer)[STEPPED_MARK] = True
 
     def _check_shared(self) -> None:
         """Raise UsageError if param groups have other parameters, the state shown was changed, or
@@ -118,7 +95,7 @@ class Facade(Optimizer):
             return
         for name in {**before, **now}:
             is_method = callable(getattr(type(self._optimizer), name, None))
-            if is_method or name == _MARK:  # such as the step, which schedulers watch
+            if is_method or name == STEPPED_MARK:  # such as the step, which schedulers watch
                 continue
             if name not in now or name not in before or not _are_same(now[name], before[name]):
                 raise refusal.set_on_optimizer(name)

@@ -16,6 +16,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, EngineSettings
 from dearmpi.engine import refusal
 from dearmpi.engine.clipping import clip, follow_clips, scale
+from dearmpi.engine.device.progress_thread import compute_on_all_cores, compute_on_one_core
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.setup.assembly import Assembly
@@ -36,7 +37,7 @@ from dearmpi.guessed import SETTINGS, answers_guesses
 from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.schedule import Schedule
-from dearmpi.tune.driving_thread import drive_on_all_cores, drive_on_one_core
+from dearmpi.torch_internals import load_with_hooks, save_with_hooks
 
 
 class DistributedOptimizer(Facade):
@@ -85,7 +86,7 @@ class DistributedOptimizer(Facade):
 
     def _build(self, chosen: EngineConfig, start: Plan | Literal["auto"] | None) -> None:
         compare_plans(self.world, start)
-        (drive_on_all_cores if chosen.update_on == "host" else drive_on_one_core)(self.world)
+        (compute_on_all_cores if chosen.update_on == "host" else compute_on_one_core)(self.world)
         self._attachment = Attachment(
             self._optimizer,
             self._model,
@@ -242,7 +243,7 @@ class DistributedOptimizer(Facade):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
-        return self._save(self._whole_state)
+        return save_with_hooks(self, self._whole_state)
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; waits for the last step, but for nobody else.
@@ -258,7 +259,7 @@ class DistributedOptimizer(Facade):
         Where ranks have loaded different states, or some none, the next step or the one after ends
         in a ReplicaMismatchError on all of them.
         """
-        self._load(state_dict, self._take_over)
+        load_with_hooks(self, state_dict, self._take_over)
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.parameter import spec_of
 from dearmpi.plan.data.workload import Workload
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile, parse_profile
+from dearmpi.torch_internals import number_of_backprop
 from dearmpi.tune.layers import build_layers, find_homes
 from dearmpi.tune.own_hook import OwnHook
 from dearmpi.tune.passes import Leg, Pass, summarize
@@ -200,7 +201,7 @@ def _is_original() -> bool:
     """Whether a feed-forward runs for the first time: with gradients, not repeated by backprop."""
     if torch.compiler.is_compiling():
         return False
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    return torch.is_grad_enabled() and number_of_backprop() == -1
 
 
 def _describe_device(param: nn.Parameter) -> str:

@@ -16,6 +16,7 @@ from dearmpi.engine.bucket.gradient import GradientUnderWay
 from dearmpi.engine.bucket.gradient_memory import GradientMemory
 from dearmpi.engine.device.device import Event
 from dearmpi.plan.data.layout import Bucket
+from dearmpi.torch_internals import copy_each
 
 # Of gradients that are copied together: few enough for them to be in a processor's cache still.
 _COPIED_BYTES = 1 << 20
@@ -154,7 +155,7 @@ class BucketRuntime:
                 views.append(view)
                 grads.append(grad)
         if views:
-            torch._foreach_copy_(views, grads)
+            copy_each(views, grads)
 
     def close_gradients(self) -> None:
         """No more gradients will come: those accumulated earlier count, the rest are zero."""

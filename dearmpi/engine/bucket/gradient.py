@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import UsageError
+from dearmpi.torch_internals import (
+    CHANGES_OF_LISTS,
+    NORMS_OF_LISTS,
+    make_subclass,
+    without_torch_function,
+)
 
 _HARMLESS = frozenset(
     getattr(Tensor, name).__get__
@@ -23,7 +29,7 @@ _NORMS: Mapping[Any, tuple[str, int]] = {
     torch.linalg.vector_norm: ("ord", 2),
     torch.norm: ("p", 2),
     Tensor.norm: ("p", 2),
-    torch._foreach_norm: ("ord", 2),
+    **dict.fromkeys(NORMS_OF_LISTS, ("ord", 2)),
 }
 # Changes in place that treat every element by itself: each rank makes them where it owns elements.
 _CHANGES: Mapping[Any, str] = {
@@ -40,10 +46,7 @@ _CHANGES: Mapping[Any, str] = {
     torch.clamp_max_: "clamp_max_",
     Tensor.nan_to_num_: "nan_to_num_",
     torch.nan_to_num_: "nan_to_num_",
-    torch._foreach_mul_: "mul_",
-    torch._foreach_div_: "div_",
-    torch._foreach_clamp_min_: "clamp_min_",
-    torch._foreach_clamp_max_: "clamp_max_",
+    **CHANGES_OF_LISTS,
 }
 _SAME = frozenset((Tensor.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
 
@@ -78,7 +81,7 @@ class GradientUnderWay(Tensor):
     def of(param: Tensor, name: str) -> GradientUnderWay:
         """The stand-in for the gradient of ``param``, which is called ``name``."""
         empty = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
-        stand_in: GradientUnderWay = Tensor._make_subclass(GradientUnderWay, empty)
+        stand_in: GradientUnderWay = make_subclass(GradientUnderWay, empty)
         stand_in._name = name
         stand_in._place = (0, 0)
         stand_in._gradients = lambda: None
@@ -103,7 +106,7 @@ class GradientUnderWay(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if func in _SAME:
             return args[0]
@@ -160,7 +163,7 @@ def _norm(one: Tensor, norm_type: float, dtype: torch.dtype | None) -> Tensor:
         return norm_of_own
     if (gradients := one._gradients()) is None:
         raise _refused([one])
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         dtype, device = dtype or one.dtype, one.device
     norm = gradients.norm(*one._place, norm_type)
     real = dtype.to_real() if dtype.is_complex else dtype

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, flattened, is_dense
 from dearmpi.plan.data.layout import Bucket
+from dearmpi.torch_internals import storage_owners
 
 _LEAST_BYTES = 1 << 20  # to copy less takes no longer than to look whether it can be adopted
 
@@ -76,7 +77,7 @@ def _owners(taken: list[Tensor]) -> tuple[int, ...]:
     storage = taken[0].untyped_storage()
     return (
         sys.getrefcount(taken[0]),
-        torch._C._storage_Use_Count(storage._cdata),
+        storage_owners(storage),
         sys.getrefcount(storage),
         storage.nbytes() - taken[0].nbytes,
         storage.resizable() and not taken[0].is_shared(),

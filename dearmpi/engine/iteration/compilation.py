@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from types import FunctionType
 from typing import TypeVar, cast
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
-from torch._dynamo import OptimizedModule
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.iteration.compiled_roots import CompiledFrame, CompiledRoots
-from dearmpi.engine.model.wrappers import ActiveWrapper, refuse_active
+from dearmpi.engine.model.wrappers import refuse_active
 from dearmpi.errors import ConfigError
-
-# torch counts them, those that activation checkpoints run inside another included; else -1.
-number_of_backprop: Callable[[], int] = torch._C._current_graph_task_id
-
-# For a hook in a backprop: to be called when all of it has been computed.
-at_end_of_backprop: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
+from dearmpi.torch_internals import (
+    CompileEvent,
+    active_ddp,
+    is_compiled,
+    is_tracing,
+    keep_out_of_callers,
+    leave_out,
+    not_compiling,
+    number_of_backprop,
+    unwatch_compilation,
+    watch_compilation,
 )
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -38,7 +38,7 @@ def run_as_it_is(function: Function) -> Function:
     """Have torch compile neither ``function`` nor what it calls, where compiled code calls it; a
     graph that it becomes a part of traces it all the same.
     """
-    _leave_out(function)
+    leave_out(function)
     return function
 
 
@@ -49,22 +49,10 @@ def untraced(function: Function) -> Function:
     Marks its code, so that a call costs nothing: torch.compiler.disable(), for a torch that has
     another way of marking, makes each one slower.
     """
-    if not _leave_out(function):
+    if not leave_out(function):
         return cast("Function", torch.compiler.disable(function))
-    vars(function)["_torchdynamo_disable"] = True  # nor is it traced as a part of its caller
+    keep_out_of_callers(function)
     return function
-
-
-def _leave_out(function: Callable[..., object]) -> bool:
-    """Whether torch could be told to compile no frame of ``function``."""
-    assert isinstance(function, FunctionType)
-    try:
-        skip = eval_frame._FrameAction.SKIP
-        strategy = eval_frame._FrameExecStrategy(skip, skip)
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    except AttributeError:
-        return False
-    return True
 
 
 class CompilationWatch:
@@ -90,30 +78,24 @@ class CompilationWatch:
 
     def renew(self) -> None:
         """Watch from now on, also where ``torch.compiler.reset()`` has forgotten who does."""
-        if self._callback not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(self._callback)
+        watch_compilation(self._callback)
 
     def remove(self) -> None:
         """Stop watching."""
-        if self._callback in callback_handler.start_callbacks:
-            callback_handler.remove_start_callback(self._callback)
+        unwatch_compilation(self._callback)
 
-    def _compiling(self, event: CallbackArgs) -> None:
+    def _compiling(self, event: CompileEvent) -> None:
         if self._is_driver():  # the arithmetic of an optimizer, on the tensors that it is given
             return
-        traces = event.callback_trigger is CallbackTrigger.DYNAMO
+        traces = is_tracing(event)
         # The code of a backprop is compiled when it is first needed, without being traced. It reads
         # no parameter that is updated before its gradient is there; and a wait might be for buckets
         # whose gradients only this code brings.
         if not traces and number_of_backprop() >= 0:
             return
-        compiling = torch.compiler._is_compiling_flag
-        torch.compiler._is_compiling_flag = False  # tracing itself begins after this call
-        try:
+        with not_compiling():  # tracing itself begins after this call
             self._synchronize()
-        finally:
-            torch.compiler._is_compiling_flag = compiling
-        if ActiveWrapper._active_ddp_module is not None:
+        if active_ddp() is not None:
             refuse_active(param for bucket in self._buckets for param in bucket.params)
         if traces and not self._roots.admit(CompiledFrame.under_way()):
             self._mark()
@@ -125,11 +107,7 @@ class CompilationWatch:
 
 def compiled_part(model: nn.Module) -> str | None:
     """The name of the first module of ``model`` that is compiled; empty if it is the whole one."""
-    compiled = (
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-    )
+    compiled = (name for name, module in model.named_modules() if is_compiled(module))
     return next(compiled, None)
 
 
@@ -144,11 +122,11 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def _call_weakly(method: Callable[[CallbackArgs], None]) -> Callable[[CallbackArgs], None]:
+def _call_weakly(method: Callable[[CompileEvent], None]) -> Callable[[CompileEvent], None]:
     """A callback that keeps nobody alive."""
     reference = weakref.WeakMethod(method)
 
-    def callback(event: CallbackArgs) -> None:
+    def callback(event: CompileEvent) -> None:
         alive = reference()
         if alive is not None:
             alive(event)

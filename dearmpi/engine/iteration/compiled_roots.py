@@ -7,18 +7,15 @@ of the same code, since torch may use the graph of one for another without a wor
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from torch import nn
-from torch._dynamo import convert_frame
 
 from dearmpi.engine.bucket.bucket import BucketRuntime
-
-_COMPILES = getattr(getattr(convert_frame, "_compile", None), "__code__", None)
+from dearmpi.torch_internals import accepts, frame_to_compile, parameter_table
 
 Guard = Callable[[nn.Module, Sequence[BucketRuntime]], None]
 
@@ -37,14 +34,8 @@ class CompiledFrame:
     @classmethod
     def under_way(cls) -> CompiledFrame | None:
         """The one that a callback of torch's is called for; None where torch does not show it."""
-        caller: FrameType | None = sys._getframe()
-        while caller is not None and caller.f_code is not _COMPILES:
-            caller = caller.f_back
-        seen = {} if caller is None else caller.f_locals
-        try:
-            return cls(seen["code"], seen["locals"], seen["cache_entries"])
-        except KeyError:
-            return None
+        seen = frame_to_compile()
+        return None if seen is None else cls(*seen)
 
     @property
     def owner(self) -> Any:
@@ -54,10 +45,7 @@ class CompiledFrame:
 
     def holds(self) -> bool:
         """Whether a graph that was made before holds now, or may for all that torch shows."""
-        try:
-            return any(entry.guard_manager.check(self.values) for entry in self.made)
-        except AttributeError:  # another torch, which keeps them otherwise
-            return True
+        return accepts(self.made, self.values)
 
 
 class CompiledRoots:
@@ -128,4 +116,4 @@ def buckets_by_module(
 
 def own_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
     """Those of a module itself, not of modules in it."""
-    return (param for param in module._parameters.values() if param is not None)
+    return (param for param in parameter_table(module).values() if param is not None)

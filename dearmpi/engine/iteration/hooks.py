@@ -22,17 +22,21 @@ from torch.utils.hooks import RemovableHandle
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.iteration.compilation import (
     CompilationWatch,
-    at_end_of_backprop,
-    number_of_backprop,
     run_as_it_is,
     untraced,
 )
 from dearmpi.engine.iteration.compiled_roots import CompiledRoots, buckets_by_module
 from dearmpi.engine.model.wrappers import (
-    ActiveWrapper,
     refuse_active,
     refuse_replicated,
     refuse_sharded,
+)
+from dearmpi.torch_internals import (
+    active_ddp,
+    at_end_of_backprop,
+    number_of_backprop,
+    parameter_table,
+    replace_parameter_table,
 )
 from dearmpi.tune.own_hook import OwnHook
 
@@ -173,9 +177,9 @@ class ModelHooks:
         for handle in self._handles:
             handle.remove()
         for module, name in self._watched:
-            table = module._parameters
+            table = parameter_table(module)
             if isinstance(table, ParameterTable) and table.unwatch(name):
-                module._parameters = dict(table)
+                replace_parameter_table(module, dict(table))
         self._handles.clear()
         self._accumulators.clear()
         self._watched.clear()
@@ -197,9 +201,10 @@ class ModelHooks:
     def _watch_table(
         self, module: nn.Module, places: Mapping[nn.Parameter, Place], pre_forward: PreForward
     ) -> None:
-        table = module._parameters
+        table = parameter_table(module)
         if not isinstance(table, ParameterTable):
-            module._parameters = table = ParameterTable(table)
+            table = ParameterTable(table)
+            replace_parameter_table(module, table)
         for name, param in dict.items(table):
             if param is not None and param in places:
                 table.watch(name, places[param][0], pre_forward)
@@ -294,8 +299,8 @@ class _PreForward(OwnHook):
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if is_dynamo_compiling():
             return  # in a graph nobody waits: see CompiledRoots
-        if ActiveWrapper._active_ddp_module is not None:
-            refuse_active(dict.values(module._parameters))
+        if active_ddp() is not None:
+            refuse_active(dict.values(parameter_table(module)))
         for bucket in self._read:
             if self._polls or bucket.unread or bucket.mark is not None:
                 self._pre_forward(self._read)

@@ -21,8 +21,8 @@ from dearmpi.engine.bucket.bucket_state import BucketState
 from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.device.device import through_host
 from dearmpi.engine.iteration.backprop import Backprop
-from dearmpi.engine.iteration.compilation import number_of_backprop
 from dearmpi.engine.iteration.pipeline import Pipeline
+from dearmpi.torch_internals import number_of_backprop
 
 Place = tuple[int, int]
 

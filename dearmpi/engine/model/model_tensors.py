@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from dearmpi.comm.messages.difference import Gather, digest, first_difference
 from dearmpi.engine.bucket.buffers import is_dense
 from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.torch_internals import buffer_table, parameter_table, sparse_parts
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -21,7 +22,10 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """
     found: set[int] = set()
     for prefix, module in model.named_modules():
-        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for kind, table in (
+            ("parameter", parameter_table(module)),
+            ("buffer", buffer_table(module)),
+        ):
             for key, tensor in _items(table):
                 if tensor is not None and id(tensor) not in found:
                     found.add(id(tensor))
@@ -47,7 +51,7 @@ def stored_parts(tensor: Tensor, name: str) -> list[Tensor]:
         _refuse_without_values(tensor, name)
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return sparse_parts(tensor)
     if tensor.layout is torch.sparse_csr:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout is not torch.strided:

@@ -7,9 +7,8 @@ the first forward, or when it puts other parameters into the model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from types import FrameType
-from typing import Any
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from dearmpi.engine.model.model_tensors import model_tensors
 from dearmpi.errors import ConfigError, UsageError
+from dearmpi.torch_internals import active_ddp, composed_apis, is_flat_shard
 
 _CURE = (
     "leave it out and call the module itself, since the DistributedOptimizer averages gradients "
@@ -33,20 +33,6 @@ _SHARING_OPTIMIZERS = {
     "gradients in each step",
 }
 _MOST_FRAMES = 16  # from a module's table up to the wrapper that changes it
-
-
-class _NeverActive:
-    """Stands for DistributedDataParallel in a torch that does not show which one is active."""
-
-    _active_ddp_module = None
-
-
-# Its attribute ``_active_ddp_module`` is the wrapper whose forward is running, of replicate() too.
-ActiveWrapper: Any = (
-    DistributedDataParallel
-    if hasattr(DistributedDataParallel, "_active_ddp_module")
-    else _NeverActive
-)
 
 
 def refuse_wrappers(model: nn.Module) -> None:
@@ -98,7 +84,7 @@ def _wrapper_of(module: nn.Module) -> tuple[str, str] | None:
         if any(kind.__name__ == "ReplicateModule" for kind in type(module).__mro__):
             return _REPLICATED, _CURE
         return "was given to fully_shard() (FSDP), which shards its parameters", _SHARDED
-    if "replicate" in _composed(module):
+    if "replicate" in composed_apis(module):
         return _REPLICATED, _CURE
     return None
 
@@ -107,7 +93,7 @@ def refuse_active(params: Iterable[nn.Parameter | None]) -> None:
     """Raise UsageError if the DistributedDataParallel whose forward is running reduces the gradient
     of one of ``params``, which the optimizer reduces too.
     """
-    active = ActiveWrapper._active_ddp_module
+    active = active_ddp()
     own = {id(param) for param in params if param is not None and param.requires_grad}
     ignored = getattr(active, "parameters_to_ignore", ())
     for _, name, tensor in model_tensors(active.module):
@@ -127,7 +113,7 @@ def refuse_replicated(modules: Iterable[nn.Module]) -> None:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    if any("replicate" in _composed(module) for module in modules):
+    if any("replicate" in composed_apis(module) for module in modules):
         raise UsageError(f"a module of the model {_REPLICATED}; {_CURE}")
 
 
@@ -151,16 +137,9 @@ def _sharded_kind(tensor: Tensor) -> str | None:
     """What ``tensor`` is if it is a part of one that is spread over ranks."""
     if _is_of(tensor, "torch.distributed.tensor", "DTensor"):
         return "a DTensor (of FSDP's fully_shard(), or of tensor parallelism)"
-    if getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False):
+    if is_flat_shard(tensor):
         return "a parameter of torch's FullyShardedDataParallel (FSDP)"
     return None
-
-
-def _composed(module: nn.Module) -> Collection[str]:
-    """The names of torch's composable APIs that ``module`` was given to."""
-    contract = sys.modules.get("torch.distributed._composable.contract")
-    registry = getattr(contract, "_get_registry", None)
-    return () if registry is None else registry(module) or ()
 
 
 def _is_of(value: object, home: str, kind: str) -> bool:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dearmpi.engine.probe.trial import TrialBucket
 from dearmpi.engine.update.update import clone
+from dearmpi.torch_internals import version_of
 
 _DEEPEST = 4  # containers in containers that are looked into
 
@@ -64,7 +65,7 @@ class _Object:
 
 def _picture(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
-        return _Object(value), None if value.is_inference() else value._version
+        return _Object(value), None if value.is_inference() else version_of(value)
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return value
     if isinstance(value, float):

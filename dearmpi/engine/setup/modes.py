@@ -18,6 +18,7 @@ from dearmpi.engine.setup.assembly import Assembly
 from dearmpi.engine.state.sharded_state import gather_state
 from dearmpi.engine.update.update import clone, read_options
 from dearmpi.errors import UsageError
+from dearmpi.torch_internals import version_of
 
 MODES = frozenset(("train", "eval"))
 
@@ -64,9 +65,9 @@ def switch(optimizer: Optimizer, assembly: Assembly, world: World, mode: str) ->
     names = assembly.blueprint.names
     state = {param: whole[name] for param, name in names.items() if whole.get(name)}
     held = [v for entries in state.values() for v in entries.values() if isinstance(v, Tensor)]
-    versions = [tensor._version for tensor in held]
+    versions = [version_of(tensor) for tensor in held]
     act(clone(optimizer, optimizer.param_groups, defaultdict(dict, state)))
-    if versions != [tensor._version for tensor in held]:
+    if versions != [version_of(tensor) for tensor in held]:
         raise UsageError(
             f"{name} changes the optimizer's state, which lies in the buckets' updates and stays "
             "as it was; train without dearmpi, or with a method that changes parameters alone"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.engine import refusal
+from dearmpi.torch_internals import version_of
 
 Entries = Mapping[str, Any]
 
@@ -30,7 +31,7 @@ class GatheredState(MutableMapping[Tensor, Entries]):
 
     def check(self) -> None:
         """Raise UsageError if a tensor that was handed out has been changed."""
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(version_of(tensor) != version for tensor, version in self._versions):
             raise refusal.state_changed()
 
     def forget(self) -> None:
@@ -67,7 +68,7 @@ class GatheredState(MutableMapping[Tensor, Entries]):
             with torch.inference_mode(False):  # whose tensors count no changes
                 self._gathered = self._gather()
             self._versions = [
-                (value, value._version)
+                (value, version_of(value))
                 for entries in self._gathered.values()
                 for value in entries.values()
                 if isinstance(value, Tensor)

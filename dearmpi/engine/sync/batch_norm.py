@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dearmpi.comm.lifecycle import choose_world, connect
 from dearmpi.comm.world import World
 from dearmpi.engine.sync.layer_call import LayerCall
 from dearmpi.errors import ConfigError
+from dearmpi.torch_internals import BatchNorm, module_table, share_tables
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation whose mean and variance in training are those of all ranks' samples.
 
     For inputs (N, C, ...); N may differ between ranks, and be zero on some. In evaluation, also of
@@ -126,14 +126,14 @@ def name_layers(model: nn.Module) -> None:
 
 def _refuse_more(model: nn.Module) -> None:
     """Subclasses may do anything, of which a twin would know nothing."""
-    forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    forwards = (BatchNorm.forward, nn.SyncBatchNorm.forward)
     for name, module in model.named_modules():
         kind = type(module)
-        if not isinstance(module, _BatchNorm) or issubclass(kind, SyncBatchNorm):
+        if not isinstance(module, BatchNorm) or issubclass(kind, SyncBatchNorm):
             continue
         own = {"forward", "train"} & vars(module).keys()  # as where a layer is kept from training
         of_kind = kind.forward not in forwards or kind.train is not nn.Module.train
-        if of_kind or own or module._modules:
+        if of_kind or own or module_table(module):
             raise ConfigError(
                 f"module {name or 'of the model'} is a {kind.__name__}, which does more than "
                 "normalise: it has modules, a forward() or a train() of its own, and SyncBatchNorm "
@@ -146,7 +146,7 @@ def _convert(module: nn.Module, world: World, converted: dict[nn.Module, nn.Modu
     """``converted``: what has become of modules, which may stand in several places."""
     if module not in converted:
         converted[module] = _twin_of(module, world)
-        for name, child in list(module._modules.items()):
+        for name, child in list(module_table(module).items()):
             if child is not None:
                 twin = _convert(child, world, converted)
                 if twin is not child:
@@ -156,7 +156,7 @@ def _convert(module: nn.Module, world: World, converted: dict[nn.Module, nn.Modu
 
 def _twin_of(module: nn.Module, world: World) -> nn.Module:
     """What stands in place of ``module`` alone."""
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+    if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
         twin = SyncBatchNorm(
             module.num_features,
             module.eps,
@@ -166,7 +166,7 @@ def _twin_of(module: nn.Module, world: World) -> nn.Module:
             device="meta",  # its values come from the module
             world=world,
         )
-        twin._parameters, twin._buffers = module._parameters, module._buffers
+        share_tables(twin, with_module=module)
         return twin.train(module.training)
     return module
 

@@ -12,7 +12,8 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.trace.layers import find_layers, node_behind
-from dearmpi.engine.trace.spans import is_profiling, profiled
+from dearmpi.engine.trace.spans import profiled
+from dearmpi.torch_internals import is_profiling
 
 
 class LayerRanges:

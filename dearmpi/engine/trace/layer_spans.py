@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from dearmpi.engine.trace.layers import Layer, find_layers, node_behind
 from dearmpi.engine.trace.span import Span, Track
 from dearmpi.engine.trace.spans import Spans
+from dearmpi.torch_internals import at_end_of_backprop
 from dearmpi.tune.own_hook import OwnHook
 
 Edge = tuple[str, float]
@@ -91,8 +92,7 @@ class LayerSpans:
 
         def ready(_: Any) -> None:
             if not gradients:
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._end_backprop)
+                at_end_of_backprop(self._end_backprop)
             gradients.append((name, perf_counter()))
 
         return ready

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from dearmpi.torch_internals import parameter_table
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -26,7 +28,7 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
     """
     seen: set[nn.Parameter] = set()
     for name, module in model.named_modules():
-        own = [param for param in module._parameters.values() if param is not None]
+        own = [param for param in parameter_table(module).values() if param is not None]
         if own and not isinstance(module, torch.jit.ScriptModule):
             fresh = [param for param in own if param.requires_grad and param not in seen]
             yield Layer(name or type(module).__name__, module, tuple(dict.fromkeys(fresh)))

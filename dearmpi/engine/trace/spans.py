@@ -12,6 +12,7 @@ from torch.autograd import profiler
 from dearmpi.comm.api.collectives import Request, Wrapper
 from dearmpi.engine.trace.span import Recorder, Span, Track
 from dearmpi.plan.data.layout import Bucket
+from dearmpi.torch_internals import is_profiling
 
 _OPERATIONS = {Track.REDUCE_SCATTER: "RS", Track.ALL_GATHER: "AG", Track.UPDATE: "U"}
 _UNSEEN = nullcontext()
@@ -121,11 +122,6 @@ class _WatchedRequest(Wrapper):
             pass
         if self._recorder is not None:
             self._recorder.add(self._span._replace(stop_s=now_s, progress_s=self._progress_s))
-
-
-def is_profiling() -> bool:
-    """Whether torch's profiler is on, in any thread."""
-    return bool(profiler._is_profiler_enabled)
 
 
 def profiled(name: str) -> AbstractContextManager[object]:

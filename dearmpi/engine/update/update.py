@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
 from dearmpi.comm.api.collectives import Request
+from dearmpi.torch_internals import plain_step
 
 Options = Sequence[Mapping[str, Any]]
-_AROUND_STEPS: Any = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 class Update(Protocol):
@@ -59,17 +59,6 @@ def _copy_option(value: Any) -> Any:
     return value
 
 
-def is_patched(optimizer: Optimizer) -> bool:
-    """Whether a script has put another ``step`` on the instance, which clones have not; schedulers
-    do so too, but only to see that it is called.
-    """
-    step: Any = vars(optimizer).get("step")
-    step = getattr(step, "__func__", step)
-    while getattr(step, "__globals__", None) is vars(lr_scheduler):
-        step = step.__wrapped__
-    return step is not None and step is not type(optimizer).step
-
-
 def clone(optimizer: Optimizer, param_groups: list[dict[str, Any]], state: Any) -> Optimizer:
     """An optimizer like ``optimizer`` over other groups; hooks and wrapped steps stay behind."""
     twin: Optimizer = object.__new__(type(optimizer))
@@ -97,20 +86,12 @@ def step_on(
     for tensor in given:
         tensor.requires_grad_(True)
     if given:
-        _take_step(optimizer)
+        # Without the hooks that torch calls around a step: DistributedOptimizer calls them once for
+        # all buckets.
+        plain_step(optimizer)(optimizer)
     for tensor in given:
         tensor.requires_grad_(False)
         tensor.grad = None
-
-
-def _take_step(optimizer: Optimizer) -> None:
-    """Its step, without what torch puts around each: hooks for all optimizers of a process, which
-    the ``DistributedOptimizer`` calls once for all buckets.
-    """
-    step: Any = type(optimizer).step
-    # By its code: what a script has put around a step may carry torch's marks as well.
-    is_wrapped = getattr(step, "__code__", None) is _AROUND_STEPS
-    (step.__wrapped__ if is_wrapped else step)(optimizer)
 
 
 def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:

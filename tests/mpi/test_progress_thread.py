@@ -11,7 +11,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.tune.driving_thread import drive_on_one_core
+from dearmpi.engine.device.progress_thread import compute_on_one_core
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -47,7 +47,7 @@ def test_a_thread_that_has_never_computed_keeps_to_one_core(
 
     thread: list[threading.Thread] = []
     monkeypatch.setattr(world, "on_driving_thread", drive)
-    drive_on_one_core(world)
+    compute_on_one_core(world)
     computed.set()
     thread[0].join()
     assert seen == [1] and torch.get_num_threads() == threads
