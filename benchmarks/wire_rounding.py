@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dearmpi.comm.algorithms.ring import RingReduceScatter, Way, num_receives
+from dearmpi.comm.algorithms.ring import RingContext, RingReduceScatter, num_receives
 from dearmpi.comm.algorithms.scratch import add_in_order
-from dearmpi.comm.algorithms.traffic import Traffic
+from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Request
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
@@ -68,7 +68,9 @@ def by_ring(terms: Tensor, dtype: torch.dtype) -> Tensor:
     buffers = list(terms.clone())
     rings = [
         RingReduceScatter(
-            Way(Wires(queues, rank), tuple(range(size)), rank, tag=0, traffic=Traffic()),
+            RingContext(
+                Wires(queues, rank), tuple(range(size)), rank, tag=0, scheduler=SendScheduler()
+            ),
             buffer,
             scratch=[torch.empty(SHARD_NUMEL, dtype=dtype) for _ in range(num)],
             outgoing=[torch.empty(SHARD_NUMEL, dtype=dtype) for _ in range(num)],

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ALL_GATHER = "all-gather"
 OPERATIONS: tuple[str, ...] = (ALL_GATHER, *get_args(ReduceScatter))
 _PROGRAM = (sys.executable, "-m", "dearmpi.tune.device_probe")
+_CLAIMS_CUDA = "from dearmpi.comm.backends import mpi; print(mpi.claims_cuda())"
 _NUMEL = 1 << 16
 _START_LIMIT_S = 120.0  # to import torch and to connect, on a machine that may be busy
 _LIMIT_S = 30.0  # for an operation
@@ -72,10 +73,9 @@ def probe_devices(*, always: bool = True) -> tuple[Verdict, ...]:
 
 def _claims_cuda() -> bool:
     """What the library says, asked in a process of its own: it must be initialised for that."""
-    ask = "from dearmpi.comm import mpi; print(mpi.claims_cuda())"
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", ask],
+            [sys.executable, "-c", _CLAIMS_CUDA],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

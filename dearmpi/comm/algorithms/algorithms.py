@@ -13,13 +13,13 @@ from typing import Any
 from dearmpi.comm.algorithms.ring import (
     CHUNK_BYTES,
     RingAllGather,
+    RingContext,
     RingReduceScatter,
-    Way,
     num_receives,
     ring_order,
 )
 from dearmpi.comm.algorithms.scratch import Scratch, ScratchRequest, add_in_order, carrier_of
-from dearmpi.comm.algorithms.traffic import Traffic
+from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Completed, Request
 from dearmpi.comm.api.shard import check_shards, shard_of
 from dearmpi.config import AllGather, ReduceScatter, WireDtype
@@ -33,14 +33,14 @@ class Algorithms(ABC):
     A library adds the operations that they are made of.
     """
 
-    def __init__(self, *, rank: int, hosts: tuple[str, ...], traffic: Traffic) -> None:
-        """``hosts``: of each rank. ``traffic``: shared by all communicators of this rank, which
+    def __init__(self, *, rank: int, hosts: tuple[str, ...], scheduler: SendScheduler) -> None:
+        """``hosts``: of each rank. ``scheduler``: of all communicators of this rank, which
         use the same wires.
         """
         self.rank, self.size, self.hosts = rank, len(hosts), hosts
         self._order = ring_order(hosts)
         self._place = self._order.index(rank)
-        self._traffic = traffic
+        self._scheduler = scheduler
         self._scratch = Scratch()
         self._num_started = 0
 
@@ -104,14 +104,14 @@ class Algorithms(ABC):
 
     def _gather(self, buffer: Buffer, algorithm: AllGather) -> Request:
         if algorithm == "ring" and self.size > 1:
-            return RingAllGather(self._next_way(), buffer)
+            return RingAllGather(self._next_context(), buffer)
         return self._start_gather(buffer)
 
-    def _next_way(self) -> Way:
+    def _next_context(self) -> RingContext:
         """Where the next ring runs, under a tag of its own."""
         self._num_started += 1
         tag = self._num_started % _NUM_TAGS
-        return Way(self, self._order, self._place, tag=tag, traffic=self._traffic)
+        return RingContext(self, self._order, self._place, tag=tag, scheduler=self._scheduler)
 
     def _reduce_by_ring(self, buffer: Buffer, carrier: Buffer) -> Request:
         shard_numel, width = buffer.numel() // self.size, carrier.element_size()
@@ -121,7 +121,7 @@ class Algorithms(ABC):
         outgoing = []
         if carrier is not buffer:
             outgoing = [self._scratch.take(carrier, numel) for _ in range(num)]
-        ring = RingReduceScatter(self._next_way(), buffer, scratch=scratch, outgoing=outgoing)
+        ring = RingReduceScatter(self._next_context(), buffer, scratch=scratch, outgoing=outgoing)
         return ScratchRequest(self._scratch, ring, held=[*scratch, *outgoing])
 
     def _reduce_natively(self, buffer: Buffer, carrier: Buffer) -> Request:

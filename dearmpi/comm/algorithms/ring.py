@@ -4,9 +4,9 @@ Bandwidth-optimal on any MPI, since each round is one full-duplex exchange with 
 (senders never meet at a receiver), and needing nothing of MPI but point-to-point, so that half
 precision and device buffers work wherever that does. Small state machines, driven by ``test``.
 
-Shards travel in chunks: while one is added the next ones are on the wire, what a rank needs of
-scratch memory does not grow with the bucket, and what is urgent (``traffic``) need not wait for
-whole shards of what is not. Chunks may travel in half precision, at half the bytes.
+Shards travel in chunks. While one is added the next ones are on the wire, scratch memory does not
+grow with the bucket, and a message of higher priority (``send_scheduler``) waits for no whole shard
+of lower priority. Chunks may travel in half precision, at half the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from dearmpi.comm.algorithms.traffic import Traffic, Urgency
+from dearmpi.comm.algorithms.send_scheduler import Priority, SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Movement, Request
 
 CHUNK_BYTES = 1 << 19
@@ -57,7 +57,7 @@ def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RingContext:
     """Where a ring runs: in what order of ranks, this one at which place of it, under a tag of its
     own, and what it competes with.
     """
@@ -66,7 +66,7 @@ class Way:
     order: tuple[int, ...]
     place: int
     tag: int
-    traffic: Traffic
+    scheduler: SendScheduler
 
     @property
     def size(self) -> int:
@@ -84,24 +84,24 @@ class Ring(Request):
     What comes in as message n goes on one round later, as message n + ``num_chunks``.
     """
 
-    urgency: ClassVar[Urgency]
+    priority: ClassVar[Priority]
 
-    def __init__(self, way: Way, buffer: Buffer, *, element_size: int) -> None:
+    def __init__(self, context: RingContext, buffer: Buffer, *, element_size: int) -> None:
         """``element_size``: in bytes, of what travels."""
-        self._way, self._buffer = way, buffer
-        self._shard_numel = buffer.numel() // way.size
+        self._context, self._buffer = context, buffer
+        self._shard_numel = buffer.numel() // context.size
         self._num_chunks = num_chunks(self._shard_numel, element_size)
         self._chunk_numel = -(-self._shard_numel // self._num_chunks)
         self._chunk_bytes = max(1, self._chunk_numel * element_size)
-        self._num_messages = (way.size - 1) * self._num_chunks
+        self._num_messages = (context.size - 1) * self._num_chunks
         self._num_arrived = self._num_sent = 0
         self._movement = Movement.NONE
         self._receives: deque[Request] = deque()
         self._sends: deque[Request] = deque()
-        for number in range(num_receives(self._shard_numel, element_size, way.size)):
+        for number in range(num_receives(self._shard_numel, element_size, context.size)):
             self._post_receive(number)
         if self._num_messages:
-            way.traffic.enter(self)
+            context.scheduler.enter(self)
             self._post_sends()
 
     def test(self) -> bool:
@@ -145,18 +145,24 @@ class Ring(Request):
         To be called while something is left to be sent.
         """
         num_ready = min(self._num_messages, self._num_chunks + self._num_arrived)
-        while self._num_sent < num_ready and self._way.traffic.admits(self) and self._has_room():
+        while (
+            self._num_sent < num_ready and self._context.scheduler.admits(self) and self._has_room()
+        ):
             part = self._outgoing(self._num_sent)
-            successor = self._way.rank_at(self._way.place + 1)
-            self._sends.append(self._way.transport.start_send(part, successor, self._way.tag))
+            successor = self._context.rank_at(self._context.place + 1)
+            self._sends.append(
+                self._context.transport.start_send(part, successor, self._context.tag)
+            )
             self._num_sent += 1
         if self._num_sent == self._num_messages:
-            self._way.traffic.leave(self)
+            self._context.scheduler.leave(self)
 
     def _post_receive(self, number: int) -> None:
         part = self._incoming(number)
-        predecessor = self._way.rank_at(self._way.place - 1)
-        self._receives.append(self._way.transport.start_receive(part, predecessor, self._way.tag))
+        predecessor = self._context.rank_at(self._context.place - 1)
+        self._receives.append(
+            self._context.transport.start_receive(part, predecessor, self._context.tag)
+        )
 
     def _release_sends(self) -> None:
         while self._sends and self._sends[0].test():
@@ -167,7 +173,7 @@ class Ring(Request):
         less its round.
         """
         rounds, chunk = divmod(number, self._num_chunks)
-        base = self._way.rank_at(first_place - rounds) * self._shard_numel
+        base = self._context.rank_at(first_place - rounds) * self._shard_numel
         start = min(chunk * self._chunk_numel, self._shard_numel)
         stop = min(start + self._chunk_numel, self._shard_numel)
         return self._buffer[base + start : base + stop]
@@ -194,16 +200,16 @@ class RingAllGather(Ring):
     before.
     """
 
-    urgency = Urgency.ALL_GATHER
+    priority = Priority.ALL_GATHER
 
-    def __init__(self, way: Way, buffer: Buffer) -> None:
-        super().__init__(way, buffer, element_size=buffer.element_size())
+    def __init__(self, context: RingContext, buffer: Buffer) -> None:
+        super().__init__(context, buffer, element_size=buffer.element_size())
 
     def _outgoing(self, number: int) -> Any:
-        return self._part(self._way.place, number)
+        return self._part(self._context.place, number)
 
     def _incoming(self, number: int) -> Any:
-        return self._part(self._way.place - 1, number)
+        return self._part(self._context.place - 1, number)
 
     def _take(self, number: int) -> None:
         """It came in where it belongs."""
@@ -221,25 +227,30 @@ class RingReduceScatter(Ring):
     buffer's own.
     """
 
-    urgency = Urgency.REDUCE_SCATTER
+    priority = Priority.REDUCE_SCATTER
 
     def __init__(
-        self, way: Way, buffer: Buffer, *, scratch: Sequence[Any], outgoing: Sequence[Any] = ()
+        self,
+        context: RingContext,
+        buffer: Buffer,
+        *,
+        scratch: Sequence[Any],
+        outgoing: Sequence[Any] = (),
     ) -> None:
         self._scratch, self._staging = scratch, outgoing
         width = scratch[0].element_size() if scratch else buffer.element_size()
-        assert len(scratch) >= num_receives(buffer.numel() // way.size, width, way.size)
-        super().__init__(way, buffer, element_size=width)
+        assert len(scratch) >= num_receives(buffer.numel() // context.size, width, context.size)
+        super().__init__(context, buffer, element_size=width)
 
     def _outgoing(self, number: int) -> Any:
-        part = self._part(self._way.place - 1, number)
+        part = self._part(self._context.place - 1, number)
         if not self._staging:
             return part
         # Sends are taken back in order, so that this one's turn finds its memory free.
         return self._staging[number % len(self._staging)][: part.numel()].copy_(part)
 
     def _incoming(self, number: int) -> Any:
-        numel = self._part(self._way.place - 2, number).numel()
+        numel = self._part(self._context.place - 2, number).numel()
         return self._scratch[number % len(self._scratch)][:numel]
 
     def _has_room(self) -> bool:
@@ -249,5 +260,5 @@ class RingReduceScatter(Ring):
         return len(self._sends) < len(self._staging)
 
     def _take(self, number: int) -> None:
-        target = self._part(self._way.place - 2, number)
+        target = self._part(self._context.place - 2, number)
         target.add_(self._scratch[number % len(self._scratch)][: target.numel()])

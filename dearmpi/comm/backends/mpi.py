@@ -29,7 +29,7 @@ else:
 from mpi4py import MPI
 
 from dearmpi.comm.algorithms.algorithms import Algorithms
-from dearmpi.comm.algorithms.traffic import Traffic
+from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Buffer, ReduceOp, Request
 from dearmpi.comm.process.exit_handlers import skip_exit_handlers
 from dearmpi.comm.process.launch import doubt_launch
@@ -84,10 +84,10 @@ class MpiCollectives(Algorithms):
     """``Collectives`` on one communicator."""
 
     def __init__(
-        self, comm: MPI.Comm, *, rank: int, hosts: tuple[str, ...], traffic: Traffic
+        self, comm: MPI.Comm, *, rank: int, hosts: tuple[str, ...], scheduler: SendScheduler
     ) -> None:
         """rank, hosts: in ``comm``, which a duplicate that is not complete yet cannot tell."""
-        super().__init__(rank=rank, hosts=hosts, traffic=traffic)
+        super().__init__(rank=rank, hosts=hosts, scheduler=scheduler)
         self._comm = comm
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
@@ -102,7 +102,7 @@ class MpiCollectives(Algorithms):
     def start_duplicate(self) -> tuple[MpiCollectives, Request]:
         """A duplicated communicator, usable once the request is complete."""
         comm, request = self._comm.Idup()
-        twin = MpiCollectives(comm, rank=self.rank, hosts=self.hosts, traffic=self._traffic)
+        twin = MpiCollectives(comm, rank=self.rank, hosts=self.hosts, scheduler=self._scheduler)
         return twin, MpiRequest(request, comm)
 
     def free(self) -> None:
@@ -184,7 +184,7 @@ def connect() -> MpiCollectives:
     initialize()
     comm = MPI.COMM_WORLD.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
-    return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), traffic=Traffic())
+    return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), scheduler=SendScheduler())
 
 
 def initialize() -> None:

@@ -6,10 +6,10 @@ it arrives in order. So a message stands in line behind those of its kind that a
 already: a small reduce-scatter beside a large one waits for the large one's message, in every round
 unless it gets through its own while the large one pauses. A wire shared in equal parts would let
 the small one through in next to no time. (The engine sends chunks, and hands over 2 MiB of them at
-most, ``comm/algorithms/traffic.py``: beside buckets of more than that for each rank it waits less
-than here.)
+most, ``comm/algorithms/send_scheduler.py``. Beside buckets of more than 2 MiB for each rank it
+waits less than here.)
 
-Reduce-scatters pass all-gathers (``comm/algorithms/traffic.py``): what is left of a gather's
+Reduce-scatters pass all-gathers (``comm/algorithms/send_scheduler.py``): what is left of a gather's
 message goes on after them. The engine hands so little over ahead of time that what it cannot take
 back is left out.
 """

@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from dearmpi.comm.algorithms.ring import Ring, Way
-from dearmpi.comm.algorithms.traffic import Traffic
+from dearmpi.comm.algorithms.ring import Ring, RingContext
+from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Request
 
 
@@ -62,16 +62,18 @@ class End:
         return post
 
 
-def way(
+def context(
     end: End,
     size: int,
     tag: int = 1,
-    traffic: Traffic | None = None,
+    scheduler: SendScheduler | None = None,
     order: Sequence[int] | None = None,
-) -> Way:
+) -> RingContext:
     """``order``: as ranks follow each other; by default that of their numbers."""
     ranks = tuple(range(size) if order is None else order)
-    return Way(end, ranks, ranks.index(end.rank), tag=tag, traffic=traffic or Traffic())
+    return RingContext(
+        end, ranks, ranks.index(end.rank), tag=tag, scheduler=scheduler or SendScheduler()
+    )
 
 
 def run(wires: Wires, rings: Sequence[Ring], chance: random.Random) -> None:

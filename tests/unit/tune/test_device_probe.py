@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -19,3 +22,9 @@ def test_each_rank_tries_a_device_of_its_own_if_there_are_two(
     assert device_probe._device_of(1, "cuda") == expected
     assert [f"cuda:{index}" for index in current] == ["cuda:0", expected]
     assert device_probe._device_of(1, "cpu") == "cpu"
+
+
+def test_a_process_of_its_own_can_ask_the_library_for_cuda() -> None:
+    command = [sys.executable, "-c", device_probe._CLAIMS_CUDA]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert asked.stdout.strip() in ("True", "False"), asked.stderr

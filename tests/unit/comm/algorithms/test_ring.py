@@ -25,7 +25,7 @@ from dearmpi.comm.algorithms.ring import (
 from dearmpi.comm.api.collectives import Movement, Request
 from dearmpi.comm.messages.host import HostBuffer
 from dearmpi.comm.progress.lane import Lane, Work
-from tests.unit.comm.wires import End, Post, Wires, run, shard, way
+from tests.unit.comm.wires import End, Post, Wires, context, run, shard
 
 
 def start_rings(
@@ -45,7 +45,7 @@ def start_rings(
 
     return [
         RingReduceScatter(
-            way(End(wires, rank), size, tag, order=order),
+            context(End(wires, rank), size, tag, order=order),
             buffer,
             scratch=scratch(buffer),
             outgoing=() if wire_dtype is None else scratch(buffer),
@@ -167,8 +167,12 @@ def test_a_link_carries_what_goes_around_once_however_ranks_are_dealt_out() -> N
 
     wires, order = Wires(), ring_order(hosts)
     buffers = list(torch.ones(6, 12))
-    ways = [way(Counting(wires, rank), 6, order=order) for rank in range(6)]
-    run(wires, [RingAllGather(*both) for both in zip(ways, buffers, strict=True)], random.Random(0))
+    contexts = [context(Counting(wires, rank), 6, order=order) for rank in range(6)]
+    run(
+        wires,
+        [RingAllGather(*both) for both in zip(contexts, buffers, strict=True)],
+        random.Random(0),
+    )
     assert sent["n0", "n1"] == sent["n1", "n0"] == 5 * 2  # P - 1 shards, and not three times that
 
 
@@ -260,7 +264,7 @@ def test_each_rank_moves_its_shards_once() -> None:
     buffers = list(torch.ones(4, 12))
     rings = [
         RingReduceScatter(
-            way(Counting(wires, rank), 4), buffer, scratch=[torch.empty(3) for _ in range(3)]
+            context(Counting(wires, rank), 4), buffer, scratch=[torch.empty(3) for _ in range(3)]
         )
         for rank, buffer in enumerate(buffers)
     ]
@@ -284,8 +288,8 @@ def test_an_all_gather_gives_every_rank_every_shard(
     wires, order = Wires(), chance.sample(range(size), size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "CHUNK_BYTES", chunk_bytes)
-        ways = [way(End(wires, rank), size, order=order) for rank in range(size)]
-        rings = [RingAllGather(*both) for both in zip(ways, buffers, strict=True)]
+        contexts = [context(End(wires, rank), size, order=order) for rank in range(size)]
+        rings = [RingAllGather(*both) for both in zip(contexts, buffers, strict=True)]
         run(wires, rings, chance)
     assert all(torch.equal(buffer, whole) for buffer in buffers)
     assert not any(wires.sends.values()) and not any(wires.receives.values())

@@ -1,4 +1,4 @@
-"""Traffic: what this rank's rings have on the wire, and which of them may send next.
+"""SendScheduler: what this rank's rings have on the wire, and which of them may send next.
 
 Messages from one rank to another leave in the order in which they were handed over. A small bucket
 for which the next layer waits would queue behind all that large ones have handed over before. So no
@@ -15,7 +15,7 @@ from typing import Protocol
 MOST_BYTES = 2 << 20
 
 
-class Urgency(IntEnum):
+class Priority(IntEnum):
     """Which operations yield to which, the least urgent first.
 
     While both are under way all-gathers fill gaps: what is left of the reduce-scatters must be
@@ -26,11 +26,11 @@ class Urgency(IntEnum):
     REDUCE_SCATTER = 1
 
 
-class Traveller(Protocol):
+class RingOperation(Protocol):
     """A ring under way, which sends as many messages as it receives."""
 
     @property
-    def urgency(self) -> Urgency: ...
+    def priority(self) -> Priority: ...
 
     @property
     def bytes_out(self) -> int:
@@ -40,35 +40,35 @@ class Traveller(Protocol):
         ...
 
 
-class Traffic:
+class SendScheduler:
     """The rings that still send on this rank: the most urgent first, then in order of start."""
 
     def __init__(self) -> None:
-        self._travellers: list[Traveller] = []
+        self._operations: list[RingOperation] = []
 
-    def enter(self, traveller: Traveller) -> None:
-        """``traveller`` will ask from now on."""
-        place = len(self._travellers)
-        while place and self._travellers[place - 1].urgency < traveller.urgency:
+    def enter(self, operation: RingOperation) -> None:
+        """``operation`` will ask from now on."""
+        place = len(self._operations)
+        while place and self._operations[place - 1].priority < operation.priority:
             place -= 1
-        self._travellers.insert(place, traveller)
+        self._operations.insert(place, operation)
 
-    def leave(self, traveller: Traveller) -> None:
-        """``traveller`` has sent everything."""
-        self._travellers = [other for other in self._travellers if other is not traveller]
+    def leave(self, operation: RingOperation) -> None:
+        """``operation`` has sent everything."""
+        self._operations = [other for other in self._operations if other is not operation]
 
-    def admits(self, traveller: Traveller) -> bool:
-        """Whether ``traveller`` may send its next message.
+    def admits(self, operation: RingOperation) -> bool:
+        """Whether ``operation`` may send its next message.
 
         It may if nothing of its own is under way: ranks may disagree for a while on what is urgent,
         and each ring must move on by itself. Otherwise it waits while ``MOST_BYTES`` of what is as
         urgent, or more, are under way.
         """
-        if not traveller.bytes_out:
+        if not operation.bytes_out:
             return True
         ahead = 0
-        for other in self._travellers:
+        for other in self._operations:
             ahead += other.bytes_out
-            if other is traveller:
+            if other is operation:
                 break
         return ahead < MOST_BYTES

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dearmpi.comm.algorithms import ring, traffic
+from dearmpi.comm.algorithms import ring, send_scheduler
 from dearmpi.comm.algorithms.ring import Ring, RingAllGather, RingReduceScatter, num_receives
-from dearmpi.comm.algorithms.traffic import Traffic
-from tests.unit.comm.wires import End, Post, Wires, run, shard, way
+from dearmpi.comm.algorithms.send_scheduler import SendScheduler
+from tests.unit.comm.wires import End, Post, Wires, context, run, shard
 
 
 @given(st.integers(2, 5), st.integers(0, 3), st.integers(0, 1 << 32))
 def test_rings_that_share_the_wires_all_complete(size: int, most_chunks: int, seed: int) -> None:
     """Whatever each rank finds urgent, and however little may be under way."""
     chance = random.Random(seed)
-    traffics = [Traffic() for _ in range(size)]
+    schedulers = [SendScheduler() for _ in range(size)]
     wires, shard_numel, num = Wires(), 7, 3
     summed = [[torch.full((size * shard_numel,), 1.0 + r) for r in range(size)] for _ in range(num)]
     gathered = [
@@ -29,24 +29,24 @@ def test_rings_that_share_the_wires_all_complete(size: int, most_chunks: int, se
     rings: list[Ring] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "CHUNK_BYTES", 8)
-        patch.setattr(traffic, "MOST_BYTES", 8 * most_chunks)
+        patch.setattr(send_scheduler, "MOST_BYTES", 8 * most_chunks)
         for rank in range(size):
             starts = [*range(2 * num)]
             chance.shuffle(starts)  # ranks need not agree on the order either
             for number in starts:
-                place = way(End(wires, rank), size, tag=number, traffic=traffics[rank])
+                own = context(End(wires, rank), size, tag=number, scheduler=schedulers[rank])
                 if number < num:
                     ahead = num_receives(shard_numel, 4, size)
                     scratch = [torch.empty(2) for _ in range(ahead)]
-                    one = RingReduceScatter(place, summed[number][rank], scratch=scratch)
+                    one = RingReduceScatter(own, summed[number][rank], scratch=scratch)
                     rings.append(one)
                 else:
-                    rings.append(RingAllGather(place, gathered[number - num][rank]))
+                    rings.append(RingAllGather(own, gathered[number - num][rank]))
         run(wires, rings, chance)
     for rank in range(size):
         for buffers in summed:
-            own = shard(buffers[rank], rank, size)
-            assert own.tolist() == [size * (size + 1) / 2] * shard_numel
+            part = shard(buffers[rank], rank, size)
+            assert part.tolist() == [size * (size + 1) / 2] * shard_numel
         for buffers in gathered:
             expected = torch.arange(float(size)).repeat_interleave(shard_numel)
             assert torch.equal(buffers[rank], expected)
@@ -57,7 +57,7 @@ def test_a_small_reduce_scatter_does_not_queue_behind_a_large_all_gather(
 ) -> None:
     """Ahead of each of its messages there is what may be under way, never a whole shard."""
     monkeypatch.setattr(ring, "CHUNK_BYTES", 8)
-    monkeypatch.setattr(traffic, "MOST_BYTES", 3 * 8)
+    monkeypatch.setattr(send_scheduler, "MOST_BYTES", 3 * 8)
     sent: list[str] = []
 
     class Logging(End):
@@ -67,15 +67,15 @@ def test_a_small_reduce_scatter_does_not_queue_behind_a_large_all_gather(
             return super().start_send(buffer, destination, tag)
 
     wires, size = Wires(), 3
-    traffics = [Traffic() for _ in range(size)]
-    ways = [
-        [way(Logging(wires, r), size, tag=tag, traffic=traffics[r]) for r in range(size)]
+    schedulers = [SendScheduler() for _ in range(size)]
+    contexts = [
+        [context(Logging(wires, r), size, tag=tag, scheduler=schedulers[r]) for r in range(size)]
         for tag in (1, 2)
     ]
-    gathers = [RingAllGather(one, torch.zeros(3 * 40)) for one in ways[0]]
+    gathers = [RingAllGather(one, torch.zeros(3 * 40)) for one in contexts[0]]
     # Of four chunks per shard: a ring with nothing under way may send whatever else goes on.
     scratch = [torch.empty(2) for _ in range(num_receives(8, 4, size))]
-    reduces = [RingReduceScatter(one, torch.ones(3 * 8), scratch=scratch) for one in ways[1]]
+    reduces = [RingReduceScatter(one, torch.ones(3 * 8), scratch=scratch) for one in contexts[1]]
     chance = random.Random(0)
     while not all([one.test() for one in [*gathers, *reduces]][size:]):
         while wires.deliver_one(chance):
