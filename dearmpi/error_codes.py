@@ -47,7 +47,283 @@ _SETTINGS = {
 
 _COMM: dict[str, ErrorCode] = {}
 
-_ENGINE: dict[str, ErrorCode] = {}
+_ENGINE: dict[str, ErrorCode] = {
+    "read-of-stale-parameter": ErrorCode(
+        "A module read a parameter that was still being gathered, through a reference that "
+        "does not wait.",
+        "Read the parameter as an attribute of its module, or call `optimizer.synchronize()` "
+        "first.",
+    ),
+    "join-misused": ErrorCode(
+        "`join()` was nested, left before `step()`, or used with something that a rank "
+        "without batches cannot follow.",
+        "Call `step()` before the block ends, and use only what the message allows inside "
+        "`join()`.",
+    ),
+    "ranks-differ-in-options": ErrorCode(
+        "Param groups have other options, such as learning rates, on some ranks.",
+        "Set the same options on every rank; give every scheduler the same values.",
+    ),
+    "replicas-differ": ErrorCode(
+        "After a step a parameter or buffer has other values on some ranks.",
+        "Change parameters through the optimizer only, or in the same way on every rank.",
+    ),
+    "ranks-freeze-differently": ErrorCode(
+        "Ranks train different parameters in one step.",
+        "Freeze and unfreeze the same parameters on every rank; use one seed where the choice"
+        " is random.",
+    ),
+    "ranks-differ-in-backwards": ErrorCode(
+        "Some ranks reduced gradients more often than others before a step.",
+        "Skip a step on all ranks or on none, and decide before its backward.",
+    ),
+    "ranks-change-gradients-differently": ErrorCode(
+        "Ranks clipped or scaled gradients by other factors, or other gradients.",
+        "Call `optimizer.clip_grad_norm_()` or `optimizer.scale_gradients_()` with the same "
+        "numbers on every rank.",
+    ),
+    "ranks-loaded-different-states": ErrorCode(
+        "Ranks called `load_state_dict()` at other steps or with other states.",
+        "Load the same state on every rank before the same step.",
+    ),
+    "gradient-in-reduction": ErrorCode(
+        "A gradient was read or changed while it was being reduced over the ranks.",
+        "Use `optimizer.gradients()`, `clip_grad_norm_()` or `scale_gradients_()` after backward.",
+    ),
+    "beyond-half-precision": ErrorCode(
+        "A gradient or parameter is beyond the range of fp16, in which it travels.",
+        'Use `comm_dtype="bf16"`, or `dearmpi.GradScaler`, which skips such steps.',
+    ),
+    "several-devices": ErrorCode(
+        "The optimizer's parameters lie on more than one device.",
+        "Move the whole model to one device, and start one rank for each device.",
+    ),
+    "device-not-served": ErrorCode(
+        "The parameters are on a kind of device that dearmpi does not serve.",
+        "Move the model to `cpu` or `cuda` before the optimizer is made.",
+    ),
+    "device-memory-full": ErrorCode(
+        "A device has no memory left for buckets, state or a step.",
+        'Use a smaller model or batch, fewer ranks on the device, or `update_on="host"`.',
+    ),
+    "device-failed": ErrorCode(
+        "A CUDA device reported an error.",
+        "Look for the error in `nvidia-smi` and `dmesg` on the named host, and resume from a "
+        "checkpoint.",
+    ),
+    "host-memory-not-pinned": ErrorCode(
+        "Host memory cannot be pinned for copies from and to a device.",
+        'Make `window` or `bucket_cap_mb` smaller, or leave out `update_on="host"`.',
+    ),
+    "no-direct-cuda-buffers": ErrorCode(
+        '`cuda_buffers="direct"` was set, but MPI cannot work on device memory.',
+        'Use `cuda_buffers="staged"`, or an MPI library that was built with CUDA.',
+    ),
+    "mpi-lacks-threads": ErrorCode(
+        "Gradients of a device come on another thread, which the MPI library does not allow "
+        "to call it.",
+        "Use an MPI library with `MPI_THREAD_MULTIPLE`.",
+    ),
+    "devices-not-probed": ErrorCode(
+        '`cuda_buffers="direct"` was set without a trial of MPI on device memory.',
+        "Call `dearmpi.probe_devices()` before `dearmpi.connect()`, or use "
+        '`cuda_buffers="staged"`.',
+    ),
+    "ranks-differ-in-devices": ErrorCode(
+        "Some ranks train on a device and some on the host.",
+        "Train on devices on every rank, or on none.",
+    ),
+    "setting-without-effect": ErrorCode(
+        "A setting cannot have an effect on this model, device or world.",
+        "Leave the setting out, or change the model as the message says.",
+    ),
+    "optimizer-closed": ErrorCode(
+        "A method was called after `close()`.",
+        "Make a new `DistributedOptimizer`.",
+    ),
+    "plan-of-compiled-model": ErrorCode(
+        '`plan="auto"` was set for a compiled model, whose layers cannot be timed.',
+        "Leave the plan out, or give one that was made without compilation.",
+    ),
+    "parameters-share-memory": ErrorCode(
+        "Two tensors of the model, or the model and another process, share memory.",
+        'Make them one `Parameter`, clone one of them, or use `gather="gradients"`.',
+    ),
+    "ranks-built-differently": ErrorCode(
+        "Ranks built other models, optimizers or settings.",
+        "Build and load the same on every rank; the message names the first difference.",
+    ),
+    "tensor-not-served": ErrorCode(
+        "A parameter or gradient is sparse, or of another layout that a bucket cannot hold.",
+        "Keep the tensor dense, or leave the parameter out of the optimizer.",
+    ),
+    "tensor-without-values": ErrorCode(
+        "A parameter or buffer is lazy or on the meta device, and has no values yet.",
+        "Initialize it on every rank before the optimizer is made.",
+    ),
+    "module-not-served": ErrorCode(
+        "A module of the model would compute something else on several ranks, or takes no hooks.",
+        "Replace the module as the message says.",
+    ),
+    "buffer-not-averaged": ErrorCode(
+        '`buffers="average"` was set, but a buffer has a type that cannot be added.',
+        'Use `buffers="broadcast"` or `"keep"`.',
+    ),
+    "wrapped-model": ErrorCode(
+        "The model is inside a wrapper that averages or shards its gradients itself.",
+        "Pass the model without the wrapper.",
+    ),
+    "parameter-sharded": ErrorCode(
+        "A parameter is a part of a tensor that a sharding wrapper has divided over ranks.",
+        "Leave the wrapper out, and pass the module as it was before.",
+    ),
+    "wrapped-optimizer": ErrorCode(
+        "The optimizer is a wrapper that shards or averages by itself.",
+        "Pass the optimizer that the wrapper was made with.",
+    ),
+    "optimizer-needs-whole-tensors": ErrorCode(
+        "The optimizer does not treat each element by itself, or keeps state that cannot be "
+        "sharded.",
+        'Use `gather="gradients"`.',
+    ),
+    "trial-step-failed": ErrorCode(
+        "A trial step of the optimizer failed on the tensors that it would get.",
+        'Use the setting that the message names, such as `gather="gradients"` or '
+        "`master_weights=True`.",
+    ),
+    "optimizer-moves-parameters": ErrorCode(
+        "A step of the optimizer gives parameters other memory.",
+        "Change values in place, as by `p.data.copy_(values)`.",
+    ),
+    "optimizer-changes-nothing": ErrorCode(
+        "A trial step of the optimizer changed no parameter.",
+        "Pass the optimizer that does the work, and let the outer one step the "
+        "`DistributedOptimizer`.",
+    ),
+    "optimizer-couples-buckets": ErrorCode(
+        "A step of the optimizer depends on all parameters together, but each bucket is "
+        "updated by itself.",
+        "Use an optimizer that keeps its values in each parameter's state, or train on one rank.",
+    ),
+    "optimizer-keeps-gradient": ErrorCode(
+        "The optimizer keeps `p.grad` itself for a later step.",
+        "Keep a clone of the gradient.",
+    ),
+    "parameters-read-too-early": ErrorCode(
+        "Parameters were read between backward and the end of `step()`.",
+        "Read them after `step()`, or make the optimizer with `eager=False`.",
+    ),
+    "step-interrupted": ErrorCode(
+        "A `step()` was interrupted and cannot be finished.",
+        "Let signal handlers set a flag only, and resume from a checkpoint.",
+    ),
+    "step-missing": ErrorCode(
+        "Something was called that needs a finished step.",
+        "Call `step()` first.",
+    ),
+    "eager-forbids": ErrorCode(
+        "`eager=True` updates buckets during backward, and this use needs gradients or "
+        "options after it.",
+        "Make the optimizer with `eager=False`.",
+    ),
+    "no-sync-misplaced": ErrorCode(
+        "A backward inside `no_sync()` follows one that reduces gradients, before a step.",
+        "Put `no_sync()` around all backwards of a step but the last.",
+    ),
+    "frozen-between-backwards": ErrorCode(
+        "A parameter was frozen or unfrozen between two backwards of one step.",
+        "Freeze and unfreeze parameters between `step()` and the next backward.",
+    ),
+    "gradient-replaced": ErrorCode(
+        "A gradient was cleared or replaced while it was being reduced.",
+        "Use `optimizer.zero_grad()` to drop gradients.",
+    ),
+    "gradient-taken-by-hook": ErrorCode(
+        "A hook of the script removed a gradient before it was reduced.",
+        "Remove the hook, and let `optimizer.step()` update the parameter.",
+    ),
+    "params-moved": ErrorCode(
+        "A parameter has moved to other memory since the `DistributedOptimizer` was made.",
+        "Copy values into the parameter, or move the model before the optimizer is made.",
+    ),
+    "gradient-used-up": ErrorCode(
+        "A gradient was read after `step()` or `zero_grad()` had used it.",
+        "Read `param.grad` again between backward and `step()`.",
+    ),
+    "gradient-not-averaged": ErrorCode(
+        "A backward inside `no_sync()` left a gradient that is not averaged yet.",
+        "Call `optimizer.clip_grad_norm_()`, which averages it first.",
+    ),
+    "gradient-missing-on-some-ranks": ErrorCode(
+        "A gradient is None on some ranks, where torch's functions leave it out.",
+        "Call `optimizer.clip_grad_norm_()`, which includes what any rank has.",
+    ),
+    "optimizer-copied": ErrorCode(
+        "A `DistributedOptimizer` was copied or pickled.",
+        "Save its `state_dict()`.",
+    ),
+    "optimizer-changed": ErrorCode(
+        "A method or attribute of the wrapped optimizer was set where it has no effect.",
+        "Set it before the `DistributedOptimizer` is made, or override it as the message says.",
+    ),
+    "param-groups-changed": ErrorCode(
+        "Param groups were changed other than by `add_param_group()` or `load_state_dict()` "
+        "of the `DistributedOptimizer`.",
+        "Use these two methods, or close the optimizer and make another.",
+    ),
+    "state-changed-in-place": ErrorCode(
+        "A tensor of `optimizer.state` was changed, but it is a gathered copy.",
+        "Change what `state_dict()` returns, and give it to `load_state_dict()`.",
+    ),
+    "nothing-to-train": ErrorCode(
+        "No parameter of the optimizer requires a gradient.",
+        "Unfreeze parameters before the optimizer is made.",
+    ),
+    "parameters-not-in-model": ErrorCode(
+        "The optimizer has parameters that the model does not have.",
+        "Pass the model that the optimizer was made for; several go into one `nn.ModuleList`.",
+    ),
+    "dtype-not-served": ErrorCode(
+        "A parameter has a type that cannot be added up or sent as the settings ask.",
+        "Keep the parameter in another type, or change the setting that the message names.",
+    ),
+    "parameter-taken": ErrorCode(
+        "A parameter belongs to another `DistributedOptimizer` that is not closed.",
+        "Call `close()` on the other one, or give each its own parameters.",
+    ),
+    "mode-not-served": ErrorCode(
+        "An optimizer's `train()` or `eval()` changes values that the settings keep elsewhere.",
+        "Leave the settings out that the message names.",
+    ),
+    "rank-cannot-plan": ErrorCode(
+        "A rank could not make its part of a plan.",
+        'Read the message of that rank, or leave out `plan="auto"`.',
+    ),
+    "plan-contradicts-settings": ErrorCode(
+        "A setting differs from what the plan decides.",
+        "Leave the setting or the plan out, or make a plan with the setting.",
+    ),
+    "plan-of-other-model": ErrorCode(
+        "The plan was made for other parameters or another world size.",
+        "Make a plan for this model and this number of ranks.",
+    ),
+    "file-missing": ErrorCode(
+        "A file or folder that was named does not exist.",
+        "Check the path on every host.",
+    ),
+    "ranks-differ-in-plan": ErrorCode(
+        "Ranks were given different plans.",
+        "Give every rank the same plan.",
+    ),
+    "state-of-other-model": ErrorCode(
+        "A loaded state has other shapes than the model or its optimizer.",
+        "Load the state of this model and this optimizer.",
+    ),
+    "ranks-call-layers-differently": ErrorCode(
+        "Ranks are in different SyncBatchNorm layers, or in one with different inputs.",
+        "Call the same layers in the same order on every rank, on inputs of one type.",
+    ),
+}
 
 _PLAN: dict[str, ErrorCode] = {}
 

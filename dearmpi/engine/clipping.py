@@ -41,10 +41,11 @@ def _positive(name: str, given: object) -> float:
         raise ConfigError(
             f"{name} is of type {type(given).__name__} and no number; call "
             "optimizer.clip_grad_norm_(max_norm, norm_type=2.0), which clips the gradients of all "
-            "parameters of the optimizer"
+            "parameters of the optimizer",
+            code="wrong-type",
         ) from None
     if not number > 0:
-        raise ConfigError(f"{name} is {given}; it must be above 0")
+        raise ConfigError(f"{name} is {given}; it must be above 0", code="out-of-range")
     return number
 
 

@@ -11,7 +11,8 @@ def read_before_step() -> UsageError:
         "parameters are read between backward and step(), but with eager=True some of them are "
         "updated already, and others, which got no gradient, only after step(); read them after "
         "step(), or make the optimizer with eager=False. A signal handler, which may come at any "
-        "moment, should set a flag only"
+        "moment, should set a flag only",
+        code="parameters-read-too-early",
     )
 
 
@@ -19,7 +20,8 @@ def read_in_step() -> UsageError:
     """The parameters are NaN on purpose."""
     return UsageError(
         "a signal handler or a finalizer reads parameters in the middle of step(), where "
-        "DEAR_CHECK=1 has filled them with NaN; let it set a flag, and read them after the step"
+        "DEAR_CHECK=1 has filled them with NaN; let it set a flag, and read them after the step",
+        code="parameters-read-too-early",
     )
 
 
@@ -29,7 +31,8 @@ def step_broken_off() -> UsageError:
         "step() was broken off in the middle, as by a KeyboardInterrupt, or a signal handler in "
         "the middle of step() waits for its end. Training cannot go on, but without eager=True the "
         "model's parameters are those of before the step, and can be read and saved. To stop "
-        "between steps, let a signal handler set a flag, and agree on it by world.all_reduce()"
+        "between steps, let a signal handler set a flag, and agree on it by world.all_reduce()",
+        code="step-interrupted",
     )
 
 
@@ -37,7 +40,8 @@ def synchronized_before_step() -> UsageError:
     """There is no moment at which all parameters are of one step."""
     return UsageError(
         "some parameters are updated and some not between a backward and its step (eager=True); "
-        "call step() first"
+        "call step() first",
+        code="step-missing",
     )
 
 
@@ -45,7 +49,8 @@ def looked_at_gradients() -> UsageError:
     """They are gone once they are reduced."""
     return UsageError(
         "the gradients are updated as soon as they are reduced (eager=True), so they cannot be "
-        "looked at or scaled before the step; make the optimizer with eager=False"
+        "looked at or scaled before the step; make the optimizer with eager=False",
+        code="eager-forbids",
     )
 
 
@@ -54,7 +59,8 @@ def dropped() -> UsageError:
     return UsageError(
         "gradients are dropped that are updated as soon as they are reduced (eager=True promises a "
         "step after each backward); run a backward that may be dropped in no_sync(), or make the "
-        "optimizer with eager=False"
+        "optimizer with eager=False",
+        code="eager-forbids",
     )
 
 
@@ -63,7 +69,8 @@ def set_late(name: str) -> UsageError:
     return UsageError(
         f"{name} was changed between backward and step(), but buckets are updated during backprop "
         "with the options of its beginning (eager=True); set options before backward, or make the "
-        "optimizer with eager=False"
+        "optimizer with eager=False",
+        code="eager-forbids",
     )
 
 
@@ -72,7 +79,8 @@ def second_backprop() -> UsageError:
     return UsageError(
         "a second backprop began before step(), but eager=True promises a step after each; use "
         "no_sync() for all but the last, or eager=False (if it is one backward, a layer is shared "
-        "by several reentrant checkpoints, each a backprop of its own: use_reentrant=False)"
+        "by several reentrant checkpoints, each a backprop of its own: use_reentrant=False)",
+        code="eager-forbids",
     )
 
 
@@ -80,7 +88,8 @@ def unsynchronized_last() -> UsageError:
     """What is kept locally cannot be added to what is being reduced."""
     return UsageError(
         "a backprop inside no_sync() follows a synchronizing one before step(); put no_sync() "
-        "around all but the last"
+        "around all but the last",
+        code="no-sync-misplaced",
     )
 
 
@@ -89,7 +98,8 @@ def unfrozen_late(name: str) -> UsageError:
     return UsageError(
         f"parameter {name} was unfrozen between two backwards of a step, of which the first has "
         "set off the collectives without it; unfreeze it before that one, or put no_sync() around "
-        "all but the last"
+        "all but the last",
+        code="frozen-between-backwards",
     )
 
 
@@ -97,7 +107,8 @@ def frozen_with_gradient(name: str) -> UsageError:
     """In plain torch the step would still use it."""
     return UsageError(
         f"parameter {name} was frozen after a backward inside no_sync() whose gradient no step has "
-        "used; freeze it after step(), or drop its gradient with zero_grad()"
+        "used; freeze it after step(), or drop its gradient with zero_grad()",
+        code="frozen-between-backwards",
     )
 
 
@@ -105,7 +116,8 @@ def cleared(name: str) -> UsageError:
     """``model.zero_grad()`` does it, and means to drop gradients that are on their way already."""
     return UsageError(
         f"the gradient of {name} was cleared or replaced between backward and step(), but it is "
-        "already being reduced; use optimizer.zero_grad() to drop gradients"
+        "already being reduced; use optimizer.zero_grad() to drop gradients",
+        code="gradient-replaced",
     )
 
 
@@ -113,7 +125,8 @@ def sparse(name: str) -> UsageError:
     """There is no reduce-scatter of indices."""
     return UsageError(
         f"the gradient of {name} is sparse, and buckets hold dense ones only; build its layer with "
-        "sparse=False"
+        "sparse=False",
+        code="tensor-not-served",
     )
 
 
@@ -122,7 +135,8 @@ def taken(name: str) -> UsageError:
     return UsageError(
         f"backprop has accumulated a gradient of {name}, but param.grad is None: a hook of the "
         "script (register_post_accumulate_grad_hook) has taken it away before it was reduced; "
-        "remove the hook, and let optimizer.step() update the parameter"
+        "remove the hook, and let optimizer.step() update the parameter",
+        code="gradient-taken-by-hook",
     )
 
 
@@ -131,7 +145,8 @@ def moved(name: str) -> UsageError:
     return UsageError(
         f"parameter {name} has moved since DistributedOptimizer was made (model.to(), .data = ... "
         "or a new Parameter does that); to give it other values, copy them into it "
-        "(param.data.copy_(values)); else move or convert the model first, then make the optimizer"
+        "(param.data.copy_(values)); else move or convert the model first, then make the optimizer",
+        code="params-moved",
     )
 
 
@@ -142,7 +157,8 @@ def shared(name: str) -> UsageError:
         "DistributedOptimizer was made: the model, or its state_dict(), was sent to another "
         "process (an argument of a multiprocessing Process, or through a Queue), or share_memory() "
         "was called; send a copy instead, such as copy.deepcopy(model), or call "
-        "model.share_memory() first and make the optimizer with gather='gradients'"
+        "model.share_memory() first and make the optimizer with gather='gradients'",
+        code="params-moved",
     )
 
 
@@ -151,7 +167,8 @@ def read_in_backprop(name: str) -> UsageError:
     return UsageError(
         f"the gradient of {name} is being reduced over the ranks, and a hook reads or changes it "
         "within the backward; clip or scale gradients after backward, by "
-        "optimizer.clip_grad_norm_() or optimizer.scale_gradients_()"
+        "optimizer.clip_grad_norm_() or optimizer.scale_gradients_()",
+        code="gradient-in-reduction",
     )
 
 
@@ -159,7 +176,8 @@ def used_up(name: str) -> UsageError:
     """What stands in ``param.grad`` was kept until after the step."""
     return UsageError(
         f"the gradient of {name} is gone: step() or zero_grad() has used it up since it was read; "
-        "read param.grad anew between backward and step()"
+        "read param.grad anew between backward and step()",
+        code="gradient-used-up",
     )
 
 
@@ -168,7 +186,8 @@ def still_local(name: str) -> UsageError:
     return UsageError(
         f"a backward inside no_sync() has left a gradient of {name} that the last backward did not "
         "add to, so it is not averaged yet; to clip, call optimizer.clip_grad_norm_(), which "
-        "averages it first"
+        "averages it first",
+        code="gradient-not-averaged",
     )
 
 
@@ -177,7 +196,8 @@ def lacking_on_some_ranks(name: str) -> UsageError:
     return UsageError(
         f"the gradient of {name} is None on some ranks, whose backward did not reach it, and torch "
         "leaves it out there; to clip or to know the norm, call optimizer.clip_grad_norm_(), which "
-        "takes in what any rank has"
+        "takes in what any rank has",
+        code="gradient-missing-on-some-ranks",
     )
 
 
@@ -185,7 +205,8 @@ def clipped_in_join() -> UsageError:
     """Ranks without batches would have to take part."""
     return UsageError(
         "torch's functions cannot clip gradients, or find their norm, inside join(), where ranks "
-        "without batches have to follow; call optimizer.clip_grad_norm_()"
+        "without batches have to follow; call optimizer.clip_grad_norm_()",
+        code="join-misused",
     )
 
 
@@ -193,7 +214,8 @@ def joined_with_batch_norm() -> UsageError:
     """A rank without batches would not take part in its reductions."""
     return UsageError(
         "join() cannot serve a model with SyncBatchNorm, whose layers wait for every rank; give "
-        "all ranks as many batches, or use ordinary batch normalisation"
+        "all ranks as many batches, or use ordinary batch normalisation",
+        code="join-misused",
     )
 
 
@@ -201,7 +223,8 @@ def left_before_step() -> UsageError:
     """Ranks without batches take part in whole iterations."""
     return UsageError(
         "join() ends after a backward that no step() followed, and its gradients would wait for "
-        "ever; call step() before the block is left"
+        "ever; call step() before the block is left",
+        code="join-misused",
     )
 
 
@@ -209,7 +232,8 @@ def copied() -> UsageError:
     """The model's hooks and the other ranks know of one alone."""
     return UsageError(
         "a DistributedOptimizer cannot be copied or pickled, since it is attached to its model and "
-        "to the other ranks; save its state_dict()"
+        "to the other ranks; save its state_dict()",
+        code="optimizer-copied",
     )
 
 
@@ -222,7 +246,8 @@ def assigned(name: str) -> UsageError:
     )
     return UsageError(
         f"another optimizer.{name} would have no effect, as that of the wrapped optimizer is in "
-        f"use; {cure}"
+        f"use; {cure}",
+        code="optimizer-changed",
     )
 
 
@@ -231,7 +256,8 @@ def set_on_optimizer(name: str) -> UsageError:
     return UsageError(
         f"{name} was set on the optimizer after its DistributedOptimizer was made, and would have "
         "no effect: each bucket is updated by a copy of the wrapped optimizer; set it before, or "
-        "make it an option of the param groups, which each step reads"
+        "make it an option of the param groups, which each step reads",
+        code="optimizer-changed",
     )
 
 
@@ -239,7 +265,8 @@ def divorced() -> UsageError:
     """What is set in the groups on show has no effect any more."""
     return UsageError(
         "the wrapped optimizer has other param groups than its DistributedOptimizer, as after a "
-        "load_state_dict() of its own; call load_state_dict() of the DistributedOptimizer"
+        "load_state_dict() of its own; call load_state_dict() of the DistributedOptimizer",
+        code="param-groups-changed",
     )
 
 
@@ -248,7 +275,8 @@ def regrouped() -> UsageError:
     return UsageError(
         "parameters were added to, removed from or moved between param groups; add them with "
         "add_param_group() of the DistributedOptimizer, freeze what is not to be trained, or "
-        "close() it and make another"
+        "close() it and make another",
+        code="param-groups-changed",
     )
 
 
@@ -257,5 +285,6 @@ def state_changed() -> UsageError:
     return UsageError(
         "a tensor of optimizer.state was changed in place, but it is a copy, gathered from all "
         "ranks, and the change is lost; change what state_dict() returns and give it to "
-        "load_state_dict()"
+        "load_state_dict()",
+        code="state-changed-in-place",
     )

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi import errors
+from dearmpi import error_codes, errors
 from dearmpi.error_codes import CODES
 from dearmpi.errors import ConfigError, DearError
 from tests.codes import raises
 
 PACKAGE = Path(errors.__file__).parent
 # Packages whose errors have no codes yet.
-WITHOUT = ("bench", "cli", "comm", "doctor", "engine", "plan", "report", "train", "tune")
+WITHOUT = ("bench", "cli", "comm", "doctor", "plan", "report", "train", "tune")
 ERRORS = {
     name
     for name, value in vars(errors).items()
@@ -67,7 +67,8 @@ def test_every_code_is_used() -> None:
 def test_a_code_has_a_cause_and_a_cure_in_whole_sentences(code: str) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+){0,4}", code)
     for text in (CODES[code].cause, CODES[code].cure):
-        assert text[0].isupper() and text.endswith(".")
+        assert text.lstrip("`")[0].isalpha() and text[0] == text[0].upper()
+        assert text.endswith(".")
         assert all(len(sentence.split()) <= 25 for sentence in text.split(". "))
 
 
@@ -75,3 +76,8 @@ def test_a_code_travels_with_its_error_between_processes() -> None:
     error = pickle.loads(pickle.dumps(ConfigError("seed is -1", code="unnamed")))
     with raises(ConfigError, "unnamed", -1):
         raise error
+
+
+def test_no_two_sections_explain_the_same_code() -> None:
+    sections = [value for name, value in vars(error_codes).items() if re.fullmatch("_[A-Z]+", name)]
+    assert sum(map(len, sections)) == len(CODES)

@@ -28,7 +28,9 @@ def steps_between_checks(setting: int | None) -> int:
         return setting
     text = os.environ.get("DEAR_CHECK", "0")
     if not text.isdigit():
-        raise ConfigError(f"DEAR_CHECK is {text!r}; give the steps between checks, 0 for none")
+        raise ConfigError(
+            f"DEAR_CHECK is {text!r}; give the steps between checks, 0 for none", code="wrong-type"
+        )
     return int(text)
 
 
@@ -61,7 +63,8 @@ class Checks:
                     f"module {name} computed NaN while {len(names)} parameters were under way "
                     f"({', '.join(names[:4])} ...): it seems to read one through a reference that "
                     "does not wait; read it as an attribute of its module, or call "
-                    "optimizer.synchronize() first"
+                    "optimizer.synchronize() first",
+                    code="read-of-stale-parameter",
                 )
 
         return hook

@@ -47,7 +47,8 @@ class Joining:
             raise UsageError(
                 "join() inside join(): a rank without batches takes part in the steps of one "
                 "DistributedOptimizer alone; give every rank as many batches (drop_last), or make "
-                "one optimizer with param groups of both"
+                "one optimizer with param groups of both",
+                code="join-misused",
             )
         self.is_open = _thread.is_inside = True
         try:
@@ -60,7 +61,8 @@ class Joining:
         if self.is_open:
             raise UsageError(
                 f"{what} is not supported inside join(): a rank without batches takes part in one "
-                "reduction for each step"
+                "reduction for each step",
+                code="join-misused",
             )
 
     def attend(self, active: bool) -> None:
@@ -122,7 +124,8 @@ class Joining:
                 raise ReplicaMismatchError(
                     "inside join() ranks have param groups with other options, and those without "
                     f"batches cannot take over the others'; this rank's are {names}; set the same "
-                    "options on every rank, and make schedulers on all of them"
+                    "options on every rank, and make schedulers on all of them",
+                    code="ranks-differ-in-options",
                 )
             return collectives.start_all_reduce(told, "max")
 

@@ -98,7 +98,8 @@ class Replicas:
         raise MismatchError(
             f"after step {self._compared_step}, {self._subjects[differing[0]]} differs between "
             f"ranks: hash {_digits(first)} on rank 0, {_digits(other)} on rank {rank}. Parameters "
-            "must be changed by the optimizer alone, or alike on every rank"
+            "must be changed by the optimizer alone, or alike on every rank",
+            code="replicas-differ",
         )
 
     def _gather(self, own: int) -> list[float]:

@@ -140,12 +140,14 @@ class RollCall:
             raise ReplicaMismatchError(
                 f"since the buckets were laid out some ranks have called load_state_dict() "
                 f"{least[0]} times and some {most[0]} times; load the same state on every rank, "
-                "before the same step"
+                "before the same step",
+                code="ranks-loaded-different-states",
             )
         if most[: Loads.NUM_BYTES] != least[: Loads.NUM_BYTES]:
             raise ReplicaMismatchError(
                 "ranks have loaded states that differ in hyperparameters, counts of steps or "
-                "shapes; load the same state on every rank"
+                "shapes; load the same state on every rank",
+                code="ranks-loaded-different-states",
             )
 
     def _compare_rates(self, most: Sequence[int], least: Sequence[int]) -> None:
@@ -156,7 +158,8 @@ class RollCall:
                     f"on this rank, and from about {_from_number(low):.4g} to "
                     f"{_from_number(high):.4g} over all; let every rank's scheduler see the same, "
                     "such as the mean over ranks of a loss, and step equally often, by a count "
-                    "that all share where join() gives ranks unequal numbers of batches"
+                    "that all share where join() gives ranks unequal numbers of batches",
+                    code="ranks-differ-in-options",
                 )
 
 
@@ -165,7 +168,8 @@ def _compare_active(most: Sequence[int], least: Sequence[int]) -> None:
         raise ReplicaMismatchError(
             "ranks train different parameters in this step: in some buckets all have requires_grad "
             "False on one rank, and some have it on another. Freeze and unfreeze the same "
-            "parameters on every rank, with one seed where they are drawn at random"
+            "parameters on every rank, with one seed where they are drawn at random",
+            code="ranks-freeze-differently",
         )
 
 
@@ -175,7 +179,8 @@ def _compare_reductions(most: int, least: int) -> None:
             "some ranks have reduced gradients once more than others by this step: their backwards "
             "before it differ. Agree on a step that is left out before its backward, or run that "
             "in no_sync() and drop it with zero_grad(); put no_sync() around all backwards of a "
-            "step but the last, of which each rank may have any number"
+            "step but the last, of which each rank may have any number",
+            code="ranks-differ-in-backwards",
         )
 
 
@@ -185,7 +190,8 @@ def _compare_edits(most: Sequence[int], least: Sequence[int]) -> None:
             "ranks have changed gradients differently between backward and step(), such as by "
             "torch.nn.utils.clip_grad_norm_: by other factors, or of other parameters. Clip by the "
             "same number on every rank; a norm that takes in parameters of no "
-            "DistributedOptimizer, or gradients that are None on some ranks, is none"
+            "DistributedOptimizer, or gradients that are None on some ranks, is none",
+            code="ranks-change-gradients-differently",
         )
 
 

@@ -189,7 +189,8 @@ def _refused(placeholders: Sequence[GradientUnderWay]) -> UsageError:
         "DistributedOptimizer, not of the optimizer in it. To clip, call "
         "optimizer.clip_grad_norm_() or torch's functions; with a "
         "gradient scaler, use dearmpi.GradScaler; to drop gradients, optimizer.zero_grad(); "
-        "for local gradients, run backward inside optimizer.no_sync()"
+        "for local gradients, run backward inside optimizer.no_sync()",
+        code="gradient-in-reduction",
     )
 
 

@@ -29,7 +29,8 @@ def check_gradients(bucket: BucketRuntime, wire_dtype: WireDtype | None) -> None
             f"gradients of bucket {bucket.index} ({_name(bucket)}) are not finite: one of them, or "
             f"of their sums, went beyond {_LARGEST:g}, where fp16 ends, or was not finite before "
             "it was sent; use comm_dtype 'bf16', which has the range of fp32, or "
-            "dearmpi.GradScaler, which leaves out such steps"
+            "dearmpi.GradScaler, which leaves out such steps",
+            code="beyond-half-precision",
         )
 
 
@@ -41,7 +42,8 @@ def check_parameters(bucket: BucketRuntime, wire_dtype: WireDtype | None) -> Non
         raise WireRangeError(
             f"parameters of bucket {bucket.index} ({_name(bucket)}) have come to {largest:g}, and "
             f"fp16, in which they are gathered, ends at {_LARGEST:g}; use comm_dtype 'bf16', which "
-            "has the range of fp32"
+            "has the range of fp32",
+            code="beyond-half-precision",
         )
 
 

@@ -115,7 +115,8 @@ class CudaDevice:
             raise DeviceError(
                 f"{nbytes / MIB:.1f} MiB of host memory cannot be pinned for copies from and to "
                 f"{self.name}: {error}; make window or bucket_cap_mb smaller, or leave out "
-                "update_on 'host', which pins this rank's share of the parameters"
+                "update_on 'host', which pins this rank's share of the parameters",
+                code="host-memory-not-pinned",
             ) from error
 
     def copy(self, source: Tensor, *, into: Tensor, stream: Any) -> None:
@@ -155,14 +156,16 @@ def device_of(params: Iterable[nn.Parameter]) -> Device | None:
     if others:
         raise ConfigError(
             f"the optimizer's parameters are on {first} and on {others[0]}; one rank trains on one "
-            "device: move the model there as a whole, and give the other device a rank of its own"
+            "device: move the model there as a whole, and give the other device a rank of its own",
+            code="several-devices",
         )
     if first.type == "cpu":
         return None
     if first.type != "cuda":
         raise ConfigError(
             f"the optimizer's parameters are on {first}; cpu and cuda are served: move the model "
-            "there before the optimizer is made"
+            "there before the optimizer is made",
+            code="device-not-served",
         )
     return CudaDevice(first)
 
@@ -177,13 +180,15 @@ def failures_of(device: Device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"{device.name} is out of memory: {error}; use fewer ranks on the device, a smaller "
-            "model or batch, or update_on 'host', which keeps the optimizer's state off it"
+            "model or batch, or update_on 'host', which keeps the optimizer's state off it",
+            code="device-memory-full",
         ) from error
     except torch.AcceleratorError as error:
         said = str(error).partition("\n")[0]  # what follows is advice on debugging kernels
         raise CommError(
             f"{device.name} failed: {said}; look for its errors in nvidia-smi and dmesg there, "
-            "and resume from the last checkpoint"
+            "and resume from the last checkpoint",
+            code="device-failed",
         ) from error
 
 
@@ -207,5 +212,6 @@ def zeros(numel: int, like: Tensor) -> Tensor:
             f"buffer of {numel * like.itemsize / MIB:.1f} MiB: {free / MIB:.0f} MiB are free of "
             f"{total / MIB:.0f}, and this rank holds {held / MIB:.0f}. Buckets need the size of "
             "the model's parameters once more, for gradients; use fewer ranks on the device, or a "
-            "smaller model or batch"
+            "smaller model or batch",
+            code="device-memory-full",
         ) from error

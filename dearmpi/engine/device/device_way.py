@@ -61,7 +61,8 @@ def choose_way(
         if asked == "direct":
             raise ConfigError(
                 "cuda_buffers is 'direct', but MPI was not tried on device memory: call "
-                "dearmpi.probe_devices() before dearmpi.connect(), or use 'staged'"
+                "dearmpi.probe_devices() before dearmpi.connect(), or use 'staged'",
+                code="devices-not-probed",
             )
         return DeviceWay(False, "MPI was not tried on device memory")
     needed = _needed(reduce_scatter)
@@ -76,7 +77,8 @@ def choose_way(
         works = [verdict.operation for verdict in verdicts if verdict.works]
         raise ConfigError(
             f"cuda_buffers is 'direct', but {said} (it did {', '.join(works) or 'nothing'}); use "
-            f"'staged', or an MPI that was built for CUDA. The trial printed:\n{broken[0].output}"
+            f"'staged', or an MPI that was built for CUDA. The trial printed:\n{broken[0].output}",
+            code="no-direct-cuda-buffers",
         )
     return DeviceWay(False, said)
 
@@ -125,7 +127,8 @@ def check_devices(world: World, params: Iterable[nn.Parameter], *, config: Engin
         if (name == _HOST) != (seen[0] == _HOST):
             raise MismatchError(
                 f"rank {rank} on {world.hosts[rank]} has its parameters on {name}, rank 0 on "
-                f"{world.hosts[0]} on {seen[0]}; train on devices everywhere, or nowhere"
+                f"{world.hosts[0]} on {seen[0]}; train on devices everywhere, or nowhere",
+                code="ranks-differ-in-devices",
             )
     if device is not None:
         _check_threads(world, device)
@@ -137,7 +140,8 @@ def check_devices(world: World, params: Iterable[nn.Parameter], *, config: Engin
         if value != default:
             raise ConfigError(
                 f"{name} is {value!r}, but the parameters are on the host, where it has no effect; "
-                "leave it out, or move the model to a device first"
+                "leave it out, or move the model to a device first",
+                code="setting-without-effect",
             )
 
 
@@ -148,5 +152,6 @@ def _check_threads(world: World, device: Device) -> None:
             f"the parameters are on {device.name}, whose gradients come on a thread of autograd's "
             "own, but MPI gives less than MPI_THREAD_SERIALIZED: only the main thread may call it; "
             "use an MPI with MPI_THREAD_MULTIPLE, and leave MPI4PY_RC_THREADS and "
-            "MPI4PY_RC_THREAD_LEVEL unset"
+            "MPI4PY_RC_THREAD_LEVEL unset",
+            code="mpi-lacks-threads",
         )

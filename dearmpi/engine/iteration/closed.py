@@ -49,5 +49,6 @@ def refuse_closed(what: str) -> NoReturn:
     """Raise UsageError for ``what``."""
     raise UsageError(
         f"{what} after close(): this DistributedOptimizer is detached from its model; "
-        "make a new one"
+        "make a new one",
+        code="optimizer-closed",
     )

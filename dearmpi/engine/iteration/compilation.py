@@ -118,7 +118,8 @@ def refuse_compiled(model: nn.Module) -> None:
         raise ConfigError(
             f"plan is 'auto', but {f'module {name}' if name else 'the model'} is compiled "
             "(torch.compile): its layers run without the hooks that time them; leave plan out, or "
-            "give one that was made without compilation"
+            "give one that was made without compilation",
+            code="plan-of-compiled-model",
         )
 
 

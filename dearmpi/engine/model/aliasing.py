@@ -23,7 +23,8 @@ def check_apart(params: Container[nn.Parameter], model: nn.Module) -> None:
             raise ConfigError(
                 f"{before} and {name} share memory without being one parameter, so that a step on "
                 "one of them would not be seen through the other; make them one Parameter "
-                "(model.a.weight = model.b.weight), or give one a copy of the data (.clone())"
+                "(model.a.weight = model.b.weight), or give one a copy of the data (.clone())",
+                code="parameters-share-memory",
             )
         if stop > end:
             end, before, is_own_before = stop, name, is_own
@@ -37,7 +38,8 @@ def check_private(params: Mapping[nn.Parameter, str]) -> None:
                 f"parameter {name} is in memory that is shared with other processes "
                 "(share_memory()) or mapped from a file, which would no longer see it, as it moves "
                 "into a bucket; use gather='gradients', which leaves parameters where they are, or "
-                "give the model memory of its own (param.data = param.data.clone())"
+                "give the model memory of its own (param.data = param.data.clone())",
+                code="parameters-share-memory",
             )
 
 

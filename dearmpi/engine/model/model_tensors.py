@@ -57,7 +57,8 @@ def stored_parts(tensor: Tensor, name: str) -> list[Tensor]:
     if tensor.layout is not torch.strided:
         raise ConfigError(
             f"{name} has the layout {tensor.layout}, which cannot be sent to other ranks; "
-            "keep it in a dense or a COO tensor"
+            "keep it in a dense or a COO tensor",
+            code="tensor-not-served",
         )
     _refuse_without_values(tensor, name)
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -78,7 +79,8 @@ def compare_tensors(
     rank = next(rank for rank, line in enumerate(seen) if line != seen[0])
     raise MismatchError(
         f"rank {rank} on {hosts[rank]} has other {what} than rank 0 on {hosts[0]}: {seen[rank]} "
-        f"where rank 0 has {seen[0]}; {cure}"
+        f"where rank 0 has {seen[0]}; {cure}",
+        code="ranks-built-differently",
     )
 
 
@@ -86,7 +88,8 @@ def _refuse_without_values(tensor: Tensor, name: str) -> None:
     if tensor.is_meta:
         raise ConfigError(
             f"{name} is on the meta device and has no values to send; give it some first "
-            "(model.to_empty(device=...) and its initialization, or a checkpoint)"
+            "(model.to_empty(device=...) and its initialization, or a checkpoint)",
+            code="tensor-without-values",
         )
 
 

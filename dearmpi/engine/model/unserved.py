@@ -22,7 +22,8 @@ def refuse_lazy(model: nn.Module) -> None:
             raise ConfigError(
                 f"parameter or buffer {name} is not initialized (a lazy module, such as "
                 "nn.LazyLinear), so it cannot be laid out in a bucket; run one forward first on "
-                "every rank (with torch.no_grad(): model(inputs)), and make the optimizer then"
+                "every rank (with torch.no_grad(): model(inputs)), and make the optimizer then",
+                code="tensor-without-values",
             )
 
 
@@ -33,7 +34,8 @@ def refuse_layouts(names: Mapping[nn.Parameter, str]) -> None:
             found = "quantized" if param.is_quantized else f"of the layout {param.layout}"
             raise ConfigError(
                 f"parameter {name} is {found}, and cannot be trained in buckets; leave it out of "
-                "the optimizer, or keep it dense"
+                "the optimizer, or keep it dense",
+                code="tensor-not-served",
             )
 
 
@@ -47,7 +49,8 @@ def refuse_renormed(names: Mapping[nn.Parameter, str], model: nn.Module) -> None
                 f"module {name or 'of the model'} has max_norm={module.max_norm}: in each forward "
                 "it scales rows of its weight, on each rank those of its own samples; leave "
                 "max_norm out, and scale the rows on every rank after step(), as by "
-                "weight.data.copy_(weight.data.renorm(2, 0, max_norm))"
+                "weight.data.copy_(weight.data.renorm(2, 0, max_norm))",
+                code="module-not-served",
             )
 
 
@@ -66,7 +69,8 @@ def refuse_alone_in_their_group(model: nn.Module) -> None:
             raise ConfigError(
                 f"module {name or 'of the model'} is torch's SyncBatchNorm, which would normalise "
                 f"each rank's samples by themselves, as {found}; call model = "
-                "dearmpi.convert_sync_batchnorm(model) before the DistributedOptimizer is made"
+                "dearmpi.convert_sync_batchnorm(model) before the DistributedOptimizer is made",
+                code="module-not-served",
             )
 
 
@@ -78,5 +82,6 @@ def refuse_unaveraged(buffers: Iterable[tuple[str, Tensor]], how: Buffers) -> No
         if buffer.is_floating_point() and buffer.dtype not in _ADDED:
             raise ConfigError(
                 f"buffers is 'average', but buffer {name} is of {buffer.dtype}, which cannot be "
-                "added up; use buffers='broadcast' or 'keep', or keep the buffer in bfloat16"
+                "added up; use buffers='broadcast' or 'keep', or keep the buffer in bfloat16",
+                code="buffer-not-averaged",
             )

@@ -42,13 +42,14 @@ def refuse_wrappers(model: nn.Module) -> None:
         if found:
             what, cure = found
             who = f"module {name} of the model" if name else "the model"
-            raise ConfigError(f"{who} {what}; {cure}")
+            raise ConfigError(f"{who} {what}; {cure}", code="wrapped-model")
     for _, name, tensor in model_tensors(model):
         kind = _sharded_kind(tensor)
         if kind:
             raise ConfigError(
                 f"parameter or buffer {name} is {kind}, of which each rank holds a part; "
-                f"{_SHARDED}, and pass the module as it was before"
+                f"{_SHARDED}, and pass the module as it was before",
+                code="parameter-sharded",
             )
 
 
@@ -58,7 +59,8 @@ def refuse_optimizer_wrappers(optimizer: Optimizer) -> None:
         if _is_of(optimizer, "torch.distributed.optim", name):
             raise ConfigError(
                 f"optimizer is a {name}, which {what}; leave it out, and pass the optimizer that "
-                "it was made with or of, such as torch.optim.AdamW(model.parameters())"
+                "it was made with or of, such as torch.optim.AdamW(model.parameters())",
+                code="wrapped-optimizer",
             )
 
 
@@ -102,7 +104,8 @@ def refuse_active(params: Iterable[nn.Parameter | None]) -> None:
             wrapper = "replicate()" if composed else "DistributedDataParallel"
             raise UsageError(
                 f"the model is called through torch's {wrapper}, which averages the gradients that "
-                f"its DistributedOptimizer averages too; {_CURE}"
+                f"its DistributedOptimizer averages too; {_CURE}",
+                code="wrapped-model",
             )
 
 
@@ -114,7 +117,7 @@ def refuse_replicated(modules: Iterable[nn.Module]) -> None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     if any("replicate" in composed_apis(module) for module in modules):
-        raise UsageError(f"a module of the model {_REPLICATED}; {_CURE}")
+        raise UsageError(f"a module of the model {_REPLICATED}; {_CURE}", code="wrapped-model")
 
 
 def refuse_sharded(name: str, param: Tensor | None) -> None:
@@ -129,7 +132,8 @@ def refuse_sharded(name: str, param: Tensor | None) -> None:
     if kind:
         raise UsageError(
             f"parameter {name} becomes {kind} after its DistributedOptimizer was made, which would "
-            f"no longer update it; {_SHARDED}"
+            f"no longer update it; {_SHARDED}",
+            code="parameter-sharded",
         )
 
 

@@ -42,12 +42,14 @@ def require_elementwise(optimizer: Optimizer) -> None:
             require_separable(optimizer)
             raise ConfigError(
                 f"{type(optimizer).__name__} cannot be sharded (a trial step failed: {error}); use "
-                "gather='gradients'"
+                "gather='gradients'",
+                code="trial-step-failed",
             ) from error
         if not is_elementwise:
             raise ConfigError(
                 f"{type(optimizer).__name__} does not treat every element by itself, so it needs "
-                "whole tensors: use gather='gradients'"
+                "whole tensors: use gather='gradients'",
+                code="optimizer-needs-whole-tensors",
             )
         for num in _UNLIKELY:
             _require_state_by_elements(optimizer, options, num)
@@ -81,5 +83,6 @@ def _require_state_by_elements(
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {key!r} in its state as a {kept}, but a shard's "
                 "state is cut up, sent and saved as tensors with a value for each element and "
-                "single numbers; use gather='gradients', which leaves it whole"
+                "single numbers; use gather='gradients', which leaves it whole",
+                code="optimizer-needs-whole-tensors",
             )

@@ -35,7 +35,8 @@ def require_host(optimizer: Optimizer) -> None:
             raise ConfigError(
                 f"update_on is 'host', but a trial step of {type(optimizer).__name__} on tensors "
                 f"in host memory failed: {error}; choose an optimizer and options that work there, "
-                "or leave update_on out"
+                "or leave update_on out",
+                code="trial-step-failed",
             ) from error
 
 
@@ -67,7 +68,8 @@ def require_steady(optimizer: Optimizer) -> None:
                 "gradients or state of all buckets together, but each bucket is updated by "
                 "itself, and would find another; train it on one rank, or on several use an "
                 "optimizer that keeps what it finds in the state of each parameter, or counts "
-                "steps alone in its groups, such as AdamW or schedulefree.AdamWScheduleFree"
+                "steps alone in its groups, such as AdamW or schedulefree.AdamWScheduleFree",
+                code="optimizer-couples-buckets",
             )
         for later in seen.own[1:]:  # the first step may find out something, once for all
             changed = find_changed_attribute(seen.own[0], later)
@@ -75,7 +77,8 @@ def require_steady(optimizer: Optimizer) -> None:
                 raise ConfigError(
                     f"{name} keeps {changed!r} on itself and changes it with its steps, of which "
                     "it takes one for each bucket: it would not count on; use a version that keeps "
-                    "it in the state of each parameter"
+                    "it in the state of each parameter",
+                    code="optimizer-couples-buckets",
                 )
 
 
@@ -84,7 +87,8 @@ def _require_changes(name: str, seen: _Seen) -> None:
         raise ConfigError(
             f"{name} gives tensors other memory in its step (p.data = ... does that), which does "
             "not reach the model, whose parameters are views of a bucket; change values in place, "
-            "as p.data.copy_(...) does"
+            "as p.data.copy_(...) does",
+            code="optimizer-moves-parameters",
         )
     if not seen.is_changed:
         raise ConfigError(
@@ -93,7 +97,8 @@ def _require_changes(name: str, seen: _Seen) -> None:
             "optimizer inside, and have the outer one step this DistributedOptimizer: after that "
             "p.grad is None, and optimizer.synchronize() goes before any reading or writing of "
             "parameters. Or it leaves out what is no nn.Parameter, as pieces of buckets are none; "
-            "let it ask for p.requires_grad"
+            "let it ask for p.requires_grad",
+            code="optimizer-changes-nothing",
         )
 
 
@@ -165,11 +170,13 @@ def require_separable(optimizer: Optimizer) -> None:
             )
             raise ConfigError(
                 f"{name} cannot run bucket by bucket (a trial step failed: {error}); it needs "
-                f"{needed}"
+                f"{needed}",
+                code="trial-step-failed",
             ) from error
         if not are_alike(together, apart):
             raise ConfigError(
-                f"{name} couples all parameters in one step, so it cannot run bucket by bucket"
+                f"{name} couples all parameters in one step, so it cannot run bucket by bucket",
+                code="optimizer-couples-buckets",
             )
 
 
@@ -186,7 +193,8 @@ def require_copied_gradients(optimizer: Optimizer) -> None:
         if not are_alike(filled, anew):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps p.grad itself for a later step, but by then "
-                "the next backprop has written into it; keep p.grad.clone()"
+                "the next backprop has written into it; keep p.grad.clone()",
+                code="optimizer-keeps-gradient",
             )
 
 
@@ -203,7 +211,8 @@ def require_half(optimizer: Optimizer, dtypes: Iterable[torch.dtype], *, whole: 
                 raise ConfigError(
                     f"{type(optimizer).__name__} cannot update parameters of {dtype} (a trial step "
                     f"failed: {error}); set master_weights=True, which gives it copies in fp32, or "
-                    "keep the parameters in fp32"
+                    "keep the parameters in fp32",
+                    code="trial-step-failed",
                 ) from error
 
 

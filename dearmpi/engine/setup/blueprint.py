@@ -73,7 +73,8 @@ def check_arguments(optimizer: object, model: object, plan: object) -> None:
             raise ConfigError(
                 f"{name} is of type {type(given).__name__}, not {wanted.__name__}; call "
                 "DistributedOptimizer(optimizer, model) with an optimizer of torch and the model "
-                "whose parameters it has"
+                "whose parameters it has",
+                code="wrong-type",
             )
     assert isinstance(optimizer, Optimizer) and isinstance(model, nn.Module)
     refuse_optimizer_wrappers(optimizer)
@@ -89,7 +90,8 @@ def _refuse_patched(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"the step of this {type(optimizer).__name__} was replaced on the instance, but updates"
             " call that of its class; override step() in a class of your own, or replace that of "
-            "the DistributedOptimizer"
+            "the DistributedOptimizer",
+            code="optimizer-changed",
         )
 
 
@@ -101,7 +103,8 @@ def _refuse_scripts(optimizer: Optimizer, model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule) and any(param in trained for param in own):
             raise ConfigError(
                 f"module {name or 'of the model'} is a script, which takes no hooks; train the "
-                "module that it was made from"
+                "module that it was made from",
+                code="module-not-served",
             )
 
 
@@ -179,7 +182,10 @@ def optimized_parameters(
     else:
         names = _name(wanted, model, known)
     if not any(param.requires_grad for param in names):
-        raise ConfigError("the optimizer has no parameter that requires grad: nothing to train")
+        raise ConfigError(
+            "the optimizer has no parameter that requires grad: nothing to train",
+            code="nothing-to-train",
+        )
     return names
 
 
@@ -193,7 +199,8 @@ def _name(
         raise ConfigError(
             f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
             f"{strangers[:3]}; pass the model that the optimizer was made for (several modules: "
-            "nn.ModuleList([a, b]))"
+            "nn.ModuleList([a, b]))",
+            code="parameters-not-in-model",
         )
     taken = set(known.values())
     for param, name in names.items():
@@ -219,13 +226,15 @@ def check_parameters(
     if config.master_weights and not halves:
         raise ConfigError(
             "master_weights has no effect: no parameter of the optimizer is bf16 or fp16; convert "
-            "the model first, or leave master_weights out"
+            "the model first, or leave master_weights out",
+            code="setting-without-effect",
         )
     if config.wire_dtype is not None and all(is_half(param) for param in names):
         raise ConfigError(
             f"comm_dtype {config.comm_dtype!r} has no effect: all parameters of the optimizer are "
             "of half precision and travel as they are; leave it out, or keep the parameters in "
-            "fp32 and compute under torch.autocast"
+            "fp32 and compute under torch.autocast",
+            code="setting-without-effect",
         )
     if config.update_on == "host":
         require_host(optimizer)
@@ -238,7 +247,8 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
     if config.wire_dtype is not None and param.is_complex():
         raise ConfigError(
             f"comm_dtype {config.comm_dtype!r} cannot carry parameter {name} of {param.dtype}, "
-            "which would lose its imaginary part; leave comm_dtype out"
+            "which would lose its imaginary part; leave comm_dtype out",
+            code="dtype-not-served",
         )
     if not param.requires_grad:
         return
@@ -246,16 +256,19 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
         raise ConfigError(
             f"parameter {name} is of {param.dtype}, whose gradients cannot be added up; keep it in "
             "bfloat16 or float32 and convert it in the forward, or freeze it and leave it out of "
-            "the optimizer"
+            "the optimizer",
+            code="dtype-not-served",
         )
     if config.reduce_scatter == "native" and param.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"reduce_scatter is 'native', but MPI cannot add gradients of {param.dtype}, such as "
-            f"that of parameter {name}; use 'ring' or 'exchange'"
+            f"that of parameter {name}; use 'ring' or 'exchange'",
+            code="dtype-not-served",
         )
     if param.grad_dtype != param.dtype:
         raise ConfigError(
             f"parameter {name} of {param.dtype} has the grad_dtype {param.grad_dtype}, but "
             "gradients are added and sent in the parameter's dtype; leave grad_dtype out, or keep "
-            "the parameter in fp32 and compute under torch.autocast"
+            "the parameter in fp32 and compute under torch.autocast",
+            code="dtype-not-served",
         )

@@ -25,7 +25,8 @@ def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
         if engine is not None and engine() is not None:
             raise ConfigError(
                 f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
-                "call close() on that one before making this one, or give each its own parameters"
+                "call close() on that one before making this one, or give each its own parameters",
+                code="parameter-taken",
             )
 
 

@@ -58,7 +58,8 @@ def _refuse(world: World, what: str, told: Sequence[str]) -> None:
     raise MismatchError(
         f"rank {rank} on {world.hosts[rank]} has another {what} than rank 0 on {world.hosts[0]}: "
         f"its {owner} has {told[rank]} where rank 0's has {told[0]}; every rank must build, and "
-        "load, the same"
+        "load, the same",
+        code="ranks-built-differently",
     )
 
 

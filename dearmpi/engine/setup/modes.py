@@ -59,7 +59,8 @@ def switch(optimizer: Optimizer, assembly: Assembly, world: World, mode: str) ->
         raise UsageError(
             f"{name} changes parameters, and would not reach their master copies; leave "
             "master_weights, comm_dtype and update_on='host' out, or use gather='gradients' with "
-            "comm_dtype"
+            "comm_dtype",
+            code="mode-not-served",
         )
     whole = gather_state(world, assembly.updates)
     names = assembly.blueprint.names
@@ -70,5 +71,6 @@ def switch(optimizer: Optimizer, assembly: Assembly, world: World, mode: str) ->
     if versions != [version_of(tensor) for tensor in held]:
         raise UsageError(
             f"{name} changes the optimizer's state, which lies in the buckets' updates and stays "
-            "as it was; train without dearmpi, or with a method that changes parameters alone"
+            "as it was; train without dearmpi, or with a method that changes parameters alone",
+            code="mode-not-served",
         )

@@ -29,17 +29,20 @@ def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
         if getattr(config, name) != getattr(defaults, name):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but the plan decides on it; leave out one "
-                "of the two, or where a resumed run has its plan from before, give --plan none"
+                "of the two, or where a resumed run has its plan from before, give --plan none",
+                code="plan-contradicts-settings",
             )
     if isinstance(plan, Plan) and plan.eager and not config.eager:
         raise ConfigError(
             "the plan is made for eager=True (buckets are updated during backprop), but eager is "
-            "False; set it, or make a plan without"
+            "False; set it, or make a plan without",
+            code="plan-contradicts-settings",
         )
     if isinstance(plan, Plan) and plan.gather not in (None, config.gather):
         raise ConfigError(
             f"the plan is made for gather={plan.gather!r}, but gather is {config.gather!r}; set "
-            "it, or make a plan with that"
+            "it, or make a plan with that",
+            code="plan-contradicts-settings",
         )
 
 
@@ -48,7 +51,8 @@ def check_growth(plan: Plan | str | None) -> None:
     if isinstance(plan, Plan):
         raise ConfigError(
             f"the plan is for {len(plan.parameters)} parameters, and add_param_group adds some; "
-            "add them before the plan is made, or leave plan out"
+            "add them before the plan is made, or leave plan out",
+            code="plan-of-other-model",
         )
 
 
@@ -57,11 +61,14 @@ def choose_plan(
 ) -> Plan | Literal["auto"] | None:
     """The plan itself where ``plan`` is the file of one. Raises ConfigError as ``check_plan``."""
     if plan is not None and not isinstance(plan, Plan | str | Path):
-        raise ConfigError(f"plan is of type {type(plan).__name__}; {_PLANS}")
+        raise ConfigError(f"plan is of type {type(plan).__name__}; {_PLANS}", code="wrong-type")
     chosen: Plan | Literal["auto"] | None = "auto"
     if plan != "auto":
         if isinstance(plan, str) and not Path(plan).exists():
-            raise ConfigError(f"cannot read the plan {plan!r}: there is no such file; {_PLANS}")
+            raise ConfigError(
+                f"cannot read the plan {plan!r}: there is no such file; {_PLANS}",
+                code="file-missing",
+            )
         chosen = read_plan(plan) if isinstance(plan, str | Path) else plan
     check_plan(chosen, config)
     return chosen
@@ -78,7 +85,8 @@ def compare_plans(world: World, plan: Plan | Literal["auto"] | None) -> None:
         if other != told[0]:
             raise MismatchError(
                 f"rank {rank} has another plan than rank 0: {other} against {told[0]}; give every "
-                "rank the same"
+                "rank the same",
+                code="ranks-differ-in-plan",
             )
 
 
@@ -90,6 +98,7 @@ def merge_settings(config: EngineConfig | None, settings: Mapping[str, Any]) -> 
         near = [match for name in unknown for match in get_close_matches(name, known, n=1)]
         hint = f" (did you mean {', '.join(dict.fromkeys(near))}?)" if near else ""
         raise ArgumentError(
-            f"unknown setting {', '.join(unknown)}{hint}; settings are {', '.join(known)}"
+            f"unknown setting {', '.join(unknown)}{hint}; settings are {', '.join(known)}",
+            code="unknown-argument",
         )
     return replace(config or EngineConfig(), **settings)

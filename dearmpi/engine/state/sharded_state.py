@@ -179,7 +179,8 @@ def _check_shapes(
                 raise CheckpointError(
                     f"optimizer state {key} of parameter {name} has shape {tuple(value.shape)}, "
                     f"but the parameter has shape {tuple(param.shape)}; load the state of this "
-                    "model and this optimizer"
+                    "model and this optimizer",
+                    code="state-of-other-model",
                 )
 
 

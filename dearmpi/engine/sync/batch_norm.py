@@ -138,7 +138,8 @@ def _refuse_more(model: nn.Module) -> None:
                 f"module {name or 'of the model'} is a {kind.__name__}, which does more than "
                 "normalise: it has modules, a forward() or a train() of its own, and SyncBatchNorm "
                 "would leave them out; put BatchNorm1d, 2d or 3d in its place, and what else it "
-                "does into modules of their own"
+                "does into modules of their own",
+                code="module-not-served",
             )
 
 

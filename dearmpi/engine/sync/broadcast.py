@@ -51,7 +51,8 @@ def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"the model is of type {type(model).__name__}, not Module; give the model itself, as "
-            "in broadcast_parameters(model), and not its state_dict() or its parameters"
+            "in broadcast_parameters(model), and not its state_dict() or its parameters",
+            code="wrong-type",
         )
 
 
@@ -77,7 +78,8 @@ def _sendable_parts(tensor: Tensor, name: str) -> list[Tensor]:
     if is_lazy(tensor):
         raise ConfigError(
             f"{name} has no shape yet ({type(tensor).__name__}), as its module has seen no input; "
-            "run one batch through the model on every rank first"
+            "run one batch through the model on every rank first",
+            code="tensor-without-values",
         )
     return stored_parts(tensor.detach(), name)
 

@@ -64,7 +64,8 @@ class LayerCall:
         raise MismatchError(
             f"rank {rank} on {hosts[rank]} is in {seen[rank]} where rank 0 on {hosts[0]} is in "
             f"{seen[0]}; every rank must call the same SyncBatchNorm layers in the same order, and "
-            "as often in training, on inputs of one data type"
+            "as often in training, on inputs of one data type",
+            code="ranks-call-layers-differently",
         )
 
 

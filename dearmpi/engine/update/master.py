@@ -100,7 +100,8 @@ class MasterRule:
         if master.shape != stored.shape:
             raise CheckpointError(
                 f"the master copy of parameter {name} has shape {tuple(master.shape)}, but the "
-                f"parameter has shape {tuple(stored.shape)}; load the state of this model"
+                f"parameter has shape {tuple(stored.shape)}; load the state of this model",
+                code="state-of-other-model",
             )
         seen_as = self.seen_as(stored)
         if not is_half(stored):
