@@ -19,7 +19,6 @@ error of dearmpi), interrupt (one rank, by a KeyboardInterrupt), status (one, by
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fork_server import ForkServer
+from tests.forks import forked
 from tests.job import Ended, Job
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,17 +136,19 @@ def is_right(ended: Ended, wanted: Wanted) -> bool:
     return ended.returncode == wanted.code and said and ended.left_over == 0
 
 
-def run(
-    options: argparse.Namespace, server: ForkServer | None, script: Path, kind: str, ranks: int
-) -> tuple[Ended, float]:
+def run(options: argparse.Namespace, script: Path, kind: str, ranks: int) -> tuple[Ended, float]:
     """How a job ended, and in how many seconds."""
-    command = server.command(script, kind) if server else [options.python, script, kind]
+    command = [options.python, script, kind]
     environment = {
         "PYTHONPATH": str(ROOT),
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
     with Job(
-        command, ranks=ranks, limit_s=LIMIT_S, python=options.python, environment=environment
+        command if options.cold else forked(command),
+        ranks=ranks,
+        limit_s=LIMIT_S,
+        python=options.python,
+        environment=environment,
     ) as job:
         ended = job.wait()
     return ended, ended.duration_s
@@ -178,17 +179,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.python = Path(options.python)
     tallies: dict[tuple[str, int], Tally] = defaultdict(Tally)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(SCRIPT)
-        server = None if options.cold else stack.enter_context(ForkServer(options.python))
         until_s = time.monotonic() + options.seconds
         cells = [(kind, ranks) for ranks in options.ranks for kind in options.kinds]
         for index in range(options.jobs):
             if time.monotonic() > until_s:
                 break
             kind, ranks = cells[index % len(cells)]
-            ended, seconds = run(options, server, script, kind, ranks)
+            ended, seconds = run(options, script, kind, ranks)
             tally = tallies[kind, ranks]
             tally.codes[ended.returncode] += 1
             tally.last[last_words(ended.output)] += 1

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from tests.forks.start import MARK_LENGTH, MARK_VARIABLE
 from tests.roster import FOLDER_VARIABLE, is_launched, launched_rank
 
 TIMES_VARIABLE = "DEARMPI_TEST_TIMES"  # the file to which pytest adds how long each test took
-_MARK_VARIABLE = "DEARMPI_TEST_JOB"
 _LAUNCHER_PREFIXES = (
     *("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDI_", "MPI_LOCAL", "HYDRA_"),
     "MPI4PY_RC_INITIALIZE",  # set by a rank for what it starts
@@ -139,10 +139,13 @@ class Job:
     def rank_pids(self) -> dict[int, int]:
         """Process numbers of the ranks that have started, by rank (Linux)."""
         ranks: dict[int, int] = {}
-        for pid, variables in sorted(_marked_processes(self._mark)):
-            if is_launched(variables):
-                # A rank's children inherit its variables; the rank itself came first.
-                ranks.setdefault(launched_rank(variables), pid)
+        # A fork before the client that stands for it, and a rank before the children that inherit
+        # its name or variables: it came first.
+        for process in sorted(
+            _processes_of(self._mark), key=lambda each: (not each.is_fork, each.pid)
+        ):
+            if process.rank is not None:
+                ranks.setdefault(process.rank, process.pid)
         return ranks
 
     def wait_for(self, text: str, *, timeout_s: float) -> bool:
@@ -191,12 +194,12 @@ class Job:
 
     def _environment(self, mpiexec: Path, extra: Mapping[str, str]) -> dict[str, str]:
         variables = clean_environment()
-        outer = variables.get(_MARK_VARIABLE)
+        outer = variables.get(MARK_VARIABLE)
         return variables | {
             "PATH": f"{mpiexec.parent}{os.pathsep}{variables.get('PATH', os.defpath)}",
             # Session folders, and whatever a killed rank leaves, go where they can be removed.
             "TMPDIR": str(self._scratch),
-            _MARK_VARIABLE: f"{outer},{self._mark}" if outer else self._mark,
+            MARK_VARIABLE: f"{outer},{self._mark}" if outer else self._mark,
             "OMP_NUM_THREADS": "1",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -212,7 +215,7 @@ class Job:
     def _wait_for_stragglers(self) -> None:
         """A launcher may end first and have its proxies kill the ranks."""
         deadline = time.monotonic() + _STRAGGLERS_S
-        while any(_marked_processes(self._mark)) and time.monotonic() < deadline:
+        while any(_processes_of(self._mark)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _kill(self) -> int:
@@ -220,7 +223,7 @@ class Job:
         killed: set[int] = set()
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            left = [pid for pid, _ in _marked_processes(self._mark)]
+            left = [process.pid for process in _processes_of(self._mark)]
             if self._process.poll() is None and self._process.pid not in left:
                 left.append(self._process.pid)
             if not left:
@@ -254,14 +257,30 @@ def run_job(
         return job.wait()
 
 
-def _marked_processes(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Living processes that carry ``mark``, with their environment variables."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A living process of a job. rank: None for the launcher and its own processes."""
+
+    pid: int
+    rank: int | None
+    is_fork: bool
+
+
+def _processes_of(mark: str) -> Iterator[_Process]:
+    """Living processes of the job with ``mark``; forks carry it in their name."""
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            data = path.read_bytes()
+            pid = int(folder.name)
+            mark_of_fork, _, rank = (folder / "comm").read_text().strip().partition(".")
+            if len(mark_of_fork) == MARK_LENGTH and mark.startswith(mark_of_fork):
+                yield _Process(pid, int(rank) if rank.isdecimal() else None, is_fork=True)
+                continue
+            data = (folder / "environ").read_bytes()
             if mark.encode() in data:
                 pairs = (item.partition("=") for item in data.decode(errors="replace").split("\0"))
-                yield int(path.parent.name), {name: value for name, _, value in pairs}
+                variables = {name: value for name, _, value in pairs}
+                launched = launched_rank(variables) if is_launched(variables) else None
+                yield _Process(pid, launched, is_fork=False)
 
 
 def remove_segments(*, least_age_s: float = 30.0) -> None:

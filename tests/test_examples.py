@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import forked
 from tests.job import clean_environment, run_job
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,7 @@ def DistributedOptimizer(optimizer, named_parameters):
 def run_example(name: str, ranks: int = 2) -> str:
     """What the example prints."""
     ended = run_job(
-        [sys.executable, EXAMPLES / name],
+        forked([sys.executable, EXAMPLES / name]),
         ranks=ranks,
         limit_s=LIMIT_S,
         environment={"PYTHONPATH": str(ROOT)},

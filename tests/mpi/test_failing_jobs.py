@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dearmpi
+from tests.forks import forked
 from tests.job import Ended, run_job
 
 ROOT = Path(dearmpi.__file__).parents[1]
@@ -43,7 +44,7 @@ def run(how: str, *, ranks: int, folder: Path) -> Ended:
     path = folder / "script.py"
     path.write_text(SCRIPT)
     return run_job(
-        [sys.executable, path, how],
+        forked([sys.executable, path, how]),
         ranks=ranks,
         limit_s=60.0,
         environment={"PYTHONPATH": str(ROOT)},

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import dearmpi
 from dearmpi.comm.world import World
+from tests.forks import forked
 from tests.job import Ended, Job
 from tests.mpi.oracle import Case, Outcome, Training, assert_same, train
 
@@ -138,7 +139,7 @@ def script(tmp_path: Path) -> Iterator[Path]:
 def run(script: Path, how: str, ranks: int = 3) -> tuple[Ended, float]:
     """How the job ended, and how many seconds after the failure."""
     with Job(
-        [sys.executable, script, how],
+        forked([sys.executable, script, how]),
         ranks=ranks,
         limit_s=120.0,
         environment={"PYTHONPATH": str(ROOT)},
@@ -179,7 +180,7 @@ def test_one_rank_that_fails_ends_the_job_in_time(how: str, script: Path) -> Non
 @pytest.mark.ranks(1)
 def test_one_rank_killed_from_outside_ends_the_job_in_time(script: Path) -> None:
     with Job(
-        [sys.executable, script, "none"],
+        forked([sys.executable, script, "none"]),
         ranks=3,
         limit_s=120.0,
         environment={"PYTHONPATH": str(ROOT)},

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import dearmpi
+from tests.forks import forked
 from tests.job import Ended, run_job
 
 ROOT = Path(dearmpi.__file__).parents[1]
@@ -100,7 +101,7 @@ def run(script: str, *arguments: str, folder: Path, ranks: int = 2) -> Ended:
     path = folder / "script.py"
     path.write_text(script)
     return run_job(
-        [sys.executable, path, *arguments],
+        forked([sys.executable, path, *arguments]),
         ranks=ranks,
         limit_s=60.0,
         environment={"PYTHONPATH": str(ROOT)},

@@ -16,7 +16,7 @@ from tests.job import Job, clean_environment, run_job
 from tests.roster import Entry
 
 TESTS = Path(__file__).resolve().parent.parent
-HARNESS = ("conftest.py", "job.py", "launch.py", "roster.py", "selection.py")
+HARNESS = ("conftest.py", "forks", "job.py", "launch.py", "roster.py", "selection.py")
 
 Plant = Callable[[str], Path]
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
@@ -29,7 +29,8 @@ def plant(tmp_path: Path) -> Plant:
     def make(test: str) -> Path:
         (tmp_path / "tests" / "mpi").mkdir(parents=True)
         for name in HARNESS:
-            shutil.copy(TESTS / name, tmp_path / "tests" / name)
+            copy = shutil.copytree if (TESTS / name).is_dir() else shutil.copy
+            copy(TESTS / name, tmp_path / "tests" / name)
         shutil.copy(TESTS.parent / "setup.cfg", tmp_path)
         head = "import os, time\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
         (tmp_path / "tests" / "mpi" / "test_planted.py").write_text(head + test)

@@ -15,6 +15,7 @@ import torch
 import dearmpi
 from dearmpi.train import checkpoint
 from dearmpi.train.metrics import metrics
+from tests.forks import forked
 from tests.job import Ended, Job, clean_environment, run_job
 
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
@@ -87,12 +88,12 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONP
 
 
 def launch(folder: Path, *arguments: str, ranks: int = 2) -> Ended:
-    run = command("run", "--task", "line.py:make", *arguments)
+    run = forked(command("run", "--task", "line.py:make", *arguments))
     return run_job(run, ranks=ranks, limit_s=LIMIT_S, folder=folder, environment=ENVIRONMENT)
 
 
 def start(folder: Path, *arguments: str, ranks: int = 2) -> Job:
-    run = command("run", "--task", "line.py:make", *arguments)
+    run = forked(command("run", "--task", "line.py:make", *arguments))
     return Job(run, ranks=ranks, limit_s=LIMIT_S, folder=folder, environment=ENVIRONMENT)
 
 
@@ -243,7 +244,7 @@ def test_one_process_needs_no_mpirun(folder: Path) -> None:
 def test_the_exported_model_is_the_trained_one(folder: Path) -> None:
     assert launch(folder, "--name", "a").returncode == 0
     ended = run_job(
-        command("checkpoint", "export", "runs/a", "model.pt"),
+        forked(command("checkpoint", "export", "runs/a", "model.pt")),
         ranks=1,
         limit_s=LIMIT_S,
         folder=folder,

@@ -16,6 +16,7 @@ from dearmpi.engine.trace.span import Track
 from dearmpi.report.read.trace import read_trace, read_traces, trace_path
 from dearmpi.report.read.trace_merge import merge
 from dearmpi.report.read.trace_writer import SLOT_STRIDE
+from tests.forks import forked
 from tests.job import Ended, run_job
 
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
@@ -63,7 +64,7 @@ def launch(folder: Path, *arguments: str) -> Ended:
     command = [sys.executable, "-m", "dearmpi.cli.main", "run", "--task", "line.py:make"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return run_job(
-        [*command, "--name", "a", "--bucket-cap-mb", "0.1", *arguments],
+        forked([*command, "--name", "a", "--bucket-cap-mb", "0.1", *arguments]),
         ranks=2,
         limit_s=LIMIT_S,
         folder=folder,

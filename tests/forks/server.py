@@ -1,0 +1,165 @@
+"""Serves forks of itself: ``python -m tests.forks.server ADDRESS``, until standard input ends.
+
+The server has torch and dearmpi loaded, but not MPI.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+from pathlib import Path
+from typing import TypedDict
+
+from tests.forks.start import fork_name
+
+# With what these import, that is nearly all that a rank loads, but for MPI.
+_LOADED = (
+    *("numpy", "torch", "torch._dynamo", "torch.utils.data", "sklearn.datasets"),
+    *("dearmpi.engine.optimizer", "dearmpi.cli.main", "dearmpi.train.loop.trainer"),
+)
+_MOST_FDS = 64
+_FIRST_SPARE_FD = 500
+_PR_SET_PDEATHSIG = 1
+_C = ctypes.CDLL(None)
+
+
+class Request(TypedDict):
+    """One fork. fds: the numbers that its open files have in the client."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    fds: list[int]
+
+
+def main(address: str) -> None:
+    """Load, serve; in each fork, run what its client asks for."""
+    for name in _LOADED:
+        importlib.import_module(name)
+    assert "mpi4py" not in sys.modules, "a fork must not share MPI with the server"
+    listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    base = [path for path in sys.path if path and path not in listed and path != os.getcwd()]
+    gc.collect()
+    gc.freeze()  # the forks' collections leave alone what is loaded here, and so do not copy it
+    argv = _serve(address)
+    _run(argv, base)
+
+
+def _serve(address: str) -> list[str]:
+    """Fork for each client; returns in the forks alone, with the arguments."""
+    clients: dict[int, socket.socket] = {}  # by fork
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
+        listener.bind(address)
+        listener.listen(64)
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        print("ready", flush=True)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is listener:
+                    client = listener.accept()[0]
+                    fds, request = _receive(client)
+                    pid = os.fork()
+                    if pid == 0:
+                        selector.close()
+                        for each in (listener, client, *clients.values()):
+                            each.detach()  # closed by number
+                        _become(fds, request)
+                        return request["argv"]
+                    for fd in fds:
+                        os.close(fd)
+                    client.sendall(pid.to_bytes(4, "big"))
+                    clients[pid] = client
+                    selector.register(client, selectors.EVENT_READ, ("client", pid))
+                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, ("fork", pid))
+                elif key.fileobj is sys.stdin:  # the process that started the server has ended
+                    sys.exit()  # which ends the forks
+                elif key.data[0] == "client":  # the launcher has killed it
+                    selector.unregister(key.fileobj)
+                    os.kill(key.data[1], signal.SIGKILL)
+                else:
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    _report_ended(key.data[1], clients, selector)
+
+
+def _report_ended(
+    pid: int, clients: dict[int, socket.socket], selector: selectors.BaseSelector
+) -> None:
+    client = clients.pop(pid)
+    status = os.waitpid(pid, 0)[1]
+    with contextlib.suppress(KeyError):  # its end has been seen
+        selector.unregister(client)
+    with contextlib.suppress(OSError):  # it was killed meanwhile
+        client.sendall(status.to_bytes(4, "big"))
+    client.close()
+
+
+def _receive(client: socket.socket) -> tuple[list[int], Request]:
+    room = socket.CMSG_SPACE(4 * _MOST_FDS)
+    head, rights, _, _ = client.recvmsg(4, room)
+    fds = array.array("i")
+    for _, _, data in rights:
+        fds.frombytes(data)
+    text = b""
+    while len(text) < int.from_bytes(head, "big"):
+        text += client.recv(1 << 16)
+    request: Request = json.loads(text)
+    return list(fds), request
+
+
+def _become(fds: list[int], request: Request) -> None:
+    """Take over the client's open files, under their numbers, and its environment and folder."""
+    os.setsid()  # signals to its group reach the fork and its children, and not the server
+    _C.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    spare = [os.dup2(fd, _FIRST_SPARE_FD + index) for index, fd in enumerate(fds)]
+    os.closerange(3, _FIRST_SPARE_FD)
+    for source, target in zip(spare, request["fds"], strict=True):
+        os.dup2(source, target)
+        os.close(source)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    Path("/proc/self/comm").write_text(fork_name(request["env"]))
+    if os.environ.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    sys.modules["numpy"].random.seed()
+
+
+def _run(argv: list[str], base: list[str]) -> None:
+    """Do what ``python ARGV`` does; base: the module path without any addition."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = os.path.dirname(os.path.realpath(argv[0])) if argv[0][0] != "-" else ""
+    sys.path[:] = [first, *paths, *base]
+    sys.path_importer_cache.clear()  # files have come since the server has looked
+    match argv[0]:
+        case "-m":
+            sys.path[0] = os.getcwd()
+            sys.argv = argv[1:]
+            sys.modules.pop(argv[1], None)  # Python loads it as __main__ alone
+            runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+        case "-c":
+            sys.argv = ["-c", *argv[2:]]
+            exec(compile(argv[1], "<string>", "exec"), vars(main))
+        case script:
+            sys.argv = argv
+            vars(main)["__file__"] = script
+            exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

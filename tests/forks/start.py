@@ -1,0 +1,65 @@
+"""Starts one server of forks for each Python of this process, when it is first wanted."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from tests.roster import is_launched, launched_rank
+
+MARK_VARIABLE = "DEARMPI_TEST_JOB"
+MARK_LENGTH = 11  # of a mark, in the name of a process, which has 15 characters
+_CLIENT = Path(__file__).with_name("client.py")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def forked(command: Sequence[str | Path]) -> list[str | Path]:
+    """What to start in place of ``command``, which is that of a Python: a fork that does the same.
+
+    What is read when Python starts or torch is loaded is the server's: warnings, the seed of
+    hashes, the flags of Python.
+    """
+    python, *arguments = command
+    return [python, "-I", "-S", _CLIENT, _start_server(str(python)), *arguments]
+
+
+def fork_name(environment: Mapping[str, str]) -> str:
+    """The name by which the system shows a fork, and what it forks: its job and rank.
+
+    /proc shows the environment of the server for each fork, and so no mark.
+    """
+    mark = environment.get(MARK_VARIABLE, "").rpartition(",")[2]
+    rank = f"{launched_rank(environment):03d}" if is_launched(environment) else "-"
+    return f"{mark[:MARK_LENGTH]}.{rank}"
+
+
+@cache
+def _start_server(python: str) -> str:
+    """The address of the server, which lives as long as this process."""
+    folder = tempfile.TemporaryDirectory(prefix="dear-forks-")
+    address = os.path.join(folder.name, "socket")
+    paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [python, "-m", "tests.forks.server", address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=_ROOT,
+        env=environment,
+    )
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    assert process.stdout is not None
+    if process.stdout.readline() != b"ready\n":
+        raise RuntimeError("the server of forks did not start; its error is above")
+    return address
