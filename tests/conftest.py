@@ -8,6 +8,7 @@ and if a rank failed while another still waits for it inside the test, the whole
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -90,6 +91,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     if _ROSTER in config.stash:
         config.stash[_ROSTER].collected([item.nodeid for item in together])
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: collections of garbage, of which many tests ask for one, and
+    the end of Python need not look through it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _runs_on_all(item: pytest.Item) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
+
+import pytest
 
 
 def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -28,6 +31,18 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
                 chosen[name] = gains.index(max(gains))
         left -= _met(chosen, names)
         yield {name: factors[name][value] for name, value in chosen.items()}
+
+
+def pairs_of(**factors: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """All combinations; those beyond a few in which every two values meet are slow."""
+    few = {tuple(values[name] for name in factors) for values in pairwise(factors)}
+    return pytest.mark.parametrize(
+        ", ".join(factors),
+        [
+            pytest.param(*case, marks=() if case in few else pytest.mark.slow)
+            for case in product(*factors.values())
+        ],
+    )
 
 
 def _met(chosen: dict[str, int], names: list[str]) -> set[tuple[str, int, str, int]]:

@@ -26,9 +26,26 @@ SEMANTICS = [
     pytest.mark.ranks(1, 2, 3),
     pytest.mark.parametrize("gather", ["parameters", "gradients"]),
 ]
+_SLOW = pytest.mark.slow
+# What torch compiles takes long: such scripts run on two ranks, with one gather in the fast set.
+ONE_GATHER = pytest.mark.parametrize(
+    "gather", ["parameters", pytest.param("gradients", marks=_SLOW)]
+)
 Script = Callable[["Side"], dict[str, Tensor]]
 NUM_STEPS = 4
 SMALL_CAP_MB = 0.0005  # some tens of parameters, so that every model has several buckets
+
+
+def gather_by_turns(names: str, *cases: tuple[object, ...]) -> pytest.MarkDecorator:
+    """Every case of ``names`` with either gather; in the fast set with one, by turns."""
+    return pytest.mark.parametrize(
+        f"{names}, gather",
+        [
+            pytest.param(*case, gather, marks=_SLOW if (number + turn) % 2 else ())
+            for number, case in enumerate(cases)
+            for turn, gather in enumerate(("parameters", "gradients"))
+        ],
+    )
 
 
 class Side:

@@ -20,7 +20,7 @@ from tests.mpi.oracle import (
     flat_state,
     train,
 )
-from tests.mpi.pairs import pairwise
+from tests.mpi.pairs import pairs_of, pairwise
 
 ONE_TENSOR, SOME, ALL = 1e-6, 0.0005, 1.0
 ELEMENTWISE = tuple(name for name in OPTIMIZERS if name not in ("muon", "adafactor"))
@@ -111,21 +111,15 @@ def test_training_equals_one_process_in_full(
 
 # Not RMSprop by centered squares, which divides by variances near zero: rounding errors of single
 # precision stand out there.
-@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
-@pytest.mark.parametrize("reduce_scatter", ["ring", "native", "exchange"])
-@pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [
-        ("single", "sgd"),
-        ("single", "adagrad"),
-        ("mixed", "nesterov"),
-        ("single", "adam"),
-        ("single", "adamw"),
-    ],
+@pairs_of(
+    optimizer=("sgd", "adagrad", "nesterov", "adam", "adamw"),
+    reduce_scatter=("ring", "native", "exchange"),
+    schedule=("dear", "wfbp", "serial"),
 )
 def test_single_and_mixed_precision(
-    model: str, optimizer: str, reduce_scatter: str, schedule: str, world: World
+    optimizer: str, reduce_scatter: str, schedule: str, world: World
 ) -> None:
+    model = "mixed" if optimizer == "nesterov" else "single"
     gather = "gradients" if optimizer == "sgd" else "parameters"
     case = Case(
         model=model,
@@ -165,9 +159,11 @@ def polling_world() -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize("extra", ["none", "clip", "eager"])
-@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
-@pytest.mark.parametrize("model", ["dense", "text", "branches"])
+@pairs_of(
+    model=("dense", "text", "branches"),
+    schedule=("dear", "wfbp", "serial"),
+    extra=("none", "clip", "eager"),
+)
 def test_progress_between_layers(
     model: str, schedule: str, extra: str, polling_world: World
 ) -> None:

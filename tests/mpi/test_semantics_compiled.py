@@ -15,9 +15,10 @@ from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.oracle import copies
 from tests.mpi.semantics import (
     NUM_STEPS,
-    SEMANTICS,
+    ONE_GATHER,
     Side,
     assert_same_on_both_sides,
+    gather_by_turns,
     num_unguarded,
     outcome,
     seeded,
@@ -26,7 +27,7 @@ from tests.mpi.semantics import (
     whole_batch,
 )
 
-pytestmark = SEMANTICS
+pytestmark = pytest.mark.ranks(2)
 
 
 class Affine(nn.Linear):
@@ -95,16 +96,13 @@ def train_compiled(side: Side, compiled: Compiled, backend: str, *, when: str) -
     return {**seen, **copies(model)}
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("compiled", "when"),
-    [
-        (wrap_whole, "before"),
-        (wrap_whole, "run before"),
-        (compile_in_place, "after"),
-        (compile_parts, "before"),
-        (compile_parts, "run before"),
-    ],
+@gather_by_turns(
+    "compiled, when",
+    (wrap_whole, "before"),
+    (wrap_whole, "run before"),
+    (compile_in_place, "after"),
+    (compile_parts, "before"),
+    (compile_parts, "run before"),
 )
 def test_a_compiled_model(compiled: Compiled, when: str, gather: str, world: World) -> None:
     assert_same_on_both_sides(
@@ -112,7 +110,7 @@ def test_a_compiled_model(compiled: Compiled, when: str, gather: str, world: Wor
     )
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_a_compiled_model_with_compiled_backprop(gather: str, world: World) -> None:
     assert_same_on_both_sides(
         lambda side: train_compiled(side, wrap_whole, "aot_eager", when="after"),
@@ -121,8 +119,7 @@ def test_a_compiled_model_with_compiled_backprop(gather: str, world: World) -> N
     )
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@gather_by_turns("backend", ("eager",), ("aot_eager",))
 def test_compiled_parts_updated_during_backprop(backend: str, gather: str, world: World) -> None:
     assert_same_on_both_sides(
         lambda side: train_compiled(side, compile_parts, backend, when="before"),
@@ -132,8 +129,7 @@ def test_compiled_parts_updated_during_backprop(backend: str, gather: str, world
     )
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("is_head_compiled", [False, True])
+@gather_by_turns("is_head_compiled", (False,), (True,))
 def test_backprop_compiled_while_a_later_layer_is_updated(
     is_head_compiled: bool, gather: str, world: World
 ) -> None:
@@ -153,7 +149,7 @@ def test_backprop_compiled_while_a_later_layer_is_updated(
     assert_same_on_both_sides(script, world, gather=gather, eager=True, bucket_cap_mb=1e-6)
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_a_compiled_forward_that_is_called_past_the_hooks(gather: str, world: World) -> None:
     """No hook runs, but torch sees that the graph does not hold."""
 
@@ -173,8 +169,8 @@ def test_a_compiled_forward_that_is_called_past_the_hooks(gather: str, world: Wo
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@ONE_GATHER
 def test_a_compiled_model_with_inductor(gather: str, world: World) -> None:
     assert_same_on_both_sides(
         lambda side: train_compiled(side, wrap_whole, "inductor", when="after"),
@@ -184,6 +180,7 @@ def test_a_compiled_model_with_inductor(gather: str, world: World) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+@ONE_GATHER
 def test_the_engine_causes_no_recompilation(gather: str, world: World) -> None:
     """A whole graph, once: nothing of the engine is traced or guarded."""
     graphs = []

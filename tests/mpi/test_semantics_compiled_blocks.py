@@ -13,7 +13,7 @@ from dearmpi.comm.world import World
 from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.semantics import (
     NUM_STEPS,
-    SEMANTICS,
+    ONE_GATHER,
     Side,
     assert_same_on_both_sides,
     num_unguarded,
@@ -23,7 +23,7 @@ from tests.mpi.semantics import (
     train,
 )
 
-pytestmark = SEMANTICS
+pytestmark = pytest.mark.ranks(2)
 
 
 @pytest.fixture(autouse=True)
@@ -77,16 +77,16 @@ def wrapped(block: nn.Module) -> Any:
 # Each two values meet in those that are not slow.
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
-    ("compiled", "kind", "eager"),
+    ("compiled", "kind", "eager", "gather"),
     [
-        (in_place, Block, False),
-        (in_place, BrokenBlock, True),
-        (wrapped, Block, True),
-        (wrapped, BrokenBlock, False),
-        pytest.param(in_place, Block, True, marks=pytest.mark.slow),
-        pytest.param(in_place, BrokenBlock, False, marks=pytest.mark.slow),
-        pytest.param(wrapped, Block, False, marks=pytest.mark.slow),
-        pytest.param(wrapped, BrokenBlock, True, marks=pytest.mark.slow),
+        (in_place, Block, False, "parameters"),
+        (in_place, BrokenBlock, True, "gradients"),
+        (wrapped, Block, True, "parameters"),
+        (wrapped, BrokenBlock, False, "gradients"),
+        pytest.param(in_place, Block, True, "gradients", marks=pytest.mark.slow),
+        pytest.param(in_place, BrokenBlock, False, "parameters", marks=pytest.mark.slow),
+        pytest.param(wrapped, Block, False, "gradients", marks=pytest.mark.slow),
+        pytest.param(wrapped, BrokenBlock, True, "parameters", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_blocks_wait_for_their_own_parameters_only(
@@ -112,7 +112,7 @@ def test_compiled_blocks_wait_for_their_own_parameters_only(
     assert_same_on_both_sides(script, world, gather=gather, eager=eager)
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_compiled_blocks_in_other_buckets(gather: str, world: World) -> None:
     """What torch has compiled before the buckets changed waits for the new ones, too."""
 
@@ -134,7 +134,7 @@ def test_compiled_blocks_in_other_buckets(gather: str, world: World) -> None:
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_compiled_blocks_after_a_reset(gather: str, world: World) -> None:
     """torch forgets whom it tells of what it compiles, until the next step. An optimizer that steps
     while torch traces would round its scalars.
@@ -161,7 +161,7 @@ def test_compiled_blocks_after_a_reset(gather: str, world: World) -> None:
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_compiled_blocks_beside_a_teacher_of_the_same_code(gather: str, world: World) -> None:
     """For which torch has compiled it first."""
 
@@ -186,7 +186,7 @@ def test_compiled_blocks_beside_a_teacher_of_the_same_code(gather: str, world: W
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_compiled_blocks_are_compiled_once(gather: str, world: World) -> None:
     compiled_graphs = []
 
@@ -235,7 +235,7 @@ class Lender(nn.Module):
         return outputs
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_a_compiled_block_that_reads_what_is_no_part_of_it(gather: str, world: World) -> None:
     """For more steps than torch compiles anything anew, before it gives up."""
 

@@ -15,16 +15,17 @@ from dearmpi.comm.world import World
 from tests.mpi.models import squared_error
 from tests.mpi.semantics import (
     NUM_STEPS,
-    SEMANTICS,
+    ONE_GATHER,
     Side,
     assert_same_on_both_sides,
+    gather_by_turns,
     layers,
     num_unguarded,
     outcome,
     slow_adam,
 )
 
-pytestmark = SEMANTICS
+pytestmark = pytest.mark.ranks(2)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def _forget_compiled_code() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_a_compiled_function_without_parameters_makes_nobody_wait(
     gather: str, world: World
 ) -> None:
@@ -53,7 +54,7 @@ def test_a_compiled_function_without_parameters_makes_nobody_wait(
     assert_same_on_both_sides(script, world, gather=gather)
 
 
-@pytest.mark.ranks(2)
+@ONE_GATHER
 def test_a_compiled_function_of_parameters(gather: str, world: World) -> None:
     """No module is called, so no hook runs."""
 
@@ -113,8 +114,9 @@ def compiled_by(side: Side, function: Callable[[], Any]) -> Callable[[], Any]:
     return torch.compile(function, backend="eager") if side.is_distributed else function
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("iterate", [step_alone, backward_alone, whole_iteration, scaled_iteration])
+@gather_by_turns(
+    "iterate", (step_alone,), (backward_alone,), (whole_iteration,), (scaled_iteration,)
+)
 def test_a_compiled_function_that_runs_a_backward_or_steps(
     iterate: Callable[[Side, nn.Module, Any, int], None], gather: str, world: World
 ) -> None:
@@ -148,6 +150,7 @@ def _descend(param: Tensor, grad: Tensor, lr: float) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+@ONE_GATHER
 def test_an_optimizer_whose_arithmetic_is_compiled(gather: str, world: World) -> None:
     """It is compiled where updates run, which must not wait for parameters there; and no later step
     waits for its gathers.
