@@ -26,15 +26,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dearmpi.config import EngineConfig, ScheduleName
-from dearmpi.plan.data.layout import ParamSpec, build_layout
+from dearmpi.plan.data.layout import ParamSpec, build_layout, fuse_by_cap
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.schedule import Conduct, build_schedule
 from dearmpi.plan.data.workload import Workload, read_workload, workload_names
 from dearmpi.plan.model.cost import Costs, ring_cost
 from dearmpi.plan.model.profile import ModelProfile, profile_workload
-from dearmpi.plan.search.bound import least_iteration_s
-from dearmpi.plan.search.fusion import fuse_by_cap
 from dearmpi.plan.search.planner import make_plan
+from dearmpi.plan.search.problem import least_iteration_s
 from dearmpi.plan.simulate.timeline import simulate
 
 ALPHA_S = 0.5e-3  # of a collective over 4 hosts, and in proportion over more

@@ -27,7 +27,7 @@ from dearmpi.train.loop.job import Job, prepare
 from dearmpi.train.loop.optimizers import choose_optimizer
 from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.metrics.metrics import MetricsRow
-from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
 

@@ -48,7 +48,8 @@ BELOW: dict[str, frozenset[str]] = {
 # What each room, or file beside the rooms, may import of its part, besides itself.
 _ENGINE_BASE = frozenset({"bucket", "device", "refusal"})
 _REPORT = frozenset({"read", "analyse", "draw"})
-_TASKS = frozenset({"files", "tasks", "settings"})
+_FILES = frozenset({"durable", "file_checks"})
+_TASKS = _FILES | {"tasks", "settings"}
 ROOMS: dict[str, dict[str, frozenset[str]]] = {
     "comm": {
         "api": frozenset(),
@@ -102,11 +103,12 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
     },
     "train": {
         "settings": frozenset(),
-        "files": frozenset(),
+        "durable": frozenset(),
+        "file_checks": frozenset(),
         "ranks": frozenset({"settings"}),
-        "metrics": frozenset({"files"}),
-        "checkpoint": frozenset({"files"}),
-        "tasks": frozenset({"checkpoint", "files"}),
+        "metrics": _FILES,
+        "checkpoint": _FILES,
+        "tasks": _FILES | {"checkpoint"},
         "data": frozenset({"ranks", "tasks"}),
         "loop": _TASKS | {"checkpoint", "data", "metrics", "ranks"},
         "run": _TASKS | {"checkpoint", "data", "loop", "metrics", "ranks"},

@@ -10,7 +10,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.bench.method import Entrant, Setup, check_precision, ours
 from dearmpi.config import MIB
 from dearmpi.errors import ConfigError
-from dearmpi.train.run.cap_search import NUM_TRIALS, CapSearch
+from dearmpi.train.run.planning import NUM_TRIALS, CapSearch
 
 
 class SearchedSteps:

@@ -25,7 +25,7 @@ from dearmpi.plan.data.workload import Workload, is_workload, read_workload, wor
 from dearmpi.plan.model.profile import ModelProfile, profile_workload, read_profile
 from dearmpi.report.draw.unit import time_text
 from dearmpi.train.ranks.agreement import together
-from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.threads import choose_threads
 from dearmpi.train.tasks.registry import build_task
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dearmpi.cli.terminal import count_columns, launcher_terminal
-from dearmpi.train.files.durable import DISK_FULL
+from dearmpi.train.durable import DISK_FULL
 
 _REDRAW_S = 0.2
 _GAP = "  "

@@ -13,7 +13,7 @@ import click
 from dearmpi.cli.console import Console
 from dearmpi.cli.ranks import on_ranks
 from dearmpi.errors import ConfigError
-from dearmpi.train.files import durable
+from dearmpi.train import durable
 
 if TYPE_CHECKING:
     from dearmpi.cli.rank_log import RankLog

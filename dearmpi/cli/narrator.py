@@ -16,10 +16,9 @@ from dearmpi.report.draw.unit import count_text
 from dearmpi.report.read.pace import Pace
 from dearmpi.report.read.straggler import WORTH, SlowRanks, Stragglers, name_ranks
 from dearmpi.train.loop.job import Job
-from dearmpi.train.loop.outcome import Outcome
+from dearmpi.train.loop.trainer import Outcome
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
-from dearmpi.train.run.cap_search import CapSearch
-from dearmpi.train.run.plan_file import PlanFile
+from dearmpi.train.run.planning import CapSearch, PlanFile
 from dearmpi.train.run.tracing import Tracing
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.version import describe_other_version

@@ -9,7 +9,7 @@ from dearmpi.report.draw.unit import count_text
 from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.ranks.device import DeviceChoice
 from dearmpi.train.ranks.threads import ThreadChoice
-from dearmpi.train.run.cap_search import NUM_TRIALS, STEPS_PER_TRIAL
+from dearmpi.train.run.planning import NUM_TRIALS, STEPS_PER_TRIAL
 
 
 def describe_start(

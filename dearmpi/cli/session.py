@@ -10,12 +10,10 @@ from dearmpi.cli.opening import describe_start
 from dearmpi.cli.rank_log import RankLog
 from dearmpi.cli.tracing import open_tracing
 from dearmpi.comm.world import World
-from dearmpi.train.loop.outcome import Outcome
-from dearmpi.train.loop.trainer import Trainer
+from dearmpi.train.loop.trainer import Outcome, Trainer
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
-from dearmpi.train.run.cap_search import CapSearch
-from dearmpi.train.run.plan_file import PlanFile
+from dearmpi.train.run.planning import CapSearch, PlanFile
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.session import Session, open_metrics, open_session, own_folder
 from dearmpi.train.settings.sources import Source, describe_overruled

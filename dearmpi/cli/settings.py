@@ -9,8 +9,7 @@ import click
 
 from dearmpi.train.settings.setting import Setting
 from dearmpi.train.settings.settings import SETTINGS, RunSettings
-from dearmpi.train.settings.sources import CONFIG_VARIABLE
-from dearmpi.train.settings.synonym import our_name
+from dearmpi.train.settings.sources import CONFIG_VARIABLE, our_name
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _FLAG_WIDTH = 30

@@ -15,8 +15,8 @@ import torch
 
 import dearmpi
 from dearmpi.comm.world import World
+from dearmpi.train.ranks.device import VisibleGpus, look_for_gpus
 from dearmpi.train.ranks.threads import choose_threads
-from dearmpi.train.ranks.visible_gpus import VisibleGpus, look_for_gpus
 
 PACKAGES = ("torch", "numpy", "mpi4py", "safetensors", "PyYAML")
 MISSING = "missing"  # in place of a version

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dearmpi.comm.world import World
 from dearmpi.doctor.finding import Finding, fail, ok, warn
-from dearmpi.train.files import durable
+from dearmpi.train import durable
 
 _SAMPLE_BYTES = 16 * 1024 * 1024
 _SLOW_BYTES_S = 20e6

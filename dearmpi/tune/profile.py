@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.plan.data.parameter import spec_of
+from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.workload import Workload
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile, parse_profile
 from dearmpi.torch_internals import number_of_backprop

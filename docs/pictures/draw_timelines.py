@@ -11,10 +11,9 @@ from pathlib import Path
 
 from benchmarks.planned import assumed_costs, planned, timed
 from dearmpi.config import EngineConfig
-from dearmpi.plan.data.layout import build_layout
+from dearmpi.plan.data.layout import build_layout, fuse_by_cap
 from dearmpi.plan.data.schedule import Conduct, build_schedule
 from dearmpi.plan.data.workload import read_workload
-from dearmpi.plan.search.fusion import fuse_by_cap
 from dearmpi.plan.search.planner import plan_of
 from dearmpi.plan.simulate.timeline import simulate
 from dearmpi.report.draw import svg

@@ -13,9 +13,8 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.errors import ConfigError, MismatchError
-from dearmpi.plan.data.parameter import spec_of
-from dearmpi.plan.data.plan import Plan, fingerprint
-from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.layout import spec_of
+from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.data.schedule import AllGather, Launch, Schedule, Wait
 from tests.mpi.semantics import (
     Side,

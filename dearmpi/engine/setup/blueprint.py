@@ -28,11 +28,9 @@ from dearmpi.engine.probe.probe import require_half, require_host
 from dearmpi.engine.setup.comparison import check_alike
 from dearmpi.engine.update.master import is_half
 from dearmpi.errors import ConfigError
-from dearmpi.plan.data.layout import BucketLayout, build_layout
-from dearmpi.plan.data.parameter import spec_of
+from dearmpi.plan.data.layout import BucketLayout, build_layout, fuse_by_cap, spec_of
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.schedule import Schedule, build_schedule
-from dearmpi.plan.search.fusion import fuse_by_cap
 from dearmpi.torch_internals import is_patched
 
 NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})

@@ -13,7 +13,7 @@ from functools import partial
 
 from dearmpi.config import MIB, EngineConfig, known_names
 from dearmpi.errors import ConfigError
-from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout
+from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout, fuse_by_cap
 from dearmpi.plan.data.schedule import AllGather, Conduct, Launch, Schedule, Wait, dear
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
@@ -23,9 +23,9 @@ from dearmpi.plan.rivals.merging import (
     fuse_until,
     gradient_arrivals,
     merge_where_start_up_is_saved,
+    partition,
+    prioritise,
 )
-from dearmpi.plan.rivals.priority import partition, prioritise
-from dearmpi.plan.search.fusion import fuse_by_cap
 from dearmpi.plan.search.planner import make_plan
 from dearmpi.plan.simulate.timeline import Timeline, simulate
 

@@ -7,9 +7,9 @@ from itertools import accumulate, product
 from operator import attrgetter
 
 from dearmpi.config import MIB, EngineConfig
+from dearmpi.plan.data.layout import fuse_by_cap
 from dearmpi.plan.data.schedule import AllGather, Wait
 from dearmpi.plan.search.draft import PATIENCES, Draft, Drafts
-from dearmpi.plan.search.fusion import fuse_by_cap
 from dearmpi.plan.search.problem import Cuts, Problem
 
 _NUM_CAPS = (3, 5, 8, 12, 18, 27, 40, 60, 90)  # buckets that a model is cut into, about

@@ -1,22 +1,25 @@
-"""Planner: the plan of least simulated iteration time."""
+"""Planner: the plan of least simulated iteration time.
+
+Small models get the best of all plans (``best_of_all``), larger ones the best plan found
+(``improvement.improve``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, combinations
 
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout, build_layout
-from dearmpi.plan.data.plan import Plan, fingerprint
-from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.data.schedule import AllGather, Conduct, Schedule
 from dearmpi.plan.model.cost import Costs
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.plan.search.bound import least_iteration_s
-from dearmpi.plan.search.draft import Draft
-from dearmpi.plan.search.exhaustive import MOST_TENSORS, best_of_all
+from dearmpi.plan.search.draft import Draft, Drafts
 from dearmpi.plan.search.improvement import improve
-from dearmpi.plan.search.problem import Problem
+from dearmpi.plan.search.problem import Cuts, Problem, least_iteration_s
 from dearmpi.plan.simulate.timeline import simulate
 
 _CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact
@@ -107,3 +110,62 @@ def _with_idle(draft: Draft, num_buckets: int) -> Schedule:
         reduce_scatters=(*draft.schedule.reduce_scatters, *idle),
         all_gathers=(*draft.schedule.all_gathers, *(AllGather(i, after=i) for i in idle)),
     )
+
+
+MOST_TENSORS = 4
+MOST_IN_FLIGHT = 4
+
+
+def best_of_all(problem: Problem, *, enough_s: float) -> Draft:
+    """Return the draft of least time, or the first that takes ``enough_s`` or less.
+
+    Tries all contiguous cuts, orders of gathers, ties to reduce-scatters, and windows up to the
+    number of buckets. Reduce-scatters keep the order in which their buckets become ready. Where
+    gradients are gathered before a step that waits for them, only serial and WFBP are tried.
+    """
+    drafts = Drafts(problem)
+    best: Draft | None = None
+    for cuts in all_cuts(problem):
+        for window in range(1, min(MOST_IN_FLIGHT, len(cuts)) + 1):
+            for draft in chain(
+                (drafts.tied(cuts, ties, window=window) for ties in all_ties(len(cuts))),
+                drafts.plain(cuts, window=window),
+            ):
+                if best is None or draft.seconds < best.seconds:
+                    best = draft
+                if best.seconds <= enough_s:
+                    return best
+    assert best is not None
+    return best
+
+
+def all_cuts(problem: Problem) -> Iterator[Cuts]:
+    """Every way to cut the tensors into contiguous buckets, fewest buckets first."""
+    free = [number for number in range(len(problem.tensors)) if number not in problem.forced]
+    for count in range(len(free) + 1):
+        for chosen in combinations(free, count):
+            yield tuple(sorted(problem.forced | set(chosen)))
+
+
+def all_ties(num_buckets: int) -> Iterator[tuple[AllGather, ...]]:
+    """Every order of gathers, with every tie that makes a difference.
+
+    A gather is posted in its turn, once its bucket is updated and the reduce-scatter that it is
+    tied to is complete. By then its own bucket, the buckets of earlier gathers and all that these
+    were tied to are complete. So only a tie to another reduce-scatter makes a difference; a tie to
+    the bucket's own stands for all others. Four buckets have 360 schedules of 6144.
+    """
+    return _continue((), frozenset(), frozenset(range(num_buckets)))
+
+
+def _continue(
+    before: tuple[AllGather, ...], complete: frozenset[int], rest: frozenset[int]
+) -> Iterator[tuple[AllGather, ...]]:
+    if not rest:
+        yield before
+    everything = frozenset(gather.bucket for gather in before) | rest
+    for bucket in sorted(rest):
+        known = complete | {bucket}
+        for after in (bucket, *sorted(everything - known)):
+            gather = AllGather(bucket, after)
+            yield from _continue((*before, gather), known | {after}, rest - {bucket})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dearmpi.train.checkpoint.optimizer_state import (
+from dearmpi.train.checkpoint.snapshot import (
+    Snapshot,
+    check_model,
     optimizer_by_name,
     optimizer_state_dict,
     parameter_names,
 )
-from dearmpi.train.checkpoint.snapshot import Snapshot, check_model
 from dearmpi.train.checkpoint.store import Draft, load, read, save, verify
 from dearmpi.train.checkpoint.survey import Survey, find_latest, prune, resolve, survey
 

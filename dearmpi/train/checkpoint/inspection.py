@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.train.checkpoint import tensor_file
+from dearmpi.train import durable
 from dearmpi.train.checkpoint.manifest import short
 from dearmpi.train.checkpoint.store import load, verify
 from dearmpi.train.checkpoint.survey import list_checkpoints, list_runs, resolve, survey
-from dearmpi.train.files import durable
 
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pt", ".pth")
@@ -101,7 +101,21 @@ def _write_model(path: Path, model: Mapping[str, Tensor], *, suffix: str) -> Non
     if suffix in TORCH_SUFFIXES:
         torch.save(dict(model), path)
         return
-    tensor_file.write_tensors(path, model)
+    # Readers of other libraries look at this key to know whose tensors these are.
+    save_file(_separate(model), path, metadata={"format": "pt"})
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors on the CPU of which no two overlap, copying only where needed."""
+    packed = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    end = 0
+    for name in sorted(packed, key=lambda name: packed[name].data_ptr()):
+        start = packed[name].data_ptr()
+        stop = start + packed[name].nbytes
+        if start < end:
+            packed[name] = packed[name].clone()
+        end = max(end, stop)
+    return packed
 
 
 def _describe_meta(meta: Mapping[str, Any]) -> list[str]:

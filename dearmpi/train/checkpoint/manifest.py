@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dearmpi.errors import CheckpointError
-from dearmpi.train.files.presence import file_bytes
+from dearmpi.train.file_checks import file_bytes
 
 FILE_NAME = "manifest.json"
 FORMAT = "dearmpi checkpoint"

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 
 import dearmpi
 from dearmpi.errors import CheckpointError
+from dearmpi.train import durable
 from dearmpi.train.checkpoint import encoding, manifest, part_file
 from dearmpi.train.checkpoint.manifest import FileRecord, Manifest, part_name
-from dearmpi.train.checkpoint.part import CopyBuffer, Part
+from dearmpi.train.checkpoint.part import CopyBuffer, Head, Part, make_head, make_part, model_key
 from dearmpi.train.checkpoint.snapshot import Snapshot
-from dearmpi.train.checkpoint.snapshot_part import Head, make_head, make_part, model_key
 from dearmpi.train.checkpoint.survey import (
     REPLACED,
     WRITING,
@@ -36,7 +36,6 @@ from dearmpi.train.checkpoint.survey import (
     remove,
     remove_leftovers,
 )
-from dearmpi.train.files import durable
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.errors import CheckpointError
+from dearmpi.train import durable
 from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import Manifest
-from dearmpi.train.files import durable
-from dearmpi.train.files.presence import is_folder, is_there, mode_of
+from dearmpi.train.file_checks import is_folder, is_there, mode_of
 
 # A checkpoint that is being replaced by one of the same step is complete until that one is.
 FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")

@@ -23,7 +23,7 @@ import torch
 
 from dearmpi.errors import ConfigError, DataError
 from dearmpi.train.data.data import load_batch
-from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.stop import SIGNALS
 from dearmpi.train.tasks.registry import prepare_to_load
 from dearmpi.train.tasks.task import Task

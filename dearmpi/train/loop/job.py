@@ -16,20 +16,18 @@ from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.engine.setup.settings import check_plan
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.plan.data.parameter import spec_of
+from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, read_plan
 from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
 from dearmpi.train.data.loading import Loading, open_loading
 from dearmpi.train.loop.evaluation import Evaluator, probe_metrics
-from dearmpi.train.loop.lr_schedule import LrCurve, lr_curve
-from dearmpi.train.loop.optimizers import OptimizerChoice
+from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
 from dearmpi.train.loop.precision import convert_model, device_of_model
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
-from dearmpi.train.ranks.random_state import restore_random_state
-from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.random_state import restore_random_state, seed_all
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
 

@@ -27,9 +27,8 @@ from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError, NonFiniteLossError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.manifest import FileRecord
-from dearmpi.train.checkpoint.part import CopyBuffer, Part
+from dearmpi.train.checkpoint.part import CopyBuffer, Head, Part, make_head, make_part
 from dearmpi.train.checkpoint.snapshot import Snapshot
-from dearmpi.train.checkpoint.snapshot_part import Head, make_head, make_part
 from dearmpi.train.checkpoint.survey import left_over
 from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.agreement import share_failure, together

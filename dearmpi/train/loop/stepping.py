@@ -1,4 +1,4 @@
-"""Stepping: one optimizer step, from this rank's samples to the update."""
+"""Stepping: one optimizer step, from this rank's samples to its update, and what is due then."""
 
 from __future__ import annotations
 
@@ -194,3 +194,46 @@ def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
             )
     job.optimizer.step()
     return StepResult(losses.total(), lr, norm)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is due after a step. end: the run has no more. save: a checkpoint. evaluation: of the
+    model. row: of metrics, as with each evaluation.
+    """
+
+    end: bool
+    save: bool
+    evaluation: bool
+    row: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """last: the run's last step, of which the first is 1.
+
+    The intervals are in steps. 0: at the end alone; None: not even there.
+    """
+
+    last: int
+    log_interval: int
+    save_interval: int
+    evaluation_interval: int | None
+
+    @classmethod
+    def of(cls, job: Job) -> Timetable:
+        """That of ``job``, which evaluates once in an epoch where nobody has said how often."""
+        settings, interval = job.settings, None
+        if job.evaluator is not None:
+            asked = settings.eval_interval
+            interval = job.batches.steps_per_epoch if asked is None else asked
+        return cls(job.total_steps, settings.log_interval, settings.checkpoint_interval, interval)
+
+    def after(self, step: int) -> Due:
+        """What is due once ``step`` is taken."""
+        end = step >= self.last
+        save, evaluation, row = (
+            interval is not None and (end or (interval > 0 and step % interval == 0))
+            for interval in (self.save_interval, self.evaluation_interval, self.log_interval)
+        )
+        return Due(end, save, evaluation, row=row or evaluation)

@@ -13,7 +13,19 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from dearmpi.errors import DearError, MismatchError, NonFiniteLossError
-from dearmpi.train.ranks.text_world import TextWorld
+
+
+class TextWorld(Protocol):
+    """A rank's place, and an exchange with the others."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def host(self) -> str: ...
+
+    def all_gather_text(self, text: str, /) -> list[str]: ...
+
 
 _LONGEST = 8_000  # characters of a failure that all ranks are told: each holds every rank's
 _MOST_FAILURES = 8  # told one by one

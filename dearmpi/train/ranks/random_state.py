@@ -1,4 +1,4 @@
-"""Random state of torch, numpy and ``random`` as plain JSON data, without pickle."""
+"""Random numbers of torch, numpy and ``random``: seeded, captured as plain JSON data, restored."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError
+
+
+def seed_all(*parts: int) -> None:
+    """Seed torch, numpy and ``random`` from ``parts``: the same parts, the same numbers, and other
+    parts others.
+    """
+    # numpy fills up with zeros: (5,) and (5, 0, 0) would be one.
+    words = np.random.SeedSequence((len(parts), *parts)).generate_state(3, np.uint32)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    random.seed(int(words[2]))
 
 
 def capture_random_state() -> dict[str, Any]:

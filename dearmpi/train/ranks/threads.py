@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dearmpi.train.ranks.text_world import TextWorld
+from dearmpi.train.ranks.agreement import TextWorld
 
 ROOM_FROM = 4  # with fewer cores a rank computes on all of them; the progress thread mostly sleeps
 

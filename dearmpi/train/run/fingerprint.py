@@ -17,7 +17,7 @@ import dearmpi
 from dearmpi.comm.messages.crowd import name_ranks
 from dearmpi.comm.messages.difference import first_difference
 from dearmpi.errors import MismatchError
-from dearmpi.train.ranks.text_world import TextWorld
+from dearmpi.train.ranks.agreement import TextWorld
 from dearmpi.train.tasks.task import Task
 
 NUM_DIGITS = 12

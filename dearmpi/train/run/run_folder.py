@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
-from dearmpi.train.files import durable
-from dearmpi.train.files.presence import is_folder, is_there
-from dearmpi.train.run.occupation import Occupation
+from dearmpi.train import durable
+from dearmpi.train.file_checks import is_folder, is_there
+from dearmpi.train.run.folder_lock import Occupation
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from dearmpi.train.loop.optimizers import OptimizerChoice, choose_optimizer
 from dearmpi.train.metrics.metrics import MetricsLog
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.device import DeviceChoice, allow_deterministic_only, choose_device
-from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.threads import ThreadChoice, choose_threads
 from dearmpi.train.run.environment import describe_environment
 from dearmpi.train.run.fingerprint import (
@@ -38,15 +38,15 @@ from dearmpi.train.run.fingerprint import (
     model_fingerprints,
     model_lines,
 )
-from dearmpi.train.run.occupation import Occupation, occupied
-from dearmpi.train.run.place import (
+from dearmpi.train.run.folder_lock import Occupation, occupied
+from dearmpi.train.run.run_folder import RunFolder
+from dearmpi.train.run.run_location import (
     Place,
     agree_on_place,
     check_reachable,
     check_shared,
     check_unchanged,
 )
-from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.tracing import why_untraceable
 from dearmpi.train.settings.settings import RunSettings, check_resumable
 from dearmpi.train.settings.sources import (

@@ -10,7 +10,7 @@ from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WAR
 from dearmpi.engine.trace.layer_spans import LayerSpans
 from dearmpi.engine.trace.span import Recorder, Span
 from dearmpi.train.loop.job import Job
-from dearmpi.train.run.cap_search import NUM_TRIALS, STEPS_PER_TRIAL
+from dearmpi.train.run.planning import NUM_TRIALS, STEPS_PER_TRIAL
 
 
 class TraceFile(Recorder, Protocol):

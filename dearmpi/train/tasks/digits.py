@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dearmpi.train.tasks.classify import (
+from dearmpi.train.tasks.image_models import (
     Labelled,
     SmallConvNet,
     classification_loss,
     classification_metrics,
 )
-from dearmpi.train.tasks.extras import import_extra
-from dearmpi.train.tasks.options import check_at_least, read_options
+from dearmpi.train.tasks.options import check_at_least, import_extra, read_options
 from dearmpi.train.tasks.task import Task
 
 NAME = "digits"

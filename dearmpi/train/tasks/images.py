@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.files.listing import files_below, folders_in, is_folder
-from dearmpi.train.tasks.classify import classification_loss, classification_metrics
-from dearmpi.train.tasks.extras import import_extra
-from dearmpi.train.tasks.options import check_at_least, read_options
+from dearmpi.train.file_checks import files_below, folders_in, is_folder
+from dearmpi.train.tasks.image_models import (
+    ImageShape,
+    build_vision_model,
+    classification_loss,
+    classification_metrics,
+)
+from dearmpi.train.tasks.options import check_at_least, import_extra, read_options
 from dearmpi.train.tasks.task import Task
-from dearmpi.train.tasks.vision import ImageShape, build_vision_model
 
 NAME = "images"
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -151,14 +154,14 @@ def _scan(root: Path, options: ImagesOptions) -> tuple[list[str], Pictures, Pict
 
 def _is_divided(root: Path) -> bool:
     """Whether ``root`` says itself what is held out."""
-    return is_folder(root / "train") and is_folder(root / "val")
+    return is_folder(root / "train", DataError) and is_folder(root / "val", DataError)
 
 
 def _check_undivided(root: Path) -> None:
     """Raise DataError where ``train`` and its like would be taken for classes. A class of trains
     holds pictures, not folders.
     """
-    if is_folder(root / "train") and folders_in(root / "train"):
+    if is_folder(root / "train", DataError) and folders_in(root / "train"):
         others = sorted(p.name for p in folders_in(root) if p.name != "train")
         raise DataError(
             f"{root} has a folder train but none called val, which would hold pictures out (beside "
@@ -171,7 +174,7 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
     """Sorted image files of each class folder of ``root``, in the order of the names. Some systems
     lay hidden files of the same ending, or folders of them, beside the pictures: those are none.
     """
-    if not is_folder(root):
+    if not is_folder(root, DataError):
         raise DataError(f"there is no folder {root}; give a folder with one folder per class")
     folders = folders_in(root)
     if not folders:

@@ -1,4 +1,7 @@
-"""Options of a task: strings from the command line, read into a dataclass of the task's own."""
+"""Names and options of tasks, and the libraries that only some tasks need.
+
+Imports no torch, for commands that train nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,36 @@ if TYPE_CHECKING:
     Options = TypeVar("Options", bound=DataclassInstance)
 else:
     Options = TypeVar("Options")
+from importlib import import_module
+
+BUILT_IN = ("bytes-lm", "digits", "images")
+SYNTHETIC = "synthetic"
+SYNTHETIC_MODELS = ("bert-base", "bert-large", "resnet50")
+LIBRARIES = ("torchvision", "timm", "transformers")
+TASK_FORMS = (
+    *BUILT_IN,
+    f"{SYNTHETIC}:NAME",
+    "package.module:function",
+    "path/to/file.py:function",
+)
+
+
+def check_task_name(name: str) -> None:
+    """Raise TaskError for a name that no task can have; looks at no file and no module."""
+    kind, colon, rest = name.partition(":")
+    if name in BUILT_IN:
+        return
+    if kind == SYNTHETIC:
+        if rest not in SYNTHETIC_MODELS and rest.partition(":")[0] not in LIBRARIES:
+            known = [*SYNTHETIC_MODELS, *(f"{library}:NAME" for library in LIBRARIES)]
+            raise TaskError(f"there is no task {SYNTHETIC}:{rest}{known_names(rest, known)}")
+    elif colon or name.endswith(".py"):
+        place, _, attribute = name.rpartition(":")
+        if not place or not attribute:
+            raise TaskError(f"task {name!r} names no function; write {name.strip(':')}:FUNCTION")
+    else:
+        raise TaskError(f"there is no task {name!r}{known_names(name, TASK_FORMS)}")
+
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -57,3 +90,29 @@ def _convert(text: str, kind: Any, what: str) -> object:
         return _BOOLEANS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
         raise TaskError(f"{what} is {text!r}; it must be {_WANTED[kind]}") from None
+
+
+def import_extra(module: str, *, library: str, extra: str, needed_by: str) -> Any:
+    """Import ``module``, which comes with ``library``, an extra of this package by name ``extra``.
+
+    Raises TaskError that says how to install it, or why what is installed cannot be used.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.split(".")[0] == error.name.split(".")[0]:
+            raise TaskError(
+                f"{needed_by} needs {library}, which is not installed: "
+                f"pip install 'dearmpi[{extra}]'"
+            ) from error
+        raise _broken(library, needed_by, error) from error
+    except Exception as error:
+        # Libraries with compiled operators fail at import in many ways, not only by ImportError.
+        raise _broken(library, needed_by, error) from error
+
+
+def _broken(library: str, needed_by: str, error: Exception) -> TaskError:
+    return TaskError(
+        f"{needed_by} needs {library}, which is installed but cannot be imported: "
+        f"{type(error).__name__}: {error}; install a {library} that fits this Python and torch"
+    )

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.train.tasks.classify import classification_loss
-from dearmpi.train.tasks.extras import import_extra
-from dearmpi.train.tasks.options import check_at_least, read_options
+from dearmpi.train.tasks.image_models import ImageShape, build_vision_model, classification_loss
+from dearmpi.train.tasks.options import (
+    SYNTHETIC,
+    check_at_least,
+    check_task_name,
+    import_extra,
+    read_options,
+)
 from dearmpi.train.tasks.task import Samples, Task
-from dearmpi.train.tasks.task_name import SYNTHETIC, check_task_name
-from dearmpi.train.tasks.vision import ImageShape, build_vision_model
 
 NUM_IMAGE_CLASSES = 1000
 NUM_DISTINCT = 32

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import DataError
-from dearmpi.train.files.listing import files_below, is_file, is_folder
+from dearmpi.train.file_checks import files_below, is_file, is_folder
 
 CHUNK_BYTES = 4096
 MIN_CHUNKS = 20
@@ -61,7 +61,9 @@ def standard_library_files() -> list[Path]:
         path
         for path in files_below(root, skipped=_SKIPPED_FOLDERS)
         # The build's own record differs from machine to machine.
-        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata") and is_file(path)
+        if path.suffix == ".py"
+        and not path.name.startswith("_sysconfigdata")
+        and is_file(path, DataError)
     ]
     if not files:
         raise DataError(
@@ -80,10 +82,10 @@ def text_files(paths: Iterable[Path]) -> list[Path]:
     """
     files: list[Path] = []
     for path in paths:
-        if is_file(path):
+        if is_file(path, DataError):
             files.append(path)
-        elif is_folder(path):
-            below = [file for file in files_below(path) if is_file(file)]
+        elif is_folder(path, DataError):
+            below = [file for file in files_below(path) if is_file(file, DataError)]
             found = [file for file in below if not _is_binary(file)]
             if not found:
                 raise DataError(

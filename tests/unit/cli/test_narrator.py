@@ -18,9 +18,9 @@ from dearmpi.cli.narrator import Narrator, describe_outcome, describe_stop
 from dearmpi.report.read.straggler import STEADY, STRETCH_STEPS
 from dearmpi.train.loop.evaluation import Evaluation
 from dearmpi.train.loop.job import Job
-from dearmpi.train.loop.outcome import Outcome
+from dearmpi.train.loop.trainer import Outcome
 from dearmpi.train.metrics.metrics import MetricsRow
-from dearmpi.train.metrics.rank_times import RankTimes
+from dearmpi.train.metrics.step_times import RankTimes
 
 TASK = SimpleNamespace(loss_scale_name="percent", loss_scale=100.0, unit="points")
 JOB = SimpleNamespace(

@@ -19,7 +19,7 @@ from dearmpi.cli.session import run_session
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
 from dearmpi.train import checkpoint
-from dearmpi.train.metrics import tally
+from dearmpi.train.metrics import step_totals as tally
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.device import DeviceChoice
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dearmpi.doctor.facts import RankFacts
-from dearmpi.train.ranks.visible_gpus import VisibleGpus
+from dearmpi.train.ranks.device import VisibleGpus
 
 
 def rank(number: int = 0, **changes: Any) -> RankFacts:

@@ -19,7 +19,7 @@ from dearmpi.doctor.network import Link, Network, judge_network, judge_overlap
 from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
 from dearmpi.doctor.tcp import algorithms_in_use, judge_tcp
 from dearmpi.doctor.transport import judge_transport
-from dearmpi.train.ranks.visible_gpus import VisibleGpus
+from dearmpi.train.ranks.device import VisibleGpus
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.unit.doctor.ranks import rank
 

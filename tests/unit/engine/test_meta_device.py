@@ -21,8 +21,7 @@ from dearmpi.engine.update.master import MASTER, MasterRule
 from dearmpi.engine.update.shard_update import ShardUpdate
 from dearmpi.engine.update.update import read_options
 from dearmpi.engine.update.whole_update import WholeUpdate
-from dearmpi.plan.data.layout import build_layout
-from dearmpi.plan.data.parameter import spec_of
+from dearmpi.plan.data.layout import build_layout, spec_of
 
 Update = ShardUpdate | WholeUpdate
 

@@ -12,9 +12,8 @@ import torch
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.plan.data.parameter import spec_of
-from dearmpi.plan.data.plan import Plan, fingerprint
-from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.layout import spec_of
+from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.data.schedule import AllGather, Launch, Schedule, Wait
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks

@@ -13,9 +13,9 @@ from dearmpi.report.analyse.figures import measure
 from dearmpi.report.page.limit import judge
 from dearmpi.report.read.history import History, read_history
 from dearmpi.report.read.recording import Recording
-from dearmpi.train.metrics import rank_columns
+from dearmpi.train.metrics import step_times
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
-from dearmpi.train.metrics.rank_times import RankTimes
+from dearmpi.train.metrics.step_times import RankTimes
 
 NUM_RANKS = 512
 HOSTS = tuple(f"n{rank // 128}" for rank in range(NUM_RANKS))
@@ -55,7 +55,7 @@ def test_the_report_names_slow_ranks_of_many_as_if_all_were_told(
 ) -> None:
     assert limit_of(train(tmp_path, slow)).startswith(told)
     short = (tmp_path / "metrics.jsonl").stat().st_size
-    monkeypatch.setattr(rank_columns, "MOST_LISTED", NUM_RANKS)
+    monkeypatch.setattr(step_times, "MOST_LISTED", NUM_RANKS)
     (tmp_path / "all").mkdir()
     assert limit_of(train(tmp_path / "all", slow)).startswith(told)
     assert short < (tmp_path / "all" / "metrics.jsonl").stat().st_size / 2

@@ -11,8 +11,7 @@ import pytest
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import ParamSpec
-from dearmpi.plan.data.plan import Plan, fingerprint, read_plan
-from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.plan import Plan, Prediction, fingerprint, read_plan
 from dearmpi.plan.data.schedule import AllGather, Launch, Schedule, Wait, dear
 
 HALF = ParamSpec("h", (2,), itemsize=2, dtype="bfloat16")

@@ -6,8 +6,7 @@ from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.data.workload import Workload, float_layer
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.model.profile import profile_workload
-from dearmpi.plan.rivals.merging import Arrival
-from dearmpi.plan.rivals.priority import partition, prioritise
+from dearmpi.plan.rivals.merging import Arrival, partition, prioritise
 
 LINK = LinkModel(1.0, 0.0)
 NAMES = ["p0", "p1", "p2", "p3"]

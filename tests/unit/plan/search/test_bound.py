@@ -11,7 +11,7 @@ from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.data.workload import LayerSpec, float_layer
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.plan.search.bound import least_iteration_s
+from dearmpi.plan.search.problem import least_iteration_s
 from tests.unit.plan.small import make_profile
 
 LINK = LinkModel(0.25, 1 / 8)  # 8 bytes: a quarter of a second to start, a second on the wire

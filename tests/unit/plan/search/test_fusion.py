@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dearmpi.plan.data.layout import ParamSpec, build_layout
+from dearmpi.plan.data.layout import ParamSpec, build_layout, fuse_by_cap
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.rivals.merging import Arrival, fuse_by_cycle, fuse_until
-from dearmpi.plan.search.fusion import fuse_by_cap
 
 KINDS = st.sampled_from([("float32", 4, "cpu"), ("bfloat16", 2, "cpu"), ("float32", 4, "cuda:0")])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dearmpi.plan.data.schedule import AllGather
-from dearmpi.plan.search.interleaving import interleave
+from dearmpi.plan.search.draft import interleave
 from dearmpi.plan.search.problem import Buckets
 from dearmpi.plan.simulate.flow import Load
 from dearmpi.plan.simulate.wire import Transfer

@@ -12,7 +12,7 @@ import pytest
 
 from dearmpi.config import EngineConfig, Gather
 from dearmpi.errors import ConfigError
-from dearmpi.plan.data.layout import ParamSpec, build_layout
+from dearmpi.plan.data.layout import ParamSpec, build_layout, fuse_by_cap
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.schedule import (
     AllGather,
@@ -33,10 +33,8 @@ from dearmpi.plan.data.workload import (
 )
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile, profile_workload
-from dearmpi.plan.search.bound import least_iteration_s
-from dearmpi.plan.search.exhaustive import all_ties
-from dearmpi.plan.search.fusion import fuse_by_cap
-from dearmpi.plan.search.planner import make_plan, plan_of
+from dearmpi.plan.search.planner import all_ties, make_plan, plan_of
+from dearmpi.plan.search.problem import least_iteration_s
 from dearmpi.plan.simulate.timeline import simulate
 from tests.unit.plan.hosts import HOSTS, paper
 

@@ -9,8 +9,7 @@ import pytest
 
 from dearmpi.config import Gather
 from dearmpi.engine.trace.span import Span, Track
-from dearmpi.plan.data.plan import Plan
-from dearmpi.plan.data.prediction import Prediction
+from dearmpi.plan.data.plan import Plan, Prediction
 from dearmpi.plan.data.schedule import Wait, build_schedule
 from dearmpi.plan.simulate.timeline import Timeline
 from dearmpi.report.analyse.figures import exposure_of, measure

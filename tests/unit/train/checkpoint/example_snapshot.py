@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from dearmpi.train.checkpoint import Draft, Snapshot
-from dearmpi.train.checkpoint.part import CopyBuffer
-from dearmpi.train.checkpoint.snapshot_part import make_head, make_part
+from dearmpi.train.checkpoint.part import CopyBuffer, make_head, make_part
 
 
 def make_snapshot(step: int = 10, *, fill: float = 0.5) -> Snapshot:

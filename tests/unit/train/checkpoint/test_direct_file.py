@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dearmpi.train.checkpoint.direct_file import BLOCK_BYTES, DirectFile
+from dearmpi.train.checkpoint.part import BLOCK_BYTES
+from dearmpi.train.checkpoint.part_file import DirectFile
 
 
 def blocks(num_bytes: int) -> memoryview:

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.train import checkpoint
+from dearmpi.train import checkpoint, durable
 from dearmpi.train.checkpoint import Snapshot, inspection
-from dearmpi.train.files import durable
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from dearmpi.errors import CheckpointError
-from dearmpi.train import checkpoint
+from dearmpi.train import checkpoint, durable
 from dearmpi.train.checkpoint import Snapshot, part_file, store
 from dearmpi.train.checkpoint.survey import name_latest
-from dearmpi.train.files import durable
 from tests.unit.train.checkpoint.example_snapshot import content_of, make_snapshot
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.train.loop.lr_schedule import LrCurve, lr_curve
+from dearmpi.train.loop.optimizers import LrCurve, lr_curve
 from dearmpi.train.settings.settings import RunSettings
 
 

@@ -27,7 +27,7 @@ from dearmpi.train.loop.saving import Saver, check_finite, synchronize
 from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import AgreedError
-from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task

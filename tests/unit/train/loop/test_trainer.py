@@ -21,10 +21,10 @@ from dearmpi.report.read.straggler import find_stragglers
 from dearmpi.train import checkpoint
 from dearmpi.train.loop.job import check_position
 from dearmpi.train.loop.trainer import Trainer
-from dearmpi.train.metrics import tally
+from dearmpi.train.metrics import step_totals as tally
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import AgreedError
-from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
 from tests.fakes.ranks import run_ranks

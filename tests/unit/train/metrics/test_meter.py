@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.train.metrics.meter import Meter, Sums
+from dearmpi.train.metrics.step_times import Meter, Sums
 
 
 def test_the_first_step_counts_in_its_row_and_not_in_the_rate_of_the_run() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dearmpi.comm.world import World
-from dearmpi.train.metrics.rank_times import RankTimes, TimesExchange
+from dearmpi.train.metrics.step_times import RankTimes, TimesExchange
 from tests.fakes.ranks import run_ranks
 
 

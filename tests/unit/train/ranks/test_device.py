@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from dearmpi.errors import ConfigError, MismatchError
-from dearmpi.train.ranks import visible_gpus
+from dearmpi.train.ranks import device as device_module
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.device import (
     CUBLAS_WORKSPACE,
+    VISIBLE,
     DeviceChoice,
+    VisibleGpus,
     allow_deterministic_only,
     choose_device,
 )
-from dearmpi.train.ranks.visible_gpus import VISIBLE, VisibleGpus
 from dearmpi.train.settings.choices import DeviceSetting
 
 
@@ -71,7 +72,7 @@ def choose(
     """With a torch that is built for CUDA, whatever this one is."""
     monkeypatch.delenv(VISIBLE, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(visible_gpus, "glob", lambda pattern: [])
+    monkeypatch.setattr(device_module, "glob", lambda pattern: [])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: ranks.counts[ranks.rank])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: ranks.counts[ranks.rank] > 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -13,7 +13,7 @@ import torch
 
 from dearmpi.comm.world import World
 from dearmpi.train import checkpoint
-from dearmpi.train.ranks.seeding import seed_all
+from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.settings.settings import RunSettings
 from tests.fakes.ranks import run_ranks
 from tests.unit.train.points import SGD, make_job, make_task, train

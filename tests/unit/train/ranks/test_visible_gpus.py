@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dearmpi.train.ranks import visible_gpus
-from dearmpi.train.ranks.visible_gpus import VISIBLE, VisibleGpus, look_for_gpus
+from dearmpi.train.ranks import device
+from dearmpi.train.ranks.device import VISIBLE, VisibleGpus, look_for_gpus
 
 
 @pytest.fixture(autouse=True)
 def _host_with_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visible_gpus, "glob", lambda pattern: [f"gpu{i}" for i in range(4)])
+    monkeypatch.setattr(device, "glob", lambda pattern: [f"gpu{i}" for i in range(4)])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

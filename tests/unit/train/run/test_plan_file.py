@@ -13,8 +13,8 @@ from dearmpi.comm.world import World
 from dearmpi.plan.data.plan import Plan
 from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.agreement import AgreedError
-from dearmpi.train.run.occupation import occupied
-from dearmpi.train.run.plan_file import PlanFile
+from dearmpi.train.run.folder_lock import occupied
+from dearmpi.train.run.planning import PlanFile
 from dearmpi.train.run.run_folder import RunFolder
 
 PLAN = cast(Plan, SimpleNamespace(to_json=lambda: "the plan"))

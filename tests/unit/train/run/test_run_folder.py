@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dearmpi.errors import ConfigError
-from dearmpi.train.files import durable
+from dearmpi.train import durable
 from dearmpi.train.run.environment import describe_environment, git_commit
 from dearmpi.train.run.run_folder import RunFolder, free_name
 from tests.unit.train.locked import refuse_to_look

@@ -9,8 +9,7 @@ import pytest
 from dearmpi.cli.main import main
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.settings import SETTINGS
-from dearmpi.train.settings.sources import from_task, read_environment, read_file
-from dearmpi.train.settings.synonym import SYNONYMS
+from dearmpi.train.settings.sources import SYNONYMS, from_task, read_environment, read_file
 
 
 def test_no_setting_is_called_another_and_all_answers_are_settings() -> None:

@@ -29,7 +29,7 @@ def build(options):
     return Task(name=options.get("name", "mine"), model=nn.Linear(2, 1), loss=loss,
                 train_data=[[0.0, 1.0]] * 4, notes=[Note("hello").text])
 """
-DOCUMENT = Path(__file__).parents[4] / "docs" / "tasks.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "how-to" / "tasks.md"
 
 
 def write(path: Path, source: str) -> Path:

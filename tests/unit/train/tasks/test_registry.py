@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.tasks import registry, task_name
+from dearmpi.train.tasks import options, registry
 from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task
 
@@ -39,7 +39,7 @@ def test_an_unknown_task_gets_the_nearest_and_all_known(name: str) -> None:
 
 
 def test_names_are_told_without_their_builders() -> None:
-    assert set(task_name.BUILT_IN) == set(registry._BUILDERS)
+    assert set(options.BUILT_IN) == set(registry._BUILDERS)
 
 
 def test_known_names_reach_their_builders() -> None:

@@ -92,7 +92,7 @@ def test_a_library_that_cannot_be_imported_gives_its_reason(
     def fail(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr("dearmpi.train.tasks.extras.import_module", fail)
+    monkeypatch.setattr("dearmpi.train.tasks.options.import_module", fail)
     with pytest.raises(TaskError, match="installed but cannot be imported.*nms does not exist"):
         build_synthetic("torchvision:resnet18", {})
 

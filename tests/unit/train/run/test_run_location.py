@@ -12,19 +12,18 @@ import torch
 
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.train import checkpoint
+from dearmpi.train import checkpoint, durable
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import go_back
-from dearmpi.train.files import durable
 from dearmpi.train.ranks.agreement import AgreedError
-from dearmpi.train.run.place import (
+from dearmpi.train.run.run_folder import RunFolder
+from dearmpi.train.run.run_location import (
     Place,
     agree_on_place,
     check_shared,
     check_unchanged,
     find_place,
 )
-from dearmpi.train.run.run_folder import RunFolder
 from tests.fakes.ranks import run_ranks
 from tests.unit.train.locked import refuse_to_look
 
@@ -325,7 +324,7 @@ def test_ranks_that_may_not_look_at_the_checkpoint_of_rank_0_say_so(
     run = make_run(tmp_path, "a", 3)
     chosen = {"resume": str(run / "checkpoints" / "step-00000003")}
     found = find_place(chosen, default_root="runs")
-    monkeypatch.setattr("dearmpi.train.run.place.find_place", lambda *_, **__: found)
+    monkeypatch.setattr("dearmpi.train.run.run_location.find_place", lambda *_, **__: found)
     refuse_to_look(run, monkeypatch)
 
     def work(world: World) -> str:

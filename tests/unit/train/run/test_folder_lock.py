@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
-from dearmpi.train.run.occupation import occupied
+from dearmpi.train.run.folder_lock import occupied
 
 _OCCUPY = """
 import sys
 from pathlib import Path
-from dearmpi.train.run.occupation import occupied
+from dearmpi.train.run.folder_lock import occupied
 with occupied(Path(sys.argv[1])):
     print("there", flush=True)
     sys.stdin.read()
@@ -123,7 +123,7 @@ def test_a_folder_that_may_not_be_looked_at_is_not_called_removed(
         raise OSError(code, os.strerror(code))
 
     with occupied(path) as own:
-        monkeypatch.setattr("dearmpi.train.run.occupation.os.stat", refuse)
+        monkeypatch.setattr("dearmpi.train.run.folder_lock.os.stat", refuse)
         with pytest.raises(CheckpointError) as caught:
             own.check()
         monkeypatch.undo()

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from dearmpi.comm.world import World
-from dearmpi.train.metrics import tally as module
-from dearmpi.train.metrics.tally import StepTotal, Tally
+from dearmpi.train.metrics import step_totals as module
+from dearmpi.train.metrics.step_totals import StepTotal, Tally
 from tests.fakes.ranks import run_ranks
 
 

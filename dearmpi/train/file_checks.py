@@ -1,0 +1,94 @@
+"""Presence: what is at a path. What may not be looked at is an error, and not taken for nothing:
+people would be told that something is gone which is there, and its mode wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from dearmpi.errors import DataError, DearError
+
+
+def is_file(path: Path, error: type[DearError]) -> bool:
+    """Whether there is a file, or a link to one. Raises ``error`` where that cannot be told."""
+    return stat.S_ISREG(_look(path, error))
+
+
+def is_folder(path: Path, error: type[DearError]) -> bool:
+    """Whether there is a folder, or a link to one. Raises ``error`` where that cannot be told."""
+    return stat.S_ISDIR(_look(path, error))
+
+
+def is_there(path: Path, error: type[DearError]) -> bool:
+    """Whether there is anything. Raises ``error`` where that cannot be told."""
+    return _look(path, error) != 0
+
+
+def mode_of(path: Path) -> int:
+    """As stat has it, 0 for what is not there. Raises OSError for what may not be looked at.
+
+    Not by Path.is_dir and its like, which say no of that, or fail, as Python's version has it.
+    """
+    found = _find(path)
+    return 0 if found is None else found.st_mode
+
+
+def file_bytes(path: Path) -> int | None:
+    """The size of the file, or of that to which a link leads; None where there is none. Raises
+    OSError for what may not be looked at.
+    """
+    found = _find(path)
+    return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+
+
+def folders_in(root: Path) -> list[Path]:
+    """The folders in ``root`` by name, hidden ones aside. Raises DataError where it cannot be
+    listed.
+    """
+    try:
+        entries = sorted(root.iterdir())
+    except OSError as error:
+        raise _unreadable(root, error, DataError) from error
+    return [
+        path for path in entries if not path.name.startswith(".") and is_folder(path, DataError)
+    ]
+
+
+def files_below(root: Path, *, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """What lies below ``root`` and is no folder, by name: what is in a folder before what is in the
+    folders there. Hidden entries, and folders of the names ``skipped``, are passed over; links to
+    folders are not followed.
+
+    Raises DataError for a folder that cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error, DataError) from error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in skipped)
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _find(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # such as a link that leads nowhere
+        return None
+
+
+def _look(path: Path, error: type[DearError]) -> int:
+    try:
+        return mode_of(path)
+    except OSError as failure:
+        raise _unreadable(path, failure, error) from failure
+
+
+def _unreadable(path: Path, failure: OSError, error: type[DearError]) -> DearError:
+    return error(
+        f"cannot look at {path.absolute()}: {failure.strerror}; the folders above it must be "
+        "readable for this user, on every host"
+    )
