@@ -21,6 +21,7 @@ from dearmpi import (
 )
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
 
@@ -37,7 +38,7 @@ from tests.fakes.ranks import run_ranks
     ],
 )
 def test_a_setting_of_another_type_is_named(name: str, value: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is .* of type .*; give {told}"):
+    with raises(ConfigError, "wrong-type", name, told):
         EngineConfig(**{name: value})
 
 
@@ -51,7 +52,7 @@ def test_mpis_own_sum_of_what_it_cannot_add_is_refused_before_the_first_backward
     def rank(world: World) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2, dtype=dtype))
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigError, match=f"cannot add gradients of {dtype}.* 1.weight; use"):
+        with raises(ConfigError, "dtype-not-served", dtype, "1.weight"):
             DistributedOptimizer(inner, model, world=world, reduce_scatter="native")
         model[1].requires_grad_(False)
         DistributedOptimizer(inner, model, world=world, reduce_scatter="native").close()
@@ -67,7 +68,7 @@ def test_a_gradient_of_another_type_than_its_parameter_is_refused(size: int) -> 
         model = nn.Linear(3, 2, dtype=torch.bfloat16)
         model.weight.grad_dtype = torch.float32
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigError, match="weight of torch.bfloat16 has the grad_dtype .*32"):
+        with raises(ConfigError, "dtype-not-served", "torch.bfloat16", "grad_dtype", "32"):
             DistributedOptimizer(inner, model, world=world, master_weights=True)
 
     run_ranks(size, rank)
@@ -105,7 +106,7 @@ def test_what_is_no_norm_to_clip_by_is_refused(
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (torch.optim.LBFGS, "it needs an optimizer whose step.. takes no closure"),
+        (torch.optim.LBFGS, "step() takes no closure"),
         (torch.optim.SparseAdam, "update tensors by dense gradients"),
         (lambda params: torch.optim.SGD(params, differentiable=True), "by dense gradients"),
     ],
@@ -116,7 +117,7 @@ def test_an_optimizer_whose_trial_step_fails_is_refused_with_the_reason(
 ) -> None:
     def rank(world: World) -> None:
         model = nn.Linear(3, 2)
-        with pytest.raises(ConfigError, match=f"a trial step failed: .*{told}"):
+        with raises(ConfigError, "trial-step-failed", told):
             DistributedOptimizer(make(model.parameters()), model, world=world)
 
     run_ranks(1, rank)

@@ -14,6 +14,7 @@ from dearmpi import DistributedOptimizer, EngineConfig, GradScaler
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import CheckpointError, ConfigError, WireRangeError
+from tests.codes import raises
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
@@ -241,7 +242,7 @@ def test_one_rank_rounds_nothing() -> None:
 
 
 def test_mpi_cannot_add_half_precision() -> None:
-    with pytest.raises(ConfigError, match="'native'.*use 'ring' or 'exchange'"):
+    with raises(ConfigError, "settings-contradict", "'native'", "'ring'", "'exchange'"):
         EngineConfig(comm_dtype="bf16", reduce_scatter="native")
 
 

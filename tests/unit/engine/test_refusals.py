@@ -13,6 +13,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import ScheduleName
 from dearmpi.errors import ConfigError, UsageError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import Case, Training
 
@@ -23,7 +24,7 @@ def test_no_sync_after_a_synchronizing_backprop_is_refused(schedule: ScheduleNam
         with Training(Case(schedule=schedule), world) as training:
             training.step(0)
             training.backward(1)
-            with pytest.raises(UsageError, match="no_sync"), training.no_sync():
+            with raises(UsageError, "no-sync-misplaced", "no_sync"), training.no_sync():
                 training.backward(2)
             training.optimizer.zero_grad()
 
@@ -39,11 +40,11 @@ def test_gradients_under_way_cannot_be_read_unnoticed() -> None:
             weight: Any = training.model.get_parameter("layers.0.weight")
             grad = weight.grad
             for look in (grad.sum, grad.clone, grad.tolist, lambda: grad[0], lambda: grad.add_(1)):
-                with pytest.raises(UsageError, match=r"optimizer\.gradients\(\)"):
+                with raises(UsageError, "gradient-in-reduction", "optimizer.gradients"):
                     look()
-            with pytest.raises(UsageError, match=r"optimizer\.gradients\(\)"):
+            with raises(UsageError, "gradient-in-reduction", "optimizer.gradients"):
                 grad.norm(dim=0)
-            with pytest.raises(UsageError, match=r"optimizer\.gradients\(\)"):
+            with raises(UsageError, "gradient-in-reduction", "optimizer.gradients"):
                 grad.mul_(torch.ones_like(weight))
             training.optimizer.zero_grad()
 
@@ -58,7 +59,7 @@ def test_gradients_cleared_behind_the_optimizer_s_back_are_noticed(case: Case) -
         training = Training(case, world)
         training.backward(0)
         training.model.zero_grad()
-        with pytest.raises(UsageError, match=r"optimizer\.zero_grad"):
+        with raises(UsageError, "gradient-replaced", "optimizer.zero_grad"):
             training.optimizer.step()
 
     run_ranks(2, rank)
@@ -78,7 +79,7 @@ def test_what_is_no_optimizer_or_no_model_is_named(
     def rank(world: World) -> None:
         model = nn.Linear(3, 2)
         given = arguments(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ConfigError, match=f"{told}.*DistributedOptimizer\\(optimizer, model"):
+        with raises(ConfigError, "wrong-type", told, "DistributedOptimizer"):
             DistributedOptimizer(*given, world=world)
 
     run_ranks(1, rank)
@@ -109,7 +110,7 @@ def test_a_job_does_not_plan_for_a_compiled_model(compiled: str) -> None:
     def rank(world: World) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         what = "module 1" if compiled == "a part" else "the model"
-        with pytest.raises(ConfigError, match=f"{what} is compiled.*; leave plan out"):
+        with raises(ConfigError, "plan-of-compiled-model", what):
             DistributedOptimizer(optimizer, model, world=world, plan="auto")
         DistributedOptimizer(optimizer, model, world=world).close()
 
@@ -187,7 +188,7 @@ def test_a_schedule_that_begins_at_zero_hides_no_norms(rate: float | torch.Tenso
     def rank(world: World) -> None:
         model = nn.Linear(3, 2)
         optimizer = ScalesByNorm(model.parameters(), lr=rate)
-        with pytest.raises(ConfigError, match="does not treat every element by itself"):
+        with raises(ConfigError, "optimizer-needs-whole-tensors"):
             DistributedOptimizer(optimizer, model, world=world)
 
     run_ranks(2, rank)
@@ -196,7 +197,7 @@ def test_a_schedule_that_begins_at_zero_hides_no_norms(rate: float | torch.Tenso
 def test_complex_numbers_do_not_travel_in_half_precision() -> None:
     def rank(world: World) -> None:
         model = nn.Linear(3, 2, dtype=torch.complex64)
-        with pytest.raises(ConfigError, match="weight of torch.complex64, .* imaginary"):
+        with raises(ConfigError, "dtype-not-served", "torch.complex64"):
             DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1), model, world=world, comm_dtype="bf16"
             )
@@ -244,7 +245,7 @@ def test_reading_a_bucket_that_lacks_a_frozen_gradient_before_the_step_is_refuse
         )
         model.bias.requires_grad_(False)
         model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(UsageError, match="between backward and step"):
+        with raises(UsageError, "parameters-read-too-early"):
             _ = model.weight
         optimizer.step()
         optimizer.close()
@@ -257,7 +258,7 @@ def test_gradients_of_which_some_are_cleared_are_refused_in_the_next_backprop() 
         training = Training(Case(), world)
         training.backward(0)
         next(iter(training.model.children())).zero_grad()
-        with pytest.raises(UsageError, match=r"optimizer\.zero_grad"):
+        with raises(UsageError, "gradient-replaced", "optimizer.zero_grad"):
             training.backward(1)
         training.optimizer.zero_grad()
         training.backward(1)
@@ -281,7 +282,7 @@ def test_a_layer_that_is_unfrozen_between_two_backprops_is_refused(
         model[1].requires_grad_(False)
         model(torch.ones(1, 3)).sum().backward()
         model[1].requires_grad_(True)
-        with pytest.raises(UsageError, match=r"1\.\w+ was unfrozen between two backwards"):
+        with raises(UsageError, "frozen-between-backwards"):
             model(torch.ones(1, 3)).sum().backward()
 
     run_ranks(2, rank)
@@ -296,7 +297,7 @@ def test_a_layer_that_is_frozen_while_its_gradients_are_kept_is_refused() -> Non
         with optimizer.no_sync():
             model(torch.ones(1, 3)).sum().backward()
         model[0].requires_grad_(False)
-        with pytest.raises(UsageError, match="0.weight was frozen after a backward"):
+        with raises(UsageError, "frozen-between-backwards", "0.weight"):
             model(torch.ones(1, 3)).sum().backward()
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()

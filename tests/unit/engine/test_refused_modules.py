@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dearmpi import DistributedOptimizer, convert_sync_batchnorm
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
 
@@ -69,7 +70,7 @@ def test_torchs_sync_batch_norm_that_nobody_synchronises_is_refused() -> None:
 
 def test_torchs_sync_batch_norm_that_torch_synchronises_is_left_to_it() -> None:
     def refused(world: World) -> None:
-        with pytest.raises(ConfigError, match=r"torch\.distributed has one rank; call"):
+        with raises(ConfigError, "module-not-served", "torch.distributed"):
             wrap(normalised(), world)
 
     with process_group(2):

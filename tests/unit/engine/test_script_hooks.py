@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.errors import UsageError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
 
@@ -65,9 +66,7 @@ def test_a_hook_that_takes_a_gradient_away_is_refused_by_the_parameter() -> None
         model.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         DistributedOptimizer(inner, model, world=world)
-        with pytest.raises(
-            UsageError, match="a gradient of weight, but param.grad is None: a hook"
-        ):
+        with raises(UsageError, "gradient-taken-by-hook", "param.grad"):
             model(torch.ones(1, 3)).sum().backward()
 
     run_ranks(2, rank)
@@ -82,7 +81,7 @@ def test_a_hook_on_all_gradients_that_comes_after_the_engine_is_refused() -> Non
         DistributedOptimizer(inner, model, world=world)
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda param: param.grad.div_(2))
-        with pytest.raises(UsageError, match=r"the gradient of [01]\.\w+ is being reduced"):
+        with raises(UsageError, "gradient-in-reduction"):
             model(torch.ones(1, 3)).sum().backward()
 
     run_ranks(2, rank)

@@ -16,6 +16,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
@@ -58,7 +59,7 @@ Build = Callable[..., nn.Sequential]
 
 BOTH = pytest.mark.parametrize(
     ("build", "names"),
-    [(tied_by_data, "(0.weight and 2.weight|2.weight and 0.weight)"), (with_a_buffer, "2.other")],
+    [(tied_by_data, "2.weight"), (with_a_buffer, "2.other")],
 )
 
 
@@ -66,7 +67,7 @@ BOTH = pytest.mark.parametrize(
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_they_are_refused_on_several_ranks(build: Build, names: str, gather: str) -> None:
     def rank(world: World) -> None:
-        with pytest.raises(ConfigError, match=f"{names} share memory.*make them one Parameter"):
+        with raises(ConfigError, "parameters-share-memory", names):
             trained(build(), world, gather=gather)
 
     run_ranks(2, rank)
@@ -86,7 +87,7 @@ def test_a_rank_alone_refuses_them_with_master_copies(
     """Each would have a copy of its own, as on several ranks."""
 
     def rank(world: World) -> None:
-        with pytest.raises(ConfigError, match=f"{names} share memory.*make them one Parameter"):
+        with raises(ConfigError, "parameters-share-memory", names):
             trained(build(torch.bfloat16), world, master_weights=True, gather=gather)
 
     run_ranks(1, rank)
@@ -94,7 +95,7 @@ def test_a_rank_alone_refuses_them_with_master_copies(
 
 def test_a_rank_alone_with_master_copies_leaves_no_shared_memory_unnoticed() -> None:
     def rank(world: World) -> None:
-        with pytest.raises(ConfigError, match="0.weight is in memory .*use gather='gradients'"):
+        with raises(ConfigError, "parameters-share-memory", "0.weight", "gather='gradients'"):
             trained(two_layers(torch.bfloat16).share_memory(), world, master_weights=True)
 
     run_ranks(1, rank)
@@ -108,9 +109,9 @@ def test_what_comes_to_share_memory_later_is_refused_and_changes_nothing() -> No
         optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), model, world=world)
         for parameter in model[1].parameters():
             parameter.data = model.get_parameter("0.weight").data.view(-1)[: parameter.numel()]
-        with pytest.raises(ConfigError, match="share memory"):
+        with raises(ConfigError, "parameters-share-memory"):
             optimizer.add_param_group({"params": list(model[1].parameters())})
-        with pytest.raises(ConfigError, match="share memory"):
+        with raises(ConfigError, "parameters-share-memory"):
             optimizer.fuse(1.0)
         assert len(optimizer.param_groups) == 1
         model[0](torch.ones(2, 4)).sum().backward()
@@ -144,7 +145,7 @@ def test_memory_that_other_processes_see_is_not_left_unnoticed() -> None:
         return model.share_memory()
 
     def rank(world: World) -> None:
-        with pytest.raises(ConfigError, match="0.weight is in memory .*use gather='gradients'"):
+        with raises(ConfigError, "parameters-share-memory", "0.weight", "gather='gradients'"):
             trained(build(), world)
         model = build()
         seen = [param.detach() for param in model.parameters()]

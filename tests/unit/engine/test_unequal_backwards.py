@@ -9,6 +9,7 @@ from torch import nn
 from dearmpi import DistributedOptimizer, SyncBatchNorm
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, UsageError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
@@ -92,7 +93,7 @@ def test_unequal_batches_with_layers_that_wait_for_all_ranks() -> None:
         model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3, world=world))
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = DistributedOptimizer(inner, model, world=world)
-        with pytest.raises(UsageError, match="SyncBatchNorm, whose layers wait"), optimizer.join():
+        with raises(UsageError, "join-misused", "SyncBatchNorm"), optimizer.join():
             pass
 
     run_ranks(2, rank)

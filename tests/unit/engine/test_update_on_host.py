@@ -19,6 +19,7 @@ from dearmpi.engine.update.host_shard import HostMemory, HostShard
 from dearmpi.errors import CommError, ConfigError
 from dearmpi.plan.data.layout import ParamSpec, build_layout
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.lazy_device import LazyDevice, put_on
 from tests.mpi.models import fill
@@ -278,8 +279,8 @@ class DeviceOnly(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("inner", "said"),
     [
-        (lambda params: torch.optim.Adam(params, capturable=True), "Adam .*capturable=True"),
-        (lambda params: DeviceOnly(params, lr=0.1), "DeviceOnly .*no kernel for tensors on cpu"),
+        (lambda params: torch.optim.Adam(params, capturable=True), "capturable=True"),
+        (lambda params: DeviceOnly(params, lr=0.1), "no kernel for tensors on cpu"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])
@@ -288,14 +289,14 @@ def test_an_optimizer_that_cannot_work_on_the_host_is_refused(
 ) -> None:
     def rank(world: World) -> None:
         model = Model(torch.float32)
-        with pytest.raises(ConfigError, match=f"update_on is 'host', but .* {said}"):
+        with raises(ConfigError, "trial-step-failed", "update_on", "'host'", said):
             DistributedOptimizer(inner(model.parameters()), model, world=world, update_on="host")
 
     run_ranks(size, rank)
 
 
 def test_updates_of_whole_parameters_on_every_host_are_refused() -> None:
-    with pytest.raises(ConfigError, match="update_on is 'host', but gather is 'gradients'"):
+    with raises(ConfigError, "settings-contradict", "update_on", "'host'", "'gradients'"):
         EngineConfig(update_on="host", gather="gradients")
 
 
