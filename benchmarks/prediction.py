@@ -33,8 +33,8 @@ from dearmpi.bench.subject import Subject
 from dearmpi.bench.table import align
 from dearmpi.comm.algorithms.halves import Halves
 from dearmpi.comm.world import World
-from dearmpi.engine.setup.blueprint import Blueprint
 from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
+from dearmpi.engine.setup.spec import Blueprint
 from dearmpi.plan.data.schedule import Conduct
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile

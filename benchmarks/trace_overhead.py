@@ -25,7 +25,7 @@ from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject
 from dearmpi.comm.world import World
-from dearmpi.engine.trace.layer_spans import LayerSpans
+from dearmpi.engine.trace.layers import LayerSpans
 from dearmpi.plan.data.workload import is_workload
 from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dearmpi.engine.optimizer import DistributedOptimizer
     from dearmpi.engine.scaler import GradScaler
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-    from dearmpi.engine.sync.broadcast import broadcast_buffers, broadcast_parameters
+    from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
     from dearmpi.tune.device_probe import probe_devices
 
 __all__ = [
@@ -43,8 +43,8 @@ _HOMES = {
     "GradScaler": "dearmpi.engine.scaler",
     "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",
     "World": "dearmpi.comm.world",
-    "broadcast_buffers": "dearmpi.engine.sync.broadcast",
-    "broadcast_parameters": "dearmpi.engine.sync.broadcast",
+    "broadcast_buffers": "dearmpi.engine.sync.model_tensors",
+    "broadcast_parameters": "dearmpi.engine.sync.model_tensors",
     "connect": "dearmpi.comm.lifecycle",
     "convert_sync_batchnorm": "dearmpi.engine.sync.batch_norm",
     "probe_devices": "dearmpi.tune.device_probe",

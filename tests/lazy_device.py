@@ -161,5 +161,5 @@ def put_on(monkeypatch: Any, device: LazyDevice, *, chunk_bytes: int = 256) -> N
     def device_of(params: Iterable[nn.Parameter]) -> Device:
         return device
 
-    monkeypatch.setattr("dearmpi.engine.device.device_way.device_of", device_of)
-    monkeypatch.setattr("dearmpi.engine.device.staging.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("dearmpi.engine.device.transport.device_of", device_of)
+    monkeypatch.setattr("dearmpi.engine.device.routes.CHUNK_BYTES", chunk_bytes)

@@ -81,18 +81,15 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "device": frozenset(),
         "trace": frozenset(),
         "bucket": frozenset({"device", "refusal"}),
-        "model": frozenset({"bucket"}),
         "update": frozenset({"bucket", "device"}),
         "codec": frozenset({"bucket", "update"}),
         "probe": frozenset({"update"}),
         "agreement": frozenset({"bucket", "update"}),
         "state": _ENGINE_BASE | {"probe", "update"},
-        "sync": frozenset({"agreement", "bucket", "device", "model"}),
-        "iteration": _ENGINE_BASE | {"agreement", "codec", "model", "state", "trace", "update"},
-        "reshard": frozenset({"bucket", "device", "iteration", "state", "update"}),
+        "sync": frozenset({"agreement", "bucket", "device"}),
+        "iteration": _ENGINE_BASE | {"agreement", "codec", "state", "sync", "trace", "update"},
         "setup": _ENGINE_BASE
-        | {"agreement", "iteration", "model", "probe", "reshard", "state", "sync", "trace"}
-        | {"update"},
+        | {"agreement", "iteration", "probe", "state", "sync", "trace", "update"},
         "clipping": frozenset({"iteration"}),
         "facade": frozenset({"refusal", "setup", "state"}),
         "optimizer": frozenset(

@@ -20,7 +20,7 @@ from dearmpi.comm.algorithms.trial import Start, run_all, slowest_median
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
-from dearmpi.engine.device.progress_thread import compute_on_one_core
+from dearmpi.engine.device.comm_stream import compute_on_one_core
 from dearmpi.errors import ConfigError
 from dearmpi.report.draw.unit import count_text
 from dearmpi.train.ranks.threads import choose_threads

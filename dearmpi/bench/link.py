@@ -14,7 +14,7 @@ from dearmpi.comm.algorithms.halves import Halves
 from dearmpi.comm.algorithms.trial import Start, run_all
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.device.progress_thread import compute_on_one_core
+from dearmpi.engine.device.comm_stream import compute_on_one_core
 from dearmpi.plan.data.layout import Bucket
 
 

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig, check_choice
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.engine.setup.blueprint import check_parameters, optimized_parameters
-from dearmpi.engine.setup.settings import check_plan
+from dearmpi.engine.setup.checks import check_parameters
+from dearmpi.engine.setup.plan_controller import check_plan
+from dearmpi.engine.setup.spec import optimized_parameters
 from dearmpi.errors import ConfigError
 
 ALONE = "alone"

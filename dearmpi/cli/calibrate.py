@@ -47,7 +47,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
 
     def measure(world: World, console: Console) -> int:
         from dearmpi.comm.algorithms.halves import Halves
-        from dearmpi.engine.device.progress_thread import compute_on_one_core
+        from dearmpi.engine.device.comm_stream import compute_on_one_core
         from dearmpi.train.ranks.agreement import together
         from dearmpi.train.run.session import mpi_library
         from dearmpi.tune import calibrate as tuning

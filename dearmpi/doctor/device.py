@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dearmpi.config import EngineConfig
 from dearmpi.doctor.facts import RankFacts
 from dearmpi.doctor.finding import Finding, ok, warn
-from dearmpi.engine.device.device_way import choose_way
+from dearmpi.engine.device.transport import choose_way
 from dearmpi.tune.device_probe import Verdict
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dearmpi.engine import refusal
-from dearmpi.engine.setup.modes import MODES, has_mode
+from dearmpi.engine.setup.optimizer_state import MODES, has_mode
 from dearmpi.engine.state.gathered_state import GatheredState, show_same
 from dearmpi.guessed import OPTIMIZER, answer_guess
 from dearmpi.torch_internals import STEPPED_MARK

@@ -16,22 +16,21 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, EngineSettings
 from dearmpi.engine import refusal
 from dearmpi.engine.clipping import clip, follow_clips, scale
-from dearmpi.engine.device.progress_thread import compute_on_all_cores, compute_on_one_core
+from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.iteration.compilation import untraced
-from dearmpi.engine.setup.assembly import Assembly
-from dearmpi.engine.setup.attachment import Attachment
-from dearmpi.engine.setup.blueprint import check_arguments
-from dearmpi.engine.setup.course import Course
+from dearmpi.engine.setup.build import Assembly
+from dearmpi.engine.setup.checks import check_arguments
+from dearmpi.engine.setup.live_engine import Attachment
+from dearmpi.engine.setup.plan_controller import Course, choose_plan, compare_plans, merge_settings
 from dearmpi.engine.setup.self_planning import Pause
-from dearmpi.engine.setup.settings import choose_plan, compare_plans, merge_settings
 from dearmpi.engine.state.gathered_state import GatheredState
-from dearmpi.engine.state.local_state import LocalState
+from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
-from dearmpi.engine.sync.broadcast import broadcast_parameters
 from dearmpi.engine.sync.model_buffers import BufferExchange
+from dearmpi.engine.sync.model_tensors import broadcast_parameters
 from dearmpi.engine.trace.clock import IterationTimes
-from dearmpi.engine.trace.layer_ranges import LayerRanges
+from dearmpi.engine.trace.layers import LayerRanges
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.guessed import SETTINGS, answers_guesses
 from dearmpi.plan.data.layout import BucketLayout

@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "learning rates that differ between ranks are not told",
-        "engine/agreement/roll_call.py",
+        "engine/agreement/step_agreement.py",
         "if high - low > 1:",
         "if high - low > 40000:",
         (f"{ENGINE}/test_alike.py",),

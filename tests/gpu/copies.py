@@ -10,9 +10,9 @@ import torch
 
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.config import MIB
+from dearmpi.engine.device.comm_stream import DeviceSideStream
 from dearmpi.engine.device.device import CudaDevice, Device
-from dearmpi.engine.device.side_stream import DeviceSideStream
-from dearmpi.engine.device.staging import StagedCollectives
+from dearmpi.engine.device.routes import StagedCollectives
 from tests.gpu.machine import IS_DRY, device, say, settle
 from tests.lazy_device import LazyDevice
 

@@ -14,7 +14,7 @@ import dearmpi
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.engine.update.master import MasterCopy
-from dearmpi.engine.update.whole_update import WholeUpdate
+from dearmpi.engine.update.update import WholeUpdate
 from dearmpi.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ import dearmpi
 from dearmpi import DistributedOptimizer, EngineConfig, SyncBatchNorm, World, guessed
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.config import EngineSettings
-from dearmpi.engine.sync.broadcast import broadcast_parameters
+from dearmpi.engine.sync.model_tensors import broadcast_parameters
 from dearmpi.errors import ConfigError
 
 ARGUMENTS = set(EngineConfig.__dataclass_fields__) | set(

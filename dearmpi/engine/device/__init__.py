@@ -1,3 +1,3 @@
-"""Tensors on an accelerator: streams, pinned host memory, and the way to MPI. Begin with `device`.
-Imports no other room.
+"""Devices: memory and streams of a device, where the progress thread computes, and how a device's
+tensors get to MPI. Begin with `comm_stream`. Imports no other room.
 """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine.agreement.join import Joining
-from dearmpi.engine.agreement.roll_call import Loads
+from dearmpi.engine.agreement.step_agreement import Loads
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.trace.clock import IterationTimes
 from dearmpi.engine.trace.span import Track

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
-from dearmpi.engine.device.side_stream import SideStream
+from dearmpi.engine.device.comm_stream import SideStream
 
 
 @dataclass(frozen=True, slots=True)

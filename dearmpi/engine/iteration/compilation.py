@@ -16,7 +16,7 @@ from torch import nn
 
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.iteration.compiled_roots import CompiledFrame, CompiledRoots
-from dearmpi.engine.model.wrappers import refuse_active
+from dearmpi.engine.sync.refused_models import refuse_active
 from dearmpi.errors import ConfigError
 from dearmpi.torch_internals import (
     CompileEvent,

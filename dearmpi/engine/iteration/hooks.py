@@ -26,7 +26,7 @@ from dearmpi.engine.iteration.compilation import (
     untraced,
 )
 from dearmpi.engine.iteration.compiled_roots import CompiledRoots, buckets_by_module
-from dearmpi.engine.model.wrappers import (
+from dearmpi.engine.sync.refused_models import (
     refuse_active,
     refuse_replicated,
     refuse_sharded,

@@ -14,13 +14,13 @@ from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.comm.progress.lane import Work
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine.agreement.checks import Replicas
 from dearmpi.engine.agreement.join import Joining
-from dearmpi.engine.agreement.replicas import Replicas
-from dearmpi.engine.agreement.roll_call import Edits, Loads, RollCall
+from dearmpi.engine.agreement.step_agreement import Edits, Loads, RollCall
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.bucket_state import BucketState
 from dearmpi.engine.codec.wire_range import check_gradients, check_parameters
-from dearmpi.engine.device.side_stream import SideStream
+from dearmpi.engine.device.comm_stream import SideStream
 from dearmpi.engine.iteration.channels import Channels
 from dearmpi.engine.iteration.cycle import Cycle
 from dearmpi.engine.iteration.late_buckets import LateBuckets

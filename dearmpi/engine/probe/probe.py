@@ -1,19 +1,17 @@
-"""What an optimizer can be asked to do, found out by trial steps on made-up values."""
+"""What an optimizer can do, found out by trial steps: by buckets, on pieces, in half precision."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dearmpi.engine.probe.counting import changed_option, uncounted_option
-from dearmpi.engine.probe.own_state import find_changed_attribute, is_needed, picture_own_state
 from dearmpi.engine.probe.trial import (
-    TrialBucket,
     are_alike,
     device_of_optimizer,
     first_state,
@@ -21,7 +19,7 @@ from dearmpi.engine.probe.trial import (
     lively,
     try_steps,
 )
-from dearmpi.engine.update.update import clone, is_elementwise_tensor, on_host, read_options
+from dearmpi.engine.update.update import clone, is_elementwise_tensor, on_host
 from dearmpi.errors import ConfigError
 
 
@@ -45,114 +43,6 @@ def host_twin(optimizer: Optimizer) -> Optimizer:
     placeholder = {"params": [torch.zeros(1, device="cpu")]}
     groups = [{**on_host(group), **placeholder} for group in optimizer.param_groups]
     return clone(optimizer, groups, defaultdict(dict))
-
-
-def require_steady(optimizer: Optimizer) -> None:
-    """Raise ConfigError unless steps change values, and leave the optimizer as it is but for the
-    state of each parameter.
-
-    Each bucket's step is given the groups of the wrapped optimizer. What it counts there is
-    dropped, so it has to be what the engine counts once for all. What it counts on itself would
-    count the steps of each bucket, and be lost where buckets change. Other checks see what fails.
-    """
-    name = type(optimizer).__name__
-    for options in kinds_of_options(optimizer):
-        try:
-            seen = _follow_steps(optimizer, options)
-        except Exception:
-            continue
-        _require_changes(name, seen)
-        if key := _adapted_option(optimizer, seen):
-            raise ConfigError(
-                f"{name} changes {key!r} of its param groups by what it finds in the parameters, "
-                "gradients or state of all buckets together, but each bucket is updated by "
-                "itself, and would find another; train it on one rank, or on several use an "
-                "optimizer that keeps what it finds in the state of each parameter, or counts "
-                "steps alone in its groups, such as AdamW or schedulefree.AdamWScheduleFree",
-                code="optimizer-couples-buckets",
-            )
-        for later in seen.own[1:]:  # the first step may find out something, once for all
-            changed = find_changed_attribute(seen.own[0], later)
-            if changed and is_needed(optimizer, lively(options), device_of_optimizer(optimizer)):
-                raise ConfigError(
-                    f"{name} keeps {changed!r} on itself and changes it with its steps, of which "
-                    "it takes one for each bucket: it would not count on; use a version that keeps "
-                    "it in the state of each parameter",
-                    code="optimizer-couples-buckets",
-                )
-
-
-def _require_changes(name: str, seen: _Seen) -> None:
-    if seen.is_moved:
-        raise ConfigError(
-            f"{name} gives tensors other memory in its step (p.data = ... does that), which does "
-            "not reach the model, whose parameters are views of a bucket; change values in place, "
-            "as p.data.copy_(...) does",
-            code="optimizer-moves-parameters",
-        )
-    if not seen.is_changed:
-        raise ConfigError(
-            f"a trial step of {name} changes nothing: it seems to pass its work on, to another "
-            "optimizer or to a later step, and buckets are updated each by itself; wrap the "
-            "optimizer inside, and have the outer one step this DistributedOptimizer: after that "
-            "p.grad is None, and optimizer.synchronize() goes before any reading or writing of "
-            "parameters. Or it leaves out what is no nn.Parameter, as pieces of buckets are none; "
-            "let it ask for p.requires_grad",
-            code="optimizer-changes-nothing",
-        )
-
-
-class _Seen(NamedTuple):
-    """What three steps of a clone on made-up values have shown.
-
-    is_moved, is_changed: whether the tensor has left its memory, and the values there are others.
-    options: those before and after each step. own: what the clone keeps on itself after each, and
-    after one on other values.
-    """
-
-    is_moved: bool
-    is_changed: bool
-    options: list[dict[str, Any]]
-    own: list[dict[str, Any]]
-
-
-def _follow_steps(optimizer: Optimizer, options: Mapping[str, Any]) -> _Seen:
-    values = torch.linspace(-1.0, 1.0, 16, device=device_of_optimizer(optimizer))
-    begun = (values.clone(), values.flip(0))
-    bucket, other = (TrialBucket(buffer, [16], (4, 4)) for buffer in begun)
-    twin = clone(optimizer, [lively(options)], defaultdict(dict))
-    seen, own = [read_options(twin)[0]], []
-    for number in range(3):
-        bucket.train(twin, 1.0 + number)
-        seen.append(read_options(twin)[0])
-        own.append(picture_own_state(twin))
-    twin.param_groups = [lively(options)]
-    other.train(twin, 1.0)
-    own.append(picture_own_state(twin))
-    return _Seen(bucket.is_moved(), not torch.equal(bucket.values, values), seen, own)
-
-
-def adapts_its_groups(optimizer: Optimizer) -> bool:
-    """Whether steps change options of param groups by the parameters, gradients or state that they
-    meet, as Prodigy's do, so that it has to see all of them at once.
-    """
-    for options in kinds_of_options(optimizer):
-        try:
-            seen = _follow_steps(optimizer, options)
-        except Exception:
-            continue
-        if _adapted_option(optimizer, seen):
-            return True
-    return False
-
-
-def _adapted_option(optimizer: Optimizer, seen: _Seen) -> str | None:
-    """The first option that steps go on to change, if it is not what the engine counts."""
-    before, *after = seen.options
-    begun = {**after[0], **before}  # a step may add defaults, once for all
-    if not any(changed_option(begun, later) for later in after):
-        return None
-    return uncounted_option(optimizer, seen.options)
 
 
 def require_separable(optimizer: Optimizer) -> None:
@@ -252,3 +142,78 @@ def _resident_scalars_of(optimizer: Optimizer, group: Mapping[str, Any]) -> froz
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim() == 0 and value.device == param.device
     )
+
+
+_Forms = Sequence[tuple[Sequence[int], tuple[int, ...] | None]]
+
+# The same numbers in one piece, in two as sharding makes them, as a matrix and as filters.
+_FORMS: _Forms = (([24], None), ([9, 15], None), ([24], (6, 4)), ([24], (3, 2, 2, 2)))
+# An optimizer may factor what has rows and columns enough alone, or quantise in whole blocks what
+# has elements enough: these are beyond 128 and 16384, the second piece's below 4096.
+_LARGE = (136, 160)
+_MANY = prod(_LARGE)
+_LARGE_FORMS: _Forms = (([_MANY], _LARGE), ([_MANY - 4001, 4001], None))
+_SCALARS = (bool, int, float, str, type(None))  # what ranks can tell each other as text
+_UNLIKELY = (7, _MANY)  # elements, which no tensor of something else has by chance
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless the optimizer treats every element by itself.
+
+    Found out by trial: three steps on a small matrix, a large one, or on filters of a convolution,
+    must give the same numbers as three steps on two pieces of it, which is what sharding makes of a
+    parameter. Options may change what an optimizer does, so every kind of parameter group is tried.
+    """
+    for options in kinds_of_options(optimizer):
+        try:
+            is_elementwise = _makes_alike(optimizer, options, _FORMS) and _makes_alike(
+                optimizer, options, _LARGE_FORMS, ordinary=True
+            )
+        except Exception as error:
+            require_separable(optimizer)
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot be sharded (a trial step failed: {error}); use "
+                "gather='gradients'",
+                code="trial-step-failed",
+            ) from error
+        if not is_elementwise:
+            raise ConfigError(
+                f"{type(optimizer).__name__} does not treat every element by itself, so it needs "
+                "whole tensors: use gather='gradients'",
+                code="optimizer-needs-whole-tensors",
+            )
+        for num in _UNLIKELY:
+            _require_state_by_elements(optimizer, options, num)
+
+
+def _makes_alike(
+    optimizer: Optimizer, options: Mapping[str, Any], forms: _Forms, *, ordinary: bool = False
+) -> bool:
+    """Whether steps make the same of the same numbers in each of ``forms``; ``ordinary`` as in
+    ``try_steps``.
+    """
+    whole, *others = (
+        try_steps(optimizer, options, lengths, shape=shape, ordinary=ordinary)
+        for lengths, shape in forms
+    )
+    return all(are_alike(whole, other) for other in others)
+
+
+def _require_state_by_elements(
+    optimizer: Optimizer, options: Mapping[str, Any], num_elements: int
+) -> None:
+    """Raise ConfigError for state that cannot be cut up where a shard ends, sent and saved."""
+    _, state = first_state(optimizer, lively(options), (num_elements,))
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            fits = value.numel() in (1, num_elements)
+            kept = f"tensor of shape {tuple(value.shape)} where a piece has {num_elements} elements"
+        else:
+            kept, fits = type(value).__name__, isinstance(value, _SCALARS)
+        if not fits:
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {key!r} in its state as a {kept}, but a shard's "
+                "state is cut up, sent and saved as tensors with a value for each element and "
+                "single numbers; use gather='gradients', which leaves it whole",
+                code="optimizer-needs-whole-tensors",
+            )

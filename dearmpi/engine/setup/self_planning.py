@@ -18,7 +18,7 @@ from torch import nn
 
 from dearmpi.comm.algorithms.halves import Halves
 from dearmpi.comm.world import World
-from dearmpi.engine.setup.blueprint import Blueprint
+from dearmpi.engine.setup.spec import Blueprint
 from dearmpi.engine.trace.span import Span, Track
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.errors import ConfigError, UsageError

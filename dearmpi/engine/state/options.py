@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine import refusal
-from dearmpi.engine.probe.counting import changed_option, count, counts
+from dearmpi.engine.probe.steadiness import changed_option, count, counts
 from dearmpi.engine.update.update import Options, read_options
 
 

@@ -1,14 +1,11 @@
-"""Sharded optimizer state, and the plain torch form that it is saved and loaded in.
-
-Gathering is collective: every rank ends with the whole state of every parameter. Loading is local:
-every rank takes its own pieces out of a whole state.
-"""
+"""The optimizer's state in the buckets' updates: a rank's part of it, all of it, and loading it."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +14,72 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.buffers import flattened, shaped_like
 from dearmpi.engine.device.device import through_host
-from dearmpi.engine.state.local_state import read_whole
-from dearmpi.engine.update.shard_update import ShardUpdate
+from dearmpi.engine.update.shard_update import Run, ShardUpdate, Updates, shards_of, wholes_of
 from dearmpi.engine.update.update import fit, is_elementwise_tensor
-from dearmpi.engine.update.updates import Updates, shards_of, wholes_of
 from dearmpi.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """State of neighbouring elements of one parameter, which no other rank holds.
+
+    param: the whole parameter. start: the first element, in the order of a flat buffer.
+    tensors: by key, 1-D, one value per element; they change with the next step.
+    scalars: by key, what belongs to the parameter as a whole.
+    """
+
+    name: str
+    param: Tensor
+    start: int
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """One rank's view of the optimizer's state.
+
+    groups: the param groups as in torch's state dict.
+    whole: by parameter name, the state of parameters that is the same on all ranks.
+    pieces: this rank's share of all other state.
+    """
+
+    groups: list[dict[str, Any]]
+    whole: dict[str, dict[str, Any]]
+    pieces: list[StatePiece]
+
+
+def read_whole(updates: Updates) -> dict[str, dict[str, Any]]:
+    """The state that every rank holds, by parameter name."""
+    whole: dict[str, dict[str, Any]] = {}
+    for update in wholes_of(updates):
+        whole.update(update.states())
+    return whole
+
+
+def read_pieces(updates: Sequence[ShardUpdate]) -> list[StatePiece]:
+    """The state of the elements that this rank owns."""
+    return [piece for update in updates for run in update.runs for piece in _cut_run(update, run)]
+
+
+def _cut_run(update: ShardUpdate, run: Run) -> list[StatePiece]:
+    state = update.state_of(run)
+    if not state:
+        return []
+    tensors = {key: v for key, v in state.items() if is_elementwise_tensor(v, run.values)}
+    scalars = {key: value for key, value in state.items() if key not in tensors}
+    spec, origin = update.bucket.spec, run.start
+    return [
+        StatePiece(
+            name=spec.names[slot],
+            param=update.bucket.params[slot],
+            start=start - spec.placements[slot].start,
+            tensors={key: value[start - origin : stop - origin] for key, value in tensors.items()},
+            scalars=scalars,
+        )
+        for slot, start, stop in run.pieces
+    ]
+
 
 State = dict[str, Any]
 

@@ -1,3 +1,3 @@
-"""Values of the model that are no gradients: rank 0's parameters, buffers, batch statistics. Begin
-with `broadcast`. May import agreement, bucket, device and model.
+"""What ranks share beside gradients: rank 0's parameters, the model's buffers, batch statistics.
+Also models that are refused. Begin with `model_tensors`. May import agreement, bucket and device.
 """

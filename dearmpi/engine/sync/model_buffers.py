@@ -13,8 +13,8 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import Buffers
 from dearmpi.engine.agreement.join import Joining
-from dearmpi.engine.model.model_tensors import compare_tensors, describe, stored_parts
-from dearmpi.engine.model.unserved import refuse_unaveraged
+from dearmpi.engine.sync.model_tensors import compare_tensors, describe, stored_parts
+from dearmpi.engine.sync.refused_models import refuse_unaveraged
 from dearmpi.errors import ConfigError
 
 _WINDOW = 8  # messages in flight, which is one exchange of any model

@@ -16,6 +16,7 @@ from dearmpi.engine.bucket.shard import Shard
 from dearmpi.engine.update.master import MASTER, MasterRule
 from dearmpi.engine.update.update import (
     Options,
+    WholeUpdate,
     beside,
     clone,
     cut,
@@ -222,3 +223,16 @@ def _can_be_one(left: Any, right: Any, first: Tensor, second: Tensor) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
     return not isinstance(left, Tensor) and not isinstance(right, Tensor) and bool(left == right)
+
+
+Updates = Sequence[ShardUpdate] | Sequence[WholeUpdate]
+
+
+def shards_of(updates: Updates) -> list[ShardUpdate]:
+    """All of them where they are of shards, else none."""
+    return [update for update in updates if isinstance(update, ShardUpdate)]
+
+
+def wholes_of(updates: Updates) -> list[WholeUpdate]:
+    """All of them where they are of whole parameters, else none."""
+    return [update for update in updates if isinstance(update, WholeUpdate)]

@@ -1,20 +1,23 @@
 """Updates: the user's optimizer, applied to one bucket at a time.
 
-Both kinds run a clone of the optimizer that shares its class and hyperparameters but has parameter
-groups of its own: over this rank's shard (``ShardUpdate``), or over the bucket's whole parameters
-(``WholeUpdate``).
+Both kinds run a clone of the optimizer with its class and hyperparameters, but parameter groups of
+its own: over this rank's shard (``ShardUpdate``), or over the bucket's whole parameters
+(``WholeUpdate``), as every rank does in the paper.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.api.collectives import Request
+from dearmpi.comm.api.collectives import Completed, Request
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.update.master import MASTER, MasterCopy, MasterRule
 from dearmpi.torch_internals import plain_step
 
 Options = Sequence[Mapping[str, Any]]
@@ -134,3 +137,86 @@ def cut(state: Mapping[str, Any], values: Tensor, start: int, stop: int) -> dict
         else:
             part[key] = value.clone() if isinstance(value, Tensor) else value
     return part
+
+
+class WholeUpdate:
+    """The optimizer on a bucket's whole parameters, from averaged gradients.
+
+    It works on aliases that share the parameters' memory: the main thread may clear ``param.grad``
+    at any time.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        bucket: BucketRuntime,
+        group_of: Mapping[nn.Parameter, int],
+        *,
+        masters: MasterRule,
+        scalars: Sequence[frozenset[str]],
+    ) -> None:
+        """``scalars``: by group, names of scalar entries of the state that lie where the
+        parameters are.
+        """
+        self.bucket, self._scalars = bucket, scalars
+        self._aliases = [param.detach() for param in bucket.params]
+        self._masters: dict[int, MasterCopy] = {}
+        for slot, param in enumerate(bucket.params):
+            if (master := masters.copy_of(param.detach())) is not None:
+                self._masters[slot] = master
+                self._aliases[slot] = master.values
+        for param, alias in zip(bucket.params, self._aliases, strict=True):
+            alias.__dict__.update(param.__dict__)  # such as a rate that an optimizer looks up there
+        self._groups = [group_of[param] for param in bucket.params]
+        self._optimizer = clone(optimizer, [], defaultdict(dict))
+
+    def start_fetch(self) -> Request:
+        """Everything is here."""
+        return Completed()
+
+    @torch.no_grad()
+    def step(self, options: Options, unused: frozenset[int]) -> None:
+        """Update the parameters that have a gradient somewhere."""
+        members: dict[int, list[Tensor]] = {}
+        for slot, (alias, group) in enumerate(zip(self._aliases, self._groups, strict=True)):
+            if slot not in unused:
+                if slot in self._masters:
+                    self._masters[slot].refresh()
+                alias.grad = self.bucket.gradients.views[slot].to(alias.dtype)
+                members.setdefault(group, []).append(alias)
+        step_on(self._optimizer, options, members)
+        for slot in self._masters.keys() - unused:
+            self._masters[slot].publish()
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by parameter name."""
+        states: dict[str, dict[str, Any]] = {}
+        for slot, (name, alias) in enumerate(
+            zip(self.bucket.spec.names, self._aliases, strict=True)
+        ):
+            state = dict(self._optimizer.state.get(alias, {}))
+            if slot in self._masters and self._masters[slot].stepped:
+                state[MASTER] = alias
+            if state:
+                states[name] = state
+        return states
+
+    def set_states(
+        self,
+        states: Mapping[str, dict[str, Any]],
+        *,
+        elementwise: frozenset[str] = frozenset(),
+    ) -> None:
+        """Replace the optimizer's state; ``elementwise`` as in ``load_state``."""
+        self._optimizer.state.clear()
+        for slot, (name, alias) in enumerate(
+            zip(self.bucket.spec.names, self._aliases, strict=True)
+        ):
+            state = beside(states.get(name, {}), alias, self._scalars[self._groups[slot]])
+            if slot in self._masters:
+                self._masters[slot].restore(state.pop(MASTER, None))
+            if state:
+                self._optimizer.state[alias] = {
+                    key: fit(value, alias, elementwise=key in elementwise)
+                    for key, value in state.items()
+                }

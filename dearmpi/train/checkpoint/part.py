@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.engine.bucket.buffers import flattened, is_dense
-from dearmpi.engine.state.local_state import StatePiece
+from dearmpi.engine.state.sharded_state import StatePiece
 from dearmpi.errors import CheckpointError
 from dearmpi.train.checkpoint import encoding
 from dearmpi.train.checkpoint.snapshot import Snapshot, find_aliases

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dearmpi.engine.sync.broadcast import broadcast_buffers
+from dearmpi.engine.sync.model_tensors import broadcast_buffers
 from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError, NonFiniteLossError
 from dearmpi.train import checkpoint

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from dearmpi.comm.clock_offset import ClockOffset, measure_clock
 from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
-from dearmpi.engine.trace.layer_spans import LayerSpans
+from dearmpi.engine.trace.layers import LayerSpans
 from dearmpi.engine.trace.span import Recorder, Span
 from dearmpi.train.loop.job import Job
 from dearmpi.train.run.planning import NUM_TRIALS, STEPS_PER_TRIAL

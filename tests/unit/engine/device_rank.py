@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dearmpi.engine.device.comm_stream import DeviceSideStream
 from dearmpi.engine.device.device_collectives import DeviceCollectives
-from dearmpi.engine.device.direct import DirectCollectives
-from dearmpi.engine.device.side_stream import DeviceSideStream
-from dearmpi.engine.device.staging import StagedCollectives
+from dearmpi.engine.device.routes import DirectCollectives, StagedCollectives
 from tests.fakes import FakeCollectives, FakeHub
 from tests.lazy_device import LazyDevice
 

@@ -19,8 +19,7 @@ from dearmpi.engine.bucket.shard import ResidentShard
 from dearmpi.engine.probe.probe import resident_scalars
 from dearmpi.engine.update.master import MASTER, MasterRule
 from dearmpi.engine.update.shard_update import ShardUpdate
-from dearmpi.engine.update.update import read_options
-from dearmpi.engine.update.whole_update import WholeUpdate
+from dearmpi.engine.update.update import WholeUpdate, read_options
 from dearmpi.plan.data.layout import build_layout, spec_of
 
 Update = ShardUpdate | WholeUpdate

@@ -1,13 +1,14 @@
-"""Relocation: optimizer state goes from the shards of one layout to those of another.
+"""Resharding: optimizer state goes from the shards of one layout to those of another.
 
-Each element goes from the rank that has it to the rank that is to have it. So a rank sends at most
-its own share of the state, and never holds more than two shares and a bucket. All of it happens
-on the progress thread, between two steps.
+Each element goes from the rank that has it to the rank that is to have it, with all that goes to
+one rank fused into a ``SendBuffer``. So a rank sends at most its own share of the state, and never
+holds more than two shares and a bucket. All of it happens on the progress thread.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +19,65 @@ from torch import Tensor
 from dearmpi.comm.algorithms.transfer import Transfer
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.comm.messages.texts import gather_texts
-from dearmpi.engine.device.side_stream import SideStream
-from dearmpi.engine.reshard.parcel import Parcels, Part, Place
-from dearmpi.engine.state.local_state import StatePiece, read_pieces, read_whole
-from dearmpi.engine.state.sharded_state import State, describe, read_scalar
-from dearmpi.engine.update.shard_update import Piece, ShardUpdate
-from dearmpi.engine.update.updates import Updates, shards_of, wholes_of
+from dearmpi.engine.device.comm_stream import SideStream
+from dearmpi.engine.state.sharded_state import (
+    State,
+    StatePiece,
+    describe,
+    read_pieces,
+    read_scalar,
+    read_whole,
+)
+from dearmpi.engine.update.shard_update import Piece, ShardUpdate, Updates, shards_of, wholes_of
 from dearmpi.plan.data.layout import Bucket, BucketLayout, Placement
+
+Place = tuple[int, str]
+"""A rank, and the name of a dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``start`` to ``stop`` of a parameter's state ``key``, from rank to rank."""
+
+    name: str
+    key: str
+    dtype: str
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+class Parcels:
+    """A tensor in host memory for each rank and dtype, in which parts lie in their order.
+
+    A model has hundreds of small tensors, so that a message for each would be far too many.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Part]], known: Mapping[Place, Tensor]) -> None:
+        """parts: each with the rank on the other side. known: parcels that are there already."""
+        self._sizes: dict[Place, list[int]] = defaultdict(list)
+        for rank, part in parts:
+            self._sizes[rank, part.dtype].append(part.stop - part.start)
+        self.tensors = {
+            place: known[place]
+            if place in known
+            else torch.empty(sum(sizes), dtype=getattr(torch, place[1]), device="cpu")
+            for place, sizes in sorted(self._sizes.items())
+        }
+
+    def of(self, rank: int) -> dict[Place, Tensor]:
+        """Those with ``rank`` on the other side."""
+        return {place: tensor for place, tensor in self.tensors.items() if place[0] == rank}
+
+    def to_others(self, rank: int) -> list[tuple[int, Tensor]]:
+        """Those with another rank than ``rank`` on the other side, which is named with each."""
+        return [(other, tensor) for (other, _), tensor in self.tensors.items() if other != rank]
+
+    def pieces(self) -> dict[Place, Iterator[Tensor]]:
+        """The parts' elements, in their order."""
+        return {place: iter(t.split(self._sizes[place])) for place, t in self.tensors.items()}
+
 
 Descriptions = Mapping[str, Mapping[str, Any]]
 """Parameter name to state key to what it is (``state.describe``)."""

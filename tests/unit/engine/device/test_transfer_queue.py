@@ -120,7 +120,7 @@ def test_what_waits_for_the_device_is_not_on_the_network_yet(
     device = LazyDevice()
     put_on(monkeypatch, device)
     verdicts = tuple(Verdict(operation, works=True) for operation in OPERATIONS) if direct else ()
-    monkeypatch.setattr("dearmpi.engine.device.device_way.known_verdicts", lambda: verdicts)
+    monkeypatch.setattr("dearmpi.engine.device.transport.known_verdicts", lambda: verdicts)
     opened_s: list[float] = []
 
     def rank(world: World) -> None:

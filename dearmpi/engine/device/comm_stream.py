@@ -1,8 +1,12 @@
-"""Side stream: where the driving thread's work on tensors runs, beside the main thread's.
+"""Where the progress thread computes: on a stream of its own, and on how many cores.
 
-On a device the host only queues. What is "done" to the pipeline is queued to the device, and these
-say which stream waits for which; the host waits for none. On the host an operation is over when it
-returns, and all of this is nothing.
+On a device the host only queues. What is "done" to the pipeline is queued to the device, and a
+``CommStream`` makes streams wait for each other; the host waits for none. On the host an operation
+is over when it returns, and a ``HostCommStream`` does nothing.
+
+On the host the progress thread adds and updates on one core, and leaves the others to the model.
+With torch's threads for each sum, a rank would have two teams of them on the same cores, of which
+one waits for its next sum by spinning (figures in docs/contributing/log.md).
 """
 
 from __future__ import annotations
@@ -11,14 +15,18 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
+from dearmpi.comm.world import World
 from dearmpi.engine.device.device import Device, Event, Stream, failures_of
+from dearmpi.torch_internals import has_unusual_modes, without_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dearmpi.comm.api.collectives import Collectives
+
 
 _NOTHING = nullcontext()
 
@@ -222,3 +230,39 @@ class DeviceSideStream:
     def finish(self) -> None:
         """Before memory is given up or another's is looked at."""
         self.device.synchronize()
+
+
+def compute_on_one_core(world: World) -> None:
+    """Have the progress thread of ``world`` compute by itself; all other threads keep their teams.
+
+    Where waiting threads make progress (poll mode), they compute in plain modes meanwhile.
+    """
+    _compute_on(1, world)
+
+
+def compute_on_all_cores(world: World) -> None:
+    """Have the progress thread compute with as many threads as the calling one: for updates on the
+    host while the model computes on a device.
+    """
+    _compute_on(torch.get_num_threads(), world)
+
+
+def _compute_on(num_threads: int, world: World) -> None:
+    if world.progress.mode != "thread":
+        world.progress.around = _in_plain_modes
+        return
+
+    def choose() -> None:
+        torch.get_num_threads()  # else the thread's first sum would take the last number given
+        torch.set_num_threads(num_threads)
+
+    count = torch.get_num_threads()
+    world.on_driving_thread(choose)
+    torch.set_num_threads(count)  # torch hands the last number given to every thread to come
+
+
+def _in_plain_modes() -> AbstractContextManager[object]:
+    """Updates made in inference mode would be useless outside of it, and those made under autocast
+    would be rounded.
+    """
+    return without_modes() if has_unusual_modes() else _NOTHING

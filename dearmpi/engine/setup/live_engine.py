@@ -1,4 +1,8 @@
-"""Attachment: what stands between an optimizer and its model, for as long as both are in use."""
+"""LiveEngine: the engine in use, replaced by another where buckets change.
+
+``Migration`` carries parameters' history and the optimizer's state over, between two steps, with
+nothing under way.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,60 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dearmpi.comm.api.chain import Chain
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.iteration.closed import ClosedEngine, refuse_closed
-from dearmpi.engine.model.unserved import refuse_lazy
-from dearmpi.engine.setup import custody, modes
-from dearmpi.engine.setup.assembly import assemble
-from dearmpi.engine.setup.blueprint import check_parameters, lay_out, optimized_parameters
-from dearmpi.engine.setup.claim import check_unclaimed
-from dearmpi.engine.setup.design import check_optimizer, design
-from dearmpi.engine.setup.handover import Handover
+from dearmpi.engine.setup import optimizer_state
+from dearmpi.engine.setup.build import Assembly, assemble
+from dearmpi.engine.setup.checks import check_optimizer, check_parameters, check_unclaimed
+from dearmpi.engine.setup.spec import Blueprint, design, lay_out, optimized_parameters
 from dearmpi.engine.state.gathered_state import GatheredState
-from dearmpi.engine.state.local_state import LocalState
 from dearmpi.engine.state.options import describe_options
+from dearmpi.engine.state.resharding import Relocation
+from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.batch_norm import name_layers
-from dearmpi.engine.sync.broadcast import broadcast_buffers, broadcast_parameters
+from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
+from dearmpi.engine.sync.refused_models import refuse_lazy
 from dearmpi.engine.trace.clock import IterationTimes
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.plan import Plan
+
+_WHAT = "the optimizer's state"
+
+
+class Handover:
+    """Of ``old``, whose last step is over, to an assembly of ``blueprint``."""
+
+    def __init__(self, world: World, old: Assembly, blueprint: Blueprint) -> None:
+        buckets = [update.bucket for update in old.updates]
+        self._relocation = Relocation(old.updates, old.side, blueprint.layout, rank=world.rank)
+        self._history = dict(had for b in buckets for had in b.arrivals.history().items())
+        self._times = old.engine.times
+        self._num_compared = None if old.replicas is None else old.replicas.num_steps
+
+    def take(self, channel: Channel) -> None:
+        """Take the state out of the old assembly, so that its buffers can go before there are
+        others (collective).
+        """
+        channel.run(_WHAT, lambda c: Chain(self._relocation.take(c)))
+
+    def deliver(self, new: Assembly, channel: Channel) -> None:
+        """Have ``new`` go on where the old assembly has ended (collective)."""
+        for update in new.updates:
+            update.bucket.arrivals.recall(self._history)
+        new.engine.times = self._times
+        if self._num_compared is not None and new.replicas is not None:
+            new.replicas.num_steps = self._num_compared
+        if not new.updates:
+            return  # the wrapped optimizer has all there is
+        new.side.follow()  # what is whole was made elsewhere
+        relocation, updates, side = self._relocation, new.updates, new.side
+        channel.run(_WHAT, lambda c: Chain(relocation.deliver(c, updates, side)))
+        side.lead()
 
 
 class Attachment:
@@ -62,7 +99,7 @@ class Attachment:
         self.assembly = assemble(blueprint, optimizer, model, world=world, spans=spans)
         try:
             broadcast_buffers(model, world)  # first, since ``optimizer`` then still has its state
-            custody.adopt(self._optimizer, self.assembly)
+            optimizer_state.adopt(self._optimizer, self.assembly)
             broadcast_parameters(model, world)
             name_layers(model)
         except BaseException:
@@ -137,7 +174,7 @@ class Attachment:
         self._detach()
         self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
         self.assembly = assemble(blueprint, optimizer, model, world=world, spans=self._spans)
-        custody.adopt(self._optimizer, self.assembly)
+        optimizer_state.adopt(self._optimizer, self.assembly)
         handover.deliver(self.assembly, channel)
 
     def relocation_channel(self) -> Channel:
@@ -182,7 +219,7 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
         self.synchronize()
-        return custody.pack(self._optimizer, self.assembly, self._world)
+        return optimizer_state.pack(self._optimizer, self.assembly, self._world)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,23 +227,23 @@ class Attachment:
         compare in the next step; all stays as it is where the state does not fit.
         """
         self.synchronize()
-        custody.take_over(self._optimizer, self.assembly, state_dict)
+        optimizer_state.take_over(self._optimizer, self.assembly, state_dict)
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; its tensors are those that the next step changes."""
         self.synchronize()
-        return custody.read_held(self._optimizer, self.assembly)
+        return optimizer_state.read_held(self._optimizer, self.assembly)
 
     @torch.inference_mode(False)
     def switch(self, mode: str) -> None:
         """Call the wrapped optimizer's ``train()`` or ``eval()`` for the parameters (collective,
         unless its param groups say that it was called).
         """
-        if modes.is_in_mode(self._optimizer, mode):
+        if optimizer_state.is_in_mode(self._optimizer, mode):
             return
         self.assembly.engine.joining.refuse(f"{mode}() of the optimizer")
         self.synchronize()
-        modes.switch(self._optimizer, self.assembly, self._world, mode)
+        optimizer_state.switch(self._optimizer, self.assembly, self._world, mode)
 
     def close(self) -> None:
         """Finish what is under way and detach from the model; the state can still be read.
@@ -217,7 +254,7 @@ class Attachment:
             self.assembly.compare_replicas()
         finally:
             self._detach()
-        if custody.hand_back(self._optimizer, self.assembly):
+        if optimizer_state.hand_back(self._optimizer, self.assembly):
             self.assembly = replace(self.assembly, updates=())
         if self._channel is not None:
             self._channel.close()
@@ -232,5 +269,5 @@ class Attachment:
         )
 
     def _by_param(self, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
-        params = custody.numbered_params(self._optimizer)
+        params = optimizer_state.numbered_params(self._optimizer)
         return {params[index]: entries for index, entries in state_dict["state"].items()}

@@ -1,4 +1,4 @@
-"""Assembly: an engine built for one optimizer and one model."""
+"""build_engine(): from a spec, an optimizer and a model to an engine with its hooks and updates."""
 
 from __future__ import annotations
 
@@ -12,31 +12,29 @@ from dearmpi.comm.algorithms.choose import fastest_reduce_scatter
 from dearmpi.comm.algorithms.halves import Halves
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.agreement.check import Checks, steps_between_checks
-from dearmpi.engine.agreement.replicas import Replicas
+from dearmpi.engine.agreement.checks import Checks, Replicas, steps_between_checks
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
 from dearmpi.engine.bucket.memory import give_back_freed
 from dearmpi.engine.bucket.shard import ResidentShard, Shard
+from dearmpi.engine.device.comm_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.device.device import zeros
-from dearmpi.engine.device.device_way import open_side_stream
-from dearmpi.engine.device.side_stream import DeviceSideStream, HostSideStream, SideStream
+from dearmpi.engine.device.transport import open_side_stream
 from dearmpi.engine.iteration.alone import AloneEngine
 from dearmpi.engine.iteration.channels import Channels
 from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.hooks import ModelHooks
 from dearmpi.engine.iteration.pipeline import Pipeline
 from dearmpi.engine.probe.probe import resident_scalars
-from dearmpi.engine.setup.blueprint import Blueprint
-from dearmpi.engine.setup.claim import check_unclaimed, claim, release
+from dearmpi.engine.setup.checks import check_unclaimed, claim, release
+from dearmpi.engine.setup.spec import Blueprint
 from dearmpi.engine.state.options import OptionReader
 from dearmpi.engine.trace.clock import CommunicationClock
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.engine.update.host_shard import HostMemory, HostShard
 from dearmpi.engine.update.master import HALVES, MasterRule
-from dearmpi.engine.update.shard_update import ShardUpdate
-from dearmpi.engine.update.updates import Updates, shards_of
-from dearmpi.engine.update.whole_update import WholeUpdate
+from dearmpi.engine.update.shard_update import ShardUpdate, Updates, shards_of
+from dearmpi.engine.update.update import WholeUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Device way: how a device's tensors get to MPI, chosen for all ranks alike."""
+"""Transport: the choice of a route from a device's memory to MPI, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from torch import nn
 from dearmpi.comm.algorithms.halves import Halves
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
-from dearmpi.engine.device.alone_collectives import AloneDeviceCollectives
+from dearmpi.engine.device.comm_stream import DeviceSideStream, HostSideStream, SideStream
 from dearmpi.engine.device.device import Device, device_of
-from dearmpi.engine.device.direct import DirectCollectives
-from dearmpi.engine.device.side_stream import DeviceSideStream, HostSideStream, SideStream
-from dearmpi.engine.device.staging import NUM_AHEAD, StagedCollectives
+from dearmpi.engine.device.routes import (
+    NUM_AHEAD,
+    AloneDeviceCollectives,
+    DirectCollectives,
+    StagedCollectives,
+)
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.tune.device_probe import (

@@ -1,21 +1,93 @@
-"""Replicas: what every Kth step has led to on each rank, compared while the next one is computed.
+"""Checks that find mistakes: ``DEAR_CHECK=1``, or ``check_every=K``. They cost time.
 
-To wait for it in the step would be to have nothing under way in the next feed-forward, where
-parameters may be read too early. Ranks tell each other no more than the largest and the smallest of
-each hash, in one reduction; who has what they only ask where these differ.
+- ``Checks``: from the step on, shards that other ranks are still to send hold NaN. A module that
+  computes NaN meanwhile has read a parameter too early, and is named. With gathered gradients each
+  rank updates all it has, and nothing is filled.
+- ``Replicas``: the result of every Kth step is compared between ranks while the next step is
+  computed. To wait in the step would leave nothing under way in the next feed-forward, where
+  parameters may be read too early. Ranks exchange the largest and the smallest of each hash, in one
+  reduction; they gather all hashes only where these differ.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
 
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.errors import MismatchError
+from dearmpi.errors import ConfigError, MismatchError, UsageError
+from dearmpi.tune.own_hook import OwnHook
+
+
+def steps_between_checks(setting: int | None) -> int:
+    """The setting, or DEAR_CHECK where there is none; 0: no checks."""
+    if setting is not None:
+        return setting
+    text = os.environ.get("DEAR_CHECK", "0")
+    if not text.isdigit():
+        raise ConfigError(
+            f"DEAR_CHECK is {text!r}; give the steps between checks, 0 for none", code="wrong-type"
+        )
+    return int(text)
+
+
+class Checks:
+    """What is checked in each forward while a model trains."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[BucketRuntime]) -> None:
+        self._buckets = tuple(buckets)
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(OwnHook(self._name_early_reader(name, module)))
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
+        ]
+
+    def remove(self) -> None:
+        """Detach from the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _name_early_reader(self, name: str, module: nn.Module) -> Any:
+        name = name or type(module).__name__
+
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if is_dynamo_compiling():  # the graph would hold only while nothing is pending
+                return
+            pending = [bucket for bucket in self._buckets if bucket.pending]
+            if pending and any(_has_nan(tensor) for tensor in _tensors(output)):
+                names = [name for bucket in pending for name in bucket.spec.names]
+                raise UsageError(
+                    f"module {name} computed NaN while {len(names)} parameters were under way "
+                    f"({', '.join(names[:4])} ...): it seems to read one through a reference that "
+                    "does not wait; read it as an attribute of its module, or call "
+                    "optimizer.synchronize() first",
+                    code="read-of-stale-parameter",
+                )
+
+        return hook
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(torch.isnan(tensor).any())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return _tensors(list(value.values()))
+    return []
+
 
 _HASH_DIGITS = 12  # of which fp64, in which they travel, holds every number exactly
 

@@ -18,7 +18,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.engine.reshard.relocation import Relocation, Stretch, pair, stretches
+from dearmpi.engine.state.resharding import Relocation, Stretch, pair, stretches
 from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout
 from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import OPTIMIZERS

@@ -1,0 +1,200 @@
+"""Checks of what a script gives: arguments, parameters and the optimizer, on one rank; and the
+engine that a parameter belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import ClassVar
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
+from dearmpi.engine.device.device import device_of
+from dearmpi.engine.iteration.compilation import refuse_compiled
+from dearmpi.engine.probe.probe import (
+    host_twin,
+    require_copied_gradients,
+    require_elementwise,
+    require_half,
+    require_host,
+    require_separable,
+)
+from dearmpi.engine.probe.steadiness import adapts_its_groups, require_steady
+from dearmpi.engine.sync.refused_models import (
+    refuse_lazy,
+    refuse_optimizer_wrappers,
+)
+from dearmpi.engine.update.master import is_half
+from dearmpi.errors import ConfigError
+from dearmpi.torch_internals import is_patched
+
+_ADDED = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def check_arguments(optimizer: object, model: object, plan: object) -> None:
+    """Raise ConfigError unless they are an optimizer and a model, in this order, and ``plan`` is
+    not one that is to be made for a compiled model; scripts cannot be trained, nor parameters that
+    have no shape yet, nor steps be taken that a script has put on the instance.
+    """
+    kinds = (("optimizer", optimizer, Optimizer), ("model", model, nn.Module))
+    for name, given, wanted in kinds:
+        if not isinstance(given, wanted):
+            raise ConfigError(
+                f"{name} is of type {type(given).__name__}, not {wanted.__name__}; call "
+                "DistributedOptimizer(optimizer, model) with an optimizer of torch and the model "
+                "whose parameters it has",
+                code="wrong-type",
+            )
+    assert isinstance(optimizer, Optimizer) and isinstance(model, nn.Module)
+    refuse_optimizer_wrappers(optimizer)
+    _refuse_patched(optimizer)
+    _refuse_scripts(optimizer, model)
+    refuse_lazy(model)
+    if plan == "auto":
+        refuse_compiled(model)
+
+
+def _refuse_patched(optimizer: Optimizer) -> None:
+    if is_patched(optimizer):
+        raise ConfigError(
+            f"the step of this {type(optimizer).__name__} was replaced on the instance, but updates"
+            " call that of its class; override step() in a class of your own, or replace that of "
+            "the DistributedOptimizer",
+            code="optimizer-changed",
+        )
+
+
+def _refuse_scripts(optimizer: Optimizer, model: nn.Module) -> None:
+    """A script that is trained would have to be hooked."""
+    trained = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, module in model.named_modules():
+        own = module.parameters(recurse=False)
+        if isinstance(module, torch.jit.ScriptModule) and any(param in trained for param in own):
+            raise ConfigError(
+                f"module {name or 'of the model'} is a script, which takes no hooks; train the "
+                "module that it was made from",
+                code="module-not-served",
+            )
+
+
+def check_parameters(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], *, config: EngineConfig
+) -> None:
+    """Raise ConfigError for parameters on several devices, for settings of precision without
+    effect, on one rank as well, and for parameters in a precision that the optimizer cannot update,
+    or whose gradients cannot be sent.
+    """
+    device_of(names)
+    for param, name in names.items():
+        _check_gradient(param, name, config)
+    halves = {param.dtype for param in names if is_half(param)}
+    if config.master_weights and not halves:
+        raise ConfigError(
+            "master_weights has no effect: no parameter of the optimizer is bf16 or fp16; convert "
+            "the model first, or leave master_weights out",
+            code="setting-without-effect",
+        )
+    if config.wire_dtype is not None and all(is_half(param) for param in names):
+        raise ConfigError(
+            f"comm_dtype {config.comm_dtype!r} has no effect: all parameters of the optimizer are "
+            "of half precision and travel as they are; leave it out, or keep the parameters in "
+            "fp32 and compute under torch.autocast",
+            code="setting-without-effect",
+        )
+    if config.update_on == "host":
+        require_host(optimizer)
+    elif not config.master_weights:
+        require_half(optimizer, halves, whole=config.gather == "gradients")
+
+
+def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> None:
+    """Raise ConfigError if the gradient of ``param`` cannot be sent as it is."""
+    if config.wire_dtype is not None and param.is_complex():
+        raise ConfigError(
+            f"comm_dtype {config.comm_dtype!r} cannot carry parameter {name} of {param.dtype}, "
+            "which would lose its imaginary part; leave comm_dtype out",
+            code="dtype-not-served",
+        )
+    if not param.requires_grad:
+        return
+    if param.dtype not in _ADDED:
+        raise ConfigError(
+            f"parameter {name} is of {param.dtype}, whose gradients cannot be added up; keep it in "
+            "bfloat16 or float32 and convert it in the forward, or freeze it and leave it out of "
+            "the optimizer",
+            code="dtype-not-served",
+        )
+    if config.reduce_scatter == "native" and param.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            f"reduce_scatter is 'native', but MPI cannot add gradients of {param.dtype}, such as "
+            f"that of parameter {name}; use 'ring' or 'exchange'",
+            code="dtype-not-served",
+        )
+    if param.grad_dtype != param.dtype:
+        raise ConfigError(
+            f"parameter {name} of {param.dtype} has the grad_dtype {param.grad_dtype}, but "
+            "gradients are added and sent in the parameter's dtype; leave grad_dtype out, or keep "
+            "the parameter in fp32 and compute under torch.autocast",
+            code="dtype-not-served",
+        )
+
+
+def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig) -> None:
+    """Raise ConfigError for an optimizer that cannot be served."""
+    if not config.has_buckets(world.size):
+        if adapts_its_groups(optimizer):
+            return  # it sees all parameters at once here
+        require_steady(optimizer)  # what cannot run on several ranks is refused on one already
+        require_separable(optimizer)
+        require_copied_gradients(optimizer)
+        return
+    tried = host_twin(optimizer) if config.update_on == "host" else optimizer
+    require_steady(tried)
+    require = require_elementwise if config.gather == "parameters" else require_separable
+    require(tried)
+    require_copied_gradients(tried)
+
+
+class _Process:
+    """Claims last until they are released, or neither optimizer nor model refers to the engine."""
+
+    engines: ClassVar[MutableMapping[Tensor, ReferenceType[object]]] = WeakTensorKeyDictionary()
+
+
+def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
+    """Raise ConfigError if an engine in use has one of the parameters."""
+    for param, name in names.items():
+        engine = _Process.engines.get(param)
+        if engine is not None and engine() is not None:
+            raise ConfigError(
+                f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
+                "call close() on that one before making this one, or give each its own parameters",
+                code="parameter-taken",
+            )
+
+
+def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
+    """Mark the parameters as those of ``engine``, which is not kept alive by it."""
+    for param in names:
+        _Process.engines[param] = ref(engine)
+
+
+def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
+    """Take the marks of ``engine`` off again; those of another that came after it stay."""
+    for param in names:
+        holder = _Process.engines.get(param)
+        if holder is not None and holder() is engine:
+            del _Process.engines[param]
