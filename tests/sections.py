@@ -79,6 +79,7 @@ def list_sections(*, everything: bool) -> list[Section]:
     def on_ranks(ranks: int, choice: str, environment: str = ".venv") -> list[str]:
         python = str(ROOT / environment / "bin" / "python")
         launch = [_PYTHON, "tests/launch.py", "--python", python, "--ranks", str(ranks)]
+        launch += ["--forks"] if ranks > 3 else []  # with other seeds of hashes on fewer
         limit = ["--limit", f"{long_s - 20:g}"]
         return [*launch, *limit, "tests/mpi", "--choice", choice, *color, *marks]
 
