@@ -15,6 +15,7 @@ from torch import Tensor
 
 import dearmpi
 from dearmpi.comm.world import World
+from tests.combinations import turns_of
 from tests.forks import forked
 from tests.job import Ended, Job
 from tests.mpi.oracle import Case, Outcome, Training, assert_same, train
@@ -39,8 +40,7 @@ class Churn:
         del junk
 
 
-@pytest.mark.parametrize("reduce_scatter", ["ring", "native", "exchange"])
-@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@turns_of(gather=["parameters", "gradients"], reduce_scatter=["ring", "native", "exchange"])
 def test_buffers_in_flight_outlive_garbage_collection(
     gather: str, reduce_scatter: str, world: World
 ) -> None:

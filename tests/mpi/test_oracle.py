@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dearmpi.comm.world import World
+from tests.combinations import pairs_of, pairwise
 from tests.mpi.oracle import (
     OPTIMIZERS,
     Case,
@@ -20,7 +21,6 @@ from tests.mpi.oracle import (
     flat_state,
     train,
 )
-from tests.mpi.pairs import pairs_of, pairwise
 
 ONE_TENSOR, SOME, ALL = 1e-6, 0.0005, 1.0
 ELEMENTWISE = tuple(name for name in OPTIMIZERS if name not in ("muon", "adafactor"))

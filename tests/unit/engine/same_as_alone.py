@@ -13,12 +13,19 @@ from tests.mpi.oracle import Case, Training, assert_same
 
 Script = Callable[[Training], None]
 
-WAYS = [
-    Case(schedule=schedule, gather=gather, optimizer="adamw", groups=2)
-    for schedule in ("dear", "wfbp", "serial")
-    for gather in ("parameters", "gradients")
-]
-EVERY_WAY = pytest.mark.parametrize("case", WAYS, ids=lambda case: f"{case.schedule}-{case.gather}")
+_SLOW = (("wfbp", "gradients"), ("serial", "parameters"))  # both gathers with DeAR's schedule
+EVERY_WAY = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            Case(schedule=schedule, gather=gather, optimizer="adamw", groups=2),
+            id=f"{schedule}-{gather}",
+            marks=pytest.mark.slow if (schedule, gather) in _SLOW else (),
+        )
+        for schedule in ("dear", "wfbp", "serial")
+        for gather in ("parameters", "gradients")
+    ],
+)
 
 
 def assert_same_as_alone(script: Script, case: Case, size: int = 2) -> None:

@@ -18,6 +18,7 @@ from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer
 from dearmpi.engine.bucket.gradient_memory import GradientMemory
 from dearmpi.plan.data.layout import ParamSpec, build_layout
+from tests.combinations import pairs_of
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
@@ -109,10 +110,10 @@ def train(script: Script, world: World | None, **config: Any) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("gather", ["parameters", "gradients"])
-@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
-@pytest.mark.parametrize(
-    "script", [once, accumulated, reduced_twice, dropped, clipped, frozen_for_a_step]
+@pairs_of(
+    script=[once, accumulated, reduced_twice, dropped, clipped, frozen_for_a_step],
+    schedule=["dear", "wfbp", "serial"],
+    gather=["parameters", "gradients"],
 )
 def test_training_is_that_of_one_process(script: Script, schedule: str, gather: str) -> None:
     alone = train(script, None)

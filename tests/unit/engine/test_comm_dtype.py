@@ -15,6 +15,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import CheckpointError, ConfigError, WireRangeError
 from tests.codes import raises
+from tests.combinations import turns_of
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
@@ -77,8 +78,7 @@ def masters_of(saved: Saved) -> list[Tensor]:
     return [entries["master"] for _, entries in sorted(saved[1]["state"].items())]
 
 
-@pytest.mark.parametrize("inner", ["adam", "plain", "sgd"])
-@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@turns_of(gather=["parameters", "gradients"], inner=["adam", "plain", "sgd"])
 def test_a_resumed_run_goes_on_bit_by_bit(gather: Gather, inner: str) -> None:
     """Also where there is no other state, and where parameters got their first gradient late."""
     settings: dict[str, Any] = {"comm_dtype": "bf16", "gather": gather, "inner": inner}

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError
+from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 from tests.mpi.oracle import OPTIMIZERS, Case, Outcome, Training, assert_same, copies
@@ -40,8 +41,7 @@ def resume_on(size: int, case: Case, start: Outcome | None) -> Outcome:
     return run_ranks(size, lambda world: resume(case, world, start))[-1]
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "muon"])
-@pytest.mark.parametrize("model", ["dense", "branches"])
+@turns_of(optimizer=[name for name in OPTIMIZERS if name != "muon"], model=["dense", "branches"])
 def test_training_goes_on_at_any_world_size(optimizer: str, model: str) -> None:
     gather = "gradients" if optimizer == "adafactor" else "parameters"
     case = Case(optimizer=optimizer, model=model, gather=gather, groups=2)
@@ -60,8 +60,10 @@ def test_state_moves_between_plain_torch_and_any_world_size(sizes: tuple[int, in
     assert_same(resume_on(sizes[1], case, resume_on(sizes[0], case, None)), expected)
 
 
-@pytest.mark.parametrize("gathers", [("parameters", "gradients"), ("gradients", "parameters")])
-@pytest.mark.parametrize("model", ["dense", "mixed", "text"])
+@turns_of(
+    gathers=[("parameters", "gradients"), ("gradients", "parameters")],
+    model=["dense", "mixed", "text"],
+)
 def test_state_moves_between_ways_to_gather(gathers: tuple[str, str], model: str) -> None:
     first, second = (Case(optimizer="adam", model=model, gather=gather) for gather in gathers)
     expected = resume_on(0, second, resume_on(0, first, None))

@@ -13,6 +13,7 @@ from dearmpi import DistributedOptimizer, broadcast_buffers, broadcast_parameter
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, MismatchError
 from tests.codes import raises
+from tests.combinations import turns_of
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 
@@ -205,13 +206,11 @@ def test_trained_parameters_in_another_order_in_memory_are_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSC tensor support")
-@pytest.mark.parametrize(
-    ("size", "odd", "how"), [(2, 1, "broadcast"), (3, 0, "average"), (4, 2, "average")]
-)
-@pytest.mark.parametrize("change", CHANGES)
+@turns_of(change=[*CHANGES], where=[(2, 1, "broadcast"), (3, 0, "average"), (4, 2, "average")])
 def test_a_change_between_steps_is_named_before_anything_is_overwritten(
-    change: str, size: int, odd: int, how: Any
+    change: str, where: tuple[int, int, Any]
 ) -> None:
+    size, odd, how = where
     do, its, the_others = CHANGES[change]
 
     def train(world: World) -> None:

@@ -20,6 +20,7 @@ from dearmpi.errors import CommError, ConfigError
 from dearmpi.plan.data.layout import ParamSpec, build_layout
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.codes import raises
+from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
 from tests.lazy_device import LazyDevice, put_on
 from tests.mpi.models import fill
@@ -142,12 +143,12 @@ def outcome(size: int, script: Callable[[Training], None], **settings: Any) -> s
     return set(run_ranks(size, rank))
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@turns_of(script=SCRIPTS, precision=[*SETTINGS])
 def test_the_host_makes_the_numbers_of_the_device_bit_by_bit(
-    script: Callable[[Training], None], settings: dict[str, Any]
+    script: Callable[[Training], None], precision: str
 ) -> None:
     """Of a device whose optimizer has masters as well."""
+    settings = SETTINGS[precision]
     masters = settings["dtype"] is torch.bfloat16
     expected = outcome(2, script, **settings, master_weights=masters)
     assert outcome(2, script, **settings, update_on="host") == expected
@@ -176,11 +177,14 @@ def resume(size: int, first: int, start: Saved | None, **settings: Any) -> Saved
     return run_ranks(size, rank)[0]
 
 
-@pytest.mark.parametrize("places", [("host", "device"), ("device", "host"), ("host", "host")])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@turns_of(
+    precision=[*SETTINGS],
+    places=[("host", "device"), ("device", "host"), ("host", "host")],
+)
 def test_a_run_goes_on_wherever_it_was_updated_before(
-    settings: dict[str, Any], places: tuple[str, str]
+    precision: str, places: tuple[str, str]
 ) -> None:
+    settings = SETTINGS[precision]
     masters = settings["dtype"] is torch.bfloat16
     expected, found = (
         resume(2, 0, None, **settings, **one)

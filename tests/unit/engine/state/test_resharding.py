@@ -20,6 +20,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.engine.state.resharding import Relocation, Stretch, pair, stretches
 from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout
+from tests.combinations import pairs_of, turns_of
 from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import OPTIMIZERS
 
@@ -70,9 +71,7 @@ def flat(state_dict: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("gather", ["parameters", "gradients"])
-@pytest.mark.parametrize("optimizer", ["adam", "nadam", "sgd"])
-@pytest.mark.parametrize("size", [2, 5])
+@pairs_of(size=[2, 5], optimizer=["adam", "nadam", "sgd"], gather=["parameters", "gradients"])
 def test_no_bit_of_the_state_changes(size: int, optimizer: str, gather: str) -> None:
     def rank(world: World) -> None:
         wrapped = trained(world, optimizer, gather=gather)
@@ -91,11 +90,9 @@ def test_no_bit_of_the_state_changes(size: int, optimizer: str, gather: str) -> 
     run_ranks(size, rank)
 
 
-@pytest.mark.parametrize("progress", ["thread", "poll"])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"eager": True}, {"comm_dtype": "bf16"}, {"gather": "gradients"}],
-    ids=lambda settings: next(iter(settings), "defaults"),
+@turns_of(
+    settings=[{}, {"eager": True}, {"comm_dtype": "bf16"}, {"gather": "gradients"}],
+    progress=["thread", "poll"],
 )
 def test_training_goes_on_with_state_that_nobody_has_read(
     settings: dict[str, Any], progress: ProgressMode

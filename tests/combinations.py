@@ -1,8 +1,8 @@
-"""Pairs: few combinations of settings in which every two values meet."""
+"""Few combinations of settings for the fast set of tests; all of them are for `--all`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -33,14 +33,31 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
         yield {name: factors[name][value] for name, value in chosen.items()}
 
 
-def pairs_of(**factors: tuple[Any, ...]) -> pytest.MarkDecorator:
+def pairs_of(**factors: Sequence[Any]) -> pytest.MarkDecorator:
     """All combinations; those beyond a few in which every two values meet are slow."""
-    few = {tuple(values[name] for name in factors) for values in pairwise(factors)}
+    indices = {name: tuple(range(len(values))) for name, values in factors.items()}
+    few = {tuple(chosen[name] for name in factors) for chosen in pairwise(indices)}
+    return _all_of(factors, few)
+
+
+def turns_of(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """All combinations; those beyond a few in which every value occurs are slow."""
+    lengths = [len(values) for values in factors.values()]
+    few = {tuple(turn % length for length in lengths) for turn in range(max(lengths))}
+    return _all_of(factors, few)
+
+
+def _all_of(
+    factors: Mapping[str, Sequence[Any]], few: Container[tuple[int, ...]]
+) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        ", ".join(factors),
+        tuple(factors),
         [
-            pytest.param(*case, marks=() if case in few else pytest.mark.slow)
-            for case in product(*factors.values())
+            pytest.param(
+                *(values[index] for values, index in zip(factors.values(), case, strict=True)),
+                marks=() if case in few else pytest.mark.slow,
+            )
+            for case in product(*(range(len(values)) for values in factors.values()))
         ],
     )
 
