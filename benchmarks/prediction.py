@@ -31,7 +31,7 @@ from dearmpi.bench.method import BAYES, Entrant, Method, Setup, read_config
 from dearmpi.bench.session import Question, make_subject
 from dearmpi.bench.subject import Subject
 from dearmpi.bench.table import align
-from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
 from dearmpi.engine.setup.spec import Blueprint
@@ -152,7 +152,7 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
             optimizer.config,
         ),
         world=world,
-        halves=Halves("ring"),  # the default
+        algorithms=CollectiveAlgorithms("ring"),  # the default
         waited=lambda: optimizer.waited_s,
         spans=optimizer.spans,
     )

@@ -20,6 +20,7 @@ from dearmpi.comm.algorithms.ring import RingContext, RingReduceScatter, num_rec
 from dearmpi.comm.algorithms.scratch import add_in_order
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Request
+from dearmpi.cuts import even_cuts
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
 SHARD_NUMEL = 500
@@ -72,6 +73,7 @@ def by_ring(terms: Tensor, dtype: torch.dtype) -> Tensor:
                 Wires(queues, rank), tuple(range(size)), rank, tag=0, scheduler=SendScheduler()
             ),
             buffer,
+            even_cuts(buffer.numel(), size),
             scratch=[torch.empty(SHARD_NUMEL, dtype=dtype) for _ in range(num)],
             outgoing=[torch.empty(SHARD_NUMEL, dtype=dtype) for _ in range(num)],
         )

@@ -13,7 +13,6 @@ from dearmpi.errors import ConfigError
 ScheduleName = Literal["serial", "wfbp", "dear"]
 Gather = Literal["parameters", "gradients"]
 ReduceScatter = Literal["native", "ring", "exchange"]
-AllGather = Literal["native", "ring"]
 Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]

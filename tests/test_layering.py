@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "dearmpi"
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
 
-_LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "errors"})
+_LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "cuts", "errors"})
 _TORCH = frozenset({"torch_internals"})
 
 # What each part may import from the package; every part may import from itself. The package is
@@ -30,11 +30,12 @@ BELOW: dict[str, frozenset[str]] = {
     "error_codes": frozenset(),
     "config": frozenset({"errors"}),
     "guessed": frozenset({"errors"}),
+    "cuts": frozenset(),
     "torch_internals": frozenset(),
-    "plan": frozenset({"config", "errors", "version"}),
-    "comm": frozenset({"config", "errors", "guessed"}),
-    "engine": _TORCH | {"tune", "plan", "comm", "config", "errors", "guessed"},
-    "tune": _TORCH | {"plan", "comm", "config", "errors", "version"},
+    "plan": frozenset({"config", "cuts", "errors", "version"}),
+    "comm": frozenset({"config", "cuts", "errors", "guessed"}),
+    "engine": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors", "guessed"},
+    "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "version"},
     PACKAGE: frozenset({"engine", "tune", "comm", "config", "errors", "guessed", "version"}),
     "train": _LIBRARY | {PACKAGE},
     "report": _LIBRARY | {PACKAGE},
@@ -119,7 +120,7 @@ CONFINED: dict[str, frozenset[str]] = {
     "click": frozenset({"cli"}),
 }
 CONFINED_TYPES: dict[str, frozenset[str]] = {"torch": frozenset({"comm"})}
-STANDARD_LIBRARY_ONLY = frozenset({"plan", "config", "errors", "guessed"})
+STANDARD_LIBRARY_ONLY = frozenset({"plan", "config", "cuts", "errors", "guessed"})
 
 
 class Imports(ast.NodeVisitor):

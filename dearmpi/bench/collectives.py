@@ -14,9 +14,9 @@ import torch
 
 from dearmpi.bench.table import align
 from dearmpi.bench.wire import measure_wire
-from dearmpi.comm.algorithms.halves import Halves, Operation
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, Operation
 from dearmpi.comm.algorithms.scratch import carrier_of
-from dearmpi.comm.algorithms.trial import Start, run_all, slowest_median
+from dearmpi.comm.algorithms.selection import Start, run_all, slowest_median
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
@@ -161,10 +161,10 @@ def _operations(wire_dtype: WireDtype | None) -> dict[str, Operation]:
     reduces: dict[str, Operation] = {}
     gathers: dict[str, Operation] = {}
     for algorithm in get_args(ReduceScatter):
-        halves = Halves(algorithm, wire_dtype)
-        if halves.can_reduce:
-            reduces[f"reduce-scatter {algorithm}"] = halves.start_reduce
-        gathers[f"all-gather {halves.all_gather}"] = halves.start_gather
+        algorithms = CollectiveAlgorithms(algorithm, wire_dtype)
+        if algorithms.can_reduce:
+            reduces[f"reduce-scatter {algorithm}"] = algorithms.start_reduce_scatter
+        gathers[f"all-gather {algorithms.all_gather}"] = algorithms.start_all_gather
     return reduces | gathers
 
 

@@ -9,9 +9,8 @@ from functools import partial
 import torch
 
 from dearmpi.bench.result import LinkTimes
-from dearmpi.comm.algorithms.choose import fastest_reduce_scatter
-from dearmpi.comm.algorithms.halves import Halves
-from dearmpi.comm.algorithms.trial import Start, run_all
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.selection import Start, run_all, select_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.device.comm_stream import compute_on_one_core
@@ -62,10 +61,12 @@ def _starts(
     ]
     if config.reduce_scatter == "auto":
         largest = max(buffers, key=lambda b: b.numel())
-        algorithm = fastest_reduce_scatter(world, largest, wire_dtype=config.wire_dtype)
+        algorithm = select_reduce_scatter(world, largest, wire_dtype=config.wire_dtype)
     else:
         algorithm = config.reduce_scatter
-    halves = Halves(algorithm, config.wire_dtype)
-    reduces: list[Start] = [partial(halves.start_reduce, buffer) for buffer in reversed(buffers)]
-    gathers: list[Start] = [partial(halves.start_gather, buffer) for buffer in buffers]
+    algorithms = CollectiveAlgorithms(algorithm, config.wire_dtype)
+    reduces: list[Start] = [
+        partial(algorithms.start_reduce_scatter, buffer) for buffer in reversed(buffers)
+    ]
+    gathers: list[Start] = [partial(algorithms.start_all_gather, buffer) for buffer in buffers]
     return reduces, gathers

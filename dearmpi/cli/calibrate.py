@@ -46,7 +46,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
     """
 
     def measure(world: World, console: Console) -> int:
-        from dearmpi.comm.algorithms.halves import Halves
+        from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
         from dearmpi.engine.device.comm_stream import compute_on_one_core
         from dearmpi.train.ranks.agreement import together
         from dearmpi.train.run.session import mpi_library
@@ -62,7 +62,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
         compute_on_one_core(world)  # as training does
         result = tuning.calibrate(
             world,
-            Halves(reduce_scatter),
+            CollectiveAlgorithms(reduce_scatter),
             library=mpi_library(),
             budget_s=seconds,
             warm_up_s=_WARM_UP_S,

@@ -24,7 +24,7 @@ import numpy as np
 from dearmpi.comm.api.call import Call
 from dearmpi.comm.api.chain import Chain
 from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, ReduceOp, Request
-from dearmpi.comm.api.shard import check_contiguous, check_shards
+from dearmpi.comm.api.shard import check_contiguous, even_shards
 from dearmpi.comm.messages.exchange import (
     Steps,
     broadcast_bytes,
@@ -229,7 +229,7 @@ class World:
     def all_gather(self, buffer: Buffer) -> None:
         """Fill ``buffer`` (1-D, contiguous, a multiple of the size) with every rank's shard."""
         check_contiguous("all-gather", buffer)
-        check_shards("all-gather", buffer, self.size)
+        even_shards("all-gather", buffer, self.size)
         with self.named_call("world.all_gather()"):
             self._exchange(
                 f"all-gather of {_describe(buffer)}",

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 
 from dearmpi.bench.collectives import Overlap, measure_overlap
-from dearmpi.comm.algorithms.halves import Halves
-from dearmpi.comm.algorithms.ring import PointToPoint
-from dearmpi.comm.algorithms.trial import run_all
+from dearmpi.comm.algorithms.algorithm import PointToPoint
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.selection import run_all
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
@@ -152,7 +152,7 @@ def measure_hiding(world: World, channel: Channel, network: Network) -> tuple[in
     rate = min(link.bits_s for link in network.links)
     nbytes = int(min(most, max(least, rate / 8 * _OVERLAP_S)))
     count = max(1, nbytes // 4 // world.size) * world.size
-    start = partial(Halves("ring").start_reduce, torch.zeros(count))
+    start = partial(CollectiveAlgorithms("ring").start_reduce_scatter, torch.zeros(count))
     return 4 * count, measure_overlap(world, channel, start, repeats=3)
 
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from dearmpi.comm.algorithms.halves import Halves, Operation
-from dearmpi.comm.algorithms.trial import run_all
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, Operation
+from dearmpi.comm.algorithms.selection import run_all
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
@@ -17,7 +17,7 @@ from dearmpi.tune.ladder import LADDER, WINDOWS, Run, climb
 
 def calibrate(
     world: World,
-    halves: Halves,
+    algorithms: CollectiveAlgorithms,
     *,
     library: str = "",
     budget_s: float = 1,
@@ -28,7 +28,7 @@ def calibrate(
 
     As in training, operations follow one another, with one and with two of them in flight; the
     least of the slowest rank's times counts. The result is the same on all ranks (collective).
-    halves: how the fp32 buffers are sent, whose bytes count. library: the MPI library, in words.
+    algorithms: how the fp32 buffers are sent, whose bytes count. library: the MPI library's name.
     budget_s: what all measurements together may take. warm_up_s: for how long to measure before
     that in vain, since new TCP connections carry less at first. most_bytes: of one buffer; a few
     are in use at once. Two sizes are measured even if that takes longer, or more.
@@ -38,14 +38,14 @@ def calibrate(
     if world.size == 1:
         raise ConfigError("one rank has no collectives to measure; start several with mpirun")
     channels = {window: world.open_channel("trial", window=window) for window in WINDOWS}
-    operations = (halves.start_reduce, halves.start_gather)
+    operations = (algorithms.start_reduce_scatter, algorithms.start_all_gather)
     prepared = [partial(_prepare, world, channels, operation) for operation in operations]
     if warm_up_s > 0:
         climb(world, prepared, budget_s=warm_up_s, most_bytes=most_bytes)
     reduces, gathers = climb(world, prepared, budget_s=budget_s, most_bytes=most_bytes)
     for channel in channels.values():
         channel.close()
-    own = Calibration(world.hosts, library, halves.reduce_scatter, reduces, gathers)
+    own = Calibration(world.hosts, library, algorithms.reduce_scatter, reduces, gathers)
     return parse_calibration(world.broadcast_text(own.to_json()), "the calibration of rank 0")
 
 

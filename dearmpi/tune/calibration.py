@@ -95,6 +95,7 @@ class Calibration:
             update_s=self.update_s,
             update_s_per_byte=self.update_s_per_byte,
             main_thread_s=self.main_thread_s,
+            algorithm=self.algorithm,
         )
 
     def to_json(self) -> str:

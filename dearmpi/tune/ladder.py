@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dearmpi.comm.world import World
+from dearmpi.cuts import even_cuts
 from dearmpi.tune.calibration import SizeTimes
 
 _NUM_REPEATS = 3  # fewer where the time does not allow as many
@@ -79,7 +80,7 @@ def _affordable_bytes(found: Sequence[Sequence[SizeTimes]], length: int, left_s:
 
 def _measure(world: World, prepare: Prepare, rung: Rung, *, budget_s: float) -> SizeTimes:
     """Times on ``rung``, its size rounded to whole shards (collective)."""
-    count = -(-rung.nbytes // (4 * world.size)) * world.size
+    count = even_cuts(-(-rung.nbytes // 4), world.size).total
     run = prepare(count, rung.length)
     first_s = world.all_reduce([run(1, 1)], "max")[0]
     affordable = budget_s / (len(WINDOWS) * rung.length * first_s)

@@ -6,8 +6,8 @@ from typing import Any
 
 from dearmpi.comm.algorithms.scratch import carrier_of
 from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, ReduceOp, Request
-from dearmpi.comm.api.shard import check_shards
-from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.comm.api.shard import even_shards
+from dearmpi.config import ReduceScatter, WireDtype
 from tests.fakes.hub import FakeHub
 from tests.fakes.request import FakeReceive, FakeRequest
 
@@ -28,7 +28,7 @@ class FakeCollectives:
     def start_all_gather(
         self,
         buffer: Buffer,
-        algorithm: AllGather = "native",
+        algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
     ) -> Request:
@@ -80,7 +80,7 @@ class FakeCollectives:
     def _post_shards(
         self, kind: str, buffer: Buffer, algorithm: str, wire_dtype: WireDtype | None
     ) -> Request:
-        check_shards(kind, buffer, self.size)
+        even_shards(kind, buffer, self.size)
         carrier = buffer if self.size == 1 else carrier_of(buffer, wire_dtype)
         return self._post(kind, buffer, algorithm, carrier)
 

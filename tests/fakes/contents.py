@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dearmpi.comm.api.collectives import Buffer
-from dearmpi.comm.api.shard import shard_of
 from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.cuts import even_cuts
 
 
 def nbytes_of(buffer: Buffer | None, carrier: Buffer | None = None) -> int:
@@ -43,9 +43,10 @@ def bytes_of(buffer: Buffer) -> bytes:
 
 def spoil(buffer: Any, *, keep: int | None = None, size: int = 1) -> None:
     """Overwrite ``buffer`` but for the shard of rank ``keep``: nobody may read the rest."""
+    cuts = even_cuts(buffer.numel(), size)
     for rank in range(size):
         if rank != keep:
-            shard = shard_of(buffer, rank, size)
+            shard = buffer[cuts.slice_of(rank)]
             ctypes.memset(shard.data_ptr(), 0xFF, nbytes_of(shard))
 
 
@@ -56,7 +57,8 @@ def combine(kind: str, detail: Any, parts: list[Any]) -> Any:
     total, size = parts[0], len(parts)
     for rank, part in enumerate(parts[1:], start=1):
         if kind == "AG":
-            shard_of(total, rank, size).copy_(shard_of(part, rank, size))
+            own = even_cuts(total.numel(), size).slice_of(rank)
+            total[own].copy_(part[own])
         elif detail in ("max", "min"):
             total.copy_(_extreme(total, part, detail))
         else:

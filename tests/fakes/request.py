@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dearmpi.comm.api.collectives import Buffer, Request
-from dearmpi.comm.api.shard import shard_of
+from dearmpi.cuts import even_cuts
 from dearmpi.errors import CommError
 from tests.fakes.contents import bytes_of, spoil
 from tests.fakes.hub import FakeHub
@@ -61,9 +61,9 @@ class FakeRequest(Request):
         if self._operation.kind != "RS":
             buffer.copy_(self._operation.result)
             return
-        shard = shard_of(buffer, self._rank, self._hub.size)
+        own = even_cuts(buffer.numel(), self._hub.size).slice_of(self._rank)
         spoil(buffer)
-        shard.copy_(shard_of(self._operation.result, self._rank, self._hub.size))
+        buffer[own].copy_(self._operation.result[own])
 
 
 class FakeReceive(Request):

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter
 from dearmpi.tune.calibrate import calibrate
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks(2, 3)
 
 @pytest.mark.parametrize("algorithm", get_args(ReduceScatter))
 def test_all_ranks_hold_the_same_costs(world: World, algorithm: ReduceScatter) -> None:
-    result = calibrate(world, Halves(algorithm), library="as told", budget_s=0.05)
+    result = calibrate(world, CollectiveAlgorithms(algorithm), library="as told", budget_s=0.05)
     texts = world.all_gather_text(result.to_json())
     assert texts == [texts[0]] * world.size
     assert result.world_size == world.size

@@ -14,7 +14,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.api.collectives import Buffer, Collectives, Request
 from dearmpi.comm.backends import mpi
 from dearmpi.comm.world import World
-from dearmpi.config import AllGather, ReduceScatter
+from dearmpi.config import ReduceScatter
 from tests.unit.engine.chain import Chain
 
 LAYER_S = 0.02
@@ -71,7 +71,7 @@ class SlowCollectives:
         return self._delay(self.real.start_reduce_scatter(buffer, algorithm, **options))
 
     def start_all_gather(
-        self, buffer: Buffer, algorithm: AllGather = "native", **options: Any
+        self, buffer: Buffer, algorithm: ReduceScatter = "native", **options: Any
     ) -> Request:
         return self._delay(self.real.start_all_gather(buffer, algorithm, **options))
 

@@ -15,22 +15,17 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
+from dearmpi.comm.algorithms.algorithm import PointToPoint, Transport
+from dearmpi.comm.algorithms.scratch import ScratchRequest
 from dearmpi.comm.algorithms.send_scheduler import Priority, SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Movement, Request
+from dearmpi.config import ReduceScatter
+from dearmpi.cuts import Cuts
 
 CHUNK_BYTES = 1 << 19
 _MOST_RECEIVES = 6
-
-
-@runtime_checkable
-class PointToPoint(Protocol):
-    """What a ring needs: sends and receives of whole buffers, matched by tag."""
-
-    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request: ...
-
-    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request: ...
 
 
 def num_chunks(shard_numel: int, element_size: int) -> int:
@@ -86,10 +81,12 @@ class Ring(Request):
 
     priority: ClassVar[Priority]
 
-    def __init__(self, context: RingContext, buffer: Buffer, *, element_size: int) -> None:
-        """``element_size``: in bytes, of what travels."""
-        self._context, self._buffer = context, buffer
-        self._shard_numel = buffer.numel() // context.size
+    def __init__(
+        self, context: RingContext, buffer: Buffer, cuts: Cuts, *, element_size: int
+    ) -> None:
+        """``cuts``: even. ``element_size``: in bytes, of what travels."""
+        self._context, self._buffer, self._cuts = context, buffer, cuts
+        self._shard_numel = cuts.largest
         self._num_chunks = num_chunks(self._shard_numel, element_size)
         self._chunk_numel = -(-self._shard_numel // self._num_chunks)
         self._chunk_bytes = max(1, self._chunk_numel * element_size)
@@ -173,7 +170,7 @@ class Ring(Request):
         less its round.
         """
         rounds, chunk = divmod(number, self._num_chunks)
-        base = self._context.rank_at(first_place - rounds) * self._shard_numel
+        base, _ = self._cuts.range_of(self._context.rank_at(first_place - rounds))
         start = min(chunk * self._chunk_numel, self._shard_numel)
         stop = min(start + self._chunk_numel, self._shard_numel)
         return self._buffer[base + start : base + stop]
@@ -202,8 +199,8 @@ class RingAllGather(Ring):
 
     priority = Priority.ALL_GATHER
 
-    def __init__(self, context: RingContext, buffer: Buffer) -> None:
-        super().__init__(context, buffer, element_size=buffer.element_size())
+    def __init__(self, context: RingContext, buffer: Buffer, cuts: Cuts) -> None:
+        super().__init__(context, buffer, cuts, element_size=buffer.element_size())
 
     def _outgoing(self, number: int) -> Any:
         return self._part(self._context.place, number)
@@ -233,14 +230,15 @@ class RingReduceScatter(Ring):
         self,
         context: RingContext,
         buffer: Buffer,
+        cuts: Cuts,
         *,
         scratch: Sequence[Any],
         outgoing: Sequence[Any] = (),
     ) -> None:
         self._scratch, self._staging = scratch, outgoing
         width = scratch[0].element_size() if scratch else buffer.element_size()
-        assert len(scratch) >= num_receives(buffer.numel() // context.size, width, context.size)
-        super().__init__(context, buffer, element_size=width)
+        assert len(scratch) >= num_receives(cuts.largest, width, context.size)
+        super().__init__(context, buffer, cuts, element_size=width)
 
     def _outgoing(self, number: int) -> Any:
         part = self._part(self._context.place - 1, number)
@@ -262,3 +260,39 @@ class RingReduceScatter(Ring):
     def _take(self, number: int) -> None:
         target = self._part(self._context.place - 2, number)
         target.add_(self._scratch[number % len(self._scratch)][: target.numel()])
+
+
+class RingAlgorithm:
+    """``Algorithm`` of the two rings on one communicator."""
+
+    library_adds: ClassVar[bool] = False
+    all_gather: ClassVar[ReduceScatter] = "ring"
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._order = ring_order(transport.hosts)
+        self._place = self._order.index(transport.rank)
+
+    def start_reduce_scatter(self, buffer: Buffer, cuts: Cuts, *, carrier: Buffer) -> Request:
+        """Takes scratch memory of a few chunks, twice that to send another dtype."""
+        scratch, width = self._transport.scratch, carrier.element_size()
+        num = num_receives(cuts.largest, width, cuts.num_ranks)
+        numel = min(cuts.largest, CHUNK_BYTES // width)
+        incoming = [scratch.take(carrier, numel) for _ in range(num)]
+        outgoing = []
+        if carrier is not buffer:
+            outgoing = [scratch.take(carrier, numel) for _ in range(num)]
+        ring = RingReduceScatter(
+            self._next_context(), buffer, cuts, scratch=incoming, outgoing=outgoing
+        )
+        return ScratchRequest(scratch, ring, held=[*incoming, *outgoing])
+
+    def start_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
+        """In place, without scratch memory."""
+        return RingAllGather(self._next_context(), buffer, cuts)
+
+    def _next_context(self) -> RingContext:
+        """Where the next ring runs, under a tag of its own."""
+        transport = self._transport
+        tag, scheduler = transport.next_tag(), transport.scheduler
+        return RingContext(transport, self._order, self._place, tag=tag, scheduler=scheduler)

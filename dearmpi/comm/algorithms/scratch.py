@@ -27,6 +27,11 @@ def carrier_of(buffer: Buffer, wire_dtype: WireDtype | None) -> Any:
     return getattr(buffer.new_empty(0), _CASTS[wire_dtype])()
 
 
+def copy(source: Any, *, into: Any) -> None:
+    """Overwrite ``into`` with ``source``."""
+    into.copy_(source)
+
+
 def add_in_order(parts: Sequence[Any], *, into: Any) -> None:
     """Put the sum of ``parts`` into a buffer as long as each.
 

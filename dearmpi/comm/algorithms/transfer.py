@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dearmpi.comm.algorithms.ring import PointToPoint
+from dearmpi.comm.algorithms.algorithm import PointToPoint
 from dearmpi.comm.api.collectives import Buffer, Collectives, Request
 
 _TAG = 1  # on a channel of its own nothing else is under way

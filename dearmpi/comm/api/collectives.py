@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Literal, Protocol
 
-from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.config import ReduceScatter, WireDtype
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -122,14 +122,15 @@ class Collectives(Protocol):
     def start_all_gather(
         self,
         buffer: Buffer,
-        algorithm: AllGather = "native",
+        algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
     ) -> Request:
         """Fill ``buffer`` with every rank's shard of it, in place.
 
-        algorithm: ``ring`` suits large buffers, and lets what is more urgent pass; ``native`` takes
-        fewer steps for small ones on many ranks.
+        algorithm: ``ring``, and ``exchange``, which gathers by a ring, suit large buffers and let
+        operations of higher priority pass; ``native`` takes fewer steps for small buffers on many
+        ranks.
         wire_dtype: in what to send a wider buffer; the own shard is then rounded as the others
         receive it, so that all ranks hold the same bits. With one rank nothing is rounded.
         """

@@ -1,10 +1,9 @@
-"""Shard: the part of a buffer that belongs to one rank, and which buffers have one."""
+"""Shard: which buffers can be cut into one for each rank."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from dearmpi.comm.api.collectives import Buffer
+from dearmpi.cuts import Cuts, even_cuts
 from dearmpi.errors import ConfigError
 
 
@@ -22,16 +21,12 @@ def check_contiguous(operation: str, buffer: Buffer) -> None:
         )
 
 
-def check_shards(operation: str, buffer: Buffer, size: int) -> None:
-    """Raise ConfigError unless ``buffer`` has as many elements for each of ``size`` ranks."""
-    if buffer.numel() % size:
+def even_shards(operation: str, buffer: Buffer, size: int) -> Cuts:
+    """Equal shards of ``buffer`` for ``size`` ranks. Raises ConfigError if there are none."""
+    cuts = even_cuts(buffer.numel(), size)
+    if cuts.total != buffer.numel():
         raise ConfigError(
             f"{operation} of {buffer.numel()} elements over {size} ranks: the length must be a "
             "multiple of the world size"
         )
-
-
-def shard_of(buffer: Buffer, rank: int, size: int) -> Any:
-    """The shard of ``rank`` among ``size``, in place; the length is a multiple of ``size``."""
-    numel = buffer.numel() // size
-    return buffer[rank * numel : (rank + 1) * numel]
+    return cuts

@@ -6,7 +6,7 @@ import os
 import socket
 
 from dearmpi.comm.api.collectives import Buffer, Completed, ReduceOp, Request
-from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.config import ReduceScatter, WireDtype
 
 
 class AloneCollectives:
@@ -29,7 +29,7 @@ class AloneCollectives:
     def start_all_gather(
         self,
         buffer: Buffer,
-        algorithm: AllGather = "native",
+        algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
     ) -> Request:

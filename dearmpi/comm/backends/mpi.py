@@ -28,13 +28,14 @@ else:
 
 from mpi4py import MPI
 
-from dearmpi.comm.algorithms.algorithms import Algorithms
+from dearmpi.comm.algorithms.registry import AlgorithmCollectives
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Buffer, ReduceOp, Request
 from dearmpi.comm.process.exit_handlers import skip_exit_handlers
 from dearmpi.comm.process.launch import doubt_launch
 from dearmpi.comm.process.library import Library
 from dearmpi.comm.watchdog.last_words import say
+from dearmpi.cuts import even_cuts
 from dearmpi.errors import CommError, ConfigError
 
 _ARITHMETIC = {
@@ -80,7 +81,7 @@ class MpiRequest(Request):
         return True
 
 
-class MpiCollectives(Algorithms):
+class MpiCollectives(AlgorithmCollectives):
     """``Collectives`` on one communicator."""
 
     def __init__(
@@ -102,7 +103,7 @@ class MpiCollectives(Algorithms):
     def start_duplicate(self) -> tuple[MpiCollectives, Request]:
         """A duplicated communicator, usable once the request is complete."""
         comm, request = self._comm.Idup()
-        twin = MpiCollectives(comm, rank=self.rank, hosts=self.hosts, scheduler=self._scheduler)
+        twin = MpiCollectives(comm, rank=self.rank, hosts=self.hosts, scheduler=self.scheduler)
         return twin, MpiRequest(request, comm)
 
     def free(self) -> None:
@@ -149,30 +150,35 @@ class MpiCollectives(Algorithms):
         """Receive into ``buffer`` from one rank."""
         return MpiRequest(self._comm.Irecv(_spec(buffer, moved=True), source, tag), buffer)
 
-    def _check_addable(self, carrier: Buffer) -> None:
-        dtype = _name(carrier)
+    def check_addable(self, buffer: Buffer) -> None:
+        """Raise ConfigError unless MPI can add elements of the dtype of ``buffer``."""
+        dtype = _name(buffer)
         if dtype not in _ARITHMETIC:
             raise ConfigError(
                 f"reduce_scatter is 'native', but MPI cannot add {dtype}; use 'exchange' (fp32 "
                 "sums) or 'ring'"
             )
 
-    def _start_sum(self, buffer: Buffer, total: Buffer) -> Request:
+    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer) -> Request:
+        """This rank's shard of the sum, into ``total``."""
         count = total.numel()
         request = self._comm.Ireduce_scatter_block(
             _spec(buffer, count), _spec(total, count), MPI.SUM
         )
         return MpiRequest(request, buffer, total)
 
-    def _start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
-        count = sent.numel() // self.size
+    def start_all_to_all(self, sent: Buffer, arrived: Buffer) -> Request:
+        """Send each rank its shard of ``sent``; the shards from all ranks fill ``arrived``."""
+        count = even_cuts(sent.numel(), self.size).largest
         request = self._comm.Ialltoall(
             _spec(sent, count, moved=True), _spec(arrived, count, moved=True)
         )
         return MpiRequest(request, sent, arrived)
 
-    def _start_gather(self, buffer: Buffer) -> Request:
-        spec = _spec(buffer, buffer.numel() // self.size, moved=True)
+    def start_library_all_gather(self, buffer: Buffer) -> Request:
+        """Every rank's shard of ``buffer``, in place."""
+        count = even_cuts(buffer.numel(), self.size).largest
+        spec = _spec(buffer, count, moved=True)
         return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
 
 

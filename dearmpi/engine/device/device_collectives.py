@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Movement, ReduceOp, Request
-from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.cuts import even_cuts
 from dearmpi.engine.device.comm_stream import DeviceSideStream
 from dearmpi.engine.device.device import Event, failures_of
 
@@ -97,7 +98,7 @@ class DeviceCollectives(ABC):
     def start_all_gather(
         self,
         buffer: Tensor,
-        algorithm: AllGather = "native",
+        algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
     ) -> Request:
@@ -159,7 +160,7 @@ class DeviceCollectives(ABC):
         return slice(self.rank, self.rank + 1)
 
     def _shards(self, buffer: Tensor) -> Tensor:
-        return buffer.view(self.size, buffer.numel() // self.size)
+        return buffer.view(self.size, even_cuts(buffer.numel(), self.size).largest)
 
     def _drive_for(self, request: CrossingRequest) -> Movement:
         """``_drive``, once in a poll of them all: one request does it until it is over."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
 from dearmpi.engine.device.comm_stream import DeviceSideStream, HostSideStream, SideStream
@@ -91,7 +91,7 @@ def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
     if reduce_scatter == "auto":
         return OPERATIONS
     # Gathering by a ring takes the same sends and receives as reducing by one.
-    gather = ALL_GATHER if Halves(reduce_scatter).all_gather == "native" else "ring"
+    gather = ALL_GATHER if CollectiveAlgorithms(reduce_scatter).all_gather == "native" else "ring"
     return tuple(dict.fromkeys((gather, reduce_scatter)))
 
 

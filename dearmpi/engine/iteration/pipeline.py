@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.comm.progress.lane import Work
 from dearmpi.comm.world import World
@@ -53,12 +53,12 @@ class Pipeline:
         config: EngineConfig,
         channels: Channels,
         clock: CommunicationClock,
-        halves: Halves,
+        algorithms: CollectiveAlgorithms,
         side: SideStream,
         spans: Spans,
         replicas: Replicas | None,
     ) -> None:
-        """``halves`` are the collectives chosen; ``config`` may still say ``auto``.
+        """``algorithms`` are those chosen; ``config`` may still say ``auto``.
 
         side: where on a device the driving thread works. replicas: only where checks are made.
         """
@@ -68,7 +68,7 @@ class Pipeline:
         self.buckets = tuple(buckets)
         self._updates = tuple(updates)
         self.schedule = schedule
-        self._halves = halves
+        self._algorithms = algorithms
         self._gathers_gradients = config.gather == "gradients"
         self.side = side
         self.joining = Joining(channels.control, rank=world.rank, size=world.size)
@@ -176,7 +176,7 @@ class Pipeline:
     def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         if self._replicas is not None:
             self._replicas.reduces.append(bucket.index)
-        start = partial(self._halves.start_reduce, bucket.gradients.data, collectives)
+        start = partial(self._algorithms.start_reduce_scatter, bucket.gradients.data, collectives)
         return self._start(Track.REDUCE_SCATTER, bucket, start)
 
     def _start(self, track: Track, bucket: BucketRuntime, start: Callable[[], Request]) -> Request:
@@ -222,7 +222,7 @@ class Pipeline:
     def _update(self, bucket: BucketRuntime) -> None:
         assert self.cycle.options is not None
         with self.side.running():
-            check_gradients(bucket, self._halves.wire_dtype)
+            check_gradients(bucket, self._algorithms.wire_dtype)
             with self.spans.update(bucket.spec):
                 self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
             bucket.memory.give_up()
@@ -230,7 +230,7 @@ class Pipeline:
             if self._gathers_gradients:
                 self._finished(bucket)
             else:
-                check_parameters(bucket, self._halves.wire_dtype)
+                check_parameters(bucket, self._algorithms.wire_dtype)
                 self._submit_gathers()
 
     def _unused(self, bucket: BucketRuntime) -> frozenset[int]:
@@ -271,7 +271,7 @@ class Pipeline:
             self._replicas.gathers.append(bucket.index)
         gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
         assert gathered is not None
-        start = partial(self._halves.start_gather, gathered.data, collectives)
+        start = partial(self._algorithms.start_all_gather, gathered.data, collectives)
         return self._start(Track.ALL_GATHER, bucket, start)
 
     def _gathered(self, bucket: BucketRuntime) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.algorithms.choose import fastest_reduce_scatter
-from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.selection import select_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.agreement.checks import Checks, Replicas, steps_between_checks
@@ -42,7 +42,7 @@ class Assembly:
     """What belongs together for as long as the buckets stay the same.
 
     blueprint: what all of it was built by.
-    halves: the collectives in use. masters: which tensors have master copies.
+    algorithms: those in use. masters: which tensors have master copies.
     updates, hooks: none where the wrapped optimizer simply does its work, as in a world of one.
     checks, replicas: only with ``check_every``.
     side: where updates run, and whoever changes their state.
@@ -50,7 +50,7 @@ class Assembly:
 
     blueprint: Blueprint
     engine: Engine | AloneEngine
-    halves: Halves = Halves("ring")
+    algorithms: CollectiveAlgorithms = CollectiveAlgorithms("ring")
     masters: MasterRule = MasterRule()
     updates: Updates = ()
     hooks: ModelHooks | None = None
@@ -121,7 +121,7 @@ def _build(
         updates = _build_updates(
             optimizer, buckets, rank=world.rank, side=side, config=config, masters=masters
         )
-    halves = _choose_halves(world, buckets, config, side)
+    algorithms = _choose_algorithms(world, buckets, config, side)
     replicas = Replicas(buckets, rank=world.rank, size=world.size, every=every) if every else None
     pipeline = Pipeline(
         world,
@@ -131,7 +131,7 @@ def _build(
         config=config,
         channels=Channels.open(world, side, window=config.window),
         clock=CommunicationClock(spans),
-        halves=halves,
+        algorithms=algorithms,
         side=side,
         spans=spans,
         replicas=replicas,
@@ -140,7 +140,7 @@ def _build(
     return Assembly(
         blueprint,
         engine,
-        halves,
+        algorithms,
         masters,
         updates,
         hooks=_attach_hooks(model, buckets, engine),
@@ -226,18 +226,18 @@ def _place_shards(
     if not on_host:
         return [ResidentShard(bucket, rank=rank) for bucket in buckets]
     assert isinstance(side, DeviceSideStream), "without a device this is refused"
-    most_bytes = max(bucket.spec.nbytes // bucket.spec.world_size for bucket in buckets)
+    most_bytes = max(b.spec.largest_shard * b.spec.itemsize for b in buckets)
     memory = HostMemory(side, most_bytes=most_bytes)
     return [HostShard(bucket, rank=rank, memory=memory) for bucket in buckets]
 
 
-def _choose_halves(
+def _choose_algorithms(
     world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, side: SideStream
-) -> Halves:
+) -> CollectiveAlgorithms:
     """What was asked for, or what is fastest on the way that gradients take."""
     wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
     if config.reduce_scatter != "auto":
-        return Halves(config.reduce_scatter, wire_dtype)
+        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype)
     largest = max(buckets, key=lambda bucket: (bucket.spec.trained, bucket.spec.nbytes))
     # Not its own buffer, which it may never need.
     buffer = zeros(largest.spec.padded_numel, largest.params[0])
@@ -245,11 +245,11 @@ def _choose_halves(
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
     can_be_native = dtypes <= {"float32", "float64"}
-    fastest = fastest_reduce_scatter(
+    fastest = select_reduce_scatter(
         world,
         buffer,
         wire_dtype=config.wire_dtype,
         can_be_native=can_be_native,
         carry=side.carry,
     )
-    return Halves(fastest, wire_dtype)
+    return CollectiveAlgorithms(fastest, wire_dtype)

@@ -223,7 +223,7 @@ class Course:
 
     def _settled(self, config: EngineConfig) -> EngineConfig:
         """With the algorithm that ``auto`` has found: to measure anew would stop training."""
-        return replace(config, reduce_scatter=self._attachment.assembly.halves.reduce_scatter)
+        return replace(config, reduce_scatter=self._attachment.assembly.algorithms.reduce_scatter)
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
         self._attachment.renew(config=config, plan=None if plan == "auto" else plan)
@@ -239,7 +239,7 @@ class Course:
                 self._model,
                 assembly.blueprint,
                 world=self._world,
-                halves=assembly.halves,
+                algorithms=assembly.algorithms,
                 waited=lambda: self._attachment.waited_s,
                 spans=self._spans,
             )

@@ -16,7 +16,7 @@ from statistics import median
 
 from torch import nn
 
-from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.spec import Blueprint
 from dearmpi.engine.trace.span import Span, Track
@@ -77,7 +77,7 @@ class SelfPlanning:
         in_use: Blueprint,
         *,
         world: World,
-        halves: Halves,
+        algorithms: CollectiveAlgorithms,
         waited: Callable[[], float],
         spans: Spans,
     ) -> None:
@@ -94,7 +94,7 @@ class SelfPlanning:
         begin_s = time.perf_counter()
         costs = calibrate(
             world,
-            halves,
+            algorithms,
             budget_s=_MEASURING_S,
             most_bytes=sum(bucket.nbytes for bucket in in_use.layout),  # nothing larger travels
         ).costs

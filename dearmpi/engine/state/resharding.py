@@ -94,15 +94,13 @@ class Stretch:
 
 def stretches(bucket: Bucket, placed: Placement) -> list[Stretch]:
     """Who owns which elements of the parameter in ``placed``, by rank."""
-    numel = bucket.shard_numel
-    return [
-        Stretch(
-            rank,
-            max(0, rank * numel - placed.start),
-            min(placed.stop, (rank + 1) * numel) - placed.start,
-        )
-        for rank in range(placed.start // numel, (placed.stop - 1) // numel + 1)
-    ]
+    owned = []
+    for rank in bucket.cuts.owners(placed.start, placed.stop):
+        first, last = bucket.cuts.range_of(rank)
+        start, stop = max(first, placed.start), min(last, placed.stop)
+        if start < stop:
+            owned.append(Stretch(rank, start - placed.start, stop - placed.start))
+    return owned
 
 
 def pair(

@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 from math import prod
 from typing import Any, Protocol
 
+from dearmpi.cuts import Cuts, even_cuts
 from dearmpi.errors import ConfigError
 
 
@@ -61,11 +62,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters fused into one collective, cut into equal shards, one per rank."""
+    """Parameters fused into one collective, whose flat buffer is cut into shards, one per rank."""
 
     index: int
     placements: tuple[Placement, ...]
-    world_size: int
+    cuts: Cuts
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.cuts.num_ranks
 
     @property
     def numel(self) -> int:
@@ -73,14 +79,14 @@ class Bucket:
         return self.placements[-1].stop
 
     @property
-    def shard_numel(self) -> int:
-        """Elements of one shard."""
-        return -(-self.numel // self.world_size)
+    def largest_shard(self) -> int:
+        """Elements of the largest shard."""
+        return self.cuts.largest
 
     @property
     def padded_numel(self) -> int:
         """Elements of the flat buffer; more than ``numel`` if the world size does not divide."""
-        return self.shard_numel * self.world_size
+        return self.cuts.total
 
     @property
     def trained(self) -> bool:
@@ -109,7 +115,7 @@ class Bucket:
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Elements of the flat buffer that ``rank`` owns, padding included: (start, stop)."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+        return self.cuts.range_of(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,7 @@ class BucketLayout:
             span = first if first == last else f"{first} .. {last}"
             lines.append(
                 f"bucket {bucket.index}: {len(bucket.placements)} tensors, "
-                f"{bucket.nbytes / 2**20:.2f} MiB, shard {bucket.shard_numel}, "
+                f"{bucket.nbytes / 2**20:.2f} MiB, shard {bucket.largest_shard}, "
                 f"padding {bucket.padded_numel - bucket.numel}: {span}"
             )
         return "\n".join(lines)
@@ -181,7 +187,7 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
                 )
             placements.append(Placement(spec, start))
             start += spec.numel
-        buckets.append(Bucket(index, tuple(placements), world_size))
+        buckets.append(Bucket(index, tuple(placements), even_cuts(start, world_size)))
     return BucketLayout(tuple(buckets), world_size)
 
 

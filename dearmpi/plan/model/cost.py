@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from dearmpi.config import CommDtype
+from dearmpi.config import CommDtype, ReduceScatter
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import ParamSpec
+from dearmpi.plan.model.algorithm_costs import ALGORITHM_COSTS
 
 Sample = tuple[float, float]
 """Bytes, and the seconds that they took."""
@@ -85,6 +86,7 @@ class Costs:
     update_s, update_s_per_byte: of an optimizer step on the driving thread, per bucket and per
         byte of what a rank updates (its shard, or the whole bucket with ``gather="gradients"``).
     main_thread_s: of the main thread, which computes, per bucket and iteration.
+    algorithm: of the reduce-scatters; it tells how both operations scale with the ranks.
     """
 
     world_size: int
@@ -93,6 +95,7 @@ class Costs:
     update_s: float = 0.0
     update_s_per_byte: float = 0.0
     main_thread_s: float = 0.0
+    algorithm: ReduceScatter = "ring"
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -137,7 +140,7 @@ class Costs:
         )
 
     def at(self, world_size: int) -> Costs:
-        """The same over ``world_size`` ranks, by the rounds and bytes of a ring.
+        """The same over ``world_size`` ranks, by the rounds and bytes of the algorithm.
 
         Raises ConfigError for costs of a world of one, in which nothing is sent.
         """
@@ -146,8 +149,9 @@ class Costs:
                 f"costs at world size {self.world_size} say nothing of {world_size}; measure on "
                 "2 ranks or more"
             )
-        alpha = (world_size - 1) / (self.world_size - 1)
-        beta = _sent_share(world_size) / _sent_share(self.world_size)
+        cost = ALGORITHM_COSTS[self.algorithm]
+        alpha = cost.num_rounds(world_size) / cost.num_rounds(self.world_size)
+        beta = cost.sent_share(world_size) / cost.sent_share(self.world_size)
         return replace(
             self,
             world_size=world_size,
@@ -180,11 +184,14 @@ def _bytes_sent(specs: Iterable[ParamSpec]) -> tuple[int, int]:
 def ring_cost(alpha_s: float, beta_s_per_byte: float, world_size: int) -> LinkModel:
     """A ring over ``world_size`` ranks: ``(P - 1) * alpha + (P - 1) / P * n * beta``.
 
-    alpha_s, beta_s_per_byte: of one message between neighbours (Patarasuk and Yuan, 2009).
+    alpha_s, beta_s_per_byte: of one message between neighbours.
     """
     if world_size < 1:
         raise ConfigError(f"world size is {world_size}; it must be 1 or more")
-    return LinkModel((world_size - 1) * alpha_s, _sent_share(world_size) * beta_s_per_byte)
+    ring = ALGORITHM_COSTS["ring"]
+    return LinkModel(
+        ring.num_rounds(world_size) * alpha_s, ring.sent_share(world_size) * beta_s_per_byte
+    )
 
 
 def one_after_another(first: LinkModel, second: LinkModel) -> LinkModel:
@@ -271,11 +278,6 @@ def _with_wire_share(link: LinkModel, pairs: Sequence[Sample]) -> LinkModel:
         beta = max(beta, wire)
     share = wire / beta if beta else 1.0
     return LinkModel(link.alpha_s, beta, min(1.0, max(_LEAST_WIRE_SHARE, share)))
-
-
-def _sent_share(world_size: int) -> float:
-    """The part of a buffer that a rank sends in a ring."""
-    return (world_size - 1) / world_size
 
 
 def _check(name: str, value: float) -> None:

@@ -14,6 +14,7 @@ from math import fsum
 from typing import Literal
 
 from dearmpi.config import Gather
+from dearmpi.cuts import even_cuts
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.schedule import Conduct, Schedule
@@ -163,9 +164,9 @@ def _make_loads(
 
 def make_load(numel: int, itemsize: int, costs: Costs, *, ready_s: float, gather: Gather) -> Load:
     """What a bucket of ``numel`` elements brings by ``costs``, padding included."""
-    shard_bytes = -(-numel // costs.world_size) * itemsize
-    nbytes = shard_bytes * costs.world_size
-    updated_bytes = shard_bytes if gather == "parameters" else numel * itemsize
+    cuts = even_cuts(numel, costs.world_size)
+    nbytes = cuts.total * itemsize
+    updated_bytes = cuts.largest * itemsize if gather == "parameters" else numel * itemsize
     return Load(
         ready_s=ready_s,
         reduce=transfer(costs.reduce_scatter, nbytes, costs.world_size),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Buffer, Collectives, Request
 from dearmpi.comm.world import World
-from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.config import ReduceScatter, WireDtype
 
 ALGORITHMS: list[ReduceScatter] = ["native", "ring", "exchange"]
 WIDE = [torch.float32, torch.float64]
@@ -48,7 +48,7 @@ def scatter(
 
 
 def gather(
-    buffer: Buffer, wire_dtype: WireDtype | None = None, algorithm: AllGather = "ring"
+    buffer: Buffer, wire_dtype: WireDtype | None = None, algorithm: ReduceScatter = "ring"
 ) -> Callable[[Collectives], Request]:
     return lambda c: c.start_all_gather(buffer, algorithm, wire_dtype=wire_dtype)
 

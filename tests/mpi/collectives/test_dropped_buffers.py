@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.world import World
-from dearmpi.config import AllGather
+from dearmpi.config import ReduceScatter
 from tests.mpi.collectives.contributions import ALGORITHMS, complete, contribution, own, total
 
 
@@ -21,7 +21,7 @@ def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Requ
     """One operation after the other, the same on every rank."""
     starts: list[Callable[[], Request]] = [
         *(partial(collectives.start_reduce_scatter, buffer, a) for a in ALGORITHMS),
-        *(partial(collectives.start_all_gather, buffer, a) for a in get_args(AllGather)),
+        *(partial(collectives.start_all_gather, buffer, a) for a in get_args(ReduceScatter)),
         partial(collectives.start_all_reduce, buffer, "sum"),
         partial(collectives.start_broadcast, buffer, number % collectives.size),
     ]

@@ -10,11 +10,11 @@ from typing import get_args
 import pytest
 import torch
 
-from dearmpi.comm.algorithms.choose import fastest_reduce_scatter
+from dearmpi.comm.algorithms.selection import select_reduce_scatter
 from dearmpi.comm.api.collectives import Collectives, ReduceOp
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
-from dearmpi.config import AllGather, ReduceScatter, WireDtype
+from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 from tests.mpi.collectives.contributions import (
     ALGORITHMS,
@@ -53,9 +53,9 @@ def test_reduce_scatter(
 
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("dtype", WIDE + HALF)
-@pytest.mark.parametrize("algorithm", get_args(AllGather))
+@pytest.mark.parametrize("algorithm", get_args(ReduceScatter))
 def test_all_gather(
-    world: World, channels: list[Channel], algorithm: AllGather, dtype: torch.dtype, shard: int
+    world: World, channels: list[Channel], algorithm: ReduceScatter, dtype: torch.dtype, shard: int
 ) -> None:
     numel = whole_numel(world, shard, dtype)
     buffer = torch.full((numel,), -1.0, dtype=dtype)
@@ -162,6 +162,6 @@ def test_lengths_that_do_not_divide_are_refused(
 
 @pytest.mark.parametrize("wire_dtype", [None, "bf16"])
 def test_the_fastest_is_one_that_serves(world: World, wire_dtype: WireDtype | None) -> None:
-    chosen = fastest_reduce_scatter(world, torch.ones(world.size), wire_dtype=wire_dtype)
+    chosen = select_reduce_scatter(world, torch.ones(world.size), wire_dtype=wire_dtype)
     assert set(world.all_gather_text(chosen)) == {chosen}
     assert chosen in ALGORITHMS and (wire_dtype is None or chosen != "native")

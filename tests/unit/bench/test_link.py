@@ -13,7 +13,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.bench import link
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.result import LinkTimes
-from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.api.collectives import Request
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig, ReduceScatter
@@ -102,8 +102,8 @@ def test_what_is_measured_is_what_training_sends(
     assert {name for name, *_ in trained} == {"start_reduce_scatter", "start_all_gather"}
     assert len(trained) == 2
     assert sent_by(lambda world: measure_link(world, list(LAYOUT), config, repeats=1)) == trained
-    halves = Halves(algorithm, config.wire_dtype)
-    assert sent_by(lambda world: calibrate(world, halves, budget_s=0.0)) == trained
+    algorithms = CollectiveAlgorithms(algorithm, config.wire_dtype)
+    assert sent_by(lambda world: calibrate(world, algorithms, budget_s=0.0)) == trained
 
 
 def _noting(name: str, posted: set[tuple[Any, ...]]) -> Callable[..., Request]:

@@ -10,6 +10,7 @@ from typing import Any
 from dearmpi.comm.algorithms.ring import Ring, RingContext
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Request
+from dearmpi.cuts import even_cuts
 
 
 class Post(Request):
@@ -90,5 +91,4 @@ def run(wires: Wires, rings: Sequence[Ring], chance: random.Random) -> None:
 
 
 def shard(buffer: Any, rank: int, size: int) -> Any:
-    count = buffer.numel() // size
-    return buffer[rank * count : (rank + 1) * count]
+    return buffer[even_cuts(buffer.numel(), size).slice_of(rank)]

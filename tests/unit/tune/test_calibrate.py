@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dearmpi.comm.algorithms.halves import Halves
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
@@ -13,7 +13,7 @@ from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 
 ALPHA_S, BETA = 2e-3, 1e-8
-RING = Halves("ring")
+RING = CollectiveAlgorithms("ring")
 
 
 def seconds(label: str, nbytes: int) -> float:
@@ -22,7 +22,9 @@ def seconds(label: str, nbytes: int) -> float:
 
 
 def measure(world: World, budget_s: float = 0.5) -> Calibration:
-    return calibrate(world, Halves("exchange"), library="none at all", budget_s=budget_s)
+    return calibrate(
+        world, CollectiveAlgorithms("exchange"), library="none at all", budget_s=budget_s
+    )
 
 
 def test_all_ranks_agree_on_what_the_wire_needs_at_least() -> None:

@@ -25,6 +25,7 @@ from dearmpi.comm.algorithms.ring import (
 from dearmpi.comm.api.collectives import Movement, Request
 from dearmpi.comm.messages.host import HostBuffer
 from dearmpi.comm.progress.lane import Lane, Work
+from dearmpi.cuts import even_cuts
 from tests.unit.comm.wires import End, Post, Wires, context, run, shard
 
 
@@ -47,6 +48,7 @@ def start_rings(
         RingReduceScatter(
             context(End(wires, rank), size, tag, order=order),
             buffer,
+            even_cuts(buffer.numel(), size),
             scratch=scratch(buffer),
             outgoing=() if wire_dtype is None else scratch(buffer),
         )
@@ -168,11 +170,9 @@ def test_a_link_carries_what_goes_around_once_however_ranks_are_dealt_out() -> N
     wires, order = Wires(), ring_order(hosts)
     buffers = list(torch.ones(6, 12))
     contexts = [context(Counting(wires, rank), 6, order=order) for rank in range(6)]
-    run(
-        wires,
-        [RingAllGather(*both) for both in zip(contexts, buffers, strict=True)],
-        random.Random(0),
-    )
+    cuts = even_cuts(12, 6)
+    rings = [RingAllGather(*both, cuts) for both in zip(contexts, buffers, strict=True)]
+    run(wires, rings, random.Random(0))
     assert sent["n0", "n1"] == sent["n1", "n0"] == 5 * 2  # P - 1 shards, and not three times that
 
 
@@ -264,7 +264,10 @@ def test_each_rank_moves_its_shards_once() -> None:
     buffers = list(torch.ones(4, 12))
     rings = [
         RingReduceScatter(
-            context(Counting(wires, rank), 4), buffer, scratch=[torch.empty(3) for _ in range(3)]
+            context(Counting(wires, rank), 4),
+            buffer,
+            even_cuts(12, 4),
+            scratch=[torch.empty(3) for _ in range(3)],
         )
         for rank, buffer in enumerate(buffers)
     ]
@@ -289,7 +292,8 @@ def test_an_all_gather_gives_every_rank_every_shard(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "CHUNK_BYTES", chunk_bytes)
         contexts = [context(End(wires, rank), size, order=order) for rank in range(size)]
-        rings = [RingAllGather(*both) for both in zip(contexts, buffers, strict=True)]
+        cuts = even_cuts(whole.numel(), size)
+        rings = [RingAllGather(*both, cuts) for both in zip(contexts, buffers, strict=True)]
         run(wires, rings, chance)
     assert all(torch.equal(buffer, whole) for buffer in buffers)
     assert not any(wires.sends.values()) and not any(wires.receives.values())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dearmpi.comm.algorithms import ring, send_scheduler
 from dearmpi.comm.algorithms.ring import Ring, RingAllGather, RingReduceScatter, num_receives
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
+from dearmpi.cuts import even_cuts
 from tests.unit.comm.wires import End, Post, Wires, context, run, shard
 
 
@@ -22,6 +23,7 @@ def test_rings_that_share_the_wires_all_complete(size: int, most_chunks: int, se
     chance = random.Random(seed)
     schedulers = [SendScheduler() for _ in range(size)]
     wires, shard_numel, num = Wires(), 7, 3
+    cuts = even_cuts(size * shard_numel, size)
     summed = [[torch.full((size * shard_numel,), 1.0 + r) for r in range(size)] for _ in range(num)]
     gathered = [
         [torch.full((size * shard_numel,), float(r)) for r in range(size)] for _ in range(num)
@@ -38,10 +40,10 @@ def test_rings_that_share_the_wires_all_complete(size: int, most_chunks: int, se
                 if number < num:
                     ahead = num_receives(shard_numel, 4, size)
                     scratch = [torch.empty(2) for _ in range(ahead)]
-                    one = RingReduceScatter(own, summed[number][rank], scratch=scratch)
+                    one = RingReduceScatter(own, summed[number][rank], cuts, scratch=scratch)
                     rings.append(one)
                 else:
-                    rings.append(RingAllGather(own, gathered[number - num][rank]))
+                    rings.append(RingAllGather(own, gathered[number - num][rank], cuts))
         run(wires, rings, chance)
     for rank in range(size):
         for buffers in summed:
@@ -72,10 +74,13 @@ def test_a_small_reduce_scatter_does_not_queue_behind_a_large_all_gather(
         [context(Logging(wires, r), size, tag=tag, scheduler=schedulers[r]) for r in range(size)]
         for tag in (1, 2)
     ]
-    gathers = [RingAllGather(one, torch.zeros(3 * 40)) for one in contexts[0]]
+    whole, small = even_cuts(3 * 40, size), even_cuts(3 * 8, size)
+    gathers = [RingAllGather(one, torch.zeros(3 * 40), whole) for one in contexts[0]]
     # Of four chunks per shard: a ring with nothing under way may send whatever else goes on.
     scratch = [torch.empty(2) for _ in range(num_receives(8, 4, size))]
-    reduces = [RingReduceScatter(one, torch.ones(3 * 8), scratch=scratch) for one in contexts[1]]
+    reduces = [
+        RingReduceScatter(one, torch.ones(3 * 8), small, scratch=scratch) for one in contexts[1]
+    ]
     chance = random.Random(0)
     while not all([one.test() for one in [*gathers, *reduces]][size:]):
         while wires.deliver_one(chance):

@@ -55,7 +55,7 @@ def test_shards_are_equal_and_cover_the_buffer_in_rank_order(
         ranges = [bucket.shard_range(rank) for rank in range(world_size)]
         elements = [element for start, stop in ranges for element in range(start, stop)]
         assert elements == list(range(bucket.padded_numel))
-        assert {stop - start for start, stop in ranges} == {bucket.shard_numel}
+        assert {stop - start for start, stop in ranges} == {bucket.largest_shard}
         assert 0 <= bucket.padded_numel - bucket.numel < world_size
 
 
@@ -67,7 +67,7 @@ def test_there_is_no_padding_where_the_world_size_divides(shard: int, world_size
 
 def test_padding_fills_up_to_the_next_multiple() -> None:
     (bucket,) = build_layout([[spec("w", 2, 5), spec("b")]], world_size=4)
-    assert (bucket.numel, bucket.padded_numel, bucket.shard_numel) == (11, 12, 3)
+    assert (bucket.numel, bucket.padded_numel, bucket.largest_shard) == (11, 12, 3)
     assert bucket.nbytes == 48
     assert [(placed.start, placed.stop) for placed in bucket.placements] == [(0, 10), (10, 11)]
     assert bucket.shard_range(3) == (9, 12)
@@ -123,4 +123,4 @@ def test_a_layout_holds_buckets_of_its_own_world_in_order() -> None:
     with pytest.raises(AssertionError):
         BucketLayout((bucket,), world_size=4)
     with pytest.raises(AssertionError):
-        BucketLayout((Bucket(1, bucket.placements, 2),), world_size=2)
+        BucketLayout((Bucket(1, bucket.placements, bucket.cuts),), world_size=2)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dearmpi.comm.algorithms import choose
+from dearmpi.comm.algorithms import selection
 from dearmpi.comm.messages.host import HostBuffer
 from dearmpi.comm.world import World
 from tests.fakes.ranks import run_ranks
@@ -37,11 +37,11 @@ def test_the_slowest_rank_s_best_of_a_few_trials_counts(monkeypatch: pytest.Monk
         late_s = 9.0 if is_first and algorithm == "ring" else 0.0  # as something held it up
         return SECONDS[algorithm][world.rank] + late_s
 
-    monkeypatch.setattr(choose, "run_all", run_all)
+    monkeypatch.setattr(selection, "run_all", run_all)
 
     def rank(world: World) -> str:
         buffer = HostBuffer(np.zeros(world.size, np.float32))
-        return choose.fastest_reduce_scatter(world, buffer)
+        return selection.select_reduce_scatter(world, buffer)
 
     assert run_ranks(2, rank) == ["ring", "ring"]
     assert {algorithm for _, algorithm in tried} == set(SECONDS)

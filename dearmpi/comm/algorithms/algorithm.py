@@ -1,0 +1,86 @@
+"""Algorithm: a reduce-scatter and an all-gather that belong together.
+
+A new one is a class in a file of its own, a line in ``registry.ALGORITHMS``, and its cost in
+``plan/model/algorithm_costs.py``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+from dearmpi.comm.algorithms.scratch import Scratch
+from dearmpi.comm.algorithms.send_scheduler import SendScheduler
+from dearmpi.comm.api.collectives import Buffer, Request
+from dearmpi.config import ReduceScatter
+from dearmpi.cuts import Cuts
+
+
+@runtime_checkable
+class PointToPoint(Protocol):
+    """Sends and receives of whole buffers between two ranks, matched by tag, in order."""
+
+    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
+        """Send ``buffer`` to one rank."""
+        ...
+
+    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request:
+        """Receive into ``buffer`` from one rank."""
+        ...
+
+
+class Transport(PointToPoint, Protocol):
+    """What a message-passing library offers on one communicator: what algorithms are made of.
+
+    hosts: the name of each rank's host. scheduler: of all communicators of this rank, which share
+    its wires. scratch: memory for operations under way on this communicator.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    scheduler: SendScheduler
+    scratch: Scratch
+
+    def next_tag(self) -> int:
+        """A tag for the messages of one operation; the same on every rank."""
+        ...
+
+    def check_addable(self, buffer: Buffer) -> None:
+        """Raise ConfigError unless the library can add elements of the dtype of ``buffer``."""
+        ...
+
+    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer) -> Request:
+        """The library's own reduce-scatter: this rank's shard of the sum, into ``total``."""
+        ...
+
+    def start_library_all_gather(self, buffer: Buffer) -> Request:
+        """The library's own all-gather, in place."""
+        ...
+
+    def start_all_to_all(self, sent: Buffer, arrived: Buffer) -> Request:
+        """Send each rank its shard of ``sent``; the shards from all ranks fill ``arrived``."""
+        ...
+
+
+class Algorithm(Protocol):
+    """One algorithm on one communicator, of two ranks or more.
+
+    library_adds: whether the library forms the sums, which it cannot do in half precision.
+    all_gather: the algorithm whose all-gather this one takes; its own, or another's.
+    """
+
+    library_adds: ClassVar[bool]
+    all_gather: ClassVar[ReduceScatter]
+
+    def __init__(self, transport: Transport) -> None: ...
+
+    def start_reduce_scatter(self, buffer: Buffer, cuts: Cuts, *, carrier: Buffer) -> Request:
+        """Sum ``buffer`` over the ranks; this rank's shard of it then holds its shard of the sum.
+
+        carrier: a buffer of the dtype to send in; ``buffer`` itself to send as it is.
+        """
+        ...
+
+    def start_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
+        """Fill ``buffer`` with every rank's shard of it, in place."""
+        ...

@@ -1,0 +1,44 @@
+"""Exchange: an all-to-all and a local sum, for few ranks and half precision."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+from dearmpi.comm.algorithms.algorithm import Transport
+from dearmpi.comm.algorithms.ring import RingAlgorithm
+from dearmpi.comm.algorithms.scratch import ScratchRequest, add_in_order, copy
+from dearmpi.comm.api.collectives import Buffer, Request
+from dearmpi.config import ReduceScatter
+from dearmpi.cuts import Cuts
+
+
+class ExchangeAlgorithm:
+    """``Algorithm`` by which each rank receives its shard from all others and adds them in rank
+    order. Half precision is rounded once for each rank. Gathers around a ring.
+    """
+
+    library_adds: ClassVar[bool] = False
+    all_gather: ClassVar[ReduceScatter] = "ring"
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._ring = RingAlgorithm(transport)
+
+    def start_reduce_scatter(self, buffer: Buffer, cuts: Cuts, *, carrier: Buffer) -> Request:
+        """Takes scratch memory as large as the buffer, twice that to send another dtype."""
+        transport, scratch = self._transport, self._transport.scratch
+        held = [scratch.take(carrier, cuts.total)]
+        sent, arrived = buffer, held[0][: cuts.total]
+        if carrier is not buffer:
+            held.append(scratch.take(carrier, cuts.total))
+            sent = held[1][: cuts.total]
+            copy(buffer, into=sent)
+        parts = [arrived[cuts.slice_of(rank)] for rank in range(transport.size)]
+        finish = partial(add_in_order, parts, into=buffer[cuts.slice_of(transport.rank)])
+        request = transport.start_all_to_all(sent, arrived)
+        return ScratchRequest(scratch, request, held=held, finish=finish)
+
+    def start_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
+        """Around a ring."""
+        return self._ring.start_all_gather(buffer, cuts)
