@@ -45,7 +45,87 @@ _SETTINGS = {
     ),
 }
 
-_COMM: dict[str, ErrorCode] = {}
+_COMM: dict[str, ErrorCode] = {
+    "mpi-not-loaded": ErrorCode(
+        "A launcher started several ranks, but no MPI library can be loaded.",
+        'Install one with `pip install "dearmpi[mpich]"`, or load the site\'s MPI module.',
+    ),
+    "launcher-mismatch": ErrorCode(
+        "Several processes were started, but MPI sees each of them as a world of its own.",
+        "Start them with the `mpirun` that belongs to the MPI library, or with the right "
+        "`srun --mpi`.",
+    ),
+    "connect-in-worker": ErrorCode(
+        "A process that a rank started, such as a data loader's worker, called `connect()`.",
+        'Put the code that starts training under `if __name__ == "__main__":`.',
+    ),
+    "connected-differently": ErrorCode(
+        "A later `connect()` asked for another way of progress than the first one.",
+        "Choose `progress` at the first `connect()` of the process.",
+    ),
+    "operation-failed": ErrorCode(
+        "An operation failed on a rank; the message ends with what the library reported.",
+        "Read the last line of the message, and start the job again from a checkpoint.",
+    ),
+    "communication-interrupted": ErrorCode(
+        "An exception such as `KeyboardInterrupt` interrupted communication in the middle of an "
+        "operation.",
+        'Let signal handlers set a flag only, or use `progress="thread"`.',
+    ),
+    "channel-not-opened": ErrorCode(
+        "MPI could not make a communicator for another channel.",
+        "Call `close()` on every `DistributedOptimizer` that is no longer needed.",
+    ),
+    "world-closed": ErrorCode(
+        "Something waited for communication after its world was closed.",
+        "Finish training, and read parameters, before `world.leave()` or `world.close()`.",
+    ),
+    "wait-timed-out": ErrorCode(
+        "A wait for other ranks lasted longer than the stall limit.",
+        "Read in the report what each rank does; raise the limit if a rank is only slow.",
+    ),
+    "ranks-out-of-step": ErrorCode(
+        "A rank waits for an operation that another rank will never join.",
+        "Give every rank as many batches, or use `optimizer.join()`; make the same collective "
+        "calls on all ranks.",
+    ),
+    "ranks-in-different-calls": ErrorCode(
+        "Ranks made different collective calls at the same time.",
+        "Make the same collective calls on every rank, in the same order.",
+    ),
+    "wait-on-progress-thread": ErrorCode(
+        "Code on the progress thread waited for communication, which only this thread completes.",
+        "Let the optimizer's step read the parameters of its param groups, not those of the model.",
+    ),
+    "wait-in-signal-handler": ErrorCode(
+        "A signal handler waited for communication that it had interrupted.",
+        'Let the handler set a flag, and act on it after the step; or use `progress="thread"`.',
+    ),
+    "wait-in-fork": ErrorCode(
+        "A process that was forked from a rank waited for communication.",
+        "Call `optimizer.synchronize()` before the fork, and train in new processes.",
+    ),
+    "buffer-not-contiguous": ErrorCode(
+        "A tensor to be sent is not contiguous in memory.",
+        "Pass a contiguous copy, and copy the result back.",
+    ),
+    "buffer-not-divisible": ErrorCode(
+        "A tensor cannot be cut into equal shards for all ranks.",
+        "Pad the tensor to a multiple of the world size.",
+    ),
+    "values-not-flat": ErrorCode(
+        "Values to be reduced have more than one dimension.",
+        "Give the values as one flat list.",
+    ),
+    "object-not-sent": ErrorCode(
+        "An object cannot be pickled, or is too large for one message.",
+        "Send plain values, lists, dicts or tensors, in parts if they are large.",
+    ),
+    "object-not-read": ErrorCode(
+        "A rank cannot unpickle an object that another rank sent.",
+        "Install the same modules in the same versions on every host.",
+    ),
+}
 
 _ENGINE: dict[str, ErrorCode] = {
     "read-of-stale-parameter": ErrorCode(

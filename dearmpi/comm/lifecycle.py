@@ -75,7 +75,8 @@ def connect(
     elif progress is not None and progress != _Process.progress:
         raise ConfigError(
             f"progress is {progress!r}, but this process was connected with "
-            f"{_Process.progress!r}; choose it at the first connect()"
+            f"{_Process.progress!r}; choose it at the first connect()",
+            code="connected-differently",
         )
     return world
 
@@ -95,10 +96,11 @@ def choose_world(world: object) -> World:
 def _refuse_group(name: str, given: object) -> ConfigError:
     wanted = "a World" if name == "world" else "'thread' or 'poll'"
     return ConfigError(
-        f"{name} is of type {type(given).__name__}, not {wanted}; leave it out, or give what "
-        "dearmpi.connect() returns as world=. All ranks of the job train together: communicators "
-        "and process groups of some of them are not supported yet; start a job of its own (mpirun) "
-        "for each group of ranks"
+        f"{name} is of type {type(given).__name__}, not {wanted}; leave it out, or pass the world "
+        "that dearmpi.connect() returns as world=. A world holds all ranks of the job: "
+        "communicators and process groups of some ranks are not supported. Start a job of its own "
+        "(mpirun) for each group of ranks",
+        code="wrong-type",
     )
 
 
@@ -113,7 +115,8 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
         if announced > 1:
             raise LaunchError(
                 f"{announced} ranks were launched, but MPI cannot be loaded: {error}; install one "
-                "with pip install 'dearmpi[mpich]', or load your site's MPI module"
+                "with pip install 'dearmpi[mpich]', or load your site's MPI module",
+                code="mpi-not-loaded",
             ) from error
         from dearmpi.comm.backends.alone import AloneCollectives
 

@@ -141,8 +141,9 @@ class World:
                 raise
             raise CommError(
                 f"{error}\n{self.progress.num_lanes} lanes are open in this process, 4 to 6 for "
-                "each DistributedOptimizer; if there are hundreds, MPI may have no communicator "
-                "left: call close() on those that are no longer needed"
+                "each DistributedOptimizer. With hundreds of them MPI may have run out of "
+                "communicators: call close() on optimizers that are no longer needed",
+                code="channel-not-opened",
             ) from error
         return Channel(carry(twin), self.progress.open_lane(name, window), self.progress)
 
@@ -292,7 +293,9 @@ class World:
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size:
-            raise ConfigError(f"root is rank {root}, but the world size is {self.size}")
+            raise ConfigError(
+                f"root is rank {root}, but the world size is {self.size}", code="out-of-range"
+            )
 
     def _exchange(self, operation: str, steps: Steps[Result]) -> Result:
         """The result of ``steps``. Raises MismatchError if ranks are in different calls, on all

@@ -33,7 +33,10 @@ class Chain(Request):
         Raises CommError if the beginning of a step was interrupted, as at a terminal.
         """
         if self._is_interrupted:
-            raise CommError("it was interrupted between two of its steps")
+            raise CommError(
+                "it was interrupted between two of its steps, and cannot continue",
+                code="communication-interrupted",
+            )
         self._moved = self._step is not None and self._step.test()
         if self._moved:
             self._begin_next()

@@ -12,12 +12,14 @@ def check_contiguous(operation: str, buffer: Buffer) -> None:
     if not hasattr(buffer, "is_contiguous"):
         raise ConfigError(
             f"{operation} of an object of type {type(buffer).__name__}, which is no tensor; call "
-            "broadcast_object(x) or all_gather_object(x) for any object"
+            "broadcast_object(x) or all_gather_object(x) for any object",
+            code="wrong-type",
         )
     if not buffer.is_contiguous():
         raise ConfigError(
-            f"{operation} of {buffer.numel()} elements that do not lie side by side in memory; "
-            "pass a contiguous copy, and copy back what it then holds"
+            f"{operation} of {buffer.numel()} elements that are not contiguous in memory; pass a "
+            "contiguous copy, and copy the result back",
+            code="buffer-not-contiguous",
         )
 
 
@@ -27,6 +29,7 @@ def even_shards(operation: str, buffer: Buffer, size: int) -> Cuts:
     if cuts.total != buffer.numel():
         raise ConfigError(
             f"{operation} of {buffer.numel()} elements over {size} ranks: the length must be a "
-            "multiple of the world size"
+            "multiple of the world size",
+            code="buffer-not-divisible",
         )
     return cuts

@@ -156,7 +156,8 @@ class MpiCollectives(AlgorithmCollectives):
         if dtype not in _ARITHMETIC:
             raise ConfigError(
                 f"reduce_scatter is 'native', but MPI cannot add {dtype}; use 'exchange' (fp32 "
-                "sums) or 'ring'"
+                "sums) or 'ring'",
+                code="dtype-not-served",
             )
 
     def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer) -> Request:
@@ -225,7 +226,7 @@ def finalize() -> None:
     # mpi4py's own call would hold the lock, and comes too late for any thread of Python's.
     code = ctypes.CDLL(MPI.__file__).MPI_Finalize()
     if code:
-        raise CommError(f"MPI_Finalize failed with code {code}")
+        raise CommError(f"MPI_Finalize failed with code {code}", code="operation-failed")
 
 
 def is_finalized() -> bool:

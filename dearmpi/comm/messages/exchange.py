@@ -64,7 +64,7 @@ def meet(
     headers = [_HEADER.unpack(row[: _HEADER.size].tobytes()) for row in rows]
     if len({digest for digest, _ in headers}) > 1:
         described = yield from gather_texts(collectives, call.describe())
-        raise MismatchError(_explain(described, collectives.hosts))
+        raise MismatchError(_explain(described, collectives.hosts), code="ranks-in-different-calls")
     return [
         Content(row[_HEADER.size :].tobytes()[:num_bytes], num_bytes)
         for row, (_, num_bytes) in zip(rows, headers, strict=True)

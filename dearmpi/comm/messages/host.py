@@ -24,8 +24,9 @@ def plain_numbers(values: Any) -> Any:
         return float(values)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"a value is of type {type(values).__name__}, and not a number; give numbers, or call "
-            "all_gather_object(x) for any object"
+            f"a value is of type {type(values).__name__}, not a number; give numbers, or call "
+            "all_gather_object(x) for any object",
+            code="wrong-type",
         ) from error
 
 
@@ -36,10 +37,14 @@ def flat_numbers(values: Any) -> npt.NDArray[np.float64]:
         array = np.atleast_1d(np.array(numbers, dtype=np.float64))
     except ValueError as error:
         raise ConfigError(
-            "values are lists of unequal lengths; give them as one flat list"
+            "values are lists of unequal lengths; give them as one flat list",
+            code="values-not-flat",
         ) from error
     if array.ndim > 1:
-        raise ConfigError(f"values have the shape {array.shape}; give them as one flat list")
+        raise ConfigError(
+            f"values have the shape {array.shape}; give them as one flat list",
+            code="values-not-flat",
+        )
     return array
 
 

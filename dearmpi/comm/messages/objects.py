@@ -43,7 +43,7 @@ def unpack(sent: Sequence[bytes], *, reader: str) -> list[object]:
     """The objects. Raises ConfigError, alike on all ranks, if one of them could not be sent."""
     for data in sent:
         if data[:1] == _SENTENCE:
-            raise ConfigError(data[1:].decode())
+            raise ConfigError(data[1:].decode(), code="object-not-sent")
     return [_load(data[1:], reader) for data in sent]
 
 
@@ -53,5 +53,6 @@ def _load(data: bytes, reader: str) -> object:
     except Exception as error:
         raise ConfigError(
             f"{reader} cannot unpickle an object that was sent ({type(error).__name__}: {error}); "
-            "have all ranks import the same modules and versions"
+            "have all ranks import the same modules and versions",
+            code="object-not-read",
         ) from error

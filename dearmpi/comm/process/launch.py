@@ -48,12 +48,14 @@ def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
             raise LaunchError(
                 f"torchrun launched {announced} processes, but MPI sees each as a world of its "
                 f"own: torchrun starts no MPI. Start them with mpirun -n {announced} python "
-                "instead, or with srun"
+                "instead, or with srun",
+                code="launcher-mismatch",
             )
         raise LaunchError(
             f"{announced} processes were launched, but MPI sees each as a world of its own: the "
             "launcher and the MPI library do not match. With srun, use --mpi=pmi2 (MPICH) or "
-            "--mpi=pmix (Open MPI); else use the mpirun that belongs to the library."
+            "--mpi=pmix (Open MPI); else use the mpirun that belongs to the library.",
+            code="launcher-mismatch",
         )
 
 

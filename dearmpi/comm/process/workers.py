@@ -32,8 +32,9 @@ def refuse_workers(environment: Mapping[str, str]) -> None:
     if is_worker and is_launched(environment):
         raise LaunchError(
             f"connect() was called in a process that rank {announced_rank(environment)} has "
-            "started, such as a worker of a data loader, which is no rank: it reads the script "
-            "again; put what starts the training under if __name__ == '__main__':"
+            "started, such as a worker of a data loader. A worker is no rank, but it runs the "
+            "script again: put the code that starts training under if __name__ == '__main__':",
+            code="connect-in-worker",
         )
 
 

@@ -45,7 +45,8 @@ class Lane:
             raise CommError(
                 "it was interrupted while it was being "
                 + ("carried out" if posted else "posted")
-                + ", and cannot go on; with progress='thread' an interrupt would not have met it"
+                + ", and cannot continue; with progress='thread' an interrupt does not reach it",
+                code="communication-interrupted",
             )
         movement = Movement.NONE
         while self.queue and len(self.in_flight) < self.window:

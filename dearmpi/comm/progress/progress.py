@@ -147,7 +147,10 @@ class Progress:
             while not ready():
                 self.raise_failure()
                 if self._closing:
-                    raise CommError(f"{self._origin} waited for {what} after its world was closed")
+                    raise CommError(
+                        f"{self._origin} waited for {what} after its world was closed",
+                        code="world-closed",
+                    )
                 wait(ready, backoff)
                 if watchdog is not None and not ready():
                     watchdog.check_wait()
@@ -172,7 +175,8 @@ class Progress:
             ]
             raise StallError(
                 f"{error}\nNot every rank has joined these operations of {self._origin}: "
-                f"{', '.join(left)}"
+                f"{', '.join(left)}",
+                code=error.code,
             ) from error
 
     def notify(self) -> None:
@@ -257,28 +261,29 @@ class Progress:
             return Movement.NONE
 
     def _refuse_deadlock(self, what: str) -> CommError:
-        deadlock = (
-            f"{self._origin} waits for {what} on the thread that brings it about, which would "
-            "take for ever: "
-        )
         if handled := signal_handled():
             return CommError(
-                f"{deadlock}the handler of {handled} has interrupted communication, which the "
-                "main thread drives with progress='poll'. Let the handler set a flag, and read the "
-                "parameters after the step, or use progress='thread'"
+                f"deadlock: on {self._origin} the handler of {handled} interrupted communication "
+                f"and waits for {what}, but with progress='poll' only the interrupted thread can "
+                "complete it. Let the handler set a flag, and read parameters after the step, or "
+                "use progress='thread'",
+                code="wait-in-signal-handler",
             )
         return CommError(
-            f"{deadlock}the step of an optimizer runs there, and must not read parameters through "
-            "the model; have it read those of its param groups. Nor may a finalizer (__del__), "
-            "which Python runs on any thread"
+            f"deadlock: on {self._origin} the progress thread waits for {what}, which only this "
+            "thread can complete. The optimizer's step runs there and must not read parameters "
+            "through the model: read those of its param groups. Nor may a finalizer (__del__), "
+            "which Python runs on any thread",
+            code="wait-on-progress-thread",
         )
 
     def _refuse_fork(self, what: str) -> None:
         if os.getpid() != self._process:
             raise CommError(
-                f"a process that was forked from {self._origin} waits for {what}, but nothing "
-                "drives communication in a fork; call optimizer.synchronize() before you fork, and "
-                "train in processes that are started anew"
+                f"a process that was forked from {self._origin} waits for {what}, but a fork has "
+                "no communication. Call optimizer.synchronize() before the fork, and train in "
+                "processes that are started anew",
+                code="wait-in-fork",
             )
 
     def _keeps(self, error: BaseException) -> bool:
@@ -293,7 +298,8 @@ class Progress:
         said = "".join(traceback.format_exception_only(error)).rstrip()
         reason = str(error) if isinstance(error, DearError) else said
         kind = type(error) if isinstance(error, CommError) else CommError
-        failure = kind(f"{self._origin}: {what} failed: {reason}")
+        code = error.code if isinstance(error, DearError) else "operation-failed"
+        failure = kind(f"{self._origin}: {what} failed: {reason}", code=code)
         failure.__cause__ = error
         self._failure = failure
         self._wake_all()

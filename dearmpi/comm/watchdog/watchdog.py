@@ -31,9 +31,9 @@ from dearmpi.errors import ConfigError, StallError
 _TEND_S = 0.2  # how often messages are looked for
 _ANSWER_S = 2.0  # how long answers may take
 _TURN_S = 0.5  # in which a question reaches all ranks that wait
-_GIVING_UP = (  # Python tells nobody what sys.exit was called with
-    "; if that rank has called sys.exit(), have it raise an exception or call world.abort(status), "
-    "which end the job at once"
+_GIVING_UP = (  # the status of sys.exit is not known here
+    "; if the other rank has called sys.exit(), have it raise an exception or call "
+    "world.abort(status), which end the job at once"
 )
 _AT_A_SIGNAL = (
     "let its handler set a flag, agree on the flag on every rank by "
@@ -43,9 +43,10 @@ _INTERRUPTED = (
     f", or Ctrl-C (KeyboardInterrupt) has ended them at different moments: {_AT_A_SIGNAL}"
 )
 _SILENT_WHERE_IT_POLLS = (
-    "does not answer: with progress='poll' a rank does only while its main thread is inside "
-    "dearmpi, so this one's is elsewhere, such as in an MPI call of the script's own, and has said "
-    f"where if operations are under way there (or it was stopped, or its host); {CURE}"
+    "does not answer: with progress='poll' a rank answers only while its main thread is inside "
+    "dearmpi. The main thread is elsewhere, such as in an MPI call of the script's own, and its "
+    "rank has printed where if operations are in flight (or the rank was stopped, or its host); "
+    f"{CURE}"
 )
 _SUSPENDED_S = 10.0  # without a look at a wait: this process did not run
 
@@ -61,7 +62,8 @@ class StallLimits:
         if not 0 < self.warning_s <= self.abort_s:
             raise ConfigError(
                 f"stall limits are {self.warning_s} s to warn and {self.abort_s} s to abort; the "
-                "first must be above 0 and not above the second"
+                "first must be above 0 and not above the second",
+                code="out-of-range",
             )
 
 
@@ -186,7 +188,8 @@ class Watchdog:
         if waited_s > most_s and not (self._left and self._is_patient(wait)):
             raise StallError(
                 f"rank {self._rank} on {self._hosts[self._rank]} gave up after waiting "
-                f"{waited_s:.0f} s for {wait.subject}\n{self._explain(wait)}"
+                f"{waited_s:.0f} s for {wait.subject}\n{self._explain(wait)}",
+                code="wait-timed-out",
             )
 
     def tend(self) -> None:
@@ -334,7 +337,8 @@ class Watchdog:
             if are_gone or (own.waits_for(other) and in_vain):
                 raise StallError(
                     f"rank {self._rank} {own.describe()}, but rank {rank} {other.describe()}: "
-                    f"{self._judge(own, other)}\n{self._report(wait)}"
+                    f"{self._judge(own, other)}\n{self._report(wait)}",
+                    code="ranks-out-of-step",
                 )
 
     def _have_all_left(self, wait: Wait) -> bool:
@@ -347,20 +351,20 @@ class Watchdog:
         steps = f"the ranks, which have taken {own.steps} and {other.steps} steps, have"
         if other.left and isinstance(sys.exc_info()[1], KeyboardInterrupt):
             return (
-                f"{steps} ended at different moments, as by Ctrl-C (KeyboardInterrupt), so that "
-                "what this rank waits for never comes. Where it would save parameters, it cannot: "
-                f"go on from the last checkpoint. To save at a signal, {_AT_A_SIGNAL}"
+                f"{steps} ended at different moments, as by Ctrl-C (KeyboardInterrupt), so this "
+                "rank waits in vain. It cannot save its parameters now: resume from the last "
+                f"checkpoint. To save at a signal, {_AT_A_SIGNAL}"
             )
         if handled := signal_handled():
             return (
-                f"{steps} not all got {handled}, or got it at different moments, and its handler "
-                f"waits here for the others. Instead, {_AT_A_SIGNAL}"
+                f"{steps} not all received {handled}, or received it at different moments, and "
+                f"its handler waits here for the others. Instead, {_AT_A_SIGNAL}"
             )
         interrupted = _INTERRUPTED if other.left and other.in_iteration else ""
         calls = [one.waiting for one in (own, other) if one.in_exchange]
         missed = f". For {calls[0]}: {cure_for(*calls)}" if calls else ""
         return (
             f"{steps} unequal numbers of batches, or call collective operations in different "
-            f"order{interrupted}. Give every rank as many batches, or train inside "
+            f"order{interrupted}. Give every rank the same number of batches, or train inside "
             f"optimizer.join(){missed}{_GIVING_UP if other.left else ''}"
         )

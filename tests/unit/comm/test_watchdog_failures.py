@@ -12,6 +12,7 @@ from dearmpi.comm.api.collectives import Request
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.errors import StallError
+from tests.codes import raises
 from tests.fakes import FakeCollectives, FakeHub
 from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 
@@ -77,7 +78,7 @@ def test_a_wait_without_answers_ends_at_its_limit_and_says_why_it_has_none(
             watchdog.leave()
         watchdog.begin_wait("RS0")
         wait(watchdog, clock, LIMITS.abort_s)
-        with pytest.raises(StallError, match="gave up after waiting 6[0-5] s for RS0") as caught:
+        with raises(StallError, "wait-timed-out", " s for RS0") as caught:
             wait(watchdog, clock, 5.0)
         assert "was not asked, since messages failed: OSError: [Errno 24]" in str(caught.value)
 

@@ -13,6 +13,7 @@ from dearmpi.comm.messages.host import HostBuffer
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import MismatchError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
 _LONG = "x" * 1000
@@ -42,7 +43,7 @@ _CALLS: dict[str, Callable[[World], object]] = {
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(_CALLS, 2)))
 def test_two_different_calls_never_mix_and_all_ranks_name_both(one: str, other: str) -> None:
     def differ(world: World) -> list[float]:
-        with pytest.raises(MismatchError) as raised:
+        with raises(MismatchError, "ranks-in-different-calls") as raised:
             _CALLS[one if world.rank == 1 else other](world)
         message = str(raised.value)
         assert one in message and other in message, message
@@ -54,7 +55,8 @@ def test_two_different_calls_never_mix_and_all_ranks_name_both(one: str, other: 
 
 def test_the_ranks_in_each_call_are_named() -> None:
     def differ(world: World) -> None:
-        with pytest.raises(MismatchError, match=r"ranks 0, 2 \(fakehost\): world.barrier\(\)"):
+        said = "ranks 0, 2 (fakehost): world.barrier()"
+        with raises(MismatchError, "ranks-in-different-calls", said):
             world.barrier() if world.rank != 1 else world.all_reduce([1.0])
 
     run_ranks(3, differ)
@@ -62,7 +64,7 @@ def test_the_ranks_in_each_call_are_named() -> None:
 
 def test_calls_with_another_name_do_not_mix_although_they_exchange_the_same() -> None:
     def differ(world: World) -> None:
-        with pytest.raises(MismatchError) as raised:
+        with raises(MismatchError, "ranks-in-different-calls") as raised:
             if world.is_root:
                 with world.named_call("optimizer.clip_grad_norm_()"), world.named_call("inner"):
                     world.all_reduce([1.0])

@@ -13,6 +13,7 @@ from torch import Tensor
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.messages.host import HostBuffer
 from dearmpi.errors import CommError, ConfigError
+from tests.codes import raises
 from tests.fakes import FakeHub
 from tests.unit.comm.fake.twins import channels, gather_all
 
@@ -157,7 +158,7 @@ def test_a_wrong_order_fails_where_buckets_have_names() -> None:
 @pytest.mark.parametrize("kind", ["RS", "AG"])
 def test_lengths_that_do_not_divide_are_refused(kind: str) -> None:
     twin = channels(FakeHub(2))[0]
-    with pytest.raises(ConfigError, match=f"{kind} of 3 elements over 2 ranks"):
+    with raises(ConfigError, "buffer-not-divisible", f"{kind} of 3 elements over 2 ranks"):
         if kind == "RS":
             twin.start_reduce_scatter(torch.ones(3), "ring")
         else:

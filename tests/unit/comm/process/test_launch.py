@@ -6,6 +6,7 @@ import pytest
 
 from dearmpi.comm.process.launch import announced_rank, announced_size, check_launch, doubt_launch
 from dearmpi.errors import LaunchError
+from tests.codes import raises
 
 
 @pytest.mark.parametrize(
@@ -30,12 +31,12 @@ def test_what_the_launcher_announced(environment: dict[str, str], size: int) -> 
 
 
 def test_worlds_of_one_that_should_be_one_world_are_refused() -> None:
-    with pytest.raises(LaunchError, match=r"4 processes were launched.*--mpi=pmi2.*mpirun"):
+    with raises(LaunchError, "launcher-mismatch", 4, "--mpi=pmi2", "mpirun"):
         check_launch(1, {"SLURM_STEP_NUM_TASKS": "4"})
 
 
 def test_who_comes_with_torchrun_is_told_what_takes_its_place() -> None:
-    with pytest.raises(LaunchError, match=r"torchrun launched 2 processes.*mpirun -n 2 python"):
+    with raises(LaunchError, "launcher-mismatch", "torchrun", "mpirun -n 2 python"):
         check_launch(1, {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
     check_launch(1, {"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"})
 

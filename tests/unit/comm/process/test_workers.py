@@ -10,6 +10,7 @@ import pytest
 
 from dearmpi.comm.process import workers
 from dearmpi.errors import LaunchError
+from tests.codes import raises
 
 ENDED = (
     RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"),
@@ -38,7 +39,7 @@ def test_a_worker_of_a_rank_is_refused_and_others_are_not(monkeypatch: pytest.Mo
     workers.refuse_workers({"PMI_RANK": "1"})
     monkeypatch.setattr(workers, "parent_process", object)
     workers.refuse_workers({})
-    with pytest.raises(LaunchError, match="in a process that rank 1 has started"):
+    with raises(LaunchError, "connect-in-worker", "rank 1"):
         workers.refuse_workers({"PMI_RANK": "1"})
 
 

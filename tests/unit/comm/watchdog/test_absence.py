@@ -12,6 +12,7 @@ from dearmpi.comm.watchdog.absence import Absence
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.errors import StallError
+from tests.codes import raises
 from tests.fakes import FakeCollectives, FakeHub
 from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 
@@ -99,7 +100,7 @@ def test_a_silent_rank_is_said_to_be_elsewhere_where_ranks_poll(
     limits = StallLimits(warning_s=5.0, abort_s=60.0)
     watchdog = Watchdog(Inbox(), rank=0, hosts=HOSTS[:2], limits=limits, polls=True)
     watchdog.begin_wait("the parameters of bucket 0")
-    with pytest.raises(StallError) as caught:
+    with raises(StallError, "wait-timed-out") as caught:
         for _ in range(200):
             clock.now_s += 0.5
             watchdog.tend()

@@ -12,6 +12,7 @@ from dearmpi.comm.api.status import Status
 from dearmpi.comm.watchdog.stall_report import StallReport
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
+from tests.codes import raises
 from tests.unit.comm.inbox import Clock, Inbox
 
 SIZE = 512
@@ -70,7 +71,7 @@ def test_the_rank_that_asks_tells_of_hundreds_in_a_few_lines(
     waiting: tuple[Watchdog, Inbox, Clock],
 ) -> None:
     watchdog, inbox, clock = waiting
-    with pytest.raises(StallError) as caught:
+    with raises(StallError, "wait-timed-out") as caught:
         for half_second in range(200):
             clock.now_s += 0.5
             if half_second % 10 == 5:
@@ -91,7 +92,7 @@ def test_a_rank_for_which_another_one_asks_names_that_one_and_tells_no_more(
     """Hundreds that give up at once would each tell of hundreds; nor may it end the job first."""
     watchdog, inbox, clock = waiting
     began_s = clock.now_s
-    with pytest.raises(StallError) as caught:
+    with raises(StallError, "wait-timed-out") as caught:
         for half_second in range(200):
             clock.now_s += 0.5
             if half_second % 10 == 0:

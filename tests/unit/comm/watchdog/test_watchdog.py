@@ -17,6 +17,7 @@ from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import ConfigError, StallError
+from tests.codes import raises
 from tests.fakes import FakeCollectives, FakeHub
 from tests.fakes.ranks import run_ranks
 
@@ -66,8 +67,8 @@ def test_a_rank_that_has_ended_is_named_with_both_counts() -> None:
     assert isinstance(error, StallError)
     assert "rank 1 has begun 3 backprops" in str(error)
     assert "rank 0 has ended after 2 backprops" in str(error)
-    assert "unequal numbers of batches" in str(error)
-    assert "if that rank has called sys.exit(), have it raise an exception or call" in str(error)
+    assert "unequal numbers of batches" in str(error) and error.code == "ranks-out-of-step"
+    assert "has called sys.exit(), have it raise an exception or call" in str(error)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -170,7 +171,7 @@ def test_a_wait_for_a_transfer_that_others_also_wait_for_is_not_hopeless() -> No
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="60.0 s to warn and 30.0 s to abort"):
+    with raises(ConfigError, "out-of-range", 60.0, 30.0):
         StallLimits(warning_s=60.0, abort_s=30.0)
 
 
