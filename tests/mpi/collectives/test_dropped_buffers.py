@@ -30,14 +30,14 @@ def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Requ
 
 def assert_expected(world: World, buffer: Tensor, number: int) -> None:
     """What ``start_in_turn`` leaves: a reduce-scatter in this rank's shard, others everywhere."""
-    turn, numel = number % 7, len(buffer)
+    turn, numel = number % 8, len(buffer)
     if turn in (0, 1, 2):
         whole = total(world, numel, torch.float32, number)
         assert torch.equal(own(world, buffer), own(world, whole)), number
         return
-    if turn == 5:
+    if turn == 6:
         whole = total(world, numel, torch.float32, number)
-    elif turn == 6:
+    elif turn == 7:
         whole = contribution(number % world.size, numel, torch.float32, number)
     else:
         sent = [contribution(rank, numel, torch.float32, number) for rank in range(world.size)]
@@ -57,14 +57,14 @@ def test_buffers_that_the_caller_drops_live_until_the_operation_is_complete(
     """
     numel = 25_000 // world.size * world.size  # small enough for memory to be reused at once
     generator = torch.Generator().manual_seed(world.rank)
-    for first in range(0, 63, 7):
+    for first in range(0, 64, 8):
         requests: list[Request] = []
         kept: dict[int, Tensor] = {}
         owners: list[Tensor] = []
-        for number in range(first, first + 7):
+        for number in range(first, first + 8):
             buffer = contribution(world.rank, numel, torch.float32, number)
             requests.append(start_in_turn(collectives, buffer, number))
-            if (number + first // 7 + world.rank) % 2:
+            if (number + first // 8 + world.rank) % 2:
                 kept[number] = buffer
             del buffer
             owners += [torch.full((numel,), 77.0) for _ in range(3)]
