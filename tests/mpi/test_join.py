@@ -13,6 +13,7 @@ import dearmpi
 from dearmpi.comm.world import World
 from dearmpi.config import Gather, ScheduleName
 from dearmpi.errors import UsageError
+from tests.codes import raises
 
 STEPS = 6
 
@@ -127,12 +128,12 @@ def test_what_a_joined_rank_cannot_follow_is_refused(world: World) -> None:
     )
     with optimizer.join():
         model(batch(0, world.rank)).sum().backward()
-        with pytest.raises(UsageError, match="dropping gradients .* inside join"):
+        with raises(UsageError, "join-misused"):
             optimizer.zero_grad()
         optimizer.step()
-    with pytest.raises(UsageError, match="backward that no step"), optimizer.join():
+    with raises(UsageError, "join-misused"), optimizer.join():
         model(batch(0, world.rank)).sum().backward()
     optimizer.step()
-    with pytest.raises(UsageError, match="second backprop .* inside join"), optimizer.join():
+    with raises(UsageError, "join-misused"), optimizer.join():
         model(batch(0, world.rank)).sum().backward()
         model(batch(0, world.rank)).sum().backward()

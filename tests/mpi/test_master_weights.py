@@ -16,6 +16,7 @@ from dearmpi.config import Gather
 from dearmpi.engine.update.master import MasterCopy
 from dearmpi.engine.update.update import WholeUpdate
 from dearmpi.errors import ConfigError
+from tests.codes import raises
 
 
 def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -206,5 +207,5 @@ def test_changing_one_element_leaves_the_others_their_digits(
 
 
 def test_an_fp32_model_has_no_use_for_master_copies(world: World) -> None:
-    with pytest.raises(ConfigError, match="master_weights has no effect"):
+    with raises(ConfigError, "setting-without-effect", "master_weights"):
         distribute(make_model(torch.float32), world, "parameters")

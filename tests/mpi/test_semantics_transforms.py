@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from dearmpi.comm.world import World
 from dearmpi.errors import UsageError
+from tests.codes import raises
 from tests.mpi.models import squared_error
 from tests.mpi.oracle import BATCH, copies
 from tests.mpi.semantics import (
@@ -65,9 +66,9 @@ def test_converting_the_model_after_wrapping_is_refused(
     optimizer = side.wrap(adam(model), model)
     train(side, model, optimizer, 1)
     convert(model)
-    with pytest.raises(UsageError, match="move or convert the model first"):
+    with raises(UsageError, "params-moved"):
         side.loss(model, 0).backward()
-    with pytest.raises(UsageError, match="move or convert the model first"):
+    with raises(UsageError, "params-moved"):
         optimizer.step()
     side.close()
 
@@ -80,7 +81,7 @@ def test_converting_the_model_with_gradients_under_way_is_refused(
     side = Side(world, gather=gather)
     optimizer = side.wrap(adam(model), model)
     side.loss(model, 0).backward()
-    with pytest.raises(UsageError, match="is being reduced"):
+    with raises(UsageError, "gradient-in-reduction"):
         model.float()
     world.barrier()
     optimizer.close()

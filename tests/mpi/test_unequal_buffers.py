@@ -11,6 +11,7 @@ from torch import nn
 from dearmpi import DistributedOptimizer, SyncBatchNorm, broadcast_buffers
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
+from tests.codes import raises
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -58,7 +59,7 @@ def test_a_buffer_that_grows_on_one_rank_is_named_on_all(odd: int, how: Any, wor
     assert torch.equal(model.queue, torch.full((200_000,), value))
     if world.rank == odd:
         model.queue = torch.ones(8)
-    with pytest.raises(MismatchError, match=r"buffer queue of shape \((8|200000),\).* or leave"):
+    with raises(MismatchError, "ranks-built-differently", "8", "200000"):
         step(model, optimizer)
     optimizer.close()
 
@@ -66,7 +67,7 @@ def test_a_buffer_that_grows_on_one_rank_is_named_on_all(odd: int, how: Any, wor
 @pytest.mark.parametrize("odd", [0, 1])
 def test_layers_with_other_channels_are_named_on_all_ranks(odd: int, world: World) -> None:
     layer, other = SyncBatchNorm(4, world=world), SyncBatchNorm(9000, world=world)
-    with pytest.raises(MismatchError, match=r"layer with (4|9000) channels .* is in the forward"):
+    with raises(MismatchError, "ranks-call-layers-differently", "4", "9000"):
         if world.rank == odd:
             other(torch.ones(2, 9000))
         else:

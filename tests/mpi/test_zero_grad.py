@@ -10,6 +10,7 @@ import dearmpi
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import UsageError
+from tests.codes import raises
 
 
 class Branches(nn.Module):
@@ -84,7 +85,7 @@ def test_reading_halfway_through_an_eager_step_is_refused_not_waited_for(world: 
         bucket_cap_mb=1e-5,
     )
     model(torch.ones(2, 4, dtype=torch.float64), odd=True).sum().backward()
-    with pytest.raises(UsageError, match="read between backward and step"):
+    with raises(UsageError, "parameters-read-too-early"):
         model.state_dict()
     optimizer.step()
     model.state_dict()
