@@ -19,7 +19,7 @@ from typing import NoReturn
 import hypothesis
 import pytest
 
-from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.api import safe_output
 from tests.job import TIMES_VARIABLE, clean_environment
 from tests.roster import (
     Roster,
@@ -227,7 +227,7 @@ def _abort(roster: Roster, reason: str, missing: list[int]) -> NoReturn:
         text += f"; still inside the test: rank {', '.join(map(str, missing))}"
         text += f"\n{collect_stacks(roster.folder, missing)}"
     _write(text + "\n")
-    last_words.deliver()
+    safe_output.wait_until_read()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         mpi.COMM_WORLD.Abort(1)

@@ -56,7 +56,7 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "api": frozenset(),
         "messages": frozenset({"api"}),
         "watchdog": frozenset({"api", "messages"}),
-        "process": frozenset({"watchdog"}),
+        "process": frozenset({"api", "watchdog"}),
         "progress": frozenset({"api", "messages", "watchdog"}),
         "world": frozenset({"api", "messages", "watchdog", "progress"}),
         "clock_offset": frozenset({"messages", "world"}),

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dearmpi.cli.rank_log import RankLog
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.stack import origin_of
 from dearmpi.comm.process.launch import announced_rank, announced_size
-from dearmpi.comm.watchdog import last_words
 from dearmpi.errors import UNNAMED, CommError, ConfigError, DearError, LaunchError
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def complain_alone(error: DearError) -> None:
 
 def complain(message: str, *, prefix: str = "dear-train: ") -> None:
     """Print ``message`` on standard error, each line with ``prefix``, at once."""
-    last_words.flush()
-    last_words.say("\n".join(f"{prefix}{line}" for line in message.splitlines()))
+    safe_output.flush()
+    safe_output.write("\n".join(f"{prefix}{line}" for line in message.splitlines()))
 
 
 def describe(error: BaseException, log: Path | None) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.api import safe_output
 from dearmpi.errors import DearError
 
 
@@ -51,7 +51,7 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._is_told:
             self._is_told = True
-            last_words.say(
+            safe_output.write(
                 f"dear-train: warning: cannot write {self.baseFilename}: {error.strerror}; what "
                 "follows may be missing there"
             )

@@ -13,12 +13,12 @@ import traceback
 from types import TracebackType
 from typing import ClassVar
 
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import Collectives
 from dearmpi.comm.api.stack import origin_of
-from dearmpi.comm.process.deadline import Deadline
+from dearmpi.comm.process.ending import Deadline
 from dearmpi.comm.process.launch import announced_size, check_launch, limit_start
 from dearmpi.comm.process.workers import advise_on_workers, keep_from_mpi, refuse_workers
-from dearmpi.comm.watchdog import last_words
 from dearmpi.comm.watchdog.absence import CURE
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
@@ -124,7 +124,7 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
     check_launch(collectives.size, os.environ)
     if not mpi.supports_threads():
         if progress != "poll" and collectives.size > 1 and collectives.rank == 0:
-            last_words.say(f"[rank 0 on {collectives.hosts[0]}] {_POLLS_UNASKED}")
+            safe_output.write(f"[rank 0 on {collectives.hosts[0]}] {_POLLS_UNASKED}")
         progress = "poll"
     try:
         return World(
@@ -136,7 +136,7 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
     except Exception as error:
         if collectives.size > 1:  # nothing else would end the others, who wait for this rank
             host = collectives.hosts[collectives.rank]
-            last_words.say(f"[rank {collectives.rank} on {host}] {error}")
+            safe_output.write(f"[rank {collectives.rank} on {host}] {error}")
             collectives.abort(error.exit_code if isinstance(error, DearError) else 1)
         raise
 
@@ -160,7 +160,7 @@ def leave(world: World, deadline: Deadline | None) -> None:
     if world.is_closed:
         return  # nobody has waited for the others, which may have work left to do
     if _is_finalized():
-        last_words.say(
+        safe_output.write(
             f"[rank {world.rank} on {world.host}] the program has called MPI.Finalize() while MPI "
             "was still in use, which MPI may punish by ending the process; leave it out, since MPI "
             "ends by itself, or call world.leave() on every rank before"
@@ -175,7 +175,7 @@ def leave(world: World, deadline: Deadline | None) -> None:
             with deadline:
                 mpi.finalize()
     except CommError as error:
-        last_words.say(f"[rank {world.rank} on {world.host}] {error}")
+        safe_output.write(f"[rank {world.rank} on {world.host}] {error}")
         world.abort(error.exit_code)
 
 
@@ -185,8 +185,8 @@ def _close_without_mpi(world: World) -> None:
     try:
         world.progress.raise_failure()
     except CommError as error:
-        last_words.say(f"[rank {world.rank} on {world.host}] {error}")
-        last_words.deliver()
+        safe_output.write(f"[rank {world.rank} on {world.host}] {error}")
+        safe_output.wait_until_read()
         os._exit(error.exit_code)  # MPI, which would end the job, has ended
 
 
@@ -205,13 +205,13 @@ def abort_on_exception(world: World) -> None:
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
         text = "\n".join(filter(None, (_describe(error), advise_on_workers(error))))
         if world.is_closed:
-            last_words.say(text)
+            safe_output.write(text)
             return
         if _may_be_victim(error):
             time.sleep(_GRACE_OF_VICTIMS_S)
         told = "\n".join(f"[rank {world.rank} on {world.host}] {line}" for line in text.split("\n"))
         # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
-        last_words.say(told, stream=sys.__stderr__ or sys.stderr)
+        safe_output.write(told, stream=sys.__stderr__ or sys.stderr)
         code = error.exit_code if isinstance(error, DearError) else 1
         world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
 

@@ -21,10 +21,19 @@ from typing import (
 
 import numpy as np
 
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import Call
-from dearmpi.comm.api.chain import Chain
-from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, ReduceOp, Request
-from dearmpi.comm.api.shard import check_contiguous, even_shards
+from dearmpi.comm.api.collectives import (
+    Buffer,
+    Collectives,
+    Completed,
+    ReduceOp,
+    Request,
+    check_contiguous,
+    even_shards,
+)
+from dearmpi.comm.api.requests import Chain
+from dearmpi.comm.messages.encoding import decode, encode, pack, unpack
 from dearmpi.comm.messages.exchange import (
     Steps,
     broadcast_bytes,
@@ -35,11 +44,8 @@ from dearmpi.comm.messages.exchange import (
     run_alike,
 )
 from dearmpi.comm.messages.host import HostBuffer, flat_numbers, plain_numbers
-from dearmpi.comm.messages.objects import pack, unpack
-from dearmpi.comm.messages.texts import decode, encode
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.progress.progress import Progress
-from dearmpi.comm.watchdog import last_words
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import CommError, ConfigError, MismatchError
@@ -264,7 +270,7 @@ class World:
 
     def abort(self, code: int) -> NoReturn:
         """End the whole job with exit status ``code``, whatever became of standard output."""
-        last_words.deliver()
+        safe_output.wait_until_read()
         # Else it would work on while MPI's exit takes down the libraries under it.
         self.progress.close(patience_s=_ABORT_PATIENCE_S)
         self._collectives.abort(code)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.bench.collectives import Overlap
-from dearmpi.comm.process.library import Library
+from dearmpi.comm.process.launch import Library
 from dearmpi.comm.world import World
 from dearmpi.doctor import launch
 from dearmpi.doctor.cores import is_crowded, judge_cores

@@ -17,10 +17,9 @@ from functools import partial
 import torch
 
 from dearmpi.bench.collectives import Overlap, measure_overlap
-from dearmpi.comm.algorithms.algorithm import PointToPoint
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.selection import run_all
-from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.comm.api.collectives import Collectives, PointToPoint, Request
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import MIB

@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from dearmpi.comm.algorithms.scratch import carrier_of
-from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, ReduceOp, Request
-from dearmpi.comm.api.shard import even_shards
+from dearmpi.comm.api.collectives import (
+    Buffer,
+    Collectives,
+    Completed,
+    ReduceOp,
+    Request,
+    even_shards,
+)
 from dearmpi.config import ReduceScatter, WireDtype
 from tests.fakes.hub import FakeHub
 from tests.fakes.request import FakeReceive, FakeRequest

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dearmpi.comm.algorithms.algorithm import PointToPoint
-from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.comm.api.collectives import Collectives, PointToPoint, Request
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode

@@ -1,3 +1,3 @@
-"""How a reduce-scatter and an all-gather are made: rings, pairwise exchange, the library's own, and
-the trial that picks one. Begin with `algorithms`. May import api, progress and the world.
+"""How a reduce-scatter and an all-gather are carried out, and which algorithm is fastest. Begin
+with `algorithm`; `registry` lists them all. May import api, progress and the world.
 """

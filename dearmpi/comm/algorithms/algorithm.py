@@ -6,26 +6,13 @@ A new one is a class in a file of its own, a line in ``registry.ALGORITHMS``, an
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol
 
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
-from dearmpi.comm.api.collectives import Buffer, Request
+from dearmpi.comm.api.collectives import Buffer, PointToPoint, Request
 from dearmpi.config import ReduceScatter
 from dearmpi.cuts import Cuts
-
-
-@runtime_checkable
-class PointToPoint(Protocol):
-    """Sends and receives of whole buffers between two ranks, matched by tag, in order."""
-
-    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
-        """Send ``buffer`` to one rank."""
-        ...
-
-    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request:
-        """Receive into ``buffer`` from one rank."""
-        ...
 
 
 class Transport(PointToPoint, Protocol):

@@ -13,8 +13,7 @@ from dearmpi.comm.algorithms.native import NativeAlgorithm
 from dearmpi.comm.algorithms.ring import RingAlgorithm
 from dearmpi.comm.algorithms.scratch import Scratch, ScratchRequest, carrier_of, copy
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
-from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, Request
-from dearmpi.comm.api.shard import even_shards
+from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, Request, even_shards
 from dearmpi.config import ReduceScatter, WireDtype
 
 ALGORITHMS: dict[ReduceScatter, type[Algorithm]] = {

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dearmpi.comm.algorithms.algorithm import PointToPoint, Transport
+from dearmpi.comm.algorithms.algorithm import Transport
 from dearmpi.comm.algorithms.scratch import ScratchRequest
 from dearmpi.comm.algorithms.send_scheduler import Priority, SendScheduler
-from dearmpi.comm.api.collectives import Buffer, Movement, Request
+from dearmpi.comm.api.collectives import Buffer, Movement, PointToPoint, Request
 from dearmpi.config import ReduceScatter
 from dearmpi.cuts import Cuts
 

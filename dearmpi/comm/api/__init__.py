@@ -1,3 +1,3 @@
-"""What the engine, the world and the MPI backends have in common: buffers, requests, chains of
-operations, a rank's shard, and the name of a call. Begin with `collectives`. Imports no other room.
+"""What all rooms share: buffers, requests and the collectives of a library, the name of a call, and
+output that cannot fail. Begin with `collectives`. Imports no other room.
 """

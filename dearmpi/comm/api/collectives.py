@@ -10,9 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.cuts import Cuts, even_cuts
+from dearmpi.errors import ConfigError
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -165,9 +167,50 @@ class Collectives(Protocol):
         ...
 
 
+@runtime_checkable
+class PointToPoint(Protocol):
+    """Sends and receives of whole buffers between two ranks, matched by tag, in order."""
+
+    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
+        """Send ``buffer`` to one rank."""
+        ...
+
+    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request:
+        """Receive into ``buffer`` from one rank."""
+        ...
+
+
 class Completed(Request):
     """A request that is complete from the start."""
 
     def test(self) -> bool:
         """Always True."""
         return True
+
+
+def check_contiguous(operation: str, buffer: Buffer) -> None:
+    """Raise ConfigError unless the elements of ``buffer`` lie side by side."""
+    if not hasattr(buffer, "is_contiguous"):
+        raise ConfigError(
+            f"{operation} of an object of type {type(buffer).__name__}, which is no tensor; call "
+            "broadcast_object(x) or all_gather_object(x) for any object",
+            code="wrong-type",
+        )
+    if not buffer.is_contiguous():
+        raise ConfigError(
+            f"{operation} of {buffer.numel()} elements that are not contiguous in memory; pass a "
+            "contiguous copy, and copy the result back",
+            code="buffer-not-contiguous",
+        )
+
+
+def even_shards(operation: str, buffer: Buffer, size: int) -> Cuts:
+    """Equal shards of ``buffer`` for ``size`` ranks. Raises ConfigError if there are none."""
+    cuts = even_cuts(buffer.numel(), size)
+    if cuts.total != buffer.numel():
+        raise ConfigError(
+            f"{operation} of {buffer.numel()} elements over {size} ranks: the length must be a "
+            "multiple of the world size",
+            code="buffer-not-divisible",
+        )
+    return cuts

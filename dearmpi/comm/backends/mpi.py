@@ -30,11 +30,10 @@ from mpi4py import MPI
 
 from dearmpi.comm.algorithms.registry import AlgorithmCollectives
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import Buffer, ReduceOp, Request
-from dearmpi.comm.process.exit_handlers import skip_exit_handlers
-from dearmpi.comm.process.launch import doubt_launch
-from dearmpi.comm.process.library import Library
-from dearmpi.comm.watchdog.last_words import say
+from dearmpi.comm.process.ending import skip_exit_handlers
+from dearmpi.comm.process.launch import Library, doubt_launch
 from dearmpi.cuts import even_cuts
 from dearmpi.errors import CommError, ConfigError
 
@@ -203,7 +202,7 @@ def initialize() -> None:
         return
     doubt = doubt_launch(MPI.Get_library_version(), os.environ)
     if doubt:
-        say(doubt)
+        safe_output.write(doubt)
     level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
     asked, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
     code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, asked, ctypes.byref(provided))

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from dearmpi.comm.api.call import Call, cure_for
 from dearmpi.comm.api.collectives import Collectives, ReduceOp, Request
-from dearmpi.comm.messages.crowd import name_ranks
+from dearmpi.comm.messages.encoding import decode, encode
 from dearmpi.comm.messages.host import HostBuffer
-from dearmpi.comm.messages.texts import gather_rows, gather_texts
+from dearmpi.comm.messages.ranks import name_ranks
 from dearmpi.errors import MismatchError
 
 Result_co = TypeVar("Result_co", covariant=True)
@@ -125,6 +125,27 @@ def duplicate(collectives: Collectives, call: Call, /) -> Generator[Request, Non
     twin, request = collectives.start_duplicate()
     yield request
     return twin
+
+
+def gather_texts(collectives: Collectives, text: str) -> Generator[Request, None, list[str]]:
+    """Every rank's ``text``, by rank."""
+    data = encode(text)
+    lengths = np.zeros(collectives.size, dtype=np.int64)
+    lengths[collectives.rank] = len(data)
+    yield collectives.start_all_gather(HostBuffer(lengths))
+    rows = yield from gather_rows(collectives, data, [int(length) for length in lengths])
+    return [decode(row) for row in rows]
+
+
+def gather_rows(
+    collectives: Collectives, data: bytes, lengths: list[int]
+) -> Generator[Request, None, list[bytes]]:
+    """Every rank's ``data``, by rank, of which all ranks know the ``lengths``."""
+    rows = np.zeros((collectives.size, max(lengths)), dtype=np.uint8)
+    rows[collectives.rank, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+    if rows.size:
+        yield collectives.start_all_gather(HostBuffer(rows.reshape(-1)))
+    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _explain(described: Sequence[str], hosts: Sequence[str]) -> str:

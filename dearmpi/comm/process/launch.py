@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from dearmpi.comm.process.deadline import Deadline
+from dearmpi.comm.process.ending import Deadline
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.errors import LaunchError
 
@@ -101,3 +102,20 @@ def limit_start(limits: StallLimits) -> Deadline:
             "stopped before, or the network does not let its host reach the others"
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The MPI library in use.
+
+    abi: ``mpich`` or ``openmpi`` where mpi4py chose at import between the two; else that of the
+        library it was built with. thread_level: such as ``MPI_THREAD_MULTIPLE``. device: what the
+        library says of its transports, or empty.
+    """
+
+    name: str
+    version: str
+    mpi4py: str
+    abi: str
+    thread_level: str
+    device: str = ""

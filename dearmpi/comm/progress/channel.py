@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dearmpi.comm.api.chain import Chain
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
-from dearmpi.comm.messages.texts import gather_texts
+from dearmpi.comm.api.requests import Chain
+from dearmpi.comm.messages.exchange import gather_texts
 from dearmpi.comm.progress.lane import Lane, Work
 from dearmpi.comm.progress.progress import Progress
 

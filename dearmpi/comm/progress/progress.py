@@ -21,7 +21,7 @@ from dearmpi.comm.progress.backoff import Backoff
 from dearmpi.comm.progress.lane import Lane, Work
 from dearmpi.comm.watchdog.absence import Absence
 from dearmpi.comm.watchdog.bell import Bell
-from dearmpi.comm.watchdog.wait import Wait
+from dearmpi.comm.watchdog.waits import Wait
 from dearmpi.comm.watchdog.watchdog import Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError

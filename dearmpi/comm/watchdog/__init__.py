@@ -1,3 +1,3 @@
-"""Waits that last too long: what each rank waits for, who reports it, and when the job ends. Begin
-with `watchdog`. May import api and messages.
+"""Waits that last too long: what each rank waits for, which rank reports it, and when the job ends.
+Begin with `watchdog`. May import api and messages.
 """

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.stack import stack_of
-from dearmpi.comm.watchdog import last_words
 from dearmpi.comm.watchdog.bell import Bell
 
 _LOOKS = 4  # in the time after which an absence is told of
@@ -64,7 +64,7 @@ class Absence:
             return
         if operations := self._under_way():
             self._told_at = driven_at
-            last_words.say(self._report(away_s, operations))
+            safe_output.write(self._report(away_s, operations))
 
     def _report(self, away_s: float, operations: list[str]) -> str:
         lines = [

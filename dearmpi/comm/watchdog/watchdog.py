@@ -18,14 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import cure_for
 from dearmpi.comm.api.stack import signal_handled, stack_of
-from dearmpi.comm.api.status import Status
 from dearmpi.comm.messages.mail import Mail, Messenger
-from dearmpi.comm.watchdog import last_words
 from dearmpi.comm.watchdog.absence import CURE
-from dearmpi.comm.watchdog.stall_report import StallReport
-from dearmpi.comm.watchdog.wait import Wait
+from dearmpi.comm.watchdog.waits import StallReport, Status, Wait
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
@@ -181,7 +179,7 @@ class Watchdog:
                 self._raise_if_hopeless(wait)
             if not wait.is_reported:
                 wait.is_reported = True
-                last_words.say(self._report(wait))  # which a full disk must not make a failure
+                safe_output.write(self._report(wait))  # which a full disk must not make a failure
         # Whoever gives up ends the job, so those that know what all do come first.
         is_late = self._left or self._is_spared(wait)
         most_s = self.limits.abort_s + (2 * _ANSWER_S if is_late else 0.0)
@@ -274,7 +272,7 @@ class Watchdog:
         )
 
     def _complain(self, problem: str) -> None:
-        last_words.say(
+        safe_output.write(
             f"[rank {self._rank} on {self._hosts[self._rank]}] a message between watchdogs failed: "
             f"{problem}; this rank goes on, and asks no other any more what it does. If file "
             "handles have run out, raise ulimit -n"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from torch import nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.messages.difference import digest, first_difference
+from dearmpi.comm.messages.ranks import digest, first_difference
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.device.transport import check_devices

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dearmpi.comm.algorithms.transfer import Transfer
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
-from dearmpi.comm.messages.texts import gather_texts
+from dearmpi.comm.api.requests import Transfer
+from dearmpi.comm.messages.exchange import gather_texts
 from dearmpi.engine.device.comm_stream import SideStream
 from dearmpi.engine.state.sharded_state import (
     State,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
-from dearmpi.comm.messages.difference import digest
+from dearmpi.comm.messages.ranks import digest
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.engine.device.device import through_host

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 import dearmpi
-from dearmpi.comm.messages.crowd import name_ranks
-from dearmpi.comm.messages.difference import first_difference
+from dearmpi.comm.messages.ranks import first_difference, name_ranks
 from dearmpi.errors import MismatchError
 from dearmpi.train.ranks.agreement import TextWorld
 from dearmpi.train.tasks.task import Task

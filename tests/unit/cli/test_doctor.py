@@ -13,7 +13,7 @@ import torch
 import dearmpi.comm.backends
 from dearmpi.cli.main import main
 from dearmpi.comm import lifecycle
-from dearmpi.comm.process.library import Library
+from dearmpi.comm.process.launch import Library
 from dearmpi.doctor import examination, launch
 from dearmpi.errors import CommError
 

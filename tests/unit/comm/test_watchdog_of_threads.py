@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
-from dearmpi.comm.api.status import Status
+from dearmpi.comm.watchdog.waits import Status
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
 from tests.codes import raises

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dearmpi.bench.collectives import Overlap
-from dearmpi.comm.process.library import Library
+from dearmpi.comm.process.launch import Library
 from dearmpi.doctor import launch
 from dearmpi.doctor.cores import abbreviate, is_crowded, judge_cores
 from dearmpi.doctor.device import judge_devices

@@ -11,7 +11,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm import world
-from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.errors import StallError
@@ -30,7 +30,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Set when a rank has told what it waits for."""
     event = threading.Event()
-    monkeypatch.setattr(last_words, "say", lambda text: event.set())
+    monkeypatch.setattr(safe_output, "write", lambda text: event.set())
     yield event
 
 

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import Collectives, Request
-from dearmpi.comm.api.status import Status
 from dearmpi.comm.messages.host import HostBuffer
-from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.watchdog.waits import Status
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
@@ -113,13 +113,13 @@ def test_two_ranks_that_wait_for_each_other_are_told_so() -> None:
 def test_a_slow_rank_is_reported_and_waited_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release, say = threading.Event(), last_words.say
+    release, say = threading.Event(), safe_output.write
 
     def report(text: str) -> None:
         say(text)
         release.set()
 
-    monkeypatch.setattr(last_words, "say", report)
+    monkeypatch.setattr(safe_output, "write", report)
 
     def train(world: World) -> float:
         world.begin_backprop()

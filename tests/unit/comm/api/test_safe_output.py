@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.api import safe_output
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_words_in_a_pipe_are_waited_for_until_they_are_read(pipe: tuple[int, int
     reader, writer = pipe
     os.write(writer, b"a wrong turn")
     waiter = threading.Thread(
-        target=last_words.deliver, kwargs={"patience_s": 60, "descriptors": [writer]}
+        target=safe_output.wait_until_read, kwargs={"patience_s": 60, "descriptors": [writer]}
     )
     waiter.start()
     waiter.join(timeout=0.1)
@@ -37,7 +37,7 @@ def test_words_in_a_pipe_are_waited_for_until_they_are_read(pipe: tuple[int, int
 
 def test_a_reader_that_reads_no_more_is_given_up(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], b"a wrong turn")
-    last_words.deliver(patience_s=0.01, descriptors=[pipe[1]])
+    safe_output.wait_until_read(patience_s=0.01, descriptors=[pipe[1]])
 
 
 def test_nobody_waits_for_a_file_or_for_what_is_closed(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_nobody_waits_for_a_file_or_for_what_is_closed(tmp_path: Path) -> None:
         file.write(b"a wrong turn")
         file.flush()
         file.seek(0)  # where as much is left to read
-        last_words.deliver(patience_s=1e9, descriptors=[file.fileno()])
+        safe_output.wait_until_read(patience_s=1e9, descriptors=[file.fileno()])
         closed = file.fileno()
-    last_words.deliver(patience_s=1.0, descriptors=[closed])  # somebody else's by now, perhaps
+    safe_output.wait_until_read(patience_s=1.0, descriptors=[closed])  # perhaps reopened meanwhile
 
 
 def test_lines_are_written_in_one_piece() -> None:
@@ -59,5 +59,5 @@ def test_lines_are_written_in_one_piece() -> None:
             return len(text)
 
     pieces: list[str] = []
-    last_words.say("a wrong turn\nand another", stream=Pieces())
+    safe_output.write("a wrong turn\nand another", stream=Pieces())
     assert pieces == ["a wrong turn\nand another\n"]

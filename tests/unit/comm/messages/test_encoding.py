@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dearmpi.comm.messages import objects
+from dearmpi.comm.messages import encoding
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import ConfigError
@@ -120,7 +120,7 @@ def test_what_only_the_root_gives_counts() -> None:
 
 
 def test_more_than_mpi_can_count_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "MOST_BYTES", 1000)
+    monkeypatch.setattr(encoding, "MOST_BYTES", 1000)
 
     def rank(world: World) -> None:
         large = b"x" * (600 * world.rank)

@@ -1,4 +1,4 @@
-"""Difference: where lines that should be the same on all ranks part."""
+"""Ranks in messages to people: which ones, and where their lines differ."""
 
 from __future__ import annotations
 
@@ -10,6 +10,23 @@ _NUM_DIGITS = 12
 
 Gather = Callable[[str], Sequence[str]]
 """Gives every rank's text, by rank, to all of them (collective)."""
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Ranks as ranges, with their hosts where these are few: ``ranks 0, 2-5 (node1)``.
+
+    hosts: every rank's.
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    names = sorted({hosts[rank] for rank in ranks})
+    where = f" ({', '.join(names)})" if len(names) <= 3 else f" ({len(names)} hosts)"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{where}"
 
 
 def digest(lines: Sequence[str]) -> str:

@@ -1,12 +1,13 @@
-"""Deadline: an end of this process for a call that may never return and cannot be interrupted."""
+"""How a process ends when a call may never return, or when C's exit handlers would stop it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from types import TracebackType
 
-from dearmpi.comm.watchdog import last_words
+from dearmpi.comm.api import safe_output
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.errors import StallError
 
@@ -47,7 +48,7 @@ class Deadline:
         if self._is_left_within(abort_s - warning_s):
             return
         self._say(f"gave up after waiting {abort_s:.0f} s for {self._what}")
-        last_words.flush()
+        safe_output.flush()
         os._exit(StallError.exit_code)
 
     def _is_left_within(self, seconds: float) -> bool:
@@ -60,4 +61,18 @@ class Deadline:
         return False
 
     def _say(self, text: str) -> None:
-        last_words.say(f"[{self._who}] {text}: {self._advice}")
+        safe_output.write(f"[{self._who}] {text}: {self._advice}")
+
+
+def skip_exit_handlers() -> None:
+    """Make a call of C's exit() end this process at once, with the same status.
+
+    Call it right before something that calls exit(): handlers run last in, first out. Those of
+    libraries destroy what other threads still compute with, which ends the process by a signal.
+    Changes nothing where the C library has no on_exit(), as on macOS.
+    """
+    libc = ctypes.CDLL(None)
+    on_exit = getattr(libc, "on_exit", None)
+    if on_exit is not None:
+        # _exit() itself, not a function of Python's, which would wait for the interpreter's lock.
+        on_exit(libc._exit, None)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dearmpi.comm.api.chain import Chain
 from dearmpi.comm.api.collectives import Completed, Movement, Request
+from dearmpi.comm.api.requests import Chain
 from dearmpi.errors import CommError
 from tests.codes import raises
 

@@ -1,6 +1,6 @@
-"""Last words: what a process says before it ends, which must not keep it from ending.
+"""Output that must not keep a process from ending, such as what it writes before it ends.
 
-Streams may be closed, full, without a reader, or what a script has put in their place.
+Streams may be closed, full, without a reader, or replaced by a script.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STANDARD = (1, 2)  # what a launcher reads, whatever a script has put in place 
 _POLL_S = 0.001
 
 
-def say(text: str, *, stream: TextIO | None = None) -> None:
+def write(text: str, *, stream: TextIO | None = None) -> None:
     """Write lines to ``stream``, by default standard error, at once and if that can be done.
 
     In one piece, the last line's end included: other ranks may say something at the same time.
@@ -38,7 +38,7 @@ def flush() -> None:
             stream.flush()
 
 
-def deliver(*, patience_s: float = 1.0, descriptors: Iterable[int] = _STANDARD) -> None:
+def wait_until_read(*, patience_s: float = 1.0, descriptors: Iterable[int] = _STANDARD) -> None:
     """Write it out, and wait as long as that until readers of pipes have taken it.
 
     A launcher that hears of an abort may end the job before it has read what a rank said: hydra

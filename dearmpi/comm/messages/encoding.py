@@ -1,6 +1,6 @@
-"""Objects that ranks hand each other, pickled.
+"""Texts and objects as bytes.
 
-What cannot be sent travels as a sentence in the object's place, so that every rank raises the same
+An object that cannot be sent travels as a sentence in its place, so that every rank raises the same
 error and none waits for another. Only the ranks of one job write and read these bytes.
 """
 
@@ -56,3 +56,16 @@ def _load(data: bytes, reader: str) -> object:
             "have all ranks import the same modules and versions",
             code="object-not-read",
         ) from error
+
+
+_ERRORS = "surrogatepass"  # file names may hold lone surrogates
+
+
+def encode(text: str) -> bytes:
+    """``text`` as bytes, whatever it holds."""
+    return text.encode(errors=_ERRORS)
+
+
+def decode(data: bytes) -> str:
+    """What ``encode`` was given."""
+    return data.decode(errors=_ERRORS)

@@ -1,10 +1,10 @@
-"""Chain: operations one after the other, each of which may follow from what the last brought."""
+"""Requests made of other requests: one after the other, or all at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from dearmpi.comm.api.collectives import Movement, Request
+from dearmpi.comm.api.collectives import Buffer, Collectives, Movement, PointToPoint, Request
 from dearmpi.errors import CommError
 
 
@@ -46,3 +46,31 @@ class Chain(Request):
         self._is_interrupted = True  # unless the next line comes to its end
         self._step = next(self._steps, None)
         self._is_interrupted = False
+
+
+_TAG = 1  # on a channel of its own nothing else is under way
+
+Parcel = tuple[int, Buffer]
+"""A rank, and what goes to it or comes from it: 1-D, contiguous, not empty."""
+
+
+class Transfer(Request):
+    """A request that is complete once all of ``sends`` have left and all of ``receives`` are here.
+
+    What one rank sends another arrives in the order of sending, so both must list the same buffers
+    in the same order.
+    """
+
+    def __init__(
+        self, collectives: Collectives, *, sends: Sequence[Parcel], receives: Sequence[Parcel]
+    ) -> None:
+        assert isinstance(collectives, PointToPoint)
+        self._requests: list[Request] = [
+            *(collectives.start_receive(buffer, rank, _TAG) for rank, buffer in receives),
+            *(collectives.start_send(buffer, rank, _TAG) for rank, buffer in sends),
+        ]
+
+    def test(self) -> bool:
+        """Poll what is still under way; True once nothing is."""
+        self._requests = [request for request in self._requests if not request.test()]
+        return not self._requests

@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from dearmpi.comm.api.status import Status
-from dearmpi.comm.watchdog.stall_report import StallReport
+from dearmpi.comm.watchdog.waits import StallReport, Status
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.errors import StallError
 from tests.codes import raises

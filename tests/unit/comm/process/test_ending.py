@@ -12,8 +12,8 @@ import pytest
 
 SCRIPT = """
 import sys, threading
-import dearmpi.comm.process.deadline
-from dearmpi.comm.process.deadline import Deadline
+import dearmpi.comm.process.ending
+from dearmpi.comm.process.ending import Deadline
 from dearmpi.comm.watchdog.watchdog import StallLimits
 
 deadline = Deadline(StallLimits({limits}), who="rank 1", what="Godot", advice="look for him")
@@ -58,7 +58,7 @@ def test_it_warns_then_ends_the_process_unless_it_is_met(
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     """As where a scheduler suspends the job."""
     body = (
-        "dearmpi.comm.process.deadline._STEP_S = 0.1\n"
+        "dearmpi.comm.process.ending._STEP_S = 0.1\n"
         "with deadline:\n    print(' entered', flush=True)\n    sys.stdin.read()\nsys.exit(3)"
     )
     process = subprocess.Popen(
@@ -75,3 +75,31 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
         process.send_signal(signal.SIGCONT)
         _, told = process.communicate("", timeout=30)
     assert (process.returncode, told) == (3, "")
+
+
+SCRIPT = """
+import ctypes, sys, threading
+from dearmpi.comm.process.ending import skip_exit_handlers
+
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.abort, None)  # as a library whose end is the process's
+if "skip" in sys.argv:
+    skip_exit_handlers()
+if "thread" in sys.argv:
+    thread = threading.Thread(target=libc.exit, args=(5,))
+    thread.start()
+    thread.join()
+libc.exit(5)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no on_exit()")
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [([], -signal.SIGABRT), (["skip"], 5), (["skip", "thread"], 5)],
+)
+def test_handlers_that_would_end_the_process_by_a_signal_are_left_out(
+    how: list[str], code: int
+) -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, *how], check=False, timeout=60)
+    assert ended.returncode == code
