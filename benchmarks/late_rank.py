@@ -3,7 +3,7 @@
 Usage: mpirun -n 8 python benchmarks/late_rank.py [ROUNDS [SHARE]]
 
 Rank 0 comes late to a reduce-scatter of a small bucket. Prints medians over rounds: the time from
-then to its end on the rank where it ends last, and of each other rank's driving thread the CPU time
+then to its end on the rank where it ends last, and of each other rank's progress thread the CPU time
 and how often it slept; with the engine's sleeps between polls, and with sleeps of another share of
 the wait, taking turns. All ranks must be on one machine, whose clock they compare.
 """
@@ -69,14 +69,14 @@ def one_round(world: World, channel: Channel, late_s: float) -> list[float]:
 
 
 def spent(world: World) -> list[float]:
-    """CPU seconds and sleeps of the driving thread since its start."""
+    """CPU seconds and sleeps of the progress thread since its start."""
     found: list[float] = []
 
     def look() -> None:
         usage = resource.getrusage(resource.RUSAGE_THREAD)
         found.extend([usage.ru_utime + usage.ru_stime, usage.ru_nvcsw])
 
-    world.on_driving_thread(look)
+    world.on_progress_thread(look)
     return found
 
 

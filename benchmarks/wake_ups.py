@@ -1,8 +1,8 @@
-"""How long do the driving thread and the main thread take to notice something?
+"""How long do the progress thread and the main thread take to notice something?
 
 Usage: python benchmarks/wake_ups.py [COUNT]
 
-Prints medians and the ninth tenth, in microseconds, of how much longer the driving thread sleeps
+Prints medians and the ninth tenth, in microseconds, of how much longer the progress thread sleeps
 than it asks to; of the time from handing an operation over to its start, while that thread has
 nothing to do, polls for an operation that began 1 or 20 ms ago, or waits for the interpreter while
 the main thread runs Python; and from the end of an operation to the return of a wait for it. All
@@ -36,7 +36,7 @@ class Pending(Request):
 
 
 class Driver:
-    """A driving thread of its own, whose sleeps the system may extend by ``slack_ns``."""
+    """A progress thread of its own, whose sleeps the system may extend by ``slack_ns``."""
 
     def __init__(self, slack_ns: int) -> None:
         self._progress = Progress("thread", origin="this process")

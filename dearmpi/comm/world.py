@@ -54,7 +54,7 @@ from dearmpi.guessed import WORLD, answer_guess
 Carry = Callable[[Collectives], Collectives]
 Result = TypeVar("Result")
 ValueOp = ReduceOp | Literal["mean"]
-_ABORT_PATIENCE_S = 1.0  # for the driving thread to come to an end
+_ABORT_PATIENCE_S = 1.0  # for the progress thread to come to an end
 
 
 def unchanged(collectives: Collectives) -> Collectives:
@@ -276,14 +276,14 @@ class World:
         self._collectives.abort(code)
         os._exit(code)
 
-    def on_driving_thread(self, action: Callable[[], None]) -> None:
+    def on_progress_thread(self, action: Callable[[], None]) -> None:
         """Have the thread that drives progress call ``action``, and wait for it."""
 
         def start(_: Collectives) -> Request:
             action()
             return Completed()
 
-        self._channel.run("a call on the driving thread", start)
+        self._channel.run("a call on the progress thread", start)
 
     def begin_backprop(self) -> None:
         """A backprop with communication begins; ranks that wait in vain tell each other which."""

@@ -28,7 +28,7 @@ def threads() -> Iterator[int]:
 def test_a_thread_that_has_never_computed_keeps_to_one_core(
     world: World, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the driving thread of a fresh process, whose first sum comes later."""
+    """As the progress thread of a fresh process, whose first sum comes later."""
     limited, computed = threading.Event(), threading.Event()
     seen: list[int] = []
 
@@ -46,7 +46,7 @@ def test_a_thread_that_has_never_computed_keeps_to_one_core(
         limited.wait(10)
 
     thread: list[threading.Thread] = []
-    monkeypatch.setattr(world, "on_driving_thread", drive)
+    monkeypatch.setattr(world, "on_progress_thread", drive)
     compute_on_one_core(world)
     computed.set()
     thread[0].join()
@@ -63,13 +63,13 @@ def test_sums_and_updates_take_one_core_and_computation_keeps_the_others(
     def look(where: str) -> None:
         seen[where] = torch.get_num_threads()
 
-    world.on_driving_thread(lambda: look("driving"))
+    world.on_progress_thread(lambda: look("driving"))
     look("main")
     another = threading.Thread(target=look, args=("another",))
     another.start()
     another.join()
     assert seen == {"driving": 1, "main": threads, "another": threads}
     torch.set_num_threads(2)
-    world.on_driving_thread(lambda: look("driving"))
+    world.on_progress_thread(lambda: look("driving"))
     assert seen["driving"] == 1
     optimizer.close()

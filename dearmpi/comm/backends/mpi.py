@@ -116,7 +116,7 @@ class MpiCollectives(AlgorithmCollectives):
 
     def receive_message(self) -> tuple[int, bytes] | None:
         """The next such message that has arrived, with its sender."""
-        if MPI.Is_finalized():  # by the program, while the driving thread looks on
+        if MPI.Is_finalized():  # by the program, while the progress thread looks on
             return None
         status = MPI.Status()
         message = self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)

@@ -25,7 +25,7 @@ class Channel:
         start: Callable[[Collectives], Request],
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queue an operation; ``finish`` runs on the driving thread once it is complete."""
+        """Queue an operation; ``finish`` runs on the progress thread once it is complete."""
         self._progress.submit(self._lane, Work(label, lambda: start(self._collectives), finish))
 
     def run(self, label: str, start: Callable[[Collectives], Request]) -> None:

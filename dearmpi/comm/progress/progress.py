@@ -26,7 +26,7 @@ from dearmpi.comm.watchdog.watchdog import Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError
 
-_NICENESS = 5  # of the driving thread
+_NICENESS = 5  # of the progress thread
 _WAKE_S = 0.5  # a waiting main thread looks up this often, for signals and failures
 
 
@@ -190,7 +190,7 @@ class Progress:
                 bell.ring()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong on the driving thread, if anything did."""
+        """Raise what went wrong on the progress thread, if anything did."""
         if self._failure is not None:
             raise self._failure
 

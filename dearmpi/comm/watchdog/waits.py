@@ -94,7 +94,7 @@ class Wait:
     def skip(self, seconds: float, now: float) -> None:
         """This process did not run for so long until ``now``, and so can say nothing of others."""
         self.since += seconds
-        # The driving thread may have gone on first, and asked and heard since.
+        # The progress thread may have gone on first, and asked and heard since.
         self.spared_at = min(now, self.spared_at + seconds)
         if self.asked_at is not None:
             self.asked_at = min(now, self.asked_at + seconds)

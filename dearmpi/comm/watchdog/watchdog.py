@@ -1,6 +1,6 @@
 """Watchdog: when a wait lasts too long, find out from the other ranks what they are doing.
 
-A rank whose wait exceeds the warning limit asks all others, whose driving threads answer even
+A rank whose wait exceeds the warning limit asks all others, whose progress threads answer even
 while their main threads compute, load data, or wait for something else. Those that wait too leave
 it to that one, which asks again and again, to report and to judge. The report names, for every
 rank, its host, how many backprops it has begun, what it waits for, and its Python stack. If the
@@ -66,7 +66,7 @@ class StallLimits:
 
 
 class Watchdog:
-    """One rank's watchdog. ``tend`` runs on the driving thread, the rest on those that wait.
+    """One rank's watchdog. ``tend`` runs on the progress thread, the rest on those that wait.
 
     The main thread is the one that trains: it has last begun a step or a collective call.
     """

@@ -257,7 +257,7 @@ def _compute_on(num_threads: int, world: World) -> None:
         torch.set_num_threads(num_threads)
 
     count = torch.get_num_threads()
-    world.on_driving_thread(choose)
+    world.on_progress_thread(choose)
     torch.set_num_threads(count)  # torch hands the last number given to every thread to come
 
 

@@ -28,7 +28,7 @@ def test_an_abort_ends_with_its_code() -> None:
     assert ended.value.code == 6
 
 
-def test_an_abort_stops_the_driving_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_stops_the_progress_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI's exit takes down libraries in which it might be at work."""
     alive: list[bool] = []
 

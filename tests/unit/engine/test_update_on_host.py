@@ -314,7 +314,7 @@ def test_updates_on_the_host_have_torchs_threads(place: Any, count: int) -> None
         model, seen = Model(torch.float32), list[int]()
         inner = torch.optim.Adam(model.parameters())
         optimizer = DistributedOptimizer(inner, model, world=world, update_on=place)
-        world.on_driving_thread(lambda: seen.append(torch.get_num_threads()))
+        world.on_progress_thread(lambda: seen.append(torch.get_num_threads()))
         optimizer.close()
         return seen[0]
 

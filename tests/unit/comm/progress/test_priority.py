@@ -1,4 +1,4 @@
-"""The driving thread gives way to computation, and nothing else of the process does."""
+"""The progress thread gives way to computation, and nothing else of the process does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def standing() -> Standing:
     return os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def test_the_driving_thread_alone_gives_way(threaded: Progress) -> None:
+def test_the_progress_thread_alone_gives_way(threaded: Progress) -> None:
     found: list[Standing] = []
     before = standing()
     threaded.submit(
