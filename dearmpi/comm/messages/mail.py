@@ -33,9 +33,9 @@ class Mail:
     As where each pair of ranks that talk needs a file handle, and there are no more.
     """
 
-    def __init__(self, messenger: Messenger, complain: Callable[[str], None]) -> None:
+    def __init__(self, messenger: Messenger, report_problem: Callable[[str], None]) -> None:
         self.problem = ""
-        self._messenger, self._complain = messenger, complain
+        self._messenger, self._report_problem = messenger, report_problem
         self._sends: list[Request] = []
 
     def send(self, message: object, destination: int) -> None:
@@ -70,7 +70,7 @@ class Mail:
             if not self.problem:
                 # Not its repr: that of MPI's is a number which no document explains.
                 self.problem = "".join(traceback.format_exception_only(error)).rstrip()
-                self._complain(self.problem)
+                self._report_problem(self.problem)
             return otherwise
 
 

@@ -1,4 +1,4 @@
-"""Bell: wakes one thread. No thread owns it, so a signal handler may ring or wait at any moment."""
+"""Bell: wakes one thread. No thread owns it, so a signal handler may ring or wait at any time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import threading
 class Bell:
     """A ring that comes before the wait ends it at once; several rings count as one.
 
-    A condition would not do: a handler that interrupts the thread which holds the condition's lock
-    would wait for that lock for ever.
+    Not a condition: a handler that interrupts the holder of its lock would wait for ever.
     """
 
     __slots__ = ("_lock",)

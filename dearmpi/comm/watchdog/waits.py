@@ -14,12 +14,13 @@ from dearmpi.comm.messages.ranks import name_ranks
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a rank says of itself.
+    """What a rank reports of itself.
 
     backprops, steps, exchanges: how many backprops with communication, how many steps, and how
         many collective calls on the world, its main thread has begun.
-    waiting: for what, or empty. in_exchange: it waits inside a collective call on the world.
-    left: its program has come to its end. in_iteration: it has begun a backprop, and no step since.
+    waiting: what it waits for, or empty. in_exchange: it waits inside a collective call on the
+        world. left: its program has ended.
+    in_iteration: it has begun a backprop, and no step since.
     """
 
     backprops: int
@@ -33,7 +34,7 @@ class Status:
     in_iteration: bool = False
 
     def describe(self, *, waited: str | None = None) -> str:
-        """One line, without the stack. ``waited``: how long, in other words."""
+        """One line, without the stack. ``waited``: replaces the seconds of the wait."""
         if self.left:
             where = ", between a backward and its step" if self.in_iteration else ""
             return f"has ended after {self.backprops} backprops{where}"
@@ -44,9 +45,9 @@ class Status:
         return f"has begun {self.backprops} backprops, waits {waited} for {self.waiting}"
 
     def waits_for(self, other: Status) -> bool:
-        """Whether this wait certainly cannot end before ``other`` does something more.
+        """Whether this wait certainly cannot end before ``other`` begins something more.
 
-        Of ranks that run one program the counts of one are never both above and below another's.
+        Ranks run one program, so the counts of one are never both above and below another's.
         """
         if not self.waiting:
             return False
@@ -57,16 +58,16 @@ class Status:
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """What was asked and answered for it.
+    """A thread's wait for other ranks, and their answers. Times are those of ``time.monotonic``.
 
-    thread: who waits. what: for what. in_exchange: inside a collective call on the world.
-    interrupted: for what the thread waited already, where a signal handler or a finalizer of its
-        own waits in the middle.
-    since, looked_at: when it began, and when its thread last looked whether to go on.
-    first_question: the number of the first question that can be asked for it.
-    asked_at: when one last was. answered_at: when each rank has last answered any question.
-    left_at: when each rank that has left first said so.
-    spared_at, spared_by: when another rank, which asks for all, last did, and which.
+    thread: the thread that waits. what: what it waits for. in_exchange: inside a collective call on
+        the world.
+    interrupted: the outer wait, where a signal handler or a finalizer waits inside another wait.
+    since, looked_at: when it began, and when its thread last checked whether to go on.
+    first_request: the number of the first request that was sent for it.
+    requested_at: time of the last request. answers: of each rank. answered_at: time of each rank's
+        last answer to any request. left_at: when each rank first answered that it has left.
+    deferred_at, deferred_to: when another rank last polled in this one's place, and its number.
     """
 
     thread: int
@@ -74,39 +75,40 @@ class Wait:
     in_exchange: bool
     since: float
     looked_at: float
-    first_question: int
-    asked_at: float | None = None
+    first_request: int
+    requested_at: float | None = None
     answers: dict[int, Status] = field(default_factory=dict)
     answered_at: dict[int, float] = field(default_factory=dict)
     is_reported: bool = False
-    spared_at: float = float("-inf")
-    spared_by: int = 0
+    deferred_at: float = float("-inf")
+    deferred_to: int = 0
     interrupted: str = ""
     left_at: dict[int, float] = field(default_factory=dict)
 
     @property
     def subject(self) -> str:
-        """What it waits for, and in the middle of what."""
+        """What it waits for, and the wait that it interrupts."""
         if not self.interrupted:
             return self.what
         return f"{self.what} (in a handler that interrupted the wait for {self.interrupted})"
 
     def skip(self, seconds: float, now: float) -> None:
-        """This process did not run for so long until ``now``, and so can say nothing of others."""
+        """Leave out ``seconds`` until ``now``, in which this process did not run."""
         self.since += seconds
-        # The progress thread may have gone on first, and asked and heard since.
-        self.spared_at = min(now, self.spared_at + seconds)
-        if self.asked_at is not None:
-            self.asked_at = min(now, self.asked_at + seconds)
-        for rank in list(self.answered_at):  # in place: it may add some meanwhile
+        # The progress thread may have run first, and have sent and received since.
+        self.deferred_at = min(now, self.deferred_at + seconds)
+        if self.requested_at is not None:
+            self.requested_at = min(now, self.requested_at + seconds)
+        for rank in list(self.answered_at):  # in place: the progress thread may add some meanwhile
             self.answered_at[rank] = min(now, self.answered_at[rank] + seconds)
 
-    def hear(self, rank: int, status: Status, *, question: int, now: float) -> None:
-        """``rank`` has answered ``question``, perhaps one of an earlier wait: it is not silent, but
-        what it said need no longer hold.
+    def record(self, rank: int, status: Status, *, request: int, now: float) -> None:
+        """Record the answer of ``rank`` to a request.
+
+        An answer to the request of an earlier wait shows only that the rank is not silent.
         """
         self.answered_at[rank] = now
-        if question >= self.first_question:
+        if request >= self.first_request:
             self.answers[rank] = status
             if status.left:
                 self.left_at.setdefault(rank, now)
@@ -114,11 +116,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class StallReport:
-    """What a rank knows of all.
+    """What a rank knows of all ranks.
 
-    hosts: every rank's. statuses: what ranks have said, by rank.
-    silence: what there is to say of the others. silent_s: for how long ranks that have said
-        something have been silent since, where they should not have been.
+    hosts: of each rank. statuses: the last status of each rank that has answered.
+    silence: what to print of a rank without an answer. silent_s: seconds since the last answer of
+        ranks that should have answered again.
     """
 
     hosts: Sequence[str]
@@ -127,12 +129,12 @@ class StallReport:
     silent_s: Mapping[int, float] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """A line for all ranks that do the same at the same place, then that place."""
+        """One line for all ranks that do the same at the same place, then the stack."""
         alike: dict[tuple[str, tuple[str, ...], bool], list[int]] = defaultdict(list)
         for rank in range(len(self.hosts)):
             status = self.statuses.get(rank)
-            says = status.describe(waited="") if status else ""
-            alike[says, status.stack if status else (), rank in self.silent_s].append(rank)
+            described = status.describe(waited="") if status else ""
+            alike[described, status.stack if status else (), rank in self.silent_s].append(rank)
         lines: list[str] = []
         for (_, stack, _), ranks in alike.items():
             lines.append(f"  {self._name(ranks)}{self._describe(ranks)}")
@@ -145,14 +147,14 @@ class StallReport:
         return f"{name_ranks(ranks, self.hosts)}: each "
 
     def _describe(self, ranks: Sequence[int]) -> str:
-        """What ``ranks`` do, which all do the same, perhaps for different times."""
+        """What ``ranks`` do; all do the same, perhaps for different times."""
         status = self.statuses.get(ranks[0])
         if status is None:
             return self.silence
-        says = status.describe(waited=_span(self.statuses[rank].waited_s for rank in ranks))
+        described = status.describe(waited=_span(self.statuses[rank].waited_s for rank in ranks))
         if ranks[0] not in self.silent_s:
-            return says
-        return f"{self.silence}; {_span(self.silent_s[rank] for rank in ranks)} ago it {says}"
+            return described
+        return f"{self.silence}; {_span(self.silent_s[rank] for rank in ranks)} ago it {described}"
 
 
 def _span(seconds: Iterable[float]) -> str:

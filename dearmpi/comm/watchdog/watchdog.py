@@ -1,16 +1,15 @@
-"""Watchdog: when a wait lasts too long, find out from the other ranks what they are doing.
+"""Watchdog: when a wait lasts too long, a report of what all ranks are doing.
 
-A rank whose wait exceeds the warning limit asks all others, whose progress threads answer even
-while their main threads compute, load data, or wait for something else. Those that wait too leave
-it to that one, which asks again and again, to report and to judge. The report names, for every
-rank, its host, how many backprops it has begun, what it waits for, and its Python stack. If the
-wait can never end, because another rank has left or waits for this one in turn, it ends with a
-StallError. Several threads may wait at a time; others are told of the one that trains.
+A rank whose wait exceeds the warning limit requests the status of all others. Their progress
+threads answer even while their main threads compute, load data or wait. The lowest waiting rank
+polls the others and prints one report; if it stops polling, the next takes over. The report names
+each rank's host, the number of its backprops, what it waits for, and its Python stack. A wait that
+can never end, because another rank has left or waits for this one in turn, raises StallError.
+Several threads may wait at a time; the status is that of the thread that trains.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,39 +18,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dearmpi.comm.api import safe_output
-from dearmpi.comm.api.call import cure_for
-from dearmpi.comm.api.stack import signal_handled, stack_of
+from dearmpi.comm.api.stack import stack_of
 from dearmpi.comm.messages.mail import Mail, Messenger
 from dearmpi.comm.watchdog.absence import CURE
+from dearmpi.comm.watchdog.verdict import explain_hopeless
 from dearmpi.comm.watchdog.waits import StallReport, Status, Wait
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
-_ANSWER_S = 2.0  # how long answers may take
-_TURN_S = 0.5  # in which a question reaches all ranks that wait
-_GIVING_UP = (  # the status of sys.exit is not known here
-    "; if the other rank has called sys.exit(), have it raise an exception or call "
-    "world.abort(status), which end the job at once"
-)
-_AT_A_SIGNAL = (
-    "let its handler set a flag, agree on the flag on every rank by "
-    "world.all_reduce([flag], 'max') between steps, and act then"
-)
-_INTERRUPTED = (
-    f", or Ctrl-C (KeyboardInterrupt) has ended them at different moments: {_AT_A_SIGNAL}"
-)
+_ANSWER_S = 2.0  # the longest time that an answer takes
+_TURN_S = 0.5  # in which a request reaches all ranks that wait
 _SILENT_WHERE_IT_POLLS = (
     "does not answer: with progress='poll' a rank answers only while its main thread is inside "
     "dearmpi. The main thread is elsewhere, such as in an MPI call of the script's own, and its "
     "rank has printed where if operations are in flight (or the rank was stopped, or its host); "
     f"{CURE}"
 )
-_SUSPENDED_S = 10.0  # without a look at a wait: this process did not run
+_SUSPENDED_S = 10.0  # without a check of a wait: this process did not run
 
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """Seconds that a wait for other ranks may last before a report, and before it is given up."""
+    """Seconds after which a wait for other ranks is reported, and after which it is given up."""
 
     warning_s: float = 30.0
     abort_s: float = 600.0
@@ -66,9 +54,9 @@ class StallLimits:
 
 
 class Watchdog:
-    """One rank's watchdog. ``tend`` runs on the progress thread, the rest on those that wait.
+    """One rank's watchdog. ``tend`` runs on the progress thread, the rest on threads that wait.
 
-    The main thread is the one that trains: it has last begun a step or a collective call.
+    The main thread is the thread that trains: the last to begin a step or a collective call.
     """
 
     def __init__(
@@ -80,23 +68,23 @@ class Watchdog:
         limits: StallLimits,
         polls: bool = False,
     ) -> None:
-        """``hosts``: the name of each rank's. ``polls``: this rank, and so as a rule each, answers
-        only where its main thread is in this package.
+        """``hosts``: of each rank. ``polls``: ranks answer only while their main thread is in this
+        package.
         """
         self._hosts = hosts
-        self._mail = Mail(messenger, self._complain)
+        self._mail = Mail(messenger, self._report_problem)
         self._rank, self._size, self.limits, self._polls = rank, len(hosts), limits, polls
         self._main = threading.get_ident()
         self._backprops = self._steps = self._exchanges = 0
         self._in_iteration = False
         self._in_exchange = self._left = False  # in_exchange: the main thread
-        self._waits: list[Wait] = []  # of all threads; of one thread the innermost comes last
-        self._num_asked = 0
+        self._waits: list[Wait] = []  # of all threads; the innermost of one thread comes last
+        self._num_requests = 0
         self.tended_at = 0.0  # when messages were last looked for
-        # Ranks often begin to wait together. Those that would ask later are spared by then: twice
-        # as many with each turn, so that a few turns are enough for thousands.
+        # Ranks often begin to wait together, and the requests of one spare the others theirs.
+        # Twice as many ranks have their turn each time, so that a few turns serve thousands.
         self._turn_s = min(_TURN_S * rank.bit_length(), limits.warning_s / 2)
-        self._stack: tuple[str, ...] | None = None  # for all questions that are read together
+        self._stack: tuple[str, ...] | None = None  # for all requests that are read together
 
     @property
     def has_others(self) -> bool:
@@ -109,14 +97,14 @@ class Watchdog:
         self._in_iteration = True
 
     def begin_step(self) -> None:
-        """The calling thread, which so is the main one, has begun a step."""
+        """The calling thread has begun a step, which makes it the main thread."""
         self._main = threading.get_ident()
         self._steps += 1
         self._in_iteration = False
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """The calling thread, which so is the main one, is in a collective call on the world."""
+        """The calling thread, now the main thread, is in a collective call on the world."""
         self._main = threading.get_ident()
         self._exchanges += 1
         before, self._in_exchange = self._in_exchange, True
@@ -126,11 +114,11 @@ class Watchdog:
             self._in_exchange = before
 
     def leave(self) -> None:
-        """The program has come to its end: whoever waits for more from it waits in vain."""
+        """The program has ended: this rank joins no further operation."""
         self._left = True
 
     def begin_wait(self, what: str) -> Wait:
-        """The calling thread begins to wait for ``what``, perhaps in the middle of another wait."""
+        """The calling thread begins to wait for ``what``, perhaps inside another wait."""
         now, thread = time.monotonic(), threading.get_ident()
         in_exchange = self._in_exchange and thread == self._main
         outer = self._innermost(thread)
@@ -140,16 +128,16 @@ class Watchdog:
             in_exchange=in_exchange,
             since=now,
             looked_at=now,
-            first_question=self._num_asked + 1,
+            first_request=self._num_requests + 1,
             interrupted="" if outer is None else outer.what,
         )
-        if in_exchange:  # what a handler waits for in the middle is not in the exchange
+        if in_exchange:  # a signal handler's wait inside this one is outside of the exchange
             self._in_exchange = False
         self._waits.append(wait)
         return wait
 
     def end_wait(self, wait: Wait | None = None) -> None:
-        """``wait``, or else the calling thread's innermost, is over."""
+        """``wait`` is over; by default the innermost of the calling thread."""
         wait = wait or self._innermost(threading.get_ident())
         if wait is None:
             return
@@ -158,18 +146,18 @@ class Watchdog:
             self._in_exchange = True
 
     def _innermost(self, thread: int) -> Wait | None:
-        """What ``thread`` waits for at this moment."""
+        """The innermost wait of ``thread``; None if it does not wait."""
         waits = tuple(self._waits)
         return next((wait for wait in reversed(waits) if wait.thread == thread), None)
 
     def check_wait(self) -> None:
-        """Print the report of the calling thread's wait once it is complete. Raises StallError if
-        the wait is to be given up.
+        """Print the report of the calling thread's wait once all ranks have answered.
 
-        Time for which a scheduler has suspended the job does not count.
+        Time for which a scheduler has suspended the job does not count. Raises StallError if the
+        wait can never end, or lasts longer than the limit.
         """
         now, wait = time.monotonic(), self._innermost(threading.get_ident())
-        assert wait is not None, "only a thread that waits looks at its wait"
+        assert wait is not None, "only a thread that waits checks its wait"
         if now - wait.looked_at > _SUSPENDED_S:
             wait.skip(now - wait.looked_at, now)
         wait.looked_at = now
@@ -179,9 +167,9 @@ class Watchdog:
                 self._raise_if_hopeless(wait)
             if not wait.is_reported:
                 wait.is_reported = True
-                safe_output.write(self._report(wait))  # which a full disk must not make a failure
-        # Whoever gives up ends the job, so those that know what all do come first.
-        is_late = self._left or self._is_spared(wait)
+                safe_output.write(self._report(wait))  # even where the disk is full
+        # The rank that gives up ends the job, so ranks that have a full report come first.
+        is_late = self._left or self._is_deferred(wait)
         most_s = self.limits.abort_s + (2 * _ANSWER_S if is_late else 0.0)
         if waited_s > most_s and not (self._left and self._is_patient(wait)):
             raise StallError(
@@ -191,40 +179,40 @@ class Watchdog:
             )
 
     def tend(self) -> None:
-        """Answer questions, collect answers, ask if it is time to. Raises nothing."""
+        """Answer requests, collect answers, and send requests that are due. Raises nothing."""
         now = time.monotonic()
         if now - self.tended_at < _TEND_S:
             return
         tended_at, self.tended_at, self._stack = self.tended_at, now, None
         self._mail.drop_sent()
-        # Of each rank no more than a few are under way.
+        # Each rank has only a few messages in flight.
         self._mail.read(self._handle, most=4 * self._size)
         due = [wait for wait in tuple(self._waits) if self._is_due(wait, now, tended_at)]
         if due:
-            self._ask(now, due)
+            self._request_statuses(now, due)
 
     def _is_due(self, wait: Wait, now: float, tended_at: float) -> bool:
-        """Whether to ask the others for ``wait``, now that they have not been since."""
+        """Whether requests for ``wait`` are due."""
         if now - max(wait.since, tended_at) > _SUSPENDED_S:
-            return False  # this process was suspended: check_wait() first finds out for how long
-        began_s = max(wait.since + self._turn_s, wait.asked_at or 0.0)
-        return not self._is_spared(wait) and now > began_s + self.limits.warning_s
+            return False  # this process was suspended; check_wait() first measures for how long
+        began_s = max(wait.since + self._turn_s, wait.requested_at or 0.0)
+        return not self._is_deferred(wait) and now > began_s + self.limits.warning_s
 
-    def _is_spared(self, wait: Wait) -> bool:
-        """Whether another rank asks, as it does again and again, and so will report and judge."""
-        return self._is_recent(wait.spared_at + self._turn_s)
+    def _is_deferred(self, wait: Wait) -> bool:
+        """Whether another rank polls for this wait, and so reports it."""
+        return self._is_recent(wait.deferred_at + self._turn_s)
 
     def _report(self, wait: Wait) -> str:
-        """What every rank is doing, with the stacks of those that answered."""
+        """What every rank is doing, with the stacks of all that answered."""
         now = time.monotonic()
         silence = "does not answer (stopped, or its host is)"
-        if wait.asked_at is None:
-            silence = "was not asked"
+        if wait.requested_at is None:
+            silence = "was not polled"
         elif self._polls:
             silence = _SILENT_WHERE_IT_POLLS
         if self._mail.problem:
             silence = (
-                f"does not answer, or was not asked, since messages failed: {self._mail.problem}"
+                f"does not answer, or was not polled, since messages failed: {self._mail.problem}"
             )
         answers = dict(wait.answers)
         silent_s = {
@@ -232,33 +220,35 @@ class Watchdog:
             for rank in answers
             if not self._is_recent(wait.answered_at[rank])
         }
-        statuses = {**answers, self._rank: self._tell(wait, wait.thread)}
+        statuses = {**answers, self._rank: self._status_of(wait, wait.thread)}
         report = StallReport(self._hosts, statuses, silence, silent_s)
-        title = f"waited {now - wait.since:.0f} s for {wait.subject}; the ranks say:"
+        title = f"waited {now - wait.since:.0f} s for {wait.subject}; status of the ranks:"
         return "\n".join([title, *report.lines()])
 
     def _explain(self, wait: Wait) -> str:
-        """The report, or who has it: of hundreds that give up, one tells what all do."""
-        if not self._is_spared(wait):
+        """The report, or the rank that has it: one of hundreds that give up prints all."""
+        if not self._is_deferred(wait):
             return self._report(wait)
-        judge = wait.spared_by
-        return f"rank {judge} on {self._hosts[judge]} has asked all ranks, and reports what they do"
+        judge = wait.deferred_to
+        return f"rank {judge} on {self._hosts[judge]} polls all ranks and reports what they do"
 
     def status(self, stack: tuple[str, ...] | None = None) -> Status:
-        """This rank's own, as others are told: that of the main thread, which may yet do what they
-        wait for. ``stack``: of it, if it was looked at just now.
+        """The status that other ranks receive: that of the main thread, which may yet complete
+        what they wait for. ``stack``: of the main thread, if the caller has it already.
         """
-        return self._tell(self._innermost(self._main), self._main, stack)
+        return self._status_of(self._innermost(self._main), self._main, stack)
 
-    def _tell(self, wait: Wait | None, thread: int, stack: tuple[str, ...] | None = None) -> Status:
-        """This rank's own, where ``wait`` is that of ``thread``."""
+    def _status_of(
+        self, wait: Wait | None, thread: int, stack: tuple[str, ...] | None = None
+    ) -> Status:
+        """The status of ``thread``, whose wait is ``wait``."""
         left = self._left
         if left:
             stack = ()  # what runs then is this package
         elif stack is None:
             stack = stack_of(thread)
-        # The main thread may go on meanwhile: whatever it is said to wait for, or to have left, it
-        # must not seem to be further back than it was then, so the counts come last.
+        # The main thread may go on meanwhile. The counts come last, so that they are never lower
+        # than at the moment of the wait.
         return Status(
             left=left,
             waiting=wait.subject if wait else "",
@@ -271,98 +261,75 @@ class Watchdog:
             in_iteration=self._in_iteration,
         )
 
-    def _complain(self, problem: str) -> None:
+    def _report_problem(self, problem: str) -> None:
         safe_output.write(
             f"[rank {self._rank} on {self._hosts[self._rank]}] a message between watchdogs failed: "
-            f"{problem}; this rank goes on, and asks no other any more what it does. If file "
-            "handles have run out, raise ulimit -n"
+            f"{problem}; this rank continues, but polls the others no more. If file handles have "
+            "run out, raise ulimit -n"
         )
 
-    def _ask(self, now: float, waits: Iterable[Wait]) -> None:
+    def _request_statuses(self, now: float, waits: Iterable[Wait]) -> None:
         for wait in waits:
-            wait.asked_at = now
-        self._num_asked += 1
+            wait.requested_at = now
+        self._num_requests += 1
         for other in range(self._size):
-            # After a problem it asks nobody; the rest count as silent.
+            # After a problem it sends no more requests; the other ranks count as silent.
             if other != self._rank and not self._mail.problem:
-                self._mail.send({"ask": self._num_asked, "left": self._left}, other)
+                self._mail.send({"request": self._num_requests, "left": self._left}, other)
 
     def _handle(self, sender: int, message: Any) -> None:
         now, waits = time.monotonic(), tuple(self._waits)
-        if "ask" in message:
-            # One report is enough, but of one that still trains, if this rank does.
+        if "request" in message:
+            # One report is enough; a rank that trains does not leave it to a rank that has ended.
             judges = sender < self._rank or self._mail.problem
             if judges and (self._left or not message.get("left")):
                 for wait in waits:
-                    wait.spared_at, wait.spared_by = now, sender
+                    wait.deferred_at, wait.deferred_to = now, sender
             if self._stack is None:
                 self._stack = stack_of(self._main)
-            status = asdict(self.status(self._stack))
-            self._mail.send({"status": status, "to": message["ask"]}, sender)
+            answer = {"status": asdict(self.status(self._stack)), "to": message["request"]}
+            self._mail.send(answer, sender)
             return
-        told = message["status"]
-        said = Status(**{**told, "stack": tuple(told["stack"])})
+        plain = message["status"]
+        status = Status(**{**plain, "stack": tuple(plain["stack"])})
         for wait in waits:
-            wait.hear(sender, said, question=message["to"], now=now)
+            wait.record(sender, status, request=message["to"], now=now)
 
     def _is_answered(self, wait: Wait) -> bool:
-        if wait.asked_at is None or self._is_spared(wait):
+        if wait.requested_at is None or self._is_deferred(wait):
             return False
         complete = len(wait.answers) == self._size - 1
-        return complete or time.monotonic() - wait.asked_at > _ANSWER_S
+        return complete or time.monotonic() - wait.requested_at > _ANSWER_S
 
     def _is_patient(self, wait: Wait) -> bool:
-        """Whether a rank at the end of its program goes on waiting for those that work on.
+        """Whether a rank whose program has ended goes on waiting for ranks that still work.
 
-        It does as long as they answer it, or another rank, which asks and judges in its place. When
-        that one has ceased to, answers to this one's own question are due.
+        It does while they answer it, or the rank that polls in its place. Once that rank stops
+        polling, answers to this rank's own requests are due.
         """
-        is_spared = self._is_recent(wait.spared_at + self._turn_s + 2 * _ANSWER_S)
-        # Else all must have answered the last question, or the one before.
+        is_deferred = self._is_recent(wait.deferred_at + self._turn_s + 2 * _ANSWER_S)
+        # Else all must have answered the last request, or the one before.
         num_fresh = sum(map(self._is_recent, list(wait.answered_at.values())))
-        return is_spared or num_fresh == self._size - 1
+        return is_deferred or num_fresh == self._size - 1
 
     def _is_recent(self, at: float) -> bool:
-        """Whether what ranks do every ``warning_s`` was last done ``at`` and has not ceased."""
+        """Whether something that ranks do every ``warning_s``, last at ``at``, still goes on."""
         return time.monotonic() - at <= self.limits.warning_s + 2 * _ANSWER_S
 
     def _raise_if_hopeless(self, wait: Wait) -> None:
-        own = self._tell(wait, wait.thread)
-        trains = wait.thread == self._main  # else the thread that does may yet do what others need
+        own = self._status_of(wait, wait.thread)
+        trains = wait.thread == self._main  # else the main thread may yet do what others wait for
         are_gone = trains and self._have_all_left(wait)
         for rank, other in sorted(wait.answers.items()):
             in_vain = other.left or (trains and other.waits_for(own))
             if are_gone or (own.waits_for(other) and in_vain):
                 raise StallError(
                     f"rank {self._rank} {own.describe()}, but rank {rank} {other.describe()}: "
-                    f"{self._judge(own, other)}\n{self._report(wait)}",
+                    f"{explain_hopeless(own, other)}\n{self._report(wait)}",
                     code="ranks-out-of-step",
                 )
 
     def _have_all_left(self, wait: Wait) -> bool:
-        """Whether all others have for so long that nothing of theirs is on its way here."""
+        """Whether all others left so long ago that no message of theirs is in flight."""
         now, left_at = time.monotonic(), list(wait.left_at.values())
         return len(left_at) == self._size - 1 and now - max(left_at) > self.limits.warning_s
-
-    def _judge(self, own: Status, other: Status) -> str:
-        """Why ``own`` can never end, and what to do."""
-        steps = f"the ranks, which have taken {own.steps} and {other.steps} steps, have"
-        if other.left and isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            return (
-                f"{steps} ended at different moments, as by Ctrl-C (KeyboardInterrupt), so this "
-                "rank waits in vain. It cannot save its parameters now: resume from the last "
-                f"checkpoint. To save at a signal, {_AT_A_SIGNAL}"
-            )
-        if handled := signal_handled():
-            return (
-                f"{steps} not all received {handled}, or received it at different moments, and "
-                f"its handler waits here for the others. Instead, {_AT_A_SIGNAL}"
-            )
-        interrupted = _INTERRUPTED if other.left and other.in_iteration else ""
-        calls = [one.waiting for one in (own, other) if one.in_exchange]
-        missed = f". For {calls[0]}: {cure_for(*calls)}" if calls else ""
-        return (
-            f"{steps} unequal numbers of batches, or call collective operations in different "
-            f"order{interrupted}. Give every rank the same number of batches, or train inside "
-            f"optimizer.join(){missed}{_GIVING_UP if other.left else ''}"
-        )

@@ -63,7 +63,7 @@ def test_a_rank_whose_question_fails_says_so_once_and_asks_no_more(
         watchdog.end_wait()
     assert inbox.sent in ([1, 2], [1, 2, 3, 4, 5])
     told = capsys.readouterr().err
-    assert told.count(f"[rank 0 on n0] {FAILED}; this rank goes on") == 1
+    assert told.count(f"[rank 0 on n0] {FAILED}; this rank continues") == 1
     assert "raise ulimit -n" in told
 
 
@@ -80,13 +80,13 @@ def test_a_wait_without_answers_ends_at_its_limit_and_says_why_it_has_none(
         wait(watchdog, clock, LIMITS.abort_s)
         with raises(StallError, "wait-timed-out", " s for RS0") as caught:
             wait(watchdog, clock, 5.0)
-        assert "was not asked, since messages failed: OSError: [Errno 24]" in str(caught.value)
+        assert "was not polled, since messages failed: OSError: [Errno 24]" in str(caught.value)
 
 
 def test_a_rank_that_cannot_ask_answers_whom_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, inbox = Clock(monkeypatch), Crowded()
     watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:6], limits=LIMITS)
-    inbox.messages += [(rank, b'{"ask": 1}') for rank in (4, 1, 5, 2)]
+    inbox.messages += [(rank, b'{"request": 1}') for rank in (4, 1, 5, 2)]
     clock.now_s += 0.5
     watchdog.tend()
     assert inbox.sent == [1, 2]
@@ -103,9 +103,9 @@ def test_a_rank_that_cannot_ask_leaves_it_to_any_that_can(
     wait(watchdog, clock, 5.5)
     assert FAILED in capsys.readouterr().err
     for _ in range(30):
-        inbox.messages.append((1, b'{"ask": 1, "left": true}'))
+        inbox.messages.append((1, b'{"request": 1, "left": true}'))
         wait(watchdog, clock, 5.0)
-    assert "the ranks say" not in capsys.readouterr().err
+    assert "status of the ranks" not in capsys.readouterr().err
 
 
 def test_a_message_that_nobody_understands_is_passed_over(
@@ -115,7 +115,7 @@ def test_a_message_that_nobody_understands_is_passed_over(
     watchdog = Watchdog(inbox, rank=0, hosts=HOSTS[:2], limits=LIMITS)
     status = asdict(Watchdog(Inbox(), rank=1, hosts=HOSTS[:2], limits=LIMITS).status())
     strange = json.dumps({"status": {**status, "mood": "good"}, "to": 1}).encode()
-    inbox.messages += [(1, strange), (1, b'{"ask": 1}')]
+    inbox.messages += [(1, strange), (1, b'{"request": 1}')]
     clock.now_s += 0.5
     watchdog.tend()
     assert inbox.sent == [1] and "mood" in capsys.readouterr().err

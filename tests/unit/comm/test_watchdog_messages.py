@@ -120,7 +120,7 @@ def test_an_answer_of_long_ago_is_told_as_such(
 
 def test_the_questions_of_many_ranks_are_answered_at_once() -> None:
     """They come together where all wait for one, and who is late is called stopped."""
-    inbox = Inbox(*((rank, b'{"ask": 1}') for rank in range(1, 1000)))
+    inbox = Inbox(*((rank, b'{"request": 1}') for rank in range(1, 1000)))
     Watchdog(inbox, rank=0, hosts=HOSTS[:1000], limits=LIMITS).tend()
     assert inbox.sent == list(range(1, 1000))
 
@@ -134,7 +134,7 @@ class Shy:
 
     def receive_message(self) -> tuple[int, bytes] | None:
         self.looks += 1
-        return (1, b'{"ask": 1}') if self.looks == 5 else None
+        return (1, b'{"request": 1}') if self.looks == 5 else None
 
     def start_message(self, data: bytes, destination: int) -> Request:
         self.answers.append(destination)
@@ -158,7 +158,7 @@ def test_who_is_asked_by_a_lower_rank_leaves_questions_and_report_to_it(
         if has_left:
             watchdog.leave()
         watchdog.begin_wait("RS0")
-        question = json.dumps({"ask": 1, "left": has_left}).encode()
+        question = json.dumps({"request": 1, "left": has_left}).encode()
         for half_second in range(80):
             if half_second % 10 == 0:  # as long as it waits it asks, every 5 s
                 inbox.messages.append((1, question))
@@ -180,7 +180,7 @@ def test_who_is_asked_no_more_asks(
     answer = json.dumps({"status": asdict(other.status()), "to": 1}).encode()
     with watchdog.exchange():
         watchdog.begin_wait("all-reduce of values")
-        inbox.messages.append((0, b'{"ask": 1}'))
+        inbox.messages.append((0, b'{"request": 1}'))
         watchdog.tend()
         assert inbox.sent == [0]  # its answer
         with raises(StallError, "ranks-out-of-step", "but rank 0 has ended"):

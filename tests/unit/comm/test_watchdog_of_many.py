@@ -14,7 +14,7 @@ from tests.codes import raises
 from tests.unit.comm.inbox import HOSTS, Clock, Inbox
 
 LIMITS = StallLimits(warning_s=5.0, abort_s=60.0)
-QUESTION = b'{"ask": 1, "left": true}'
+QUESTION = b'{"request": 1, "left": true}'
 
 
 class Ended:
@@ -27,7 +27,7 @@ class Ended:
         self._status = asdict(Watchdog(Inbox(), rank=2, hosts=HOSTS[:3], limits=LIMITS).status())
         self._watchdog.leave()
         self._watchdog.begin_wait("the end of the other ranks' programs")
-        self._num_asked = 0
+        self._num_requests = 0
 
     def wait(self, seconds: float, *, asked: bool = False, answered: bool = False) -> None:
         """Wait on, while rank 0 asks every 5 s if it does, and questions are answered."""
@@ -41,8 +41,8 @@ class Ended:
             self._watchdog.check_wait()
 
     def _answer(self) -> None:
-        self._num_asked += 1
-        answer = json.dumps({"status": self._status, "to": self._num_asked}).encode()
+        self._num_requests += 1
+        answer = json.dumps({"status": self._status, "to": self._num_requests}).encode()
         self.inbox.messages += [(0, answer), (2, answer)]
         self.inbox.sent.clear()
 
@@ -82,7 +82,7 @@ class Linked(Inbox):
 
     def start_message(self, data: bytes, destination: int) -> Request:
         self._inboxes[destination].messages.append((self._rank, data))
-        self.num_questions += b'"ask"' in data
+        self.num_questions += b'"request"' in data
         return Completed()
 
 

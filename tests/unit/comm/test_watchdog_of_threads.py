@@ -80,14 +80,14 @@ def test_a_wait_beside_another_one_is_told_as_what_it_is(
     rank.drive(3.0)
     watchdog.check_wait()
     told = capsys.readouterr().err
-    assert told.startswith("waited 7 s for RS0; the ranks say:")
+    assert told.startswith("waited 7 s for RS0; status of the ranks:")
     assert "rank 0 on n0: has begun 0 backprops, waits 7 s for RS0" in told
     rank.second(watchdog.check_wait)
     assert not capsys.readouterr().err, "it has not lasted long"
     rank.drive(4.0)
     rank.second(watchdog.check_wait)
     told = capsys.readouterr().err
-    assert told.startswith("waited 7 s for AG7; the ranks say:")
+    assert told.startswith("waited 7 s for AG7; status of the ranks:")
     assert "rank 0 on n0: has begun 0 backprops, waits 7 s for AG7" in told
     assert "_run" in told.split("rank 1 ")[0], "the place of the thread that waits for it"
 

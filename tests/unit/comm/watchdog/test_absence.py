@@ -49,13 +49,13 @@ def test_an_absence_is_told_of_once_with_its_place_and_the_cure(
     for _ in range(5):
         rank.look_after(1.0)
     told = capsys.readouterr().err
-    assert told.count("[rank 1 on n1] has not driven communication for 4 s") == 1
+    assert told.count("[rank 1 on n1] has not polled for 4 s") == 1
     assert "AG1, AG0" in told and "test_absence.py" in told
     assert "world.barrier()" in told and "progress='thread'" in told
     rank.driven_s = rank.clock.now_s
     for _ in range(5):
         rank.look_after(1.0)
-    assert "has not driven communication for 4 s" in capsys.readouterr().err
+    assert "has not polled for 4 s" in capsys.readouterr().err
 
 
 def test_nothing_is_told_where_nothing_is_under_way_or_the_process_was_suspended(

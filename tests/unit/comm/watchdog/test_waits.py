@@ -95,11 +95,11 @@ def test_a_rank_for_which_another_one_asks_names_that_one_and_tells_no_more(
         for half_second in range(200):
             clock.now_s += 0.5
             if half_second % 10 == 0:
-                inbox.messages.append((3, b'{"ask": 1}'))
+                inbox.messages.append((3, b'{"request": 1}'))
             watchdog.tend()
             watchdog.check_wait()
     assert str(caught.value) == (
         "rank 9 on n1 gave up after waiting 64 s for RS0\n"
-        "rank 3 on n0 has asked all ranks, and reports what they do"
+        "rank 3 on n0 polls all ranks and reports what they do"
     )
     assert 63.0 < clock.now_s - began_s < 66.0

@@ -202,7 +202,7 @@ def test_a_rank_at_its_end_waits_for_those_that_work_on(capfd: pytest.CaptureFix
     assert run_with_limits(3, work, others_wait) == [None, None, None]
     told = capfd.readouterr().err
     # Whoever has asked later leaves the report to the other, if its question was not on its way.
-    assert told.count("for the end of the other ranks' programs; the ranks say:") in (1, 2)
+    assert told.count("for the end of the other ranks' programs; status of the ranks:") in (1, 2)
     assert "rank 0 on fakehost: has begun 0 backprops, does not wait for communication" in told
 
 
