@@ -4,8 +4,8 @@ Usage: mpirun -n 8 python benchmarks/late_rank.py [ROUNDS [SHARE]]
 
 Rank 0 comes late to a reduce-scatter of a small bucket. Prints medians over rounds: the time from
 then to its end on the rank where it ends last, and of each other rank's progress thread the CPU
-time and how often it slept; with the engine's sleeps between polls, and with sleeps of another share
-of the wait, taking turns. All ranks must be on one machine, whose clock they compare.
+time and how often it slept; with the engine's sleeps between polls, and with sleeps of another
+share of the wait, taking turns. All ranks must be on one machine, whose clock they compare.
 """
 
 from __future__ import annotations

@@ -16,26 +16,26 @@ _OBJECT, _SENTENCE = b"O", b"S"
 
 
 def pack(value: object, *, copies: int, origin: str) -> bytes:
-    """``value`` as ``unpack`` takes it, or why it cannot be sent.
+    """``value`` for ``unpack``, or the sentence why it cannot be sent.
 
     copies: how many objects of this size are received together.
     origin: the rank, with its host.
     """
     try:
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever the object's own methods raise
-        told = (
+    except Exception as error:  # an object's own methods may raise anything
+        reason = (
             f"an object of type {type(value).__name__} on {origin} cannot be pickled "
             f"({type(error).__name__}: {error}); send plain values, lists, dicts or tensors"
         )
-        return _SENTENCE + told.encode(errors="replace")
+        return _SENTENCE + reason.encode(errors="replace")
     if (len(data) + 2) * copies > MOST_BYTES:
-        told = (
+        reason = (
             f"an object of type {type(value).__name__} on {origin} takes {len(data)} bytes, and "
             f"{copies} of this size exceed the {MOST_BYTES} bytes of one call; send it in parts, "
             "or in a file that all ranks read"
         )
-        return _SENTENCE + told.encode(errors="replace")
+        return _SENTENCE + reason.encode(errors="replace")
     return _OBJECT + data
 
 
@@ -62,10 +62,10 @@ _ERRORS = "surrogatepass"  # file names may hold lone surrogates
 
 
 def encode(text: str) -> bytes:
-    """``text`` as bytes, whatever it holds."""
+    """``text`` as bytes; it may hold any characters."""
     return text.encode(errors=_ERRORS)
 
 
 def decode(data: bytes) -> str:
-    """What ``encode`` was given."""
+    """The text that ``encode`` made ``data`` of."""
     return data.decode(errors=_ERRORS)

@@ -1,8 +1,8 @@
 """Exchange: what each collective call on the world sends, as steps of a ``Chain``.
 
-All begin with ``meet``, whose message tells what the call is along with its content. Ranks in
-different calls find out before they use any content. The message has one size and one kind,
-whatever the call, so that no two calls can mix. What fits it needs no other message.
+All calls begin with ``meet``, whose message holds a digest of the call and its content. Ranks in
+different calls find out before they use any content. The message has the same size for every call,
+so that no two calls can mix. Content that fits the message needs no other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Values = npt.NDArray[np.float64]
 
 _HEADER = struct.Struct("<8sq")  # digest of the call, bytes of content
 INLINE_BYTES = 112
-"""Content of at most so many bytes travels in the first message."""
+"""Bytes of content that fit the first message."""
 _ROW_BYTES = _HEADER.size + INLINE_BYTES
 
 _REDUCTIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -44,7 +44,7 @@ class Steps(Protocol[Result_co]):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What one rank has sent: ``data`` has all ``num_bytes`` of it if these fit the message."""
+    """What one rank has sent; ``data`` holds all ``num_bytes`` of it if they fit the message."""
 
     data: bytes
     num_bytes: int
@@ -78,7 +78,7 @@ def reduce_values(
     contents = yield from meet(collectives, call, values.tobytes())
     if values.nbytes <= INLINE_BYTES:
         rows = [np.frombuffer(content.data, np.float64) for content in contents]
-        # One by one: a sum over an array may be formed in another order elsewhere.
+        # One by one: numpy may form a sum over an array in another order on another machine.
         reduced: Values = _REDUCTIONS[op].accumulate(np.stack(rows), axis=0)[-1]
         return reduced
     buffer = HostBuffer(values.copy())
@@ -153,4 +153,4 @@ def _explain(described: Sequence[str], hosts: Sequence[str]) -> str:
     for rank, call in enumerate(described):
         alike[call].append(rank)
     calls = "; ".join(f"{name_ranks(ranks, hosts)}: {call}" for call, ranks in alike.items())
-    return f"the ranks are in different collective calls: {calls}. To mend it, {cure_for(*alike)}"
+    return f"the ranks are in different collective calls: {calls}. Cure: {cure_for(*alike)}"

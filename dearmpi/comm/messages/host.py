@@ -1,4 +1,4 @@
-"""Host buffers for the small exchanges that ranks make outside of training."""
+"""Host buffers: numbers of the small exchanges that ranks make outside of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dearmpi.errors import ConfigError
 def plain_numbers(values: Any) -> Any:
     """A float, or lists of floats, of numbers and tensors.
 
-    Tensors may need gradients or lie on a device. Raises ConfigError for what is no number.
+    Tensors may require gradients or lie on a device. Raises ConfigError for other types.
     """
     if hasattr(values, "tolist"):
         return values.tolist()
@@ -31,7 +31,7 @@ def plain_numbers(values: Any) -> Any:
 
 
 def flat_numbers(values: Any) -> npt.NDArray[np.float64]:
-    """``values``, or a number by itself, in one dimension. Raises ConfigError for others."""
+    """``values``, or a single number, in one dimension. Raises ConfigError for other shapes."""
     numbers = plain_numbers(values)
     try:
         array = np.atleast_1d(np.array(numbers, dtype=np.float64))
@@ -49,7 +49,7 @@ def flat_numbers(values: Any) -> npt.NDArray[np.float64]:
 
 
 class HostBuffer:
-    """A 1-D numpy array with the few tensor methods that collectives ask for."""
+    """A 1-D numpy array with the few tensor methods that collectives use."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self.array = array

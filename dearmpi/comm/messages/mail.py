@@ -12,7 +12,7 @@ from dearmpi.comm.api.collectives import Request
 
 T = TypeVar("T")
 
-_NUM_LOOKS = 32  # MPI's one look may only fetch what lies before a message, and not yet find it
+_NUM_LOOKS = 32  # one probe of MPI may only fetch what lies before a message
 
 
 class Messenger(Protocol):
@@ -28,9 +28,9 @@ class Messenger(Protocol):
 
 
 class Mail:
-    """Sends and reads messages. What fails is kept as ``problem``, and the first is complained of.
+    """Sends and reads messages. The first failure is kept as ``problem`` and reported once.
 
-    As where each pair of ranks that talk needs a file handle, and there are no more.
+    It may fail where each pair of ranks needs a file handle, and there are no more.
     """
 
     def __init__(self, messenger: Messenger, report_problem: Callable[[str], None]) -> None:
@@ -46,11 +46,11 @@ class Mail:
             self._sends.append(send)
 
     def drop_sent(self) -> None:
-        """Let go of what has been sent."""
+        """Release messages that have been sent."""
         self._sends = [send for send in self._sends if not self._attempt(send.test, True)]
 
     def read(self, handle: Callable[[int, Any], None], *, most: int) -> None:
-        """Call ``handle`` with the sender and what it has sent, for up to ``most`` messages."""
+        """Call ``handle`` with the sender and the message, for up to ``most`` messages."""
         num_misses = 0
         for _ in range(_NUM_LOOKS + most):
             letter = self._attempt(self._messenger.receive_message, None)
@@ -68,7 +68,7 @@ class Mail:
             return action()
         except Exception as error:
             if not self.problem:
-                # Not its repr: that of MPI's is a number which no document explains.
+                # Not the repr, which for MPI's errors is a bare number.
                 self.problem = "".join(traceback.format_exception_only(error)).rstrip()
                 self._report_problem(self.problem)
             return otherwise

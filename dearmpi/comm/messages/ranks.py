@@ -13,9 +13,9 @@ Gather = Callable[[str], Sequence[str]]
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks as ranges, with their hosts where these are few: ``ranks 0, 2-5 (node1)``.
+    """Ranks as ranges, with the names of up to three hosts: ``ranks 0, 2-5 (node1)``.
 
-    hosts: every rank's.
+    hosts: of every rank.
     """
     ranges: list[list[int]] = []
     for rank in ranks:
@@ -35,11 +35,10 @@ def digest(lines: Sequence[str]) -> str:
 
 
 def first_difference(lines: Sequence[str], gather: Gather) -> list[str]:
-    """Every rank's line, by rank, at the first place at which not all have the same: ``nothing
-    further`` on those whose lines have ended. Empty if there is no such place (collective).
+    """Every rank's line, by rank, at the first place where ranks differ (collective).
 
-    It is found by halving, by hashes of what comes before: of thousands of parameters on hundreds
-    of ranks no more than these and a line each need travel.
+    The line is ``nothing further`` on ranks whose lines have ended. Empty if all are the same.
+    Bisection over hashes finds the place, so that only hashes and one line of each rank travel.
     """
 
     def is_alike(num_lines: int) -> bool:

@@ -1,4 +1,4 @@
-"""Backoff: how long whoever polls sleeps between two looks."""
+"""Backoff: how long a polling thread sleeps between two polls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 
 from dearmpi.comm.api.collectives import Movement
 
-# An idle poller yields a few times, then sleeps for a share of the time it has already waited: what
-# the last sleep adds to a wait stays in proportion to it.
+# An idle poller yields a few times, then sleeps for a share of the time it has already waited, so
+# that the last sleep adds only this share to a wait.
 _NUM_YIELDS = 3
 _SLEEP_SHARE = 0.05
 _LEAST_SLEEP_S = 20e-6
 _MOST_SLEEP_S = 1e-3
 
-# And for no more than half of what messages of rings take, one after the other: the wire, which has
-# few of them ahead of time, would run dry, and each hop of a long ring make all later ones later.
+# It sleeps no more than half of the time of a ring's message: longer, the wire would run out of
+# messages, and each hop of a long ring would delay all later hops.
 _SHARE_OF_MESSAGE = 0.5
 _WEIGHT_OF_LAST = 0.25
 
@@ -23,12 +23,12 @@ class Backoff:
     """How long to sleep between polls that found nothing, or a message."""
 
     def __init__(self) -> None:
-        self._message_s = _LEAST_SLEEP_S  # of those that came last, one by one
+        self._message_s = _LEAST_SLEEP_S  # mean time between the last messages
         self._begin_s = self._moved_s = 0.0
         self.note(Movement.OPERATION)
 
     def note(self, movement: Movement) -> None:
-        """What a poll has found: after an operation's begin or end, poll eagerly again."""
+        """Take in what a poll has found; after an operation's begin or end, poll eagerly again."""
         if movement is Movement.NONE:
             return
         now = time.perf_counter()
@@ -36,7 +36,7 @@ class Backoff:
             self._num_idle = 0
             self._begin_s = now
         else:
-            # The mean of rates, which a wait for a rank that is late hardly changes.
+            # A mean of rates: a wait for a late rank hardly changes it.
             each_s = max(now - self._moved_s, _LEAST_SLEEP_S)
             rate = (1 - _WEIGHT_OF_LAST) / self._message_s + _WEIGHT_OF_LAST / each_s
             self._message_s = 1 / rate

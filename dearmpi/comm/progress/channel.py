@@ -1,4 +1,4 @@
-"""Channel: where one kind of operation goes, in line, without meeting any other kind."""
+"""Channel: a queue for one kind of operation, apart from all other kinds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Channel:
         start: Callable[[Collectives], Request],
         finish: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
-        """As ``submit``; to call what comes back is to wait until ``finish`` has run."""
+        """As ``submit``; returns a function that waits until ``finish`` has run."""
         done: list[bool] = []
 
         def end() -> None:
@@ -59,11 +59,11 @@ class Channel:
         return texts
 
     def resize(self, window: int) -> None:
-        """Have so many operations in flight at most, those of before among them."""
+        """Allow ``window`` operations in flight, those already posted included."""
         self._lane.window = window
 
     def close(self) -> None:
-        """Wait for what is queued, then stop and give the communicator back (collective)."""
+        """Wait for queued operations, then release lane and communicator (collective)."""
         lane = self._lane
         self._progress.wait_until(lambda: not lane.busy, what=f"the {lane.name} lane to empty")
         self.run(f"release of {lane.name}", _free)

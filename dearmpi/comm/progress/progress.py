@@ -1,8 +1,8 @@
-"""Progress: who drives the operations under way, and when they are posted.
+"""Progress: which thread completes operations, and when they are posted.
 
-MPI does not progress by itself, so somebody must poll. In ``thread`` mode one thread owns all
-calls into the library: other threads submit work and wait. In ``poll`` mode the submitting thread
-does it, whenever it calls ``poll`` or waits.
+MPI does not progress by itself, so a thread must poll. In ``thread`` mode the progress thread makes
+all calls into the library: other threads submit work and wait. In ``poll`` mode the submitting
+thread polls, whenever it calls ``poll`` or waits; it is then the progress thread.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from dearmpi.comm.api.collectives import Movement
-from dearmpi.comm.api.stack import signal_handled
 from dearmpi.comm.progress.backoff import Backoff
 from dearmpi.comm.progress.lane import Lane, Work
+from dearmpi.comm.progress.refusal import check_process, deadlock_of
 from dearmpi.comm.watchdog.absence import Absence
 from dearmpi.comm.watchdog.bell import Bell
 from dearmpi.comm.watchdog.waits import Wait
@@ -27,16 +27,16 @@ from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError
 
 _NICENESS = 5  # of the progress thread
-_WAKE_S = 0.5  # a waiting main thread looks up this often, for signals and failures
+_WAKE_S = 0.5  # a waiting main thread wakes this often, for signals and failures
 
 
 def yield_to_computation() -> None:
-    """Have the calling thread interrupt none that computes, whenever it wakes (Linux).
+    """Lower the calling thread's priority, so that it interrupts no thread that computes (Linux).
 
-    It still gets a core soon, since it hardly uses any. Where the process has a scheduling policy
-    of its own, that stays.
+    It still gets a core soon, since it hardly uses any. A scheduling policy that the process has
+    set itself stays.
     """
-    with contextlib.suppress(AttributeError, OSError):  # another system, or one that forbids it
+    with contextlib.suppress(AttributeError, OSError):  # other systems, or not allowed
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             niceness = max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS)
@@ -46,7 +46,7 @@ def yield_to_computation() -> None:
 class Progress:
     """Drives lanes, in a thread of its own or in the threads that poll and wait.
 
-    around: what lanes are driven in, on whichever thread.
+    around: makes the context in which lanes are driven, on any thread.
     """
 
     def __init__(self, mode: ProgressMode, *, origin: str) -> None:
@@ -55,7 +55,7 @@ class Progress:
         self._origin = origin
         self._lanes: list[Lane] = []
         # No locks: a signal handler may wait while its thread is in the middle of a submission.
-        self._submitted, self._is_asleep = Bell(), False  # the thread of our own
+        self._submitted, self._is_asleep = Bell(), False  # of the progress thread
         self._waiting: list[tuple[Callable[[], bool], Bell]] = []
         self._driving = threading.RLock()
         self._driver: int | None = None  # the thread that drives lanes at this moment
@@ -73,7 +73,7 @@ class Progress:
             self._thread.start()
 
     def watch(self, watchdog: Watchdog) -> None:
-        """Have ``watchdog`` look at every wait from now on."""
+        """Have ``watchdog`` check every wait from now on."""
         self._watchdog = watchdog
         if self.mode == "poll" and watchdog.has_others:
             self._absence = Absence(
@@ -105,22 +105,25 @@ class Progress:
         self._lanes.remove(lane)
 
     def is_driver(self) -> bool:
-        """Whether the calling thread drives lanes: it is called by something of theirs."""
+        """Whether the calling thread drives lanes at this moment: an operation called it."""
         return self._driver == threading.get_ident()
 
     def submit(self, lane: Lane, work: Work) -> None:
-        """Queue ``work`` behind what ``lane`` already has."""
+        """Queue ``work`` behind all other work of ``lane``.
+
+        Raises CommError if progress has failed, or in a fork.
+        """
         self.raise_failure()
-        self._refuse_fork(work.label)
+        check_process(self._process, self._origin, work.label)
         lane.queue.append(work)
         self._num_submitted += 1  # after the queue has it: see _is_idle
         if self._is_asleep:
             self._submitted.ring()
 
     def poll(self) -> None:
-        """In ``poll`` mode, drive all lanes once; in ``thread`` mode there is nothing to do.
+        """In ``poll`` mode, drive all lanes once; does nothing in ``thread`` mode.
 
-        Nor is there in a fork: what is under way is its parent's.
+        Nor does it in a fork: operations under way belong to the parent.
         """
         if self.mode == "poll" and os.getpid() == self._process and not self.is_driver():
             self._advance()
@@ -129,14 +132,14 @@ class Progress:
     def wait_until(self, ready: Callable[[], bool], *, what: str) -> None:
         """Block until ``ready()``.
 
-        Raises CommError, naming ``what``, if progress has failed, and StallError if the watchdog
-        gives the wait up.
+        Raises CommError if progress has failed or the wait could never end, and StallError if the
+        watchdog gives it up. Both name ``what``.
         """
         if ready():
             return
-        self._refuse_fork(what)
+        check_process(self._process, self._origin, what)
         if self.is_driver():
-            raise self._refuse_deadlock(what)
+            raise deadlock_of(self._origin, what)
         watchdog, began_s = self._watchdog, time.perf_counter()
         watched: Wait | None = None
         try:
@@ -161,9 +164,9 @@ class Progress:
                 watchdog.end_wait(watched)
 
     def drain(self) -> None:
-        """Wait until nothing is under way in any lane, and nothing follows from what was.
+        """Wait until no lane has work, and completed work has submitted no more.
 
-        Raises what ``wait_until`` raises; a StallError names the operations that are left.
+        Raises as ``wait_until``; a StallError names the operations that are left.
         """
         try:
             self.wait_until(self._is_idle, what="the other ranks to join its last operations")
@@ -180,22 +183,22 @@ class Progress:
             ) from error
 
     def notify(self) -> None:
-        """Wake waiters if what any of them waits for has come true.
+        """Wake every waiter whose condition has come true.
 
-        The thread that changes things looks, and wakes no main thread to look for itself: that
-        would cost it the interpreter, and a core, for every operation of a step.
+        The progress thread evaluates the conditions itself. To wake the main thread for each
+        operation of a step would cost it the interpreter, and a core.
         """
         for ready, bell in tuple(self._waiting):
             if ready():
                 bell.ring()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong on the progress thread, if anything did."""
+        """Raise the error with which progress has failed, if it has."""
         if self._failure is not None:
             raise self._failure
 
     def close(self, *, patience_s: float = 10.0) -> None:
-        """Stop the thread, and wait for it as long as that. Works still queued are dropped."""
+        """Stop the progress thread, and wait ``patience_s`` for its end. Drops queued work."""
         self._closing = True
         self._wake_all()
         if self._absence is not None:
@@ -204,7 +207,7 @@ class Progress:
             self._thread.join(timeout=patience_s)
 
     def _is_idle(self) -> bool:
-        # The end of one operation may submit another, to a lane that was looked at before.
+        # The end of one operation may submit another, to a lane that was checked before.
         num_submitted = self._num_submitted
         busy = any(lane.busy for lane in tuple(self._lanes))
         return not busy and num_submitted == self._num_submitted
@@ -213,7 +216,7 @@ class Progress:
         bell = Bell()
         waiting = (ready, bell)
         try:
-            self._waiting.append(waiting)  # before it looks: what comes true from now on rings
+            self._waiting.append(waiting)  # before the check: what comes true from now on rings
             if self._is_asleep:  # a handler may wait for what its thread was about to ring for
                 self._submitted.ring()
             if not (ready() or self._failure is not None or self._closing):
@@ -234,7 +237,7 @@ class Progress:
             time.sleep(backoff.next_sleep_s())
 
     def _advance(self) -> Movement:
-        """Drive every lane once; a failure is kept for the threads that wait."""
+        """Drive every lane once; keeps a failure for the threads that wait."""
         movement = Movement.NONE
         with self._driving, self.around():
             if self._failure is not None:
@@ -260,43 +263,17 @@ class Progress:
             self._fail(f"{label} ({lane.name} lane)", error)
             return Movement.NONE
 
-    def _refuse_deadlock(self, what: str) -> CommError:
-        if handled := signal_handled():
-            return CommError(
-                f"deadlock: on {self._origin} the handler of {handled} interrupted communication "
-                f"and waits for {what}, but with progress='poll' only the interrupted thread can "
-                "complete it. Let the handler set a flag, and read parameters after the step, or "
-                "use progress='thread'",
-                code="wait-in-signal-handler",
-            )
-        return CommError(
-            f"deadlock: on {self._origin} the progress thread waits for {what}, which only this "
-            "thread can complete. The optimizer's step runs there and must not read parameters "
-            "through the model: read those of its param groups. Nor may a finalizer (__del__), "
-            "which Python runs on any thread",
-            code="wait-on-progress-thread",
-        )
-
-    def _refuse_fork(self, what: str) -> None:
-        if os.getpid() != self._process:
-            raise CommError(
-                f"a process that was forked from {self._origin} waits for {what}, but a fork has "
-                "no communication. Call optimizer.synchronize() before the fork, and train in "
-                "processes that are started anew",
-                code="wait-in-fork",
-            )
-
     def _keeps(self, error: BaseException) -> bool:
-        """Whether ``error`` is for those who wait, and not for who polls.
+        """Whether ``error`` is kept for the threads that wait, rather than raised where it polls.
 
-        A thread of our own would end by a SystemExit, as of an optimizer's step, without a word.
+        A SystemExit, as of an optimizer's step, would end the progress thread silently.
         """
         return isinstance(error, Exception) or self._thread is threading.current_thread()
 
     def _fail(self, what: str, error: BaseException) -> None:
-        # Not its repr: that of MPI's is a number which no document explains.
-        said = "".join(traceback.format_exception_only(error)).rstrip()
-        reason = str(error) if isinstance(error, DearError) else said
+        # Not the repr, which for MPI's errors is a bare number.
+        described = "".join(traceback.format_exception_only(error)).rstrip()
+        reason = str(error) if isinstance(error, DearError) else described
         kind = type(error) if isinstance(error, CommError) else CommError
         code = error.code if isinstance(error, DearError) else "operation-failed"
         failure = kind(f"{self._origin}: {what} failed: {reason}", code=code)
@@ -308,7 +285,7 @@ class Progress:
         try:
             yield_to_computation()
             self._drive()
-        except BaseException as error:  # beside the lanes: who waits would wait for ever
+        except BaseException as error:  # outside of the lanes; waiters would wait for ever
             self._fail("driving communication", error)
 
     def _drive(self) -> None:
@@ -319,15 +296,15 @@ class Progress:
             if movement is Movement.OPERATION:
                 self.notify()
             elif any(lane.busy for lane in tuple(self._lanes)):
-                # Not for the bell: waiting there costs more than the poll itself, and what is
-                # submitted meanwhile is seen soon enough.
+                # Not for the bell: to wait there costs more than the poll itself, and new work is
+                # seen soon enough.
                 time.sleep(backoff.next_sleep_s())
             else:
                 self._await_submission()
                 backoff.note(Movement.OPERATION)
 
     def _await_submission(self) -> None:
-        self._is_asleep = True  # before it looks: what is submitted from now on rings
+        self._is_asleep = True  # before the check: what is submitted from now on rings
         try:
             if not self._closing and not any(lane.busy for lane in tuple(self._lanes)):
                 self._submitted.wait(_WAKE_S if self._watchdog else None)
