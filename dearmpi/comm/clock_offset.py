@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks are apart."""
+"""Clock offset: how far the clocks of the ranks are apart."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from dearmpi.comm.world import World
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What to add to this rank's clock to get rank 0's, in seconds; the truth is within
-    ``uncertainty_s`` of it, as far as the clocks run at one speed.
+    """Seconds to add to this rank's clock to get rank 0's.
+
+    The true offset is within ``uncertainty_s`` of it, if the clocks run at one speed.
     """
 
     offset_s: float
@@ -29,7 +30,7 @@ def measure_clock(
     now: Callable[[], float] = time.perf_counter,
     num_rounds: int = 20,
 ) -> ClockOffset:
-    """Compare this rank's clock with rank 0's (collective); each counts from its ``origin_s``.
+    """Compare this rank's clock with rank 0's (collective); both count from their ``origin_s``.
 
     No rank leaves an all-reduce before every rank has entered it. So each round bounds the offset
     from both sides: this rank left after rank 0 had entered, and rank 0 after this rank had. The

@@ -28,20 +28,21 @@ from dearmpi.guessed import CONNECTION, answers_guesses
 
 _POLLS_UNASKED = (
     "this MPI library does not grant MPI_THREAD_MULTIPLE, so every rank runs with "
-    "progress='poll': communication goes on only while the main thread calls the model, the "
-    f"optimizer or the world, and hides less. To avoid hangs, {CURE}, which needs a library that "
-    "grants it, such as the packages mpich and openmpi. connect(progress='poll') ends this notice"
+    "progress='poll': communication advances only while the main thread calls the model, the "
+    f"optimizer or the world, and overlaps less. To avoid hangs, {CURE}, which needs a library "
+    "that grants it, such as the packages mpich and openmpi. connect(progress='poll') ends this "
+    "notice"
 )
-# A rank under which MPI has failed was perhaps left by another, which says why and ends the job:
-# launchers may take 2 s to reach all hosts.
+# MPI may have failed on this rank because another one has ended. The other prints the reason and
+# ends the job first: launchers may take 2 s to reach all hosts.
 _GRACE_OF_VICTIMS_S = 3.0
 
 
 class _Process:
-    """The world of this process: MPI is initialised once in a process, and so is this."""
+    """The world of this process, which is made once, as MPI is initialised once."""
 
     world: ClassVar[World | None] = None
-    progress: ClassVar[ProgressMode] = "thread"  # as asked for; the world's own may be "poll"
+    progress: ClassVar[ProgressMode] = "thread"  # as requested; the world's own may be "poll"
 
 
 @answers_guesses("connect", CONNECTION)
@@ -51,21 +52,21 @@ def connect(
     """The world that this process was launched into; the same object at every call.
 
     progress: ``thread`` (default) or ``poll``; below MPI_THREAD_MULTIPLE always ``poll``.
-    stall_limits: how long a wait for other ranks may last; counts at the first call only.
-    An exception that nobody catches then ends the whole job, so that no rank waits forever.
-    Processes that this one starts then leave MPI alone, also where they import ``mpi4py.MPI``.
+    stall_limits: how long a wait for other ranks may last; only the first call's count.
+    From then on an uncaught exception ends the whole job, so that no rank waits for ever. Processes
+    that this one starts leave MPI alone, also where they import ``mpi4py.MPI``.
     Raises LaunchError if the launcher announced more ranks than MPI sees, and in a process that a
-    rank has started.
+    rank has started; ConfigError if ``progress`` differs from that of the first call.
     """
     if progress is not None and not isinstance(progress, str):
         raise _refuse_group("progress", progress)
     world = _Process.world
     if world is None:
         refuse_workers(os.environ)
-        asked = progress or "thread"
-        is_first = "mpi4py.MPI" not in sys.modules  # others may need MPI until they have ended
-        world = _connect(asked, stall_limits)
-        _Process.world, _Process.progress = world, asked
+        requested = progress or "thread"
+        is_first = "mpi4py.MPI" not in sys.modules  # else other code may need MPI to the end
+        world = _connect(requested, stall_limits)
+        _Process.world, _Process.progress = world, requested
         keep_from_mpi(os.environ)
         deadline = None
         if world.size > 1:
@@ -84,7 +85,7 @@ def connect(
 def choose_world(world: object) -> World:
     """``world``, or for None the one that this process was launched into.
 
-    Raises ConfigError for whatever else a script takes for a group of ranks.
+    Raises ConfigError for any other object, such as a process group.
     """
     if world is None:
         return connect()
@@ -134,7 +135,7 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
             serves_any_thread=mpi.serves_any_thread(),
         )
     except Exception as error:
-        if collectives.size > 1:  # nothing else would end the others, who wait for this rank
+        if collectives.size > 1:  # nothing else would end the other ranks, which wait for this one
             host = collectives.hosts[collectives.rank]
             safe_output.write(f"[rank {collectives.rank} on {host}] {error}")
             collectives.abort(error.exit_code if isinstance(error, DearError) else 1)
@@ -142,27 +143,27 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
 
 
 def limit_end(world: World, limits: StallLimits) -> Deadline:
-    """For MPI's finalisation, which no watchdog can look into."""
+    """The deadline for MPI's finalisation, in which no watchdog runs."""
     return Deadline(
         limits,
-        who=f"rank {world.rank} on {world.host}",
+        origin=f"rank {world.rank} on {world.host}",
         what="the other ranks in MPI's finalisation",
         advice=(
-            "every program had come to its end, but then a rank was stopped or a host cut off. "
-            "What was saved is whole; look after the processes that are left on "
+            "every program had ended, but then a rank was stopped or a host cut off. Saved files "
+            "are complete; look for processes that are left on "
             f"{', '.join(dict.fromkeys(world.hosts))}"
         ),
     )
 
 
 def leave(world: World, deadline: Deadline | None) -> None:
-    """At the end of the program: a rank that is still waited for must not vanish quietly."""
+    """Leave the job at the end of the program, once no other rank waits for this one."""
     if world.is_closed:
-        return  # nobody has waited for the others, which may have work left to do
+        return  # closed without a wait for the other ranks, which may have work left
     if _is_finalized():
         safe_output.write(
             f"[rank {world.rank} on {world.host}] the program has called MPI.Finalize() while MPI "
-            "was still in use, which MPI may punish by ending the process; leave it out, since MPI "
+            "was still in use, and MPI may end the process for it; leave the call out, since MPI "
             "ends by itself, or call world.leave() on every rank before"
         )
         _close_without_mpi(world)
@@ -180,7 +181,7 @@ def leave(world: World, deadline: Deadline | None) -> None:
 
 
 def _close_without_mpi(world: World) -> None:
-    """Close what the program has ended MPI under; what has failed there is told all the same."""
+    """Close ``world`` after the program has ended MPI; print a failure that it has kept."""
     world.close()
     try:
         world.progress.raise_failure()
@@ -200,7 +201,7 @@ def _is_finalized() -> bool:
 
 
 def abort_on_exception(world: World) -> None:
-    """Print an uncaught exception with its rank, then end the job."""
+    """From now on print an uncaught exception with its rank, then end the job."""
 
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
         text = "\n".join(filter(None, (_describe(error), advise_on_workers(error))))
@@ -209,9 +210,11 @@ def abort_on_exception(world: World) -> None:
             return
         if _may_be_victim(error):
             time.sleep(_GRACE_OF_VICTIMS_S)
-        told = "\n".join(f"[rank {world.rank} on {world.host}] {line}" for line in text.split("\n"))
-        # torch's init_process_group holds sys.stderr back while it calls the hook before its own.
-        safe_output.write(told, stream=sys.__stderr__ or sys.stderr)
+        lines = "\n".join(
+            f"[rank {world.rank} on {world.host}] {line}" for line in text.split("\n")
+        )
+        # torch's init_process_group holds sys.stderr back while it calls the previous hook.
+        safe_output.write(lines, stream=sys.__stderr__ or sys.stderr)
         code = error.exit_code if isinstance(error, DearError) else 1
         world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
 
@@ -219,7 +222,7 @@ def abort_on_exception(world: World) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback; before it, for an error raised on purpose, where the user's code met it."""
+    """The traceback; for an error of this package, first a line with the user's own place."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     origin = origin_of(error)
     if not isinstance(error, DearError) or not origin:
@@ -231,7 +234,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _may_be_victim(error: BaseException) -> bool:
-    """Whether MPI has failed under it in a way that may come from the end of another rank."""
+    """Whether MPI failed, possibly because another rank has ended."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from dearmpi.comm.backends import mpi

@@ -58,7 +58,7 @@ _ABORT_PATIENCE_S = 1.0  # for the progress thread to come to an end
 
 
 def unchanged(collectives: Collectives) -> Collectives:
-    """What carries nothing."""
+    """``collectives`` themselves, for tensors of the host."""
     return collectives
 
 
@@ -99,20 +99,20 @@ class World:
         self.progress.watch(self._watchdog)
         self._shared: dict[str, Channel] = {}
         self._labels: Counter[str] = Counter()
-        self._calling = threading.local()  # its ``name``: of the outermost call under way
+        self._calling = threading.local()  # its ``name``: of the outermost call in progress
         self._closed = False
         self._process = os.getpid()
-        # Of its own: no exchange of a rank that goes on may take part in it.
+        # A channel of its own, so that no exchange of a rank that goes on mixes with it.
         self._farewell = self.open_channel("farewell", window=1)
         self.local_rank = self.hosts[: self.rank].count(self.host)
 
-    if not TYPE_CHECKING:  # which would take any name for one that there is
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError for a name that it lacks; others' names lead to those here."""
-            told = answer_guess("World", name, WORLD)
-            if told is not None:
-                raise AttributeError(told)
+            """Raise AttributeError; for another library's name, with the name to use here."""
+            answer = answer_guess("World", name, WORLD)
+            if answer is not None:
+                raise AttributeError(answer)
             self.__getattribute__(name)  # raises as if this method were not there
 
     def __repr__(self) -> str:
@@ -120,12 +120,12 @@ class World:
 
     @property
     def is_root(self) -> bool:
-        """Whether this is rank 0, the one that speaks."""
+        """Whether this is rank 0, which writes to the console."""
         return self.rank == 0
 
     @property
     def has_progress_thread(self) -> bool:
-        """Whether a thread of its own drives communication, and there is some."""
+        """Whether there are other ranks, and a thread of its own completes communication."""
         return self.size > 1 and self.progress.mode == "thread"
 
     def open_channel(
@@ -137,8 +137,8 @@ class World:
     ) -> Channel:
         """A channel with an order of its own (collective).
 
-        carry: makes of the channel's collectives those that its operations are started with.
-        Raises CommError if MPI has no communicator left for it.
+        window: most operations in flight. carry: wraps the collectives that operations start with,
+        as for tensors of a device. Raises CommError if MPI has no communicator left.
         """
         try:
             twin = self._exchange(f"opening of a channel for {name}", duplicate)
@@ -154,7 +154,7 @@ class World:
         return Channel(carry(twin), self.progress.open_lane(name, window), self.progress)
 
     def shared_channel(self, name: str) -> Channel:
-        """That of all who ask for it by this name, opened at the first call (collective)."""
+        """The channel called ``name``, opened at the first call (collective)."""
         if name not in self._shared:
             self._shared[name] = self.open_channel(name, window=1)
         return self._shared[name]
@@ -162,9 +162,9 @@ class World:
     def all_reduce(
         self, values: Sequence[SupportsFloat] | SupportsFloat, op: ValueOp = "sum"
     ) -> list[float]:
-        """Reduce each value over the ranks, which must all have as many.
+        """Reduce each value over the ranks, which must all give the same number of values.
 
-        values: numbers, or a tensor of one dimension. A number by itself counts as a list of one.
+        values: numbers, or a tensor of one dimension. A single number counts as a list of one.
         op: ``sum``, ``max``, ``min`` or ``mean``.
         """
         check_choice("op", op, (*get_args(ReduceOp), "mean"))
@@ -202,8 +202,8 @@ class World:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's object, pickled on its way, by rank.
 
-        Raises ConfigError on every rank if one cannot be pickled, or if all together, each as
-        large as the largest, exceed 2 GiB.
+        Raises ConfigError on every rank if one cannot be pickled, or if the largest, times the
+        number of ranks, exceeds 2 GiB.
         """
         packed = pack(value, copies=self.size, origin=self._origin)
         with self.named_call("world.all_gather_object()"):
@@ -252,7 +252,7 @@ class World:
     def named_call(self, name: str) -> Iterator[None]:
         """Collective calls inside belong to the script's call of ``name``, which errors name.
 
-        The outermost name counts. Ranks that call different names get a MismatchError.
+        The outermost name counts. Raises MismatchError if ranks call different names.
         """
         outermost = not hasattr(self._calling, "name")
         if outermost:
@@ -269,15 +269,15 @@ class World:
         return kind if self._labels[kind] == 1 else f"{kind} {self._labels[kind]}"
 
     def abort(self, code: int) -> NoReturn:
-        """End the whole job with exit status ``code``, whatever became of standard output."""
+        """End the whole job with exit status ``code``, even if output cannot be written."""
         safe_output.wait_until_read()
-        # Else it would work on while MPI's exit takes down the libraries under it.
+        # Else it would still run while MPI's exit handlers destroy the libraries that it uses.
         self.progress.close(patience_s=_ABORT_PATIENCE_S)
         self._collectives.abort(code)
         os._exit(code)
 
     def on_progress_thread(self, action: Callable[[], None]) -> None:
-        """Have the thread that drives progress call ``action``, and wait for it."""
+        """Run ``action`` on the progress thread, and wait for its end."""
 
         def start(_: Collectives) -> Request:
             action()
@@ -286,11 +286,11 @@ class World:
         self._channel.run("a call on the progress thread", start)
 
     def begin_backprop(self) -> None:
-        """A backprop with communication begins; ranks that wait in vain tell each other which."""
+        """Count a backprop with communication, for reports of waits that last."""
         self._watchdog.begin_backprop()
 
     def begin_step(self) -> None:
-        """A step begins, which the parameters after it wait for on all ranks."""
+        """Count a step, for reports of waits that last."""
         self._watchdog.begin_step()
 
     @property
@@ -304,8 +304,10 @@ class World:
             )
 
     def _exchange(self, operation: str, steps: Steps[Result]) -> Result:
-        """The result of ``steps``. Raises MismatchError if ranks are in different calls, on all
-        of them, with nothing under way.
+        """The result of ``steps``.
+
+        Raises MismatchError on every rank if ranks are in different calls; no operation is then in
+        flight.
         """
         name = getattr(self._calling, "name", operation)
         call = Call(name, operation, threading.get_ident())
@@ -325,10 +327,10 @@ class World:
         return results[0]
 
     def leave(self) -> None:
-        """Wait until every rank has nothing more to do, then close (collective).
+        """Wait until every rank has finished its work, then close (collective).
 
-        Raises StallError if others still wait for this rank, or it for them: also if it has begun
-        operations, which it names, that not every rank has joined.
+        Raises StallError if this rank waits for others in vain, or they for it; the message names
+        operations that not every rank has joined.
         """
         if not self._closed:
             self.progress.drain()
@@ -341,11 +343,11 @@ class World:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is driven any more, as in a fork of the process that connected."""
+        """Whether no operation can complete any more, as in a fork of the process."""
         return self._closed or os.getpid() != self._process
 
     def close(self) -> None:
-        """Stop driving progress; no operation may be pending. Safe to call twice."""
+        """Stop progress; no operation may be pending. Safe to call twice."""
         self._closed = True
         self.progress.close()
 

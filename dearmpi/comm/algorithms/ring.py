@@ -1,8 +1,8 @@
 """Rings: P - 1 rounds, in each of which every rank sends one shard to its successor.
 
-Bandwidth-optimal on any MPI, since each round is one full-duplex exchange with fixed neighbours
-(senders never meet at a receiver), and needing nothing of MPI but point-to-point, so that half
-precision and device buffers work wherever that does. Small state machines, driven by ``test``.
+Bandwidth-optimal on any MPI, since each round is one full-duplex exchange with fixed neighbours, so
+that senders never meet at a receiver. Needs only point-to-point of MPI, so that half precision and
+device buffers work wherever point-to-point does. Small state machines, driven by ``test``.
 
 Shards travel in chunks. While one is added the next ones are on the wire, scratch memory does not
 grow with the bucket, and a message of higher priority (``send_scheduler``) waits for no whole shard
@@ -29,21 +29,20 @@ _MOST_RECEIVES = 6
 
 
 def num_chunks(shard_numel: int, element_size: int) -> int:
-    """In how many messages a shard travels as elements of ``element_size`` bytes."""
+    """Number of messages of a shard whose elements travel with ``element_size`` bytes."""
     return max(1, -(-shard_numel * element_size // CHUNK_BYTES))
 
 
 def num_receives(shard_numel: int, element_size: int, size: int) -> int:
-    """How many receives a ring over ``size`` ranks posts ahead, of a chunk each."""
+    """Number of receives that a ring over ``size`` ranks posts ahead, one chunk each."""
     return min(_MOST_RECEIVES, (size - 1) * num_chunks(shard_numel, element_size))
 
 
 def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Ranks as they follow each other around a ring, those of a host side by side; ``hosts``: by
-    rank.
+    """Ranks in their order around the ring, the ranks of a host next to each other.
 
-    So each link between hosts carries what goes around once, however ranks were dealt out. Where
-    they are numbered host by host it is the order of their numbers.
+    hosts: of each rank. Each link between hosts then carries the data once, in any placement of
+    ranks. Where ranks are numbered host by host it is the order of their numbers.
     """
     first: dict[str, int] = {}
     for rank, host in enumerate(hosts):
@@ -53,8 +52,10 @@ def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RingContext:
-    """Where a ring runs: in what order of ranks, this one at which place of it, under a tag of its
-    own, and what it competes with.
+    """Where a ring runs.
+
+    order: ranks around the ring. place: of this rank in it. tag: of all messages of this ring.
+    scheduler: of all rings of this rank.
     """
 
     transport: PointToPoint
@@ -65,7 +66,7 @@ class RingContext:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.order)
 
     def rank_at(self, place: int) -> int:
@@ -74,9 +75,9 @@ class RingContext:
 
 
 class Ring(Request):
-    """A ring under way: messages go out and come in, as many of each, in order.
+    """A ring in flight: sends and receives the same number of messages, in order.
 
-    What comes in as message n goes on one round later, as message n + ``num_chunks``.
+    Message n that comes in goes out one round later, as message n + ``num_chunks``.
     """
 
     priority: ClassVar[Priority]
@@ -84,7 +85,7 @@ class Ring(Request):
     def __init__(
         self, context: RingContext, buffer: Buffer, cuts: Cuts, *, element_size: int
     ) -> None:
-        """``cuts``: even. ``element_size``: in bytes, of what travels."""
+        """``cuts``: even. ``element_size``: in bytes, of elements on the wire."""
         self._context, self._buffer, self._cuts = context, buffer, cuts
         self._shard_numel = cuts.largest
         self._num_chunks = num_chunks(self._shard_numel, element_size)
@@ -115,9 +116,9 @@ class Ring(Request):
         moved = self._num_arrived > num_before
         self._movement = Movement.MESSAGE if moved else Movement.NONE
         if self._num_sent < self._num_messages:
-            self._post_sends()  # others, or the memory to send from, may have held this ring up
+            self._post_sends()  # the scheduler or the staging memory may have held it back
         if self._num_sent < self._num_messages or self._receives:
-            return False  # every poll of MPI costs, and drives the sends as well
+            return False  # sends advance with any poll of MPI, and each poll costs
         self._release_sends()
         return not self._sends
 
@@ -137,9 +138,9 @@ class Ring(Request):
         return max(0, self._num_sent - self._num_arrived) * self._chunk_bytes
 
     def _post_sends(self) -> None:
-        """Post what may be sent: the first round, and what came in a round ago.
+        """Post the messages that are ready: of the first round, and all that came in a round ago.
 
-        To be called while something is left to be sent.
+        Call it only while messages are left to send.
         """
         num_ready = min(self._num_messages, self._num_chunks + self._num_arrived)
         while (
@@ -166,8 +167,9 @@ class Ring(Request):
             self._sends.popleft()
 
     def _part(self, first_place: int, number: int) -> Any:
-        """The elements of message ``number``: its chunk of the shard of the rank at ``first_place``
-        less its round.
+        """The elements of message ``number``.
+
+        It is a chunk of the shard of the rank at ``first_place`` less the message's round.
         """
         rounds, chunk = divmod(number, self._num_chunks)
         base, _ = self._cuts.range_of(self._context.rank_at(first_place - rounds))
@@ -185,16 +187,17 @@ class Ring(Request):
 
     @abstractmethod
     def _take(self, number: int) -> None:
-        """Deal with message ``number``, which has come in."""
+        """Take in message ``number``, which has arrived."""
 
     def _has_room(self) -> bool:
-        """Whether there is memory to send from."""
+        """Whether staging memory is free to send from."""
         return True
 
 
 class RingAllGather(Ring):
-    """Every rank's shard of ``buffer``, in place: round s passes on that of the rank s places
-    before.
+    """Every rank's shard of ``buffer``, in place.
+
+    Round s sends the shard of the rank s places before.
     """
 
     priority = Priority.ALL_GATHER
@@ -209,19 +212,20 @@ class RingAllGather(Ring):
         return self._part(self._context.place - 1, number)
 
     def _take(self, number: int) -> None:
-        """It came in where it belongs."""
+        """Nothing to do: it was received in place."""
 
 
 class RingReduceScatter(Ring):
     """Sum of ``buffer`` over ranks; complete when this rank's shard holds its part of the sum.
 
-    Round s sends the shard of the rank ``s + 1`` places before and adds the incoming one of that
-    ``s + 2`` places before, chunk by chunk; what is added in one round is what the next one sends,
-    and after P - 1 rounds it is the rank's own. ``scratch``: ``num_receives`` buffers of a chunk
-    each, into which receives are posted before what came last is added. ``outgoing``: likewise,
-    into which chunks are copied to be sent; none: they are sent from where they are. Where both
-    are of a narrower dtype, partial sums are rounded once a hop, P - 1 times, and added in the
-    buffer's own.
+    Round s sends the shard of the rank ``s + 1`` places before and adds the incoming shard of the
+    rank ``s + 2`` places before, chunk by chunk. The next round sends the sum. After P - 1 rounds
+    it is the rank's own shard.
+
+    scratch: ``num_receives`` buffers of a chunk each, for receives that are posted ahead.
+    outgoing: as many buffers, into which chunks are copied before sending; empty: chunks are sent
+        in place. With buffers of a narrower dtype, partial sums are rounded at each of P - 1 hops
+        and added in the dtype of ``buffer``.
     """
 
     priority = Priority.REDUCE_SCATTER
@@ -244,7 +248,7 @@ class RingReduceScatter(Ring):
         part = self._part(self._context.place - 1, number)
         if not self._staging:
             return part
-        # Sends are taken back in order, so that this one's turn finds its memory free.
+        # Sends complete in order, so that the memory of this one is free by now.
         return self._staging[number % len(self._staging)][: part.numel()].copy_(part)
 
     def _incoming(self, number: int) -> Any:

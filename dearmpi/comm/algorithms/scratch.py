@@ -1,4 +1,4 @@
-"""Scratch: memory of operations under way, used again by the next, and in which dtype they send.
+"""Scratch: memory that operations in flight reuse, and the dtype in which they send.
 
 Fresh pages cost more than the copies that they serve.
 """
@@ -18,9 +18,9 @@ _HALF_BYTES = 2
 
 
 def carrier_of(buffer: Buffer, wire_dtype: WireDtype | None) -> Any:
-    """Something to make buffers like, of the dtype in which ``buffer`` travels.
+    """A buffer of the dtype in which ``buffer`` travels, to make scratch buffers like it.
 
-    ``buffer`` itself if that is its own: with no ``wire_dtype``, or if it is no wider.
+    ``buffer`` itself if it travels as it is: without ``wire_dtype``, or if it is no wider.
     """
     if wire_dtype is None or buffer.element_size() <= _HALF_BYTES:
         return buffer
@@ -33,7 +33,7 @@ def copy(source: Any, *, into: Any) -> None:
 
 
 def add_in_order(parts: Sequence[Any], *, into: Any) -> None:
-    """Put the sum of ``parts`` into a buffer as long as each.
+    """Overwrite ``into`` with the sum of ``parts``, all of one length.
 
     Half precision is added in fp32, or in the wider dtype of ``into``, and rounded once.
     """
@@ -48,8 +48,8 @@ def add_in_order(parts: Sequence[Any], *, into: Any) -> None:
 class Scratch:
     """Free buffers, by dtype and device, the shortest first.
 
-    Buckets differ in length and share them all the same: there come to be no more than are in use
-    at once, and none longer than the longest that was asked for.
+    Buckets of different lengths share them. There are never more than were in use at once, and none
+    is longer than the longest request.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class Scratch:
         if index < len(free):
             return free.pop(index)
         if free:
-            free.pop()  # rather than to keep a buffer for each length
+            free.pop()  # replaced, so that not every length keeps a buffer
         return like.new_empty(numel)
 
     def give_back(self, buffer: Any) -> None:
-        """Nothing reads or writes ``buffer`` any more."""
+        """Return ``buffer``, which nothing reads or writes any more."""
         insort(self._free.setdefault(_kind(buffer), []), buffer, key=_length)
 
 
@@ -79,9 +79,9 @@ def _length(buffer: Buffer) -> int:
 
 
 class ScratchRequest(Wrapper):
-    """An operation that uses scratch memory, and gives it back at its end.
+    """An operation that uses scratch memory, and returns it at its end.
 
-    finish: runs once ``request`` is complete, and makes the result of what is in ``held``.
+    held: the scratch buffers. finish: runs once ``request`` is complete, and makes the result.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Call: what a collective call of the world or of an optimizer is, for ranks to compare."""
+"""Call: one collective call of the world or of an optimizer, which ranks compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CURE = "make the same collective calls on every rank, in the same order, with a
 
 
 def cure_for(*calls: str) -> str:
-    """What to do where not all ranks are in the same one of ``calls``."""
+    """What to do if ranks are in different ones of ``calls``."""
     return next((_CURES[key] for call in calls for key in _CURES if key in call), _CURE)
 
 
@@ -23,9 +23,9 @@ def cure_for(*calls: str) -> str:
 class Call:
     """One rank's collective call.
 
-    name: what the script has called, such as ``optimizer.state_dict()``.
-    operation: what is exchanged; ranks must agree on both.
-    thread: which waits for it, and so shows the place of the call.
+    name: the call in the script, such as ``optimizer.state_dict()``.
+    operation: the exchange that it makes; ranks must agree on both.
+    thread: the thread that waits for it, whose stack shows the place of the call.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Call:
 
     @property
     def digest(self) -> bytes:
-        """Eight bytes that stand for the call."""
+        """An eight-byte hash of name and operation."""
         return hashlib.blake2b(str(self).encode(), digest_size=8).digest()
 
     def describe(self) -> str:
-        """The call with its place in the script."""
+        """The call and its place in the script."""
         stack = stack_of(self.thread)
         place = stack[-1].rpartition(" ")[0] if stack else "an unknown place"
         return f"{self}, called at {place}"

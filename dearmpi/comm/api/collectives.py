@@ -39,15 +39,15 @@ class Buffer(Protocol):
 
 
 class Movement(IntEnum):
-    """The most that has happened between two polls."""
+    """The most important event between two polls."""
 
     NONE = 0
-    MESSAGE = 1  # came in, of an operation of several
-    OPERATION = 2  # or a step of one, has begun or ended
+    MESSAGE = 1  # one of an operation's messages came in
+    OPERATION = 2  # an operation, or a step of one, began or ended
 
 
 class Request(ABC):
-    """An operation under way."""
+    """An operation in flight."""
 
     @abstractmethod
     def test(self) -> bool:
@@ -55,37 +55,37 @@ class Request(ABC):
 
     @property
     def movement(self) -> Movement:
-        """What the last test has found, where it was not the end."""
+        """What the last test found, if it did not complete the operation."""
         return Movement.NONE
 
     @property
     def num_arrived(self) -> int | None:
-        """How many messages have come in so far; None where that cannot be told."""
+        """Number of messages that have come in so far; None if unknown."""
         return None
 
     def when_posted(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once the operation is posted; at once, unless it must wait first."""
+        """Call ``call`` once the operation is posted: at once, unless it must wait first."""
         call()
 
 
 class Wrapper(Request):
-    """A request that adds to what another one does, and passes on whatever that can tell."""
+    """A request that adds to another one, and passes its properties on."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
 
     @property
     def movement(self) -> Movement:
-        """As the request's own."""
+        """That of the wrapped request."""
         return self._request.movement
 
     @property
     def num_arrived(self) -> int | None:
-        """As the request's own."""
+        """That of the wrapped request."""
         return self._request.num_arrived
 
     def when_posted(self, call: Callable[[], None]) -> None:
-        """As the request's own."""
+        """That of the wrapped request."""
         self._request.when_posted(call)
 
 
@@ -151,7 +151,7 @@ class Collectives(Protocol):
         ...
 
     def free(self) -> None:
-        """Give a duplicated set back; nothing may be under way on it."""
+        """Release a duplicated set, on which no operation is in flight."""
         ...
 
     def start_message(self, data: bytes, destination: int) -> Request:
@@ -189,7 +189,7 @@ class Completed(Request):
 
 
 def check_contiguous(operation: str, buffer: Buffer) -> None:
-    """Raise ConfigError unless the elements of ``buffer`` lie side by side."""
+    """Raise ConfigError unless ``buffer`` is a contiguous tensor."""
     if not hasattr(buffer, "is_contiguous"):
         raise ConfigError(
             f"{operation} of an object of type {type(buffer).__name__}, which is no tensor; call "

@@ -9,9 +9,10 @@ from dearmpi.errors import CommError
 
 
 class Chain(Request):
-    """What ``steps`` posts: each step once the one before is complete, and the first at once.
+    """The requests of ``steps``, each posted once the one before is complete.
 
-    A test goes on by one step at most, so that what is computed between two holds up nobody long.
+    Posts the first at once. A test advances by one step at most, so that the computation between
+    two steps does not delay other operations for long.
     """
 
     def __init__(self, steps: Iterator[Request]) -> None:
@@ -22,7 +23,7 @@ class Chain(Request):
 
     @property
     def movement(self) -> Movement:
-        """As the step's own, but where the last test has begun one."""
+        """That of the current step; ``OPERATION`` where the last test has begun a step."""
         if self._moved or self._step is None:
             return Movement.OPERATION
         return self._step.movement
@@ -30,7 +31,7 @@ class Chain(Request):
     def test(self) -> bool:
         """Make progress; True once the last step is complete.
 
-        Raises CommError if the beginning of a step was interrupted, as at a terminal.
+        Raises CommError if an exception such as KeyboardInterrupt has interrupted a step's start.
         """
         if self._is_interrupted:
             raise CommError(
@@ -51,14 +52,14 @@ class Chain(Request):
 _TAG = 1  # on a channel of its own nothing else is under way
 
 Parcel = tuple[int, Buffer]
-"""A rank, and what goes to it or comes from it: 1-D, contiguous, not empty."""
+"""A rank, and the buffer that goes to it or comes from it: 1-D, contiguous, not empty."""
 
 
 class Transfer(Request):
-    """A request that is complete once all of ``sends`` have left and all of ``receives`` are here.
+    """Sends and receives of single ranks, all posted at once.
 
-    What one rank sends another arrives in the order of sending, so both must list the same buffers
-    in the same order.
+    Messages from one rank to another arrive in the order of sending, so both ranks must list the
+    same buffers in the same order.
     """
 
     def __init__(
@@ -71,6 +72,6 @@ class Transfer(Request):
         ]
 
     def test(self) -> bool:
-        """Poll what is still under way; True once nothing is."""
+        """Poll what is left; True once all sends and receives are complete."""
         self._requests = [request for request in self._requests if not request.test()]
         return not self._requests

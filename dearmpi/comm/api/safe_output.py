@@ -16,14 +16,15 @@ import time
 from collections.abc import Iterable
 from typing import TextIO
 
-_STANDARD = (1, 2)  # what a launcher reads, whatever a script has put in place of the streams
+_STANDARD = (1, 2)  # a launcher reads these, even if a script has replaced the streams
 _POLL_S = 0.001
 
 
 def write(text: str, *, stream: TextIO | None = None) -> None:
-    """Write lines to ``stream``, by default standard error, at once and if that can be done.
+    """Write ``text`` and a line end to ``stream`` and flush it; ignore failures.
 
-    In one piece, the last line's end included: other ranks may say something at the same time.
+    stream: default standard error. The text goes out in one piece, since other ranks may write at
+        the same time.
     """
     with contextlib.suppress(Exception):
         stream = stream or sys.stderr
@@ -32,17 +33,17 @@ def write(text: str, *, stream: TextIO | None = None) -> None:
 
 
 def flush() -> None:
-    """Write out what standard output and standard error still hold, if that can be done."""
+    """Flush standard output and standard error; ignore failures."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def wait_until_read(*, patience_s: float = 1.0, descriptors: Iterable[int] = _STANDARD) -> None:
-    """Write it out, and wait as long as that until readers of pipes have taken it.
+    """Flush, and wait up to ``patience_s`` until the readers of pipes have read everything.
 
-    A launcher that hears of an abort may end the job before it has read what a rank said: hydra
-    was seen to, on a busy machine.
+    A launcher may end an aborting job before it has read the output of a rank; hydra does so on a
+    busy machine.
     """
     flush()
     deadline_s = time.monotonic() + patience_s
@@ -52,11 +53,11 @@ def wait_until_read(*, patience_s: float = 1.0, descriptors: Iterable[int] = _ST
 
 
 def _is_unread(descriptor: int) -> bool:
-    """Whether ``descriptor`` is a pipe in which something waits to be read."""
+    """Whether ``descriptor`` is a pipe with unread bytes."""
     num_bytes = array.array("i", [0])
     try:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             fcntl.ioctl(descriptor, termios.FIONREAD, num_bytes)
-    except OSError:  # closed, or a system that does not tell
+    except OSError:  # closed, or not supported by the system
         return False
     return num_bytes[0] > 0

@@ -18,9 +18,9 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 def stack_of(thread: int) -> tuple[str, ...]:
-    """The innermost frames of ``thread``, without those of this package, of torch and of click.
+    """The innermost frames of ``thread``, without frames of this package, of torch and of click.
 
-    Without a look at source files, which may lie on a disk that does not answer.
+    Does not read source files, which may lie on a disk that does not answer.
     """
     innermost = sys._current_frames().get(thread)
     if innermost is None:  # it has ended
@@ -41,7 +41,7 @@ def stack_of(thread: int) -> tuple[str, ...]:
 
 
 def signal_handled() -> str:
-    """The signal whose handler has led to this call, such as ``SIGUSR1``; empty if none has."""
+    """The signal whose handler made this call, such as ``SIGUSR1``; empty outside of handlers."""
     handlers = _handlers()
     codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
     return next((handlers[code] for code in codes if code in handlers), "")
@@ -63,9 +63,9 @@ def _handles(name: str | None) -> str:
 
 
 def origin_of(error: BaseException) -> str:
-    """The last place of the user's own code that ``error`` has come through; empty without any.
+    """The innermost place of the user's own code in the traceback of ``error``; empty without one.
 
-    "train.py:41, in main". A place of a library where no code is the user's.
+    Such as "train.py:41, in main"; a place in a library if no frame is the user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [

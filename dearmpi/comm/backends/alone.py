@@ -1,4 +1,4 @@
-"""A world of one: collectives that have nothing to do, for machines without an MPI library."""
+"""A world of one: collectives without communication, for machines without an MPI library."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class AloneCollectives:
         """Nothing to give back."""
 
     def start_message(self, data: bytes, destination: int) -> Request:
-        """There is nobody to send to."""
+        """There is no other rank."""
         return Completed()
 
     def receive_message(self) -> tuple[int, bytes] | None:
-        """There is nobody to hear from."""
+        """There is no other rank."""
         return None
 
     def abort(self, code: int) -> None:

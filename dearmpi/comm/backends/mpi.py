@@ -1,8 +1,8 @@
-"""Collectives over MPI; the only file that knows mpi4py.
+"""Collectives over MPI; the only file that imports mpi4py.
 
-mpi4py's reduction requests do not keep their buffers alive, so every request here does. Addresses
-are handed over raw: nothing synchronises a stream, and a buffer of any dtype moves as integers of
-its width, since MPI has no portable half precision.
+mpi4py's reduction requests do not keep their buffers alive, so every request here does. MPI gets
+raw addresses: nothing synchronises a stream. A buffer of any dtype moves as integers of its width,
+since MPI has no portable half precision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import mpi4py
 
 # mpi4py would initialise MPI here and hold the interpreter's lock meanwhile; initialize() does not.
-# And it would finalise MPI in forks of this process too, which never returns there.
+# It would also finalise MPI in forks of this process, where the call never returns.
 if mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules:
     _FINALIZES = _AT_EXIT = mpi4py.rc.finalize is not False
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -64,7 +64,7 @@ _MESSAGE_TAG = 32767  # the largest that every MPI has
 
 
 class MpiRequest(Request):
-    """An MPI request that holds what it works on until it is complete."""
+    """An MPI request that keeps its buffers alive until it is complete."""
 
     def __init__(self, request: MPI.Request, *held: object) -> None:
         self._request: MPI.Request | None = request
@@ -86,7 +86,7 @@ class MpiCollectives(AlgorithmCollectives):
     def __init__(
         self, comm: MPI.Comm, *, rank: int, hosts: tuple[str, ...], scheduler: SendScheduler
     ) -> None:
-        """rank, hosts: in ``comm``, which a duplicate that is not complete yet cannot tell."""
+        """rank, hosts: in ``comm``; a duplicate that is not complete yet cannot be queried."""
         super().__init__(rank=rank, hosts=hosts, scheduler=scheduler)
         self._comm = comm
 
@@ -116,7 +116,7 @@ class MpiCollectives(AlgorithmCollectives):
 
     def receive_message(self) -> tuple[int, bytes] | None:
         """The next such message that has arrived, with its sender."""
-        if MPI.Is_finalized():  # by the program, while the progress thread looks on
+        if MPI.Is_finalized():  # by the program, while the progress thread still polls
             return None
         status = MPI.Status()
         message = self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)
@@ -127,14 +127,14 @@ class MpiCollectives(AlgorithmCollectives):
         return status.source, bytes(data)
 
     def abort(self, code: int) -> None:
-        """End the whole job; this process in any case, after a while.
+        """End the whole job; this process ends after ``_ABORT_S`` in any case.
 
         Aborts MPI_COMM_WORLD, which the launcher ends. MPICH answers an abort of any other
         communicator with exit() in the peers, inside their MPI calls, under threads that compute.
         """
         if threading.current_thread() is threading.main_thread():
-            # MPI waits for the launcher, for ever where that is cut off, and holds the
-            # interpreter's lock meanwhile: only the system can end the process then.
+            # MPI waits for the launcher, perhaps for ever, and holds the interpreter's lock
+            # meanwhile: only the system can end the process then.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_ABORT_S)
         skip_exit_handlers()
@@ -194,7 +194,7 @@ def connect() -> MpiCollectives:
 
 
 def initialize() -> None:
-    """Initialise MPI as ``mpi4py.rc`` asks; nothing if that is done.
+    """Initialise MPI as ``mpi4py.rc`` says; does nothing if it is initialised.
 
     Raises RuntimeError if MPI fails.
     """
@@ -204,8 +204,8 @@ def initialize() -> None:
     if doubt:
         safe_output.write(doubt)
     level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
-    asked, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
-    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, asked, ctypes.byref(provided))
+    requested, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, requested, ctypes.byref(provided))
     if code:
         raise RuntimeError(f"MPI_Init_thread failed with code {code}")
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
@@ -215,26 +215,26 @@ def initialize() -> None:
 
 
 def finalize() -> None:
-    """End MPI, waiting for all ranks without the interpreter's lock, so that other threads can act.
+    """End MPI; waits for all ranks without the interpreter's lock, so that other threads can act.
 
-    Does nothing where mpi4py was told not to (``mpi4py.rc.finalize = False``), or MPI has ended.
+    Does nothing if ``mpi4py.rc.finalize`` is False, or MPI has ended.
     Raises CommError if MPI fails.
     """
     if not _FINALIZES or MPI.Is_finalized():
         return
-    # mpi4py's own call would hold the lock, and comes too late for any thread of Python's.
+    # mpi4py's own call would hold the lock, and comes when no Python thread can run any more.
     code = ctypes.CDLL(MPI.__file__).MPI_Finalize()
     if code:
         raise CommError(f"MPI_Finalize failed with code {code}", code="operation-failed")
 
 
 def is_finalized() -> bool:
-    """Whether MPI has ended, so that any call would end this process."""
+    """Whether MPI has ended: any further call would end this process."""
     return bool(MPI.Is_finalized())
 
 
 def may_be_lost_peer(error: BaseException) -> bool:
-    """Whether MPI's ``error`` may only say that another rank has ended."""
+    """Whether MPI's ``error`` may be the consequence of another rank's end."""
     unspecific = (MPI.ERR_OTHER, MPI.ERR_INTERN, MPI.ERR_UNKNOWN)
     return isinstance(error, MPI.Exception) and error.Get_error_class() in unspecific
 
@@ -257,7 +257,7 @@ def serves_any_thread() -> bool:
 
 
 def claims_cuda() -> bool:
-    """Whether the library says that it takes CUDA memory; False for one that cannot be asked."""
+    """Whether the library claims to take CUDA memory; False if it has no query for it."""
     initialize()
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return query is not None and bool(query())
@@ -281,7 +281,7 @@ def library() -> Library:
         mpi4py=mpi4py.__version__,
         abi=variant if variant in ("mpich", "openmpi") else "its own",
         thread_level=_THREAD_LEVELS[MPI.Query_thread()],
-        device=next((said.strip() for key, _, said in lines if key.endswith("Device")), ""),
+        device=next((value.strip() for key, _, value in lines if key.endswith("Device")), ""),
     )
 
 
@@ -300,7 +300,7 @@ def _name(buffer: Buffer) -> str:
 
 
 def _spec(buffer: Buffer, count: int | None = None, *, moved: bool = False) -> list[Any]:
-    """What mpi4py takes for ``buffer``: memory, count and datatype."""
+    """``buffer`` for mpi4py: memory, count and datatype. ``moved``: sent without arithmetic."""
     width = buffer.element_size()
     memory = MPI.memory.fromaddress(buffer.data_ptr(), buffer.numel() * width)
     datatype = _BY_WIDTH[width] if moved else _ARITHMETIC[_name(buffer)]

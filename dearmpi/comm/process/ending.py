@@ -15,16 +15,16 @@ _STEP_S = 1.0
 
 
 class Deadline:
-    """Says that what is entered lasts too long, then ends this process with StallError's code.
+    """Ends this process with StallError's exit code if the ``with`` block lasts too long.
 
-    limits: seconds until the one and the other. who, what, advice: "[who] has waited 30 s for
-    what: advice", on standard error.
-    The thread that does it exists from the start, since none can begin while Python shuts down;
-    the call must let go of the interpreter's lock.
+    limits: seconds until a warning, and until the end. origin, what, advice: "[origin] has waited
+        30 s for what: advice", on standard error.
+    The thread that ends the process starts at once, since none can start while Python shuts down.
+    A call in the block must release the interpreter's lock.
     """
 
-    def __init__(self, limits: StallLimits, *, who: str, what: str, advice: str) -> None:
-        self._limits, self._who, self._what, self._advice = limits, who, what, advice
+    def __init__(self, limits: StallLimits, *, origin: str, what: str, advice: str) -> None:
+        self._limits, self._origin, self._what, self._advice = limits, origin, what, advice
         self._entered, self._left = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="dearmpi-deadline", daemon=True).start()
 
@@ -44,15 +44,15 @@ class Deadline:
         warning_s, abort_s = self._limits.warning_s, self._limits.abort_s
         if self._is_left_within(warning_s):
             return
-        self._say(f"has waited {warning_s:.0f} s for {self._what}")
+        self._write(f"has waited {warning_s:.0f} s for {self._what}")
         if self._is_left_within(abort_s - warning_s):
             return
-        self._say(f"gave up after waiting {abort_s:.0f} s for {self._what}")
+        self._write(f"gave up after waiting {abort_s:.0f} s for {self._what}")
         safe_output.flush()
         os._exit(StallError.exit_code)
 
     def _is_left_within(self, seconds: float) -> bool:
-        """Counted in small steps: a job that a scheduler suspends has waited no longer for it."""
+        """Whether the block ends within ``seconds``, without time in which the job is suspended."""
         while seconds > 0:
             step_s = min(seconds, _STEP_S)
             if self._left.wait(step_s):
@@ -60,19 +60,19 @@ class Deadline:
             seconds -= step_s
         return False
 
-    def _say(self, text: str) -> None:
-        safe_output.write(f"[{self._who}] {text}: {self._advice}")
+    def _write(self, text: str) -> None:
+        safe_output.write(f"[{self._origin}] {text}: {self._advice}")
 
 
 def skip_exit_handlers() -> None:
     """Make a call of C's exit() end this process at once, with the same status.
 
-    Call it right before something that calls exit(): handlers run last in, first out. Those of
-    libraries destroy what other threads still compute with, which ends the process by a signal.
-    Changes nothing where the C library has no on_exit(), as on macOS.
+    Call it right before a call of exit(): handlers run last in, first out. Handlers of libraries
+    destroy data that other threads still use, and the process would end by a signal. Changes
+    nothing where the C library has no on_exit(), as on macOS.
     """
     libc = ctypes.CDLL(None)
     on_exit = getattr(libc, "on_exit", None)
     if on_exit is not None:
-        # _exit() itself, not a function of Python's, which would wait for the interpreter's lock.
+        # _exit() itself; a Python function would wait for the interpreter's lock.
         on_exit(libc._exit, None)

@@ -1,4 +1,4 @@
-"""Launch: what the launcher has told this process, before MPI runs and where it may never do so."""
+"""Launch: what the launcher has set in the environment of this process, before MPI starts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dearmpi.comm.process.ending import Deadline
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.errors import LaunchError
 
-# Under hydra SLURM counts nodes, so what it says comes last.
+# Under hydra SLURM's variables count nodes, so they come last.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 def is_from_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started this process, on whichever host another launcher started that."""
+    """Whether torchrun started this process, possibly under another launcher."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process, or one that passed its environment on."""
+    """Whether a launcher started this process, or a parent that passed its environment on."""
     return any(name in environment for name in (*_SIZE_VARIABLES, *_RANK_VARIABLES))
 
 
@@ -36,7 +36,7 @@ def announced_size(environment: Mapping[str, str]) -> int:
 
 
 def announced_rank(environment: Mapping[str, str]) -> str:
-    """Which of them this process is, as the launcher writes it; 0 without a launcher."""
+    """The rank of this process, as the launcher writes it; 0 without a launcher."""
     names = ("RANK",) if is_from_torchrun(environment) else _RANK_VARIABLES
     return next((environment[name] for name in names if name in environment), "0")
 
@@ -61,11 +61,11 @@ def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
 
 
 def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
-    """What to say before MPI starts, on the first rank; empty where nothing is doubtful.
+    """The warning to print before MPI starts, on rank 0; empty where launcher and library fit.
 
-    library: its version in its own words. MPICH under Open MPI's launcher, or another that speaks
-    PMIx, ends the process while it starts, unless it was built for that, and so it does inside a
-    step of SLURM that speaks PMIx; the other way round ``check_launch`` finds out.
+    library: the version text of the MPI library. MPICH ends the process while it starts under a
+    launcher that speaks PMIx, unless it was built for PMIx. For Open MPI under another launcher
+    ``check_launch`` finds out.
     """
     if "MPICH" not in library or "pmix" in library or announced_rank(environment) != "0":
         return ""
@@ -74,8 +74,9 @@ def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
         if "MPIR_CVAR_PMI_VERSION" in environment:
             return ""
         return (
-            f"{start} mpirun was called inside a step of SLURM that speaks PMIx, and MPICH may not "
-            "know whom to ask. If it ends in MPI_Init, export MPIR_CVAR_PMI_VERSION=1 before mpirun"
+            f"{start} mpirun was called inside a step of SLURM that speaks PMIx, and MPICH may "
+            "refuse to choose between PMI and PMIx. If it ends in MPI_Init, export "
+            "MPIR_CVAR_PMI_VERSION=1 before mpirun"
         )
     if "OMPI_COMM_WORLD_SIZE" in environment:
         launcher, cure = "Open MPI's launcher", ""
@@ -91,15 +92,15 @@ def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
 
 
 def limit_start(limits: StallLimits) -> Deadline:
-    """For MPI's initialisation, which returns when every rank has come to it."""
+    """The deadline for MPI's initialisation, which returns when every rank has called it."""
     rank, size = announced_rank(os.environ), announced_size(os.environ)
     return Deadline(
         limits,
-        who=f"rank {rank} on {os.uname().nodename}",
+        origin=f"rank {rank} on {os.uname().nodename}",
         what=f"all {size} ranks to start MPI" if size > 1 else "MPI to start",
         advice=(
-            "a rank that does not say so has not come to dearmpi.connect(): it hangs or was "
-            "stopped before, or the network does not let its host reach the others"
+            "a rank that does not print this line has not reached dearmpi.connect(): it hangs or "
+            "was stopped before, or the network does not let its host reach the others"
         ),
     )
 
@@ -108,9 +109,9 @@ def limit_start(limits: StallLimits) -> Deadline:
 class Library:
     """The MPI library in use.
 
-    abi: ``mpich`` or ``openmpi`` where mpi4py chose at import between the two; else that of the
-        library it was built with. thread_level: such as ``MPI_THREAD_MULTIPLE``. device: what the
-        library says of its transports, or empty.
+    abi: ``mpich`` or ``openmpi`` where mpi4py chose between the two at import, else ``its own``.
+    thread_level: such as ``MPI_THREAD_MULTIPLE``. device: the library's text on its transports, or
+        empty.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Workers: processes that a rank starts, as for loading data, which are no ranks.
+"""Workers: processes that a rank starts, as for loading data, and that are no ranks.
 
-One that is spawned reads the script again. Where that imports ``mpi4py.MPI``, it would initialise
-MPI as the rank that started it: MPICH ends such a process, Open MPI may end the job.
+A spawned worker runs the script again. If the script imports ``mpi4py.MPI``, the worker would
+initialise MPI as the rank that started it: MPICH ends such a process, Open MPI may end the job.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from multiprocessing import current_process, parent_process
 from dearmpi.comm.process.launch import announced_rank, is_launched
 from dearmpi.errors import LaunchError
 
-_INITIALIZE = "MPI4PY_RC_INITIALIZE"  # which mpi4py reads when MPI is imported
+_INITIALIZE = "MPI4PY_RC_INITIALIZE"  # read by mpi4py when MPI is imported
 _ENDED = ("exited unexpectedly", "terminated abruptly", "terminated with exit code")
 
 
 def keep_from_mpi(environment: MutableMapping[str, str]) -> None:
-    """Have ``mpi4py`` in processes that this rank starts from now on leave MPI uninitialised,
-    unless ``environment`` says something else.
+    """Make ``mpi4py`` leave MPI uninitialised in processes that this rank starts from now on.
+
+    Keeps a setting that ``environment`` has already.
     """
     if is_launched(environment):
         environment.setdefault(_INITIALIZE, "0")
@@ -27,7 +28,7 @@ def keep_from_mpi(environment: MutableMapping[str, str]) -> None:
 
 def refuse_workers(environment: Mapping[str, str]) -> None:
     """Raise LaunchError in a process that a rank has started by multiprocessing."""
-    # While it reads the script it knows of no parent yet, but of its beginning.
+    # While a worker runs the script, it has no parent process yet, but this mark.
     is_worker = parent_process() is not None or getattr(current_process(), "_inheriting", False)
     if is_worker and is_launched(environment):
         raise LaunchError(
@@ -39,13 +40,14 @@ def refuse_workers(environment: Mapping[str, str]) -> None:
 
 
 def advise_on_workers(error: BaseException) -> str:
-    """What to add to ``error`` if it says that a worker has ended and the script uses MPI where
-    each worker reads it, else nothing.
+    """Advice to print with ``error``, if a worker has ended and the script uses MPI at its top.
+
+    Empty otherwise.
     """
     if not any(words in str(error) for words in _ENDED) or not _main_uses_mpi():
         return ""
     return (
-        "If the workers were spawned, each has read the script again: MPI is not initialised "
+        "If the workers were spawned, each has run the script again: MPI is not initialised "
         "there, and a call such as MPI.COMM_WORLD.Get_rank() at the top of the script ends it. "
         "Move such calls under if __name__ == '__main__':, or into functions that workers do not "
         "call"

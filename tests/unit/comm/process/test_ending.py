@@ -16,7 +16,7 @@ import dearmpi.comm.process.ending
 from dearmpi.comm.process.ending import Deadline
 from dearmpi.comm.watchdog.watchdog import StallLimits
 
-deadline = Deadline(StallLimits({limits}), who="rank 1", what="Godot", advice="look for him")
+deadline = Deadline(StallLimits({limits}), origin="rank 1", what="Godot", advice="look for him")
 print("unflushed", end="")
 {body}
 """
