@@ -1,4 +1,4 @@
-"""Deadline: it ends a process that waits too long, and no other."""
+"""How a process ends: a deadline ends one that waits too long, and a failing one runs no handlers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert (process.returncode, told) == (3, "")
 
 
-SCRIPT = """
+EXITING = """
 import ctypes, sys, threading
 from dearmpi.comm.process.ending import skip_exit_handlers
 
@@ -101,5 +101,5 @@ libc.exit(5)
 def test_handlers_that_would_end_the_process_by_a_signal_are_left_out(
     how: list[str], code: int
 ) -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, *how], check=False, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", EXITING, *how], check=False, timeout=60)
     assert ended.returncode == code
