@@ -51,7 +51,7 @@ from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import CommError, ConfigError, MismatchError
 from dearmpi.guessed import WORLD, answer_guess
 
-Carry = Callable[[Collectives], Collectives]
+Wrap = Callable[[Collectives], Collectives]
 Result = TypeVar("Result")
 ValueOp = ReduceOp | Literal["mean"]
 _ABORT_PATIENCE_S = 1.0  # for the progress thread to come to an end
@@ -133,11 +133,11 @@ class World:
         name: str,
         *,
         window: int,
-        carry: Carry = unchanged,
+        wrap: Wrap = unchanged,
     ) -> Channel:
         """A channel with an order of its own (collective).
 
-        window: most operations in flight. carry: wraps the collectives that operations start with,
+        window: most operations in flight. wrap: wraps the collectives that operations start with,
         as for tensors of a device. Raises CommError if MPI has no communicator left.
         """
         try:
@@ -151,7 +151,7 @@ class World:
                 "communicators: call close() on optimizers that are no longer needed",
                 code="channel-not-opened",
             ) from error
-        return Channel(carry(twin), self.progress.open_lane(name, window), self.progress)
+        return Channel(wrap(twin), self.progress.open_lane(name, window), self.progress)
 
     def shared_channel(self, name: str) -> Channel:
         """The channel called ``name``, opened at the first call (collective)."""

@@ -11,7 +11,7 @@ from typing import get_args
 from dearmpi.comm.algorithms.registry import ALGORITHMS, CollectiveAlgorithms
 from dearmpi.comm.api.collectives import Buffer, Collectives, Request
 from dearmpi.comm.progress.channel import Channel
-from dearmpi.comm.world import Carry, World, unchanged
+from dearmpi.comm.world import World, Wrap, unchanged
 from dearmpi.config import ReduceScatter, WireDtype
 
 Start = Callable[[Collectives], Request]
@@ -40,16 +40,16 @@ def select_reduce_scatter(
     *,
     wire_dtype: WireDtype | None = None,
     can_be_native: bool = True,
-    carry: Carry = unchanged,
+    wrap: Wrap = unchanged,
 ) -> ReduceScatter:
     """The algorithm that reduces ``buffer`` in the least time; its contents are lost (collective).
 
     wire_dtype: in what a wider buffer is to be sent; excludes algorithms by which the library adds.
     can_be_native: whether the library can add all dtypes that are to be reduced.
-    carry: as in ``World.open_channel``.
+    wrap: as in ``World.open_channel``.
     The slowest rank's best of a few trials counts, so that every rank selects the same.
     """
-    channel = world.open_channel("trial", window=1, carry=carry)
+    channel = world.open_channel("trial", window=1, wrap=wrap)
     best: dict[ReduceScatter, float] = {}
     for name in get_args(ReduceScatter):
         algorithms = CollectiveAlgorithms(name, wire_dtype)

@@ -24,7 +24,7 @@ class Channels:
         What carries a device's tensors keeps to ``window`` on the network, and to this order.
         """
         reduces, gathers = (
-            world.open_channel(name, window=window + side.num_ahead, carry=side.carry)
+            world.open_channel(name, window=window + side.num_ahead, wrap=side.carry)
             for name in ("reduce-scatter", "all-gather")
         )
         return cls(reduces, gathers, world.open_channel("roll call", window=1))

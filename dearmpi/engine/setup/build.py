@@ -250,6 +250,6 @@ def _choose_algorithms(
         buffer,
         wire_dtype=config.wire_dtype,
         can_be_native=can_be_native,
-        carry=side.carry,
+        wrap=side.carry,
     )
     return CollectiveAlgorithms(fastest, wire_dtype)

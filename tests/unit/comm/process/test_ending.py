@@ -1,4 +1,4 @@
-"""How a process ends: a deadline ends one that waits too long, and a failing one runs no handlers."""
+"""How a process ends: at a deadline if it waits too long, and without exit handlers if it fails."""
 
 from __future__ import annotations
 
