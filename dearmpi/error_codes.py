@@ -405,12 +405,213 @@ _ENGINE: dict[str, ErrorCode] = {
     ),
 }
 
-_PLAN: dict[str, ErrorCode] = {}
+_PLAN: dict[str, ErrorCode] = {
+    "file-of-other-kind": ErrorCode(
+        "A file holds a plan, a profile or a calibration where another of them is needed.",
+        "Give the file that the message names.",
+    ),
+    "malformed-file": ErrorCode(
+        "A file is not of its format: a field is missing, unknown or of another type.",
+        "Correct the field that the message names, or make the file anew.",
+    ),
+    "malformed-value": ErrorCode(
+        "A text is not written in the form that its setting needs.",
+        "Write the value as the message shows.",
+    ),
+    "other-format-version": ErrorCode(
+        "A file was written in a format version that this dearmpi does not read.",
+        "Make the file anew, or use the dearmpi version that wrote it.",
+    ),
+    "unreadable-file": ErrorCode(
+        "A file or folder cannot be read, listed or looked at.",
+        "Make it and the folders above it readable for this user, on every host.",
+    ),
+    "plan-inconsistent": ErrorCode(
+        "The buckets, the schedule or the parameters of a plan contradict each other.",
+        "Make the plan anew with `dear-train plan`, instead of editing its file.",
+    ),
+    "profile-inconsistent": ErrorCode(
+        "A profile or workload names a layer or parameter twice, or lacks one.",
+        "Profile the model anew with `dear-train profile`.",
+    ),
+    "costs-of-other-world": ErrorCode(
+        "Costs were measured at another number of ranks than the plan is for.",
+        "Measure at that number of ranks, or convert the costs with `costs.at()`.",
+    ),
+    "samples-misfit": ErrorCode(
+        "Measured times are too few or too extreme to fit latency and bandwidth.",
+        "Measure messages of two sizes or more.",
+    ),
+    "nothing-to-simulate": ErrorCode(
+        "No time is known, or all times are zero, so there is nothing to compare.",
+        "Give times above zero, or a measured profile.",
+    ),
+}
 
 _TRAIN: dict[str, ErrorCode] = {
     "unforeseen-failure": ErrorCode(
         "A rank failed with an exception that dearmpi does not raise itself.",
         "Read the traceback in that rank's log; the cause is often in the task's own code.",
+    ),
+    "unknown-setting": ErrorCode(
+        "A setting in a file, the environment or a task's defaults does not exist.",
+        "Correct its name; the message lists similar names.",
+    ),
+    "given-twice": ErrorCode(
+        "A value is given twice in one place, or in two places that mean the same.",
+        "Give it once.",
+    ),
+    "resumed-setting-changed": ErrorCode(
+        "A setting that a resumed run must keep differs from the checkpoint's.",
+        "Leave the setting out, or start a new run.",
+    ),
+    "task-invalid": ErrorCode(
+        "A task's factory, model, loss or data is not of the kind that the trainer needs.",
+        "Return what the message names; see the guide on tasks.",
+    ),
+    "task-code-failed": ErrorCode(
+        "The code of a task raised an error while it was imported or called.",
+        "Correct the task at the file and line that the message names.",
+    ),
+    "unknown-task-option": ErrorCode(
+        "A task does not have, or did not read, an option that was given.",
+        "Correct the option's name, or leave it out.",
+    ),
+    "task-option-missing": ErrorCode(
+        "A task needs an option that was not given.",
+        "Give the option with `--task-option NAME=VALUE`.",
+    ),
+    "task-not-picklable": ErrorCode(
+        "Data or functions of a task cannot be sent to the processes that load samples.",
+        "Define them at the top of a file, or use `--workers 0`.",
+    ),
+    "library-missing": ErrorCode(
+        "A library that a task or setting needs is not installed.",
+        "Install it with the command in the message.",
+    ),
+    "library-broken": ErrorCode(
+        "A library is installed but cannot be imported.",
+        "Install a version that fits this Python and torch.",
+    ),
+    "model-not-built": ErrorCode(
+        "A library could not build a model for the given sizes.",
+        "Choose another model or other sizes.",
+    ),
+    "optimizer-not-built": ErrorCode(
+        "An optimizer cannot be made from its options, or needs more than one dense gradient.",
+        "Correct the options, or choose another optimizer.",
+    ),
+    "metrics-invalid": ErrorCode(
+        "A task's metrics are not numbers, change their names, or cannot name a column.",
+        "Return the same names with one number each, for every batch.",
+    ),
+    "metrics-out-of-order": ErrorCode(
+        "A row of metrics came for an earlier step or with an unannounced column.",
+        "Append rows in the order of steps, and name all columns at the start.",
+    ),
+    "data-insufficient": ErrorCode(
+        "There are fewer samples, classes or bytes of text than training needs.",
+        "Give more data, or use fewer ranks.",
+    ),
+    "data-misplaced": ErrorCode(
+        "Folders of a data set are not named or arranged as the task expects.",
+        "Arrange the folders as the message says.",
+    ),
+    "sample-unreadable": ErrorCode(
+        "A sample cannot be read, or samples do not form a batch.",
+        "Correct or replace the sample that the message names.",
+    ),
+    "worker-ended": ErrorCode(
+        "A process that loads samples did not start, or ended by itself.",
+        "Use fewer `--workers`; look for a lack of memory or of `/dev/shm`.",
+    ),
+    "batch-too-small": ErrorCode(
+        "A batch has fewer samples than ranks times micro-batches.",
+        "Use a larger `--batch-size`, fewer ranks or fewer micro-batches.",
+    ),
+    "batches-uneven": ErrorCode(
+        "The last batch of an epoch gives ranks different numbers of micro-batches.",
+        "Choose a `--batch-size` that divides the samples, or fewer ranks.",
+    ),
+    "not-finite": ErrorCode(
+        "A loss, gradient or parameter became NaN or infinite.",
+        "Lower `--lr`, use `--max-grad-norm`, or skip such steps with `--on-nan skip`.",
+    ),
+    "checkpoint-damaged": ErrorCode(
+        "A file of a checkpoint is missing, shortened, changed, or not of its format.",
+        "Resume from another checkpoint, or restore this one from a copy.",
+    ),
+    "checkpoint-of-other-model": ErrorCode(
+        "A checkpoint holds another model or optimizer than the one that was built.",
+        "Train with the task and options that wrote it, or start a new run.",
+    ),
+    "checkpoint-of-other-data": ErrorCode(
+        "A checkpoint was written by a run with other training data.",
+        "Give the same data, or start a new run.",
+    ),
+    "no-checkpoint": ErrorCode(
+        "There is no complete checkpoint to resume from.",
+        "Name another run or checkpoint, or start a new run.",
+    ),
+    "value-not-storable": ErrorCode(
+        "A value or tensor is of a type that a checkpoint cannot hold.",
+        "Use plain values and dense tensors, or leave it out of the state.",
+    ),
+    "random-state-misfit": ErrorCode(
+        "The random state in a checkpoint does not fit the installed torch or numpy.",
+        "Resume with the versions that wrote the checkpoint.",
+    ),
+    "cannot-write": ErrorCode(
+        "A file or folder cannot be written or removed.",
+        "Choose a folder that this user may write to; look for a full disk.",
+    ),
+    "disk-full": ErrorCode(
+        "The disk is full, or the user's quota is used up.",
+        "Free space or keep fewer checkpoints, and resume.",
+    ),
+    "file-exists": ErrorCode(
+        "The file to be written exists already.",
+        "Name another file, or give `--overwrite`.",
+    ),
+    "no-run": ErrorCode(
+        "A folder does not hold a run.",
+        "Name the folder of a run, such as `runs/NAME`.",
+    ),
+    "run-folder-in-use": ErrorCode(
+        "Another job trains in the run folder, or did so until now.",
+        "Wait for its end and start again, or use another `--name`.",
+    ),
+    "run-folder-lost": ErrorCode(
+        "The run folder was removed, renamed or taken over while the job trained.",
+        "Leave the folder to the other job, or start again.",
+    ),
+    "run-folder-not-empty": ErrorCode(
+        "A new run would begin in a folder that holds a run or other files.",
+        "Use another `--name`, or continue the run with `--resume auto`.",
+    ),
+    "run-folder-not-shared": ErrorCode(
+        "Hosts see different folders under the path of the run folder.",
+        "Give a `--run-folder` on a file system that all hosts share.",
+    ),
+    "resume-unclear": ErrorCode(
+        "It is unclear which run to resume from the given checkpoint and name.",
+        "Give or leave out `--name` and `--run-folder` as the message says.",
+    ),
+    "working-folder-changed": ErrorCode(
+        "A task changed the working folder, so a relative run folder would move.",
+        "Keep the working folder, or give an absolute `--run-folder`.",
+    ),
+    "untraceable": ErrorCode(
+        "The iterations to trace are not taken, or buckets change among them.",
+        "Trace the iterations that the message names.",
+    ),
+    "no-usable-device": ErrorCode(
+        "A CUDA device was requested, but no rank can use one.",
+        "Follow the cause in the message, or use `--device cpu`.",
+    ),
+    "main-thread-only": ErrorCode(
+        "Signals can be handled in the main thread only.",
+        "Enter `StopRequest` in the main thread.",
     ),
 }
 

@@ -90,5 +90,6 @@ def _look(path: Path, error: type[DearError]) -> int:
 def _unreadable(path: Path, failure: OSError, error: type[DearError]) -> DearError:
     return error(
         f"cannot look at {path.absolute()}: {failure.strerror}; the folders above it must be "
-        "readable for this user, on every host"
+        "readable for this user, on every host",
+        code="unreadable-file",
     )

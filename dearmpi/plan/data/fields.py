@@ -19,7 +19,9 @@ class Fields:
     def __init__(self, values: Any, place: str) -> None:
         """Raises ConfigError unless ``values`` is an object."""
         if not isinstance(values, dict):
-            raise ConfigError(f"{place} is {_kind(values)}; it must be an object in braces")
+            raise ConfigError(
+                f"{place} is {_kind(values)}; it must be an object in braces", code="malformed-file"
+            )
         self.place = place
         self._values = values
 
@@ -85,7 +87,7 @@ class Fields:
 
     def problem(self, key: str, what: str) -> ConfigError:
         """The error that ``key`` ``what``."""
-        return ConfigError(f"{self.place}: {key} {what}")
+        return ConfigError(f"{self.place}: {key} {what}", code="malformed-file")
 
     def _get(self, key: str, default: Any) -> Any:
         if key in self._values:
@@ -108,7 +110,9 @@ def read_text(path: str | Path, what: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error}") from None
+        raise ConfigError(
+            f"cannot read the {what} {path}: {error}", code="unreadable-file"
+        ) from None
 
 
 def read_fields(text: str, place: str, *, mark: str | None = None) -> Fields:
@@ -120,11 +124,13 @@ def read_fields(text: str, place: str, *, mark: str | None = None) -> Fields:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place} is not JSON: {error}") from None
+        raise ConfigError(f"{place} is not JSON: {error}", code="malformed-file") from None
     fields = Fields(values, place)
     for key, kind in _KINDS.items():
         if mark is not None and mark not in fields and key in fields:
-            raise ConfigError(f"{place} is {kind}; {_KINDS[mark]}, is needed here")
+            raise ConfigError(
+                f"{place} is {kind}; {_KINDS[mark]}, is needed here", code="file-of-other-kind"
+            )
     return fields
 
 

@@ -131,7 +131,9 @@ class BucketLayout:
             assert bucket.index == position and bucket.world_size == self.world_size
             for name in bucket.names:
                 if name in seen:
-                    raise ConfigError(f"parameter {name} stands in two buckets")
+                    raise ConfigError(
+                        f"parameter {name} stands in two buckets", code="plan-inconsistent"
+                    )
                 seen.add(name)
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -173,17 +175,19 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
     buckets = []
     for index, group in enumerate(groups):
         if not group:
-            raise ConfigError(f"bucket {index} holds no parameter")
+            raise ConfigError(f"bucket {index} holds no parameter", code="plan-inconsistent")
         placements, start = [], 0
         for spec in sorted(group, key=lambda spec: spec.nbytes % _ALIGNMENT != 0):
             if spec.numel == 0:
                 raise ConfigError(
-                    f"parameter {spec.name} has shape {spec.shape}: no elements; leave it out"
+                    f"parameter {spec.name} has shape {spec.shape}: no elements; leave it out",
+                    code="plan-inconsistent",
                 )
             if spec.storage_kind != group[0].storage_kind:
                 raise ConfigError(
                     f"bucket {index} mixes {group[0].name} {group[0].storage_kind} "
-                    f"with {spec.name} {spec.storage_kind} (dtype, device, trained)"
+                    f"with {spec.name} {spec.storage_kind} (dtype, device, trained)",
+                    code="plan-inconsistent",
                 )
             placements.append(Placement(spec, start))
             start += spec.numel

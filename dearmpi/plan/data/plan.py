@@ -98,28 +98,35 @@ class Plan:
         placed = Counter(name for bucket in self.buckets for name in bucket)
         listed = Counter(self.parameters)
         if any(count > 1 for count in listed.values()):
-            raise ConfigError(f"the plan lists parameter {listed.most_common(1)[0][0]} twice")
+            raise ConfigError(
+                f"the plan lists parameter {listed.most_common(1)[0][0]} twice",
+                code="plan-inconsistent",
+            )
         for name, count in (placed - listed).items():
             where = "in two buckets" if name in listed else "in a bucket, but not in its list"
             raise ConfigError(
                 f"the plan's buckets are no permutation of its {len(listed)} parameters: {name} "
-                f"stands {listed[name] + count} times, {where}"
+                f"stands {listed[name] + count} times, {where}",
+                code="plan-inconsistent",
             )
         for name in listed - placed:
             raise ConfigError(
                 f"the plan's buckets are no permutation of its {len(listed)} parameters: {name} "
-                "stands in none"
+                "stands in none",
+                code="plan-inconsistent",
             )
         if len(self.schedule.reduce_scatters) != len(self.buckets):
             raise ConfigError(
                 f"the plan has {len(self.buckets)} buckets, but its schedule has "
-                f"{len(self.schedule.reduce_scatters)}"
+                f"{len(self.schedule.reduce_scatters)}",
+                code="plan-inconsistent",
             )
         for index in self.idle:
             if index not in range(len(self.buckets)) or self.idle.count(index) > 1:
                 raise ConfigError(
                     f"the plan's idle buckets are {list(self.idle)}, with {index}; they must be "
-                    f"different ones of its {len(self.buckets)} buckets"
+                    f"different ones of its {len(self.buckets)} buckets",
+                    code="plan-inconsistent",
                 )
 
     def layout(self, specs: Iterable[ParamSpec], world_size: int) -> BucketLayout:
@@ -131,7 +138,8 @@ class Plan:
         if world_size != self.world_size:
             raise ConfigError(
                 f"the plan is for world size {self.world_size}, but this job has {world_size} "
-                "ranks; make a plan for as many"
+                "ranks; make a plan for as many",
+                code="plan-of-other-model",
             )
         by_name = {spec.name: spec for spec in specs}
         self._check_names(by_name)
@@ -140,7 +148,8 @@ class Plan:
             raise ConfigError(
                 f"the plan is for another model: its parameters have the fingerprint "
                 f"{self.fingerprint}, and the model's, of the same names but other shapes or "
-                f"dtypes, {found}; make a plan for this one"
+                f"dtypes, {found}; make a plan for this one",
+                code="plan-of-other-model",
             )
         self._check_contiguous(by_name)
         groups = [[by_name[name] for name in bucket] for bucket in self.buckets]
@@ -228,7 +237,8 @@ class Plan:
         if data.integer("format") != FORMAT:
             raise ConfigError(
                 f"{place} has format {data.integer('format')}, written by dearmpi {version}; this "
-                f"is dearmpi {__version__}, which reads format {FORMAT}: make the plan anew"
+                f"is dearmpi {__version__}, which reads format {FORMAT}: make the plan anew",
+                code="other-format-version",
             )
         try:
             return Plan(
@@ -247,7 +257,9 @@ class Plan:
             )
         except ConfigError as error:
             text = str(error)
-            raise ConfigError(text if text.startswith(place) else f"{place}: {text}") from None
+            raise ConfigError(
+                text if text.startswith(place) else f"{place}: {text}", code=error.code
+            ) from None
 
     def _check_names(self, by_name: dict[str, ParamSpec]) -> None:
         unknown = [name for name in self.parameters if name not in by_name]
@@ -261,7 +273,8 @@ class Plan:
             raise ConfigError(
                 f"the plan is for another model: it has {len(self.parameters)} parameters, the "
                 f"model under this optimizer {len(by_name)}, and {example}; make a plan for this "
-                "one"
+                "one",
+                code="plan-of-other-model",
             )
 
     def _check_contiguous(self, by_name: dict[str, ParamSpec]) -> None:
@@ -276,7 +289,8 @@ class Plan:
                 if places[other] != places[one] + 1:
                     raise ConfigError(
                         f"bucket {index} of the plan is not contiguous: {other} does not follow "
-                        f"{one} in the plan's order of parameters"
+                        f"{one} in the plan's order of parameters",
+                        code="plan-inconsistent",
                     )
 
 

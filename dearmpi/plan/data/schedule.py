@@ -71,15 +71,19 @@ class Schedule:
             raise ConfigError(
                 f"schedule {self.name} reduces buckets {sorted(self.reduce_scatters)} and gathers "
                 f"{sorted(gather.bucket for gather in self.all_gathers)}; each of the "
-                f"{len(buckets)} must stand once in both"
+                f"{len(buckets)} must stand once in both",
+                code="plan-inconsistent",
             )
         if len(self.all_gathers) != len(buckets):
-            raise ConfigError(f"schedule {self.name} gathers a bucket twice")
+            raise ConfigError(
+                f"schedule {self.name} gathers a bucket twice", code="plan-inconsistent"
+            )
         for gather in self.all_gathers:
             if gather.after not in buckets:
                 raise ConfigError(
                     f"schedule {self.name} gathers bucket {gather.bucket} after the reduce-scatter "
-                    f"of bucket {gather.after}; there are {len(buckets)} buckets"
+                    f"of bucket {gather.after}; there are {len(buckets)} buckets",
+                    code="plan-inconsistent",
                 )
 
     def with_last(self, late: Collection[int]) -> tuple[tuple[int, ...], tuple[AllGather, ...]]:

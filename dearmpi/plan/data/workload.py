@@ -79,19 +79,24 @@ class Workload:
         ):
             name, count = max(Counter(names).items(), key=lambda pair: pair[1], default=("", 1))
             if count > 1:
-                raise ConfigError(f"{self.name}: {what} {name} stands there {count} times")
+                raise ConfigError(
+                    f"{self.name}: {what} {name} stands there {count} times",
+                    code="profile-inconsistent",
+                )
         for spec in self.params():
             if spec.nbytes > MOST_INTEGER:
                 raise ConfigError(
                     f"{self.name}: {spec.name} has the shape {list(spec.shape)}, of "
-                    f"{spec.itemsize} bytes each; a parameter has {MOST_INTEGER} bytes at most"
+                    f"{spec.itemsize} bytes each; a parameter has {MOST_INTEGER} bytes at most",
+                    code="profile-inconsistent",
                 )
         owned = {spec.name for spec in self.params()}
         for layer in self.layers:
             for name in layer.uses:
                 if name not in owned:
                     raise ConfigError(
-                        f"{self.name}: layer {layer.name} uses {name}, which no layer owns"
+                        f"{self.name}: layer {layer.name} uses {name}, which no layer owns",
+                        code="profile-inconsistent",
                     )
 
     def params(self) -> Iterator[ParamSpec]:
@@ -164,7 +169,9 @@ def read_workload(name: str) -> Workload:
     known = workload_names()
     if name not in known:
         names = [*known, f"{EQUAL}:MB[:LAYERS]"]
-        raise ConfigError(f"there is no workload {name!r}{known_names(name, names)}")
+        raise ConfigError(
+            f"there is no workload {name!r}{known_names(name, names)}", code="unknown-choice"
+        )
     path = resources.files("dearmpi").joinpath("workloads", f"{name}.json")
     return parse_workload(read_fields(path.read_text(encoding="utf-8"), str(path)))
 
@@ -246,11 +253,14 @@ def _equal(name: str) -> Workload:
         megabytes = float(numbers[0])
         count = int(numbers[1]) if len(numbers) > 1 else _EQUAL_LAYERS
     except (IndexError, ValueError):
-        raise ConfigError(f"workload {name!r} is not of the form equal:MB[:LAYERS]") from None
+        raise ConfigError(
+            f"workload {name!r} is not of the form equal:MB[:LAYERS]", code="malformed-value"
+        ) from None
     numel = int(megabytes * 1e6 / 4 / max(count, 1)) if math.isfinite(megabytes * 1e6) else 0
     if len(numbers) > 2 or count < 1 or numel < 1:
         raise ConfigError(
-            f"workload {name!r}: {megabytes:g} MB in {count} layers; each needs 4 bytes at least"
+            f"workload {name!r}: {megabytes:g} MB in {count} layers; each needs 4 bytes at least",
+            code="out-of-range",
         )
     layers = tuple(float_layer(f"layer{i}", {"weight": (numel,)}, 1) for i in range(count))
     return Workload(name, f"{count} equal layers", layers, batch_size=32, unit="img")

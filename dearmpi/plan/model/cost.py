@@ -58,7 +58,9 @@ class LinkModel:
         _check("alpha_s", self.alpha_s)
         _check("beta_s_per_byte", self.beta_s_per_byte)
         if not _LEAST_WIRE_SHARE <= self.wire_share <= 1:
-            raise ConfigError(f"wire_share is {self.wire_share}; it must be from 0.5 to 1")
+            raise ConfigError(
+                f"wire_share is {self.wire_share}; it must be from 0.5 to 1", code="out-of-range"
+            )
 
     def alone_s(self, nbytes: float) -> float:
         """Seconds that ``nbytes`` take with nothing else in flight."""
@@ -99,7 +101,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise ConfigError(f"world size is {self.world_size}; it must be 1 or more")
+            raise ConfigError(
+                f"world size is {self.world_size}; it must be 1 or more", code="out-of-range"
+            )
         _check("update_s", self.update_s)
         _check("update_s_per_byte", self.update_s_per_byte)
         _check("main_thread_s", self.main_thread_s)
@@ -147,7 +151,8 @@ class Costs:
         if world_size < 1 or self.world_size == 1:
             raise ConfigError(
                 f"costs at world size {self.world_size} say nothing of {world_size}; measure on "
-                "2 ranks or more"
+                "2 ranks or more",
+                code="costs-of-other-world",
             )
         cost = ALGORITHM_COSTS[self.algorithm]
         alpha = cost.num_rounds(world_size) / cost.num_rounds(self.world_size)
@@ -169,7 +174,8 @@ def share_sent(comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> float:
     if sent == nbytes:
         raise ConfigError(
             f"comm_dtype {comm_dtype!r} has no effect: no trained parameter is wider than "
-            f"{_HALF_BYTES} bytes; leave it out"
+            f"{_HALF_BYTES} bytes; leave it out",
+            code="setting-without-effect",
         )
     return sent / nbytes
 
@@ -187,7 +193,7 @@ def ring_cost(alpha_s: float, beta_s_per_byte: float, world_size: int) -> LinkMo
     alpha_s, beta_s_per_byte: of one message between neighbours.
     """
     if world_size < 1:
-        raise ConfigError(f"world size is {world_size}; it must be 1 or more")
+        raise ConfigError(f"world size is {world_size}; it must be 1 or more", code="out-of-range")
     ring = ALGORITHM_COSTS["ring"]
     return LinkModel(
         ring.num_rounds(world_size) * alpha_s, ring.sent_share(world_size) * beta_s_per_byte
@@ -224,12 +230,14 @@ def fit_link(samples: Sequence[Sample], *, pairs: Sequence[Sample] = ()) -> Link
         if not (0 < nbytes <= _MOST_BYTES and _LEAST_S <= seconds <= MOST_S):
             raise ConfigError(
                 f"a sample of the link is {nbytes} bytes in {seconds} s; both must be above 0, and "
-                f"a time from {_LEAST_S:g} to {MOST_S:g} s"
+                f"a time from {_LEAST_S:g} to {MOST_S:g} s",
+                code="samples-misfit",
             )
     if len({nbytes for nbytes, _ in samples}) < 2:
         raise ConfigError(
             f"{len(samples)} sample(s) of the link, of one size at most: latency and bandwidth "
-            "need samples of two sizes or more"
+            "need samples of two sizes or more",
+            code="samples-misfit",
         )
     link, weights = LinkModel(0.0, 0.0), [1.0] * len(samples)
     for _ in range(_NUM_REWEIGHTINGS):
@@ -282,4 +290,6 @@ def _with_wire_share(link: LinkModel, pairs: Sequence[Sample]) -> LinkModel:
 
 def _check(name: str, value: float) -> None:
     if not 0 <= value <= _MOST_COST:
-        raise ConfigError(f"{name} is {value}; it must be from 0 to {_MOST_COST:g}")
+        raise ConfigError(
+            f"{name} is {value}; it must be from 0 to {_MOST_COST:g}", code="out-of-range"
+        )

@@ -117,7 +117,8 @@ class Network:
         if math.isinf(self.bandwidth):
             raise ConfigError(
                 f"network {self.name} takes 0 s per byte, so it has no other bandwidths; give it "
-                "a time per byte above 0"
+                "a time per byte above 0",
+                code="out-of-range",
             )
         factor = self.bandwidth / bandwidth
         costs = replace(
@@ -163,7 +164,8 @@ def parse_node(text: str, num_ranks: int) -> Node:
     if link is None or num_ranks < 2:
         raise ConfigError(
             f"nodes of {num_ranks} ranks over {text!r}: 2 ranks or more share a node, over "
-            f"alpha,beta or one of {', '.join(preset.name for preset in PRESETS)}"
+            f"alpha,beta or one of {', '.join(preset.name for preset in PRESETS)}",
+            code="malformed-value",
         )
     ring = link.costs.all_gather  # of two ranks: one round, with half of the bytes
     return Node(link.name, num_ranks, ring.alpha_s, 2 * ring.beta_s_per_byte)
@@ -185,11 +187,13 @@ def parse_network(text: str) -> Network | None:
     except ValueError:
         raise ConfigError(
             f"network {text!r}: write alpha,beta in seconds and seconds per byte, such as "
-            f"3e-5,8e-10, or one of {', '.join(preset.name for preset in PRESETS)}"
+            f"3e-5,8e-10, or one of {', '.join(preset.name for preset in PRESETS)}",
+            code="malformed-value",
         ) from None
     if not all(0 <= number <= MOST_S for number in (alpha_s, beta_s_per_byte)):
         raise ConfigError(
             f"network {text!r}: alpha and beta, in seconds and seconds per byte, must be 0 or "
-            f"more, and {MOST_S:g} at most"
+            f"more, and {MOST_S:g} at most",
+            code="out-of-range",
         )
     return link_network(text, alpha_s, beta_s_per_byte, "as given")

@@ -48,7 +48,8 @@ class ModelProfile:
         if len(self.times) != len(self.workload.layers):
             raise ConfigError(
                 f"{self.workload.name} has {len(self.workload.layers)} layers, but the profile "
-                f"has times of {len(self.times)}"
+                f"has times of {len(self.times)}",
+                code="profile-inconsistent",
             )
         for layer, times in self.layers():
             for what, seconds in (
@@ -57,7 +58,8 @@ class ModelProfile:
             ):
                 if not 0 <= seconds <= MOST_S:
                     raise ConfigError(
-                        f"layer {layer.name}: {what} is {seconds}; it must be from 0 to {MOST_S:g}"
+                        f"layer {layer.name}: {what} is {seconds}; it must be from 0 to {MOST_S:g}",
+                        code="out-of-range",
                     )
 
     def layers(self) -> Iterator[tuple[LayerSpec, LayerTimes]]:
@@ -134,12 +136,15 @@ def parse_profile(text: str, place: str) -> ModelProfile:
     if form != FORMAT:
         raise ConfigError(
             f"{place} has format {form}, written by dearmpi {version}; this is dearmpi "
-            f"{__version__}, which reads format {FORMAT}: profile the model anew"
+            f"{__version__}, which reads format {FORMAT}: profile the model anew",
+            code="other-format-version",
         )
     try:
         return _build(data, place, version)
     except ConfigError as error:
-        raise error if place in str(error) else ConfigError(f"{place}: {error}") from None
+        raise (
+            error if place in str(error) else ConfigError(f"{place}: {error}", code=error.code)
+        ) from None
 
 
 def _build(data: Fields, place: str, version: str) -> ModelProfile:

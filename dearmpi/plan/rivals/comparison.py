@@ -105,7 +105,8 @@ def compare(
     if profile.feed_forward_s + profile.backprop_s + wire_s == 0:
         raise ConfigError(
             f"neither computation nor {world_size} rank(s) over {network.name} take any time: "
-            "there is nothing to compare; give times above 0"
+            "there is nothing to compare; give times above 0",
+            code="nothing-to-simulate",
         )
     rows = []
     for method in methods:

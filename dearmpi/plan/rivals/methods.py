@@ -85,15 +85,23 @@ def parse_method(text: str) -> Method:
     name, *numbers = text.split(":")
     known = {method.name: method for method in METHODS}
     if name not in known:
-        raise ConfigError(f"there is no method {name!r}{known_names(name, [*known, 'all'])}")
+        raise ConfigError(
+            f"there is no method {name!r}{known_names(name, [*known, 'all'])}",
+            code="unknown-choice",
+        )
     method = known[name]
     if not numbers:
         return method
     if not method.takes_cap:
-        raise ConfigError(f"method {text!r}: {name} has no bucket cap")
+        raise ConfigError(
+            f"method {text!r}: {name} has no bucket cap", code="setting-without-effect"
+        )
     cap_mb = _read_number(numbers[0])
     if not 0 < cap_mb <= 65536:
-        raise ConfigError(f"method {text!r}: the bucket cap must be above 0 and at most 65536 MiB")
+        raise ConfigError(
+            f"method {text!r}: the bucket cap must be above 0 and at most 65536 MiB",
+            code="out-of-range",
+        )
     method = replace(method, name=text, cap_mb=cap_mb, numbers=f"{cap_mb:g} MiB")
     has_cycle = len(numbers) > 1 or name == "horovod"
     return _with_cycle(method, numbers[1:]) if has_cycle else method
@@ -105,7 +113,8 @@ def _with_cycle(method: Method, numbers: Sequence[str]) -> Method:
     if method.build is not _horovod or len(numbers) > 1 or not is_cycle:
         raise ConfigError(
             f"method {method.name!r}: after its cap only horovod has a cycle, of "
-            f"{_LEAST_CYCLE_MS:g} to {_MOST_CYCLE_MS:g} ms"
+            f"{_LEAST_CYCLE_MS:g} to {_MOST_CYCLE_MS:g} ms",
+            code="out-of-range",
         )
     words = f"{method.numbers}, every {cycle_ms:g} ms"
     return replace(method, build=partial(_horovod, cycle_ms=cycle_ms), numbers=words)

@@ -44,7 +44,8 @@ def paper_profile(workload: Workload) -> ModelProfile:
     if workload.name not in MODELS:
         raise ConfigError(
             f"nothing is known of the times of workload {workload.name}; give --feed-forward-s and "
-            "--backprop-s, or a measured --profile"
+            "--backprop-s, or a measured --profile",
+            code="nothing-to-simulate",
         )
     compute_s = workload.batch_size * _seconds_per_sample(workload)
     profile = profile_workload(

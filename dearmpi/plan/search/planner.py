@@ -46,11 +46,14 @@ def make_plan(
     if costs.world_size != world_size:
         raise ConfigError(
             f"the plan is for world size {world_size}, but the costs are those of "
-            f"{costs.world_size}; measure with as many, or give costs.at({world_size})"
+            f"{costs.world_size}; measure with as many, or give costs.at({world_size})",
+            code="costs-of-other-world",
         )
     problem = Problem(profile, costs, eager=eager, gather=gather)
     if not problem.tensors:
-        raise ConfigError(f"{profile.workload.name} has no parameter that is trained")
+        raise ConfigError(
+            f"{profile.workload.name} has no parameter that is trained", code="nothing-to-train"
+        )
     bound_s = least_iteration_s(profile, costs, eager=eager, gather=gather)
     draft, how = _search(problem, bound_s)
     groups = problem.groups(draft.cuts)

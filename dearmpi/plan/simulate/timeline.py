@@ -256,12 +256,14 @@ def _check(profile: ModelProfile, layout: BucketLayout, schedule: Schedule, cost
     if layout.world_size != costs.world_size:
         raise ConfigError(
             f"the buckets are laid out for world size {layout.world_size}, but the costs are those "
-            f"of {costs.world_size}; give costs.at({layout.world_size})"
+            f"of {costs.world_size}; give costs.at({layout.world_size})",
+            code="costs-of-other-world",
         )
     if len(schedule.reduce_scatters) != len(layout):
         raise ConfigError(
             f"schedule {schedule.name} is over {len(schedule.reduce_scatters)} buckets, but there "
-            f"are {len(layout)}"
+            f"are {len(layout)}",
+            code="plan-inconsistent",
         )
     laid_out = set(layout.bucket_of())
     owned = {spec.name for spec in profile.workload.params()}
@@ -269,5 +271,6 @@ def _check(profile: ModelProfile, layout: BucketLayout, schedule: Schedule, cost
         example = min(laid_out ^ owned)
         raise ConfigError(
             f"{profile.workload.name} has {len(owned)} parameters, the buckets hold "
-            f"{len(laid_out)}, and {example} is in one of them only; profile this very model"
+            f"{len(laid_out)}, and {example} is in one of them only; profile this very model",
+            code="plan-of-other-model",
         )

@@ -47,7 +47,8 @@ def encode(value: Any, *, where: str, tensors: dict[str, Tensor] | None = None) 
         return _encode_mapping(value, where, tensors)
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; "
-        "use numbers, text, None, and tuples, lists or mappings of them"
+        "use numbers, text, None, and tuples, lists or mappings of them",
+        code="value-not-storable",
     )
 
 

@@ -80,10 +80,13 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
     if destination.suffix not in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):
         raise ConfigError(
             f"cannot tell the format of {destination}; "
-            f"end its name in {SAFETENSORS_SUFFIX}, {' or '.join(TORCH_SUFFIXES)}"
+            f"end its name in {SAFETENSORS_SUFFIX}, {' or '.join(TORCH_SUFFIXES)}",
+            code="unknown-choice",
         )
     if os.path.exists(destination) and not overwrite:
-        raise ConfigError(f"{destination} exists; name another file, or give --overwrite")
+        raise ConfigError(
+            f"{destination} exists; name another file, or give --overwrite", code="file-exists"
+        )
     model = load(resolve(path)).model
     temporary = destination.with_name(f".{destination.name}.writing")
     try:
@@ -91,7 +94,9 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
         durable.sync_file(temporary)
         temporary.replace(destination)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {destination}: {error}") from error
+        raise CheckpointError(
+            f"cannot write {destination}: {error}", code="cannot-write"
+        ) from error
     finally:
         with suppress(OSError):  # what cannot be written can likely not be removed
             temporary.unlink(missing_ok=True)

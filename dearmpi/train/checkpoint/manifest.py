@@ -111,21 +111,27 @@ def read_manifest(folder: Path) -> Manifest:
     actual = _digest(body)
     if stored != actual:
         raise CheckpointError(
-            f"{path} is corrupted: SHA-256 {short(actual)}, expected {short(str(stored))}"
+            f"{path} is corrupted: SHA-256 {short(actual)}, expected {short(str(stored))}",
+            code="checkpoint-damaged",
         )
     if body.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path} is not the manifest of a {FORMAT}")
+        raise CheckpointError(
+            f"{path} is not the manifest of a {FORMAT}", code="checkpoint-damaged"
+        )
     version = body.pop("version", None)
     if version != VERSION:
         raise CheckpointError(
             f"{path} has format version {version}, this dearmpi reads version {VERSION}; "
-            f"use the dearmpi that wrote it ({body.get('dearmpi', 'unknown')})"
+            f"use the dearmpi that wrote it ({body.get('dearmpi', 'unknown')})",
+            code="other-format-version",
         )
     try:
         files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
         return Manifest(files=files, **body)
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} lacks a field or has one too many: {error}") from error
+        raise CheckpointError(
+            f"{path} lacks a field or has one too many: {error}", code="checkpoint-damaged"
+        ) from error
 
 
 def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
@@ -134,10 +140,14 @@ def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
         path = folder / name
         actual = file_bytes(path)
         if actual is None:
-            raise CheckpointError(f"{path} is missing ({record.bytes} bytes expected)")
+            raise CheckpointError(
+                f"{path} is missing ({record.bytes} bytes expected)", code="checkpoint-damaged"
+            )
         if actual != record.bytes:
             change = "truncated" if actual < record.bytes else "too long"
-            raise CheckpointError(f"{path} is {change}: {actual} of {record.bytes} bytes")
+            raise CheckpointError(
+                f"{path} is {change}: {actual} of {record.bytes} bytes", code="checkpoint-damaged"
+            )
 
 
 def check_contents(folder: Path, files: Mapping[str, FileRecord]) -> None:
@@ -148,7 +158,8 @@ def check_contents(folder: Path, files: Mapping[str, FileRecord]) -> None:
         if actual != record:
             raise CheckpointError(
                 f"{folder / name} is corrupted: SHA-256 {short(actual.sha256)}, "
-                f"expected {short(record.sha256)}"
+                f"expected {short(record.sha256)}",
+                code="checkpoint-damaged",
             )
 
 
@@ -161,15 +172,23 @@ def _read_body(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: not a complete checkpoint") from None
+        raise CheckpointError(
+            f"{path} is missing: not a complete checkpoint", code="no-checkpoint"
+        ) from None
     except NotADirectoryError:
-        raise CheckpointError(f"{path.parent} is not a folder, so not a checkpoint") from None
+        raise CheckpointError(
+            f"{path.parent} is not a folder, so not a checkpoint", code="no-checkpoint"
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}", code="unreadable-file"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: not JSON ({error})") from error
+        raise CheckpointError(
+            f"{path} is damaged: not JSON ({error})", code="checkpoint-damaged"
+        ) from error
     if not isinstance(body, dict):
-        raise CheckpointError(f"{path} is damaged: not a JSON object")
+        raise CheckpointError(f"{path} is damaged: not a JSON object", code="checkpoint-damaged")
     return body
 
 

@@ -124,7 +124,8 @@ def check_storable(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in STORABLE or tensor.layout != torch.strided:
         raise CheckpointError(
             f"tensor {name!r} is {tensor.dtype} in {tensor.layout} layout, which safetensors "
-            "cannot hold; convert it to a dense tensor of a common dtype"
+            "cannot hold; convert it to a dense tensor of a common dtype",
+            code="value-not-storable",
         )
 
 

@@ -128,7 +128,8 @@ def read_parts(paths: Sequence[Path]) -> tuple[dict[str, Tensor], list[dict[str,
     for name, tensor in flat.items():
         if covered[name] != tensor.numel():
             raise CheckpointError(
-                f"{paths[0].parent} holds {covered[name]} of {tensor.numel()} elements of {name}"
+                f"{paths[0].parent} holds {covered[name]} of {tensor.numel()} elements of {name}",
+                code="checkpoint-damaged",
             )
     tensors = {
         name: tensor.as_strided(layouts[name].shape, layouts[name].stride)

@@ -66,7 +66,8 @@ def check_model(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> None:
         shown.append(f"and {len(differences) - len(shown)} more")
     raise CheckpointError(
         f"the checkpoint of step {snapshot.step} belongs to another model: {'; '.join(shown)}; "
-        "train with the task and options it was written with, or start a new run"
+        "train with the task and options it was written with, or start a new run",
+        code="checkpoint-of-other-model",
     )
 
 
@@ -125,7 +126,8 @@ def parameter_names(model: nn.Module, param_groups: Iterable[Mapping[str, Any]])
             if name is None:
                 raise UsageError(
                     f"param group {number} has a parameter of shape {tuple(parameter.shape)} that "
-                    "is not the model's; build the optimizer from model.parameters()"
+                    "is not the model's; build the optimizer from model.parameters()",
+                    code="parameters-not-in-model",
                 )
             names.append(name)
     return names
@@ -143,7 +145,8 @@ def optimizer_by_name(
     if num_parameters != len(names) or len(set(names)) != len(names):
         raise UsageError(
             f"the optimizer has {num_parameters} parameters, {len(set(names))} names were given; "
-            "each parameter needs a name of its own"
+            "each parameter needs a name of its own",
+            code="parameters-not-in-model",
         )
     optimizer = {names[index]: dict(state) for index, state in state_dict["state"].items()}
     groups = [
@@ -175,7 +178,8 @@ def optimizer_state_dict(snapshot: Snapshot, names: Sequence[str]) -> dict[str, 
         raise CheckpointError(
             f"the checkpoint of step {snapshot.step} divides the parameters otherwise into "
             f"{len(groups)} param groups: {names[order[stray]]} where the optimizer has "
-            f"{names[stray]}; build the groups as in the run that wrote it"
+            f"{names[stray]}; build the groups as in the run that wrote it",
+            code="checkpoint-of-other-model",
         )
     state = {index_of[name]: dict(values) for name, values in snapshot.optimizer.items()}
     return {"state": dict(sorted(state.items())), "param_groups": groups}
@@ -190,5 +194,6 @@ def _check_names(snapshot: Snapshot, index_of: Mapping[str, int]) -> None:
             f"the checkpoint of step {snapshot.step} belongs to another optimizer: "
             f"{len(missing)} parameters are missing in it {missing[:3]}, "
             f"{len(unknown)} are not the optimizer's {unknown[:3]}; "
-            "train with the task and options it was written with"
+            "train with the task and options it was written with",
+            code="checkpoint-of-other-model",
         )

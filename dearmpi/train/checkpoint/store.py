@@ -152,12 +152,14 @@ def read(path: Path, record: Manifest) -> Snapshot:
             random=[about["random"] for about in abouts if about["random"]],
         )
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {advise(path)}") from error
+        raise CheckpointError(f"{error}; {advise(path)}", code=error.code) from error
     except (
         *(OSError, SafetensorError, KeyError, TypeError),
         *(ValueError, RuntimeError, AttributeError, IndexError),
     ) as error:
-        raise CheckpointError(f"cannot read {path}: {error!r}; {advise(path)}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error!r}; {advise(path)}", code="checkpoint-damaged"
+        ) from error
 
 
 def verify(path: Path, *, rank: int = 0, size: int = 1) -> Manifest:
@@ -171,9 +173,11 @@ def verify(path: Path, *, rank: int = 0, size: int = 1) -> Manifest:
         names = sorted(record.files)[rank::size]
         manifest.check_contents(path, {name: record.files[name] for name in names})
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {advise(path)}") from error
+        raise CheckpointError(f"{error}; {advise(path)}", code=error.code) from error
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}; {advise(path)}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error}; {advise(path)}", code="unreadable-file"
+        ) from error
     return record
 
 
@@ -209,11 +213,14 @@ def _remove_replaced(target: Path) -> None:
 
 def _save_error(error: OSError, target: Path, num_bytes: int) -> CheckpointError:
     if error.errno not in durable.DISK_FULL:
-        return CheckpointError(f"cannot save {target}: {error}; earlier checkpoints are untouched")
+        return CheckpointError(
+            f"cannot save {target}: {error}; earlier checkpoints are untouched", code="cannot-write"
+        )
     folder = next(parent for parent in target.parents if parent.exists())
     needed = f"{num_bytes} bytes are needed, " if num_bytes else ""
     return CheckpointError(
         f"cannot save {target}: the disk is full or over quota; {needed}"
         f"{shutil.disk_usage(folder).free} are free; earlier checkpoints are untouched: free "
-        "space, or keep fewer of them, and resume"
+        "space, or keep fewer of them, and resume",
+        code="disk-full",
     )

@@ -79,7 +79,8 @@ def go_back(run_folder: Path, checkpoint: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"cannot write {run_folder / 'latest'}: {error.strerror}; a run that goes back to an "
-            "earlier checkpoint needs room for that, and a folder to write to"
+            "earlier checkpoint needs room for that, and a folder to write to",
+            code="cannot-write",
         ) from error
 
 
@@ -99,7 +100,9 @@ def resolve(path: Path) -> Path:
     Raises CheckpointError when there is none, or it may not be looked at.
     """
     if not is_folder(path, CheckpointError):
-        raise CheckpointError(f"{path} is no folder; give a checkpoint or a run folder")
+        raise CheckpointError(
+            f"{path} is no folder; give a checkpoint or a run folder", code="no-checkpoint"
+        )
     if is_there(path / manifest.FILE_NAME, CheckpointError) or FOLDER_NAME.fullmatch(path.name):
         return path
     is_inside = path.name == "checkpoints" and not is_there(path / "checkpoints", CheckpointError)
@@ -110,7 +113,9 @@ def resolve(path: Path) -> Path:
         if runs:
             more = ", ..." if len(runs) > _MOST_NAMES else ""
             reasons = f"it is a folder of runs; give one of {', '.join(runs[:_MOST_NAMES])}{more}"
-        raise CheckpointError(f"{path} holds no complete checkpoint: {reasons}")
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint: {reasons}", code="no-checkpoint"
+        )
     return found.latest
 
 
@@ -123,7 +128,9 @@ def list_runs(folder: Path) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if _may_be_run(path))
     except OSError as error:
-        raise CheckpointError(f"cannot list {folder}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot list {folder}: {error.strerror}", code="unreadable-file"
+        ) from error
 
 
 def _may_be_run(path: Path) -> bool:
@@ -173,7 +180,9 @@ def _folders(checkpoints: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"cannot list {checkpoints}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot list {checkpoints}: {error.strerror}", code="unreadable-file"
+        ) from error
 
 
 def _choose(complete: Mapping[Path, Manifest], named: Path | None) -> Path | None:
@@ -249,7 +258,8 @@ def _read_latest(run_folder: Path) -> str | None:
         raise CheckpointError(
             f"cannot read {run_folder / 'latest'}, which names the checkpoint to resume from: "
             f"{error.strerror}; make it a file that this user may read, or remove it to have the "
-            "one that was written last"
+            "one that was written last",
+            code="unreadable-file",
         ) from error
 
 

@@ -94,25 +94,30 @@ class Batches:
     def __post_init__(self) -> None:
         for name in ("batch_size", "world_size", "micro_batches"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be at least 1", code="out-of-range"
+                )
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
                 f"rank is {self.rank}; with world size {self.world_size} it must be "
-                f"0 to {self.world_size - 1}"
+                f"0 to {self.world_size - 1}",
+                code="out-of-range",
             )
         if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; it must be 0 or more")
+            raise ConfigError(f"seed is {self.seed}; it must be 0 or more", code="out-of-range")
         if self.num_samples < self.world_size:
             raise DataError(
                 f"{self.num_samples} training samples cannot be shared by {self.world_size} "
-                f"ranks; use at most {self.num_samples} ranks, or more data"
+                f"ranks; use at most {self.num_samples} ranks, or more data",
+                code="data-insufficient",
             )
         least = self.world_size * self.micro_batches
         if self.batch_size < least:
             raise ConfigError(
                 f"batch size {self.batch_size} is the number of samples per step over all ranks; "
                 f"world size {self.world_size} x {self.micro_batches} micro-batches need at least "
-                f"{least}: raise the batch size, or use fewer ranks or micro-batches"
+                f"{least}: raise the batch size, or use fewer ranks or micro-batches",
+                code="batch-too-small",
             )
         order = EpochOrder(self.num_samples, self.seed, self.shuffle)
         object.__setattr__(self, "_order", order)
@@ -136,7 +141,8 @@ class Batches:
         if epoch < 0 or not 0 <= step_in_epoch < self.steps_per_epoch:
             raise ConfigError(
                 f"there is no step {step_in_epoch} in epoch {epoch}: steps are "
-                f"0 to {self.steps_per_epoch - 1}, epochs from 0"
+                f"0 to {self.steps_per_epoch - 1}, epochs from 0",
+                code="out-of-range",
             )
         begin = step_in_epoch * self.batch_size
         count = min(self.batch_size, self.num_samples - begin)
@@ -177,7 +183,8 @@ def load_batch(task: Task, data: Samples, indices: tuple[int, ...]) -> Any:
         except Exception as error:
             raise DataError(
                 f"task {task.name}: sample {index} of {len(data)} cannot be read: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
+                code="sample-unreadable",
             ) from error
     try:
         return collate(task, samples)
@@ -186,7 +193,8 @@ def load_batch(task: Task, data: Samples, indices: tuple[int, ...]) -> Any:
     except Exception as error:
         raise DataError(
             f"task {task.name}: samples {_abbreviate(indices)} do not make a batch: "
-            f"{type(error).__name__}: {error}; give the task a collate function that fits them"
+            f"{type(error).__name__}: {error}; give the task a collate function that fits them",
+            code="sample-unreadable",
         ) from error
 
 

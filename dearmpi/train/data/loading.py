@@ -145,7 +145,8 @@ class LoadingAhead:
             f"task {self._task.name}: a process that loads samples ahead (--workers) could not be "
             "started or has ended: where it says nothing above, for want of memory, or of "
             "/dev/shm, through which batches come; try fewer --workers, or 0. A task file that "
-            "imports mpi4py would start MPI in it: import that where it is used"
+            "imports mpi4py would start MPI in it: import that where it is used",
+            code="worker-ended",
         )
 
 
@@ -175,7 +176,8 @@ def _pack(task: Task, num_workers: int) -> bytes:
         raise ConfigError(
             f"task {task.name}: with workers {num_workers} its data and collate function go to "
             f"other processes, which fails: {type(error).__name__}: {error}; define their classes "
-            "and functions at the top of a file, not inside functions, or give --workers 0"
+            "and functions at the top of a file, not inside functions, or give --workers 0",
+            code="task-not-picklable",
         ) from error
     return file.getvalue()
 

@@ -82,7 +82,8 @@ class Evaluator:
         if sorted(metrics) != sorted(self.names):
             raise TaskError(
                 f"task {self.task.name} gave the metrics {sorted(metrics)} for one batch and "
-                f"{sorted(self.names)} for another; give the same names for each"
+                f"{sorted(self.names)} for another; give the same names for each",
+                code="metrics-invalid",
             )
         return [num_samples, loss * num_samples, *(metrics[name] for name in self.names)]
 
@@ -100,7 +101,8 @@ def measure_batch(task: Task, batch: Any, precision: Precision) -> tuple[float, 
 def _numbers(task: Task, metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise TaskError(
-            f"task {task.name} gave a {type(metrics).__name__} for metrics; give numbers by name"
+            f"task {task.name} gave a {type(metrics).__name__} for metrics; give numbers by name",
+            code="metrics-invalid",
         )
     numbers = {}
     for name, value in metrics.items():
@@ -109,7 +111,8 @@ def _numbers(task: Task, metrics: Any) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise TaskError(
                 f"task {task.name} gave no number for the metric {name}: {error}; give the sum "
-                "over the samples of the batch"
+                "over the samples of the batch",
+                code="metrics-invalid",
             ) from error
     return numbers
 

@@ -132,7 +132,8 @@ def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
             f"the last batch of an epoch gives rank {few} {min(passes)} micro-batches and rank "
             f"{many} {max(passes)}, but SyncBatchNorm needs all ranks in each of them; choose a "
             f"--batch-size of which {batches.num_samples} samples leave none or more, or fewer "
-            "ranks"
+            "ranks",
+            code="batches-uneven",
         )
 
 
@@ -150,13 +151,15 @@ def check_position(snapshot: Snapshot, task: Task) -> None:
     if stored != len(task.train_data):
         raise CheckpointError(
             f"the checkpoint of step {snapshot.step} was written with {stored} training samples, "
-            f"this run has {len(task.train_data)}; give the same data, or start a new run"
+            f"this run has {len(task.train_data)}; give the same data, or start a new run",
+            code="checkpoint-of-other-data",
         )
     digest = snapshot.meta.get("data_digest", "")
     if digest and task.data_digest and digest != task.data_digest:
         raise CheckpointError(
             f"the checkpoint of step {snapshot.step} was written with data of the digest {digest}, "
-            f"this run's is {task.data_digest}; give the same data, or start a new run"
+            f"this run's is {task.data_digest}; give the same data, or start a new run",
+            code="checkpoint-of-other-data",
         )
 
 
@@ -180,7 +183,8 @@ def _choose_plan(
                 raise ConfigError(
                     f"the plan {settings.plan} updates buckets during backprop, but with "
                     f"max_grad_norm {settings.max_grad_norm:g} they wait for the norm of the whole "
-                    "gradient; make it with dear-train plan --no-eager, or give --max-grad-norm 0"
+                    "gradient; make it with dear-train plan --no-eager, or give --max-grad-norm 0",
+                    code="plan-contradicts-settings",
                 )
             text = plan.to_json()
     return Plan.from_json(world.broadcast_text(text), settings.plan)
@@ -241,7 +245,7 @@ def _distribute(
         )
     except ConfigError as error:
         # It follows from settings and model alone, which are the same on all ranks.
-        raise AgreedError(str(error), exit_code=error.exit_code) from error
+        raise AgreedError(str(error), exit_code=error.exit_code, code=error.code) from error
     if state is not None:
         optimizer.load_state_dict(state)
     return optimizer

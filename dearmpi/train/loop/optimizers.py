@@ -41,7 +41,10 @@ class OptimizerChoice:
         try:
             return self.kind(list(parameters), **self.arguments)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TaskError(f"optimizer {self.kind.__name__} cannot be made: {error}") from error
+            raise TaskError(
+                f"optimizer {self.kind.__name__} cannot be made: {error}",
+                code="optimizer-not-built",
+            ) from error
 
 
 def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
@@ -72,7 +75,8 @@ def choose_optimizer(settings: RunSettings) -> OptimizerChoice:
         if name in arguments:
             raise TaskError(
                 f"{name} is given twice, as --{name.replace('_', '-')} {value} and as "
-                f"--optimizer-option {name}={arguments[name]}; give it once"
+                f"--optimizer-option {name}={arguments[name]}; give it once",
+                code="given-twice",
             )
         arguments[name] = value
     options = [name for name in accepted if name != "params"]
@@ -80,7 +84,8 @@ def choose_optimizer(settings: RunSettings) -> OptimizerChoice:
         if name not in options:
             raise TaskError(
                 f"{name} has no effect: {kind.__name__} has no such option"
-                f"{known_names(name, options)}"
+                f"{known_names(name, options)}",
+                code="setting-without-effect",
             )
     arguments.setdefault("lr", accepted["lr"].default)
     return OptimizerChoice(kind, arguments)
@@ -94,9 +99,12 @@ def _find(name: str) -> type[torch.optim.Optimizer]:
     if name.lower() in (other.lower() for other in UNSUITED):
         raise TaskError(
             f"optimizer {name} cannot be used: it needs more than one dense gradient per step; "
-            f"choose one of {', '.join(sorted(known))}"
+            f"choose one of {', '.join(sorted(known))}",
+            code="optimizer-not-built",
         )
-    raise TaskError(f"unknown optimizer {name!r}{known_names(name, sorted(known))}")
+    raise TaskError(
+        f"unknown optimizer {name!r}{known_names(name, sorted(known))}", code="unknown-choice"
+    )
 
 
 MILESTONES = (0.5, 0.75)

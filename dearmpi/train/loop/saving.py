@@ -226,7 +226,8 @@ def check_finite(part: Part, step: int, names: Container[str]) -> None:
         if kind == "model" and name in names and not _is_finite(piece.values):
             raise NonFiniteLossError(
                 f"{name} is not finite after step {step}, so no checkpoint was written of it; "
-                "resume from an earlier one with a lower --lr or with --max-grad-norm"
+                "resume from an earlier one with a lower --lr or with --max-grad-norm",
+                code="not-finite",
             )
 
 

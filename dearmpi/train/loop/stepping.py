@@ -130,7 +130,8 @@ def _go_forward(job: Job, share: MicroBatch, loader: _Loader) -> Tensor | None:
             shown += "" if loss.requires_grad else " that does not depend on the parameters"
         raise TaskError(
             f"task {job.task.name}: its loss must be a tensor of one number that depends on the "
-            f"parameters; it gave {shown}"
+            f"parameters; it gave {shown}",
+            code="task-invalid",
         )
     return loss
 
@@ -190,7 +191,8 @@ def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
                 return StepResult(math.nan, lr, norm, skipped=True)
             raise NonFiniteLossError(
                 f"the gradient of step {step + 1} is not finite (its norm is {norm}); the model is "
-                "as it was before the step: lower --lr, or leave out such steps with --on-nan skip"
+                "as it was before the step: lower --lr, or leave out such steps with --on-nan skip",
+                code="not-finite",
             )
     job.optimizer.step()
     return StepResult(losses.total(), lr, norm)

@@ -172,7 +172,8 @@ class Trainer:
         if self._skips_in_a_row >= MOST_SKIPS:
             raise NonFiniteLossError(
                 f"{MOST_SKIPS} steps in a row had to be left out, up to step {self._step}, since "
-                "loss or gradient was not finite; resume from a checkpoint with a lower --lr"
+                "loss or gradient was not finite; resume from a checkpoint with a lower --lr",
+                code="not-finite",
             )
 
     def _read_totals(self, *, pending: int) -> None:
@@ -184,7 +185,7 @@ class Trainer:
             if not total.num_bad:
                 self._losses.append(total.loss)
             elif self._job.settings.on_nan == "stop":
-                raise NonFiniteLossError(self._explain_loss(total))
+                raise NonFiniteLossError(self._explain_loss(total), code="not-finite")
             self._saver.advance(total.num_saved)
 
     def _read_all_totals(self) -> None:

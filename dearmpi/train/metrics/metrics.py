@@ -90,7 +90,9 @@ class MetricsLog:
             self._csv: BinaryIO = open(csv, "ab", buffering=0)  # noqa: SIM115
             self._jsonl: BinaryIO = open(jsonl, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise DearError(f"cannot write the metrics in {run_folder}: {error}") from error
+            raise DearError(
+                f"cannot write the metrics in {run_folder}: {error}", code="cannot-write"
+            ) from error
 
     def append(self, row: MetricsRow) -> None:
         """Write ``row``; its step must be later than those before.
@@ -99,16 +101,24 @@ class MetricsLog:
         be written.
         """
         if row.step <= self.last_step:
-            raise UsageError(f"step {row.step} follows step {self.last_step} in the metrics")
+            raise UsageError(
+                f"step {row.step} follows step {self.last_step} in the metrics",
+                code="metrics-out-of-order",
+            )
         values = row.values()
         unknown = [name for name in values if name not in self._columns]
         if unknown:
-            raise UsageError(f"metrics {unknown} were not announced; name them in extra")
+            raise UsageError(
+                f"metrics {unknown} were not announced; name them in extra",
+                code="metrics-out-of-order",
+            )
         try:
             _write_whole(self._csv, self._csv_line({n: _to_text(v) for n, v in values.items()}))
             _write_whole(self._jsonl, _to_json(values, row.ranks) + "\n")
         except OSError as error:
-            raise DearError(f"cannot write {self._csv.name}: {error.strerror}") from error
+            raise DearError(
+                f"cannot write {self._csv.name}: {error.strerror}", code="cannot-write"
+            ) from error
         self.last_step = row.step
         if self._board is not None:
             self._board.write(row.step, values)
@@ -172,7 +182,8 @@ def check_names(names: Sequence[str]) -> None:
         if name in _TAKEN or not re.fullmatch(r"[\w.@/ -]+", name):
             raise ConfigError(
                 f"metric {name!r} cannot be a column of metrics.csv; use letters, digits, blanks "
-                f"and _ . @ / -, and another name than {', '.join(_TAKEN)}"
+                f"and _ . @ / -, and another name than {', '.join(_TAKEN)}",
+                code="metrics-invalid",
             )
 
 
@@ -231,7 +242,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"TensorBoard is not installed ({error}); run: pip install 'dearmpi[tensorboard]'"
+                f"TensorBoard is not installed ({error}); run: pip install 'dearmpi[tensorboard]'",
+                code="library-missing",
             ) from error
         purge_step = None if resume_step is None else resume_step + 1
         folder = str(run_folder / "tensorboard")

@@ -193,8 +193,9 @@ def _complaint(
     cure = f"{seen[rank].cure}, leave the host out, or use --device cpu"
     if len(without) == len(seen):
         message = f"device is {asked!r}, but {said}, and no other rank can use one; {cure}"
-        return AgreedError(message, exit_code=ConfigError.exit_code)
+        return AgreedError(message, exit_code=ConfigError.exit_code, code="no-usable-device")
     other = next(rank for rank, gpus in enumerate(seen) if gpus.num_usable)
     return MismatchError(
-        f"{said}, but rank {other} on {world.hosts[other]} sees {seen[other].num_usable}; {cure}"
+        f"{said}, but rank {other} on {world.hosts[other]} sees {seen[other].num_usable}; {cure}",
+        code="ranks-differ-in-devices",
     )

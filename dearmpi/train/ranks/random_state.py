@@ -52,7 +52,8 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"the random state in the checkpoint does not fit this torch {torch.__version__} and "
-            f"numpy {np.__version__}: {error}; resume with the versions that wrote it"
+            f"numpy {np.__version__}: {error}; resume with the versions that wrote it",
+            code="random-state-misfit",
         ) from error
 
 

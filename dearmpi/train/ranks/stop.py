@@ -71,7 +71,10 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("signals can be handled only in the main thread; enter it there")
+            raise UsageError(
+                "signals can be handled only in the main thread; enter it there",
+                code="main-thread-only",
+            )
         for number in SIGNALS:
             self._previous[number] = signal.getsignal(number)
         self.listen()

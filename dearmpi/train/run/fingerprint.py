@@ -120,7 +120,7 @@ def compare(
                 told = first_difference(lines[name](), world.all_gather_text) or told
             differing[name] = _by_value(told)
     if differing:
-        raise MismatchError(_explain(differing, hosts))
+        raise MismatchError(_explain(differing, hosts), code="ranks-built-differently")
 
 
 def _by_value(told: Sequence[str]) -> dict[str, list[int]]:

@@ -41,17 +41,20 @@ class Occupation:
             if error.errno not in _GONE:
                 raise CheckpointError(
                     f"{refused}: cannot look at {self.full_path}: {error.strerror}; earlier "
-                    "checkpoints are untouched: see that it can be reached, and start again"
+                    "checkpoints are untouched: see that it can be reached, and start again",
+                    code="run-folder-lost",
                 ) from error
             raise CheckpointError(
                 f"{refused}: {self.full_path}, which this job made, cannot be found "
                 f"({error.strerror}), so it or its folder was removed or renamed, or the working "
-                "folder changed, while this job trained; start again"
+                "folder changed, while this job trained; start again",
+                code="run-folder-lost",
             ) from error
         if not is_own:
             raise CheckpointError(
                 f"{refused}: it was taken over by {_read(self.path) or 'another process'} "
-                "while this job trained; leave it to that one, or start again with another --name"
+                "while this job trained; leave it to that one, or start again with another --name",
+                code="run-folder-lost",
             )
 
 
@@ -79,7 +82,8 @@ def occupied(path: Path) -> Iterator[Occupation]:
         if descriptor is None:
             raise ConfigError(
                 f"{path.parent} is in use by {occupant or 'another process'}; wait for its end, or "
-                f"start another run with another --name (if it is long gone, remove {path})"
+                f"start another run with another --name (if it is long gone, remove {path})",
+                code="run-folder-in-use",
             )
         own = f"process {os.getpid()} on {platform.node()}" + (
             f", job {job}, start {start}" if job else ""
@@ -87,7 +91,7 @@ def occupied(path: Path) -> Iterator[Occupation]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{own}\n".encode(), 0)
     except OSError as error:
-        raise DearError(f"cannot write {path}: {error.strerror}") from error
+        raise DearError(f"cannot write {path}: {error.strerror}", code="cannot-write") from error
     try:
         yield Occupation(path, descriptor, full_path)
     finally:

@@ -51,7 +51,10 @@ class RunFolder:
         run), and when it cannot be created.
         """
         if not name or name in (".", "..") or "/" in name or "\0" in name:
-            raise ConfigError(f"run name {name!r} is no folder name; use letters, digits, - and _")
+            raise ConfigError(
+                f"run name {name!r} is no folder name; use letters, digits, - and _",
+                code="malformed-value",
+            )
         folder = cls(root / name)
         folder.check_free(resume=resume)
         try:
@@ -61,12 +64,14 @@ class RunFolder:
         except FileExistsError as error:
             raise ConfigError(
                 f"{folder.path} was made by another run that started just now; give each run a "
-                "--name of its own"
+                "--name of its own",
+                code="run-folder-in-use",
             ) from error
         except OSError as error:
             raise ConfigError(
                 f"cannot create the run folder {folder.path}: {error.strerror}; "
-                "choose a place that can be written"
+                "choose a place that can be written",
+                code="cannot-write",
             ) from error
         return folder
 
@@ -77,13 +82,16 @@ class RunFolder:
         """
         folder = cls(path)
         if not is_folder(path, ConfigError):
-            raise ConfigError(f"there is no folder {path}; name the folder of a run")
+            raise ConfigError(
+                f"there is no folder {path}; name the folder of a run", code="file-missing"
+            )
         # A copy may lack the checkpoints, which are large.
         has_metrics = is_there(folder.metrics_jsonl, ConfigError)
         if not (folder.holds_run or has_metrics or is_folder(folder.trace, ConfigError)):
             raise ConfigError(
                 f"{path} is no run folder: it has no {folder.checkpoints.name}/, nor metrics; name "
-                "the folder of a run, such as runs/NAME"
+                "the folder of a run, such as runs/NAME",
+                code="no-run",
             )
         return folder
 
@@ -165,7 +173,9 @@ class RunFolder:
         try:
             self.plan.unlink(missing_ok=True)
         except OSError as error:
-            raise DearError(f"cannot remove {self.plan}: {error.strerror}") from error
+            raise DearError(
+                f"cannot remove {self.plan}: {error.strerror}", code="cannot-write"
+            ) from error
 
     def write_begun_from(self, checkpoint: Path) -> None:
         """Remember the checkpoint of another run that this one was begun from."""
@@ -183,7 +193,8 @@ class RunFolder:
             reason = error.strerror if isinstance(error, OSError) else "it is damaged"
             raise CheckpointError(
                 f"cannot read {self.begun_from}, which names the checkpoint that the run was begun "
-                f"from: {reason}; restore it, or remove it if the run has checkpoints of its own"
+                f"from: {reason}; restore it, or remove it if the run has checkpoints of its own",
+                code="unreadable-file",
             ) from error
 
     def check_free(self, *, resume: bool) -> None:
@@ -194,15 +205,19 @@ class RunFolder:
             return
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be used as a run folder: {error.strerror}; name another run"
+                f"{self.path} cannot be used as a run folder: {error.strerror}; name another run",
+                code="unreadable-file",
             ) from error
         if not used or (resume and self.holds_run):
             return
         if resume:
-            raise ConfigError(f"{self.path} holds files but no run to resume; name another run")
+            raise ConfigError(
+                f"{self.path} holds files but no run to resume; name another run", code="no-run"
+            )
         raise ConfigError(
             f"{self.path} {self._describe_content()}; name another run, "
-            "or continue this one with --resume auto"
+            "or continue this one with --resume auto",
+            code="run-folder-not-empty",
         )
 
     def _describe_content(self) -> str:
@@ -224,7 +239,8 @@ def _write(path: Path, text: str) -> None:
         durable.write_text(path, text)
     except OSError as error:
         raise DearError(
-            f"cannot write {path}: {error.strerror}; the run needs a folder to write to"
+            f"cannot write {path}: {error.strerror}; the run needs a folder to write to",
+            code="cannot-write",
         ) from error
 
 

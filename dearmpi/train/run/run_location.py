@@ -69,7 +69,8 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
         if found is not None and not is_folder(found, CheckpointError):
             raise CheckpointError(
                 f"{found.absolute()} is no folder here, but rank 0 on {world.hosts[0]} found a "
-                "checkpoint there; give a --run-folder that all hosts share"
+                "checkpoint there; give a --run-folder that all hosts share",
+                code="run-folder-not-shared",
             )
     return Place(Path(root), name, found, continued, tuple(notes), begun, goes_on)
 
@@ -89,7 +90,8 @@ def check_shared(world: World, folder: Path) -> None:
             if not is_there(mark, ConfigError):
                 raise ConfigError(
                     f"{folder.absolute()} is not the folder of that name that rank 0 on "
-                    f"{world.hosts[0]} made; give a --run-folder that all hosts share"
+                    f"{world.hosts[0]} made; give a --run-folder that all hosts share",
+                    code="run-folder-not-shared",
                 )
     finally:
         if world.is_root:
@@ -101,7 +103,8 @@ def _make(mark: Path) -> None:
         mark.touch()
     except OSError as error:
         raise DearError(
-            f"cannot write {mark}: {error.strerror}; the run needs a folder to write to"
+            f"cannot write {mark}: {error.strerror}; the run needs a folder to write to",
+            code="cannot-write",
         ) from error
 
 
@@ -128,14 +131,16 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
     if not belongs_to_run(own):
         raise ConfigError(
             f"{checkpoint} lies in no run's folder checkpoints/, so there is no run to go on with; "
-            "begin another from it with --name NAME"
+            "begin another from it with --name NAME",
+            code="resume-unclear",
         )
     folder = own.parent.parent
     if "run_folder" in chosen and folder.parent.resolve() != root.resolve():
         raise ConfigError(
             f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; leave out "
             "--run-folder, or what stands for it in the environment or a file, to continue there, "
-            "or start another run with --name"
+            "or start another run with --name",
+            code="resume-unclear",
         )
     return Place(folder.parent, folder.name, own, continued=True, notes=notes)
 
@@ -160,7 +165,8 @@ def _find_latest(root: Path, name: str | None) -> Place:
     if name is None:
         raise ConfigError(
             "--resume auto needs --name NAME: it goes on with the run of that name where there is "
-            "one, and starts it where there is none"
+            "one, and starts it where there is none",
+            code="resume-unclear",
         )
     return _go_on(root, name, RunFolder(root / name).read_begun_from())
 
@@ -172,7 +178,8 @@ def _go_on(root: Path, name: str, begun_from: Path | None) -> Place:
     if not found.latest and begun_from and not is_folder(begun_from, CheckpointError):
         raise CheckpointError(
             f"the run in {root / name} was begun from {begun_from}, which is gone, and has no "
-            "checkpoint of its own yet; begin another run with another --name"
+            "checkpoint of its own yet; begin another run with another --name",
+            code="no-checkpoint",
         )
     notes = () if found.latest is None else _passed_over(found)
     checkpoint = found.latest or begun_from
@@ -186,7 +193,8 @@ def _check_usable(found: Survey, run: Path) -> None:
     if found.latest is None and found.passed_over:
         raise CheckpointError(
             f"no checkpoint of the run in {run} can be resumed from: "
-            f"{'; '.join(found.passed_over)}; restore one, or begin another run with another --name"
+            f"{'; '.join(found.passed_over)}; restore one, or begin another run with another --name",
+            code="no-checkpoint",
         )
 
 
@@ -197,7 +205,8 @@ def check_reachable(place: Place) -> None:
         raise TaskError(
             f"the task has changed the working folder from {place.found_in} to {working}, so the "
             f"run folder {place.root} is another one now; leave the working folder as it is, or "
-            "give --run-folder as an absolute path"
+            "give --run-folder as an absolute path",
+            code="working-folder-changed",
         )
 
 
@@ -207,7 +216,8 @@ def check_unchanged(place: Place) -> None:
     if place.goes_on and latest not in (None, place.checkpoint):
         raise ConfigError(
             f"the run in {place.root / place.name} went on to {latest.name} while this job was "
-            "starting; start it again"
+            "starting; start it again",
+            code="run-folder-in-use",
         )
 
 

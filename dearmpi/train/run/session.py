@@ -134,7 +134,7 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
     with together(world):
         # The very command of a run that goes on may ask for what an earlier part has recorded.
         if untraced and not (place.continued and job.start_step):
-            raise ConfigError(untraced)
+            raise ConfigError(untraced, code="untraceable")
     return Session(place, job, threads, device, untraced)
 
 
@@ -183,12 +183,14 @@ def settle(
     if settings.eval_interval and task.eval_data is None:
         raise ConfigError(
             f"eval_interval {settings.eval_interval} has no effect: task {task.name} has no "
-            "held-out data; leave it out"
+            "held-out data; leave it out",
+            code="setting-without-effect",
         )
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "TensorBoard is not installed; run: pip install 'dearmpi[tensorboard]', or leave out "
-            "--tensorboard"
+            "--tensorboard",
+            code="library-missing",
         )
     if snapshot is not None:
         check_resumable(_stored_source(snapshot, origin="the checkpoint").values, settings)

@@ -29,7 +29,8 @@ class _Loader(yaml.SafeLoader):
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise ConfigError(
-                    f"{key.value} is given twice in {self.name}, again in line {line}; give it once"
+                    f"{key.value} is given twice in {self.name}, again in line {line}; give it once",
+                    code="given-twice",
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
@@ -47,17 +48,22 @@ def read_config(path: Path) -> dict[Any, object]:
         content = loader.get_single_data()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot read the config file {path}: {reason}") from error
+        raise ConfigError(
+            f"cannot read the config file {path}: {reason}", code="unreadable-file"
+        ) from error
     except ConfigError:  # is a ValueError
         raise
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # Such as a `!!timestamp` that is none.
-        raise ConfigError(f"the config file {path} is no YAML: {error}") from error
+        raise ConfigError(
+            f"the config file {path} is no YAML: {error}", code="malformed-file"
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
             f"the config file {path} holds a {type(content).__name__}; it must hold settings, "
-            "one `name: value` to a line"
+            "one `name: value` to a line",
+            code="malformed-file",
         )
     return content

@@ -93,16 +93,25 @@ class Setting:
 
     def _check_bounds(self, value: Any, label: str) -> Any:
         if self.least is not None and value < self.least:
-            raise ConfigError(f"{label} is {value}; it must be at least {self.least:g}")
+            raise ConfigError(
+                f"{label} is {value}; it must be at least {self.least:g}", code="out-of-range"
+            )
         if self.above is not None and value <= self.above:
-            raise ConfigError(f"{label} is {value}; it must be above {self.above:g}")
+            raise ConfigError(
+                f"{label} is {value}; it must be above {self.above:g}", code="out-of-range"
+            )
         if self.most is not None and value > self.most:
-            raise ConfigError(f"{label} is {value}; it must be at most {self.most:g}")
+            raise ConfigError(
+                f"{label} is {value}; it must be at most {self.most:g}", code="out-of-range"
+            )
         return value
 
     def _check_choice(self, value: str, label: str) -> str:
         if value not in self.choices:
-            raise ConfigError(f"{label} is {value!r}; choose one of {', '.join(self.choices)}")
+            raise ConfigError(
+                f"{label} is {value!r}; choose one of {', '.join(self.choices)}",
+                code="unknown-choice",
+            )
         return value
 
 
@@ -144,7 +153,7 @@ def _to_integer(value: object, label: str) -> int:
             return int(value)
         except ValueError:
             pass
-    raise ConfigError(f"{label} is {value!r}; it must be a whole number")
+    raise ConfigError(f"{label} is {value!r}; it must be a whole number", code="wrong-type")
 
 
 def _to_number(value: object, label: str) -> float:
@@ -156,7 +165,7 @@ def _to_number(value: object, label: str) -> float:
         else:
             if math.isfinite(number):
                 return number
-    raise ConfigError(f"{label} is {value!r}; it must be a number")
+    raise ConfigError(f"{label} is {value!r}; it must be a number", code="wrong-type")
 
 
 def _to_seconds(value: object, label: str) -> float:
@@ -171,7 +180,7 @@ def _to_switch(value: object, label: str) -> bool:
         return value
     if isinstance(value, str) and value.lower() in _SWITCH:
         return _SWITCH[value.lower()]
-    raise ConfigError(f"{label} is {value!r}; it must be true or false")
+    raise ConfigError(f"{label} is {value!r}; it must be true or false", code="wrong-type")
 
 
 def _to_text(value: object, label: str) -> str:
@@ -179,34 +188,41 @@ def _to_text(value: object, label: str) -> str:
         return "true" if value else "false"
     if isinstance(value, (str, int, float)):
         return str(value)
-    raise ConfigError(f"{label} is {value!r}; it must be text")
+    raise ConfigError(f"{label} is {value!r}; it must be text", code="wrong-type")
 
 
 def _to_filled(value: object, label: str) -> str:
     if isinstance(value, bool):  # a bare `no`, as in `name: no`
-        raise ConfigError(f"{label} is {value} to YAML; put it in quotes to have text")
+        raise ConfigError(
+            f"{label} is {value} to YAML; put it in quotes to have text", code="wrong-type"
+        )
     text = _to_text(value, label)
     if not text:  # as of a shell's variable that is not set
-        raise ConfigError(f"{label} is empty; give a value, or leave it out")
+        raise ConfigError(
+            f"{label} is empty; give a value, or leave it out", code="malformed-value"
+        )
     return text
 
 
 def _to_numbers(value: object, label: str) -> tuple[float, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not parts:
-        raise ConfigError(f"{label} is {value!r}; it must be numbers, separated by commas")
+        raise ConfigError(
+            f"{label} is {value!r}; it must be numbers, separated by commas", code="malformed-value"
+        )
     return tuple(_to_number(part, label) for part in parts)
 
 
 def _to_range(value: object, label: str) -> tuple[int, int]:
     parts = value.split(":") if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or len(parts) != 2:
-        raise ConfigError(f"{label} is {value!r}; it must be START:STOP")
+        raise ConfigError(f"{label} is {value!r}; it must be START:STOP", code="malformed-value")
     start, stop = (_to_integer(part, label) for part in parts)
     if not 1 <= start < stop:
         raise ConfigError(
             f"{label} is {start}:{stop}; START must be at least 1, and STOP, which is not part of "
-            "it, above START"
+            "it, above START",
+            code="out-of-range",
         )
     return start, stop
 
@@ -219,17 +235,21 @@ def _to_pairs(value: object, label: str) -> dict[str, object]:
         words = shlex.split(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ConfigError(
-            f"{label} is {value!r}; it cannot be split into words: {error}"
+            f"{label} is {value!r}; it cannot be split into words: {error}", code="malformed-value"
         ) from error
     if not isinstance(words, Sequence):
-        raise ConfigError(f"{label} is {value!r}; it must be NAME=VALUE pairs")
+        raise ConfigError(
+            f"{label} is {value!r}; it must be NAME=VALUE pairs", code="malformed-value"
+        )
     pairs: dict[str, object] = {}
     for word in words:
         name, equals, text = str(word).partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"{label} {word!r} must be NAME=VALUE")
+            raise ConfigError(f"{label} {word!r} must be NAME=VALUE", code="malformed-value")
         if name.strip() in pairs:
-            raise ConfigError(f"{label} gives {name.strip()} twice; give it once")
+            raise ConfigError(
+                f"{label} gives {name.strip()} twice; give it once", code="given-twice"
+            )
         pairs[name.strip()] = text
     return pairs
 

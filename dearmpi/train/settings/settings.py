@@ -31,7 +31,8 @@ class RunSettings(RunChoices):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise ConfigError(
                     f"{first} is {getattr(self, first)} and {second} is {getattr(self, second)}; "
-                    "give one of them"
+                    "give one of them",
+                    code="settings-contradict",
                 )
         self._check_step_schedule()
         self.stall_limits()
@@ -39,33 +40,41 @@ class RunSettings(RunChoices):
         if self.deterministic and self.reduce_scatter == "auto":
             raise ConfigError(
                 "deterministic needs a fixed reduce_scatter: with auto, timing would choose the "
-                "order of summation; use ring, native or exchange"
+                "order of summation; use ring, native or exchange",
+                code="settings-contradict",
             )
         if self.deterministic and self.plan in PLANNING:
             raise ConfigError(
                 f"deterministic needs a fixed plan: with {self.plan}, timing would choose the "
-                "buckets, and with them the order of summation; use none, or the file of a plan"
+                "buckets, and with them the order of summation; use none, or the file of a plan",
+                code="settings-contradict",
             )
         if self.plan == "bayes" and self.bucket_cap_mb is not None:
             raise ConfigError(
                 f"bucket_cap_mb is {self.bucket_cap_mb}, but plan bayes searches for it; leave out "
-                "one of the two"
+                "one of the two",
+                code="settings-contradict",
             )
         if "data" in self.task_options and self.data is not None:
-            raise ConfigError("data is given twice, as --data and as --task-option data=; choose")
+            raise ConfigError(
+                "data is given twice, as --data and as --task-option data=; choose",
+                code="given-twice",
+            )
 
     def _check_step_schedule(self) -> None:
         for name in ("lr_milestones", "lr_gamma"):
             if self.lr_schedule != "step" and getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name} has no effect with lr_schedule {self.lr_schedule!r}; "
-                    "leave it out, or use lr_schedule step"
+                    "leave it out, or use lr_schedule step",
+                    code="setting-without-effect",
                 )
         shares = self.lr_milestones or ()
         if any(not 0 < share < 1 for share in shares) or list(shares) != sorted(set(shares)):
             raise ConfigError(
                 f"lr_milestones is {shares}; they are shares of the run, each above 0 and below "
-                "1, in rising order"
+                "1, in rising order",
+                code="out-of-range",
             )
 
     @property
@@ -148,7 +157,8 @@ def check_resumable(
         if SETTINGS[name].fixed and before != now:
             raise ConfigError(
                 f"{name} is {_show(new.get(name))}, but the run to resume has "
-                f"{_show(stored.get(name))}; leave out --{SETTINGS[name].flag}, or start a new run"
+                f"{_show(stored.get(name))}; leave out --{SETTINGS[name].flag}, or start a new run",
+                code="resumed-setting-changed",
             )
 
 

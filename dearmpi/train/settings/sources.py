@@ -117,7 +117,8 @@ def make_source(kind: SourceKind, given: Mapping[str, object], *, origin: str = 
         if first in values and second in values:
             raise ConfigError(
                 f"{bare.label(first)} {values[first]} and {bare.label(second)} {values[second]} "
-                "exclude each other; give one of them"
+                "exclude each other; give one of them",
+                code="settings-contradict",
             )
     _unpack(values, bare)
     return Source(kind, values, origin)
@@ -142,7 +143,8 @@ def _unpack(values: dict[str, Any], bare: Source) -> None:
             if values.setdefault(name, value) != value:
                 raise ConfigError(
                     f"{name} is given twice, as {bare.label(name)} {values[name]} and as "
-                    f"{label}{value}; give it once"
+                    f"{label}{value}; give it once",
+                    code="given-twice",
                 )
         if options in values:
             values[options] = pairs
@@ -160,7 +162,8 @@ def read_environment(environment: Mapping[str, str]) -> Source:
             continue
         if key not in names:
             raise ConfigError(
-                f"environment variable {key} is no setting: correct or unset it{_known(key, names)}"
+                f"environment variable {key} is no setting: correct or unset it{_known(key, names)}",
+                code="unknown-setting",
             )
         given[names[key]] = text
     return make_source("environment", given)
@@ -186,9 +189,12 @@ def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]
     for key, value in content.items():
         name = names.get(str(key).replace("-", "_"))
         if name is None:
-            raise ConfigError(f"unknown setting {key!r} in {path}{_known(str(key), SETTINGS)}")
+            raise ConfigError(
+                f"unknown setting {key!r} in {path}{_known(str(key), SETTINGS)}",
+                code="unknown-setting",
+            )
         if name in given:
-            raise ConfigError(f"{name} is given twice in {path}; give it once")
+            raise ConfigError(f"{name} is given twice in {path}; give it once", code="given-twice")
         given[name] = value
     return given
 
@@ -211,11 +217,15 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
     origin = f"the defaults of task {task}"
     for name in defaults:
         if name not in SETTINGS:
-            raise ConfigError(f"unknown setting {name!r} in {origin}{_known(name, SETTINGS)}")
+            raise ConfigError(
+                f"unknown setting {name!r} in {origin}{_known(name, SETTINGS)}",
+                code="unknown-setting",
+            )
         if name in BEFORE_THE_TASK:
             raise ConfigError(
                 f"{name} in {origin} has no effect: it is needed before the task is built; leave "
-                f"it out there, and give it as --{SETTINGS[name].flag}"
+                f"it out there, and give it as --{SETTINGS[name].flag}",
+                code="setting-without-effect",
             )
     return make_source("task", defaults, origin=origin)
 

@@ -132,7 +132,8 @@ def _read(options: BytesLMOptions) -> Corpus:
         if "" in parts:  # would be the current folder
             raise DataError(
                 f"{options.data!r} names {len(parts)} texts, one of them by nothing; give a path "
-                f"before and after each {os.pathsep}"
+                f"before and after each {os.pathsep}",
+                code="malformed-value",
             )
         files = text_files(map(Path, parts))
     return read_corpus(

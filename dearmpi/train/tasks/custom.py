@@ -60,12 +60,14 @@ def build_custom(name: str, options: Mapping[str, str]) -> Task:
     if not isinstance(task, Task):
         raise TaskError(
             f"task {name}: {attribute} returned {_article(type(task).__name__)}, "
-            "not a dearmpi.train.tasks.task.Task"
+            "not a dearmpi.train.tasks.task.Task",
+            code="task-invalid",
         )
     if tracked.unread:
         raise TaskError(
             f"task {name}: {attribute} did not use option {', '.join(map(repr, tracked.unread))}; "
-            "check the spelling, or leave it out"
+            "check the spelling, or leave it out",
+            code="unknown-task-option",
         )
     return task
 
@@ -97,7 +99,8 @@ def _find(module: ModuleType, attribute: str, name: str) -> Callable[[Mapping[st
     if factory is not None:
         raise TaskError(
             f"task {name}: {attribute} in {module.__file__} is "
-            f"{_article(type(factory).__name__)}, not a function"
+            f"{_article(type(factory).__name__)}, not a function",
+            code="task-invalid",
         )
     own = [
         key
@@ -105,7 +108,8 @@ def _find(module: ModuleType, attribute: str, name: str) -> Callable[[Mapping[st
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
     raise TaskError(
-        f"task {name}: {module.__file__} has no function {attribute!r}{known_names(attribute, own)}"
+        f"task {name}: {module.__file__} has no function {attribute!r}{known_names(attribute, own)}",
+        code="unknown-choice",
     )
 
 
@@ -119,7 +123,8 @@ def _load_file(path: Path, name: str) -> ModuleType:
     if not path.is_file():
         raise TaskError(
             f"task {name}: there is no file {path}; a run is resumed in the folder in which it "
-            "began, or with --task and the path from here"
+            "began, or with --task and the path from here",
+            code="file-missing",
         )
     # Two files of one name, and the user's own package of that name, must not meet.
     module_name = f"dearmpi_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -159,7 +164,8 @@ def _explained(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise TaskError(
-            f"{what}: {type(error).__name__}: {_message(error)}{_origin(error)}"
+            f"{what}: {type(error).__name__}: {_message(error)}{_origin(error)}",
+            code="task-code-failed",
         ) from error
 
 

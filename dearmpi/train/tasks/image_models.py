@@ -108,7 +108,10 @@ def build_vision_model(name: str, shape: ImageShape, *, needed_by: str) -> nn.Mo
     library, _, model = name.partition(":")
     if library not in _LIBRARIES or not model:
         known = ["small", *(f"{known}:NAME" for known in _LIBRARIES)]
-        raise TaskError(f"{needed_by}: there is no model {name!r}{known_names(name, known)}")
+        raise TaskError(
+            f"{needed_by}: there is no model {name!r}{known_names(name, known)}",
+            code="unknown-choice",
+        )
     try:
         return _LIBRARIES[library](model, shape, f"{needed_by} with model {name}")
     except TaskError:
@@ -116,7 +119,8 @@ def build_vision_model(name: str, shape: ImageShape, *, needed_by: str) -> nn.Mo
     except Exception as error:
         raise TaskError(
             f"{needed_by}: model {name} cannot be built for images of size {shape.size} and "
-            f"{shape.num_classes} classes: {type(error).__name__}: {error}"
+            f"{shape.num_classes} classes: {type(error).__name__}: {error}",
+            code="model-not-built",
         ) from error
 
 
@@ -126,7 +130,10 @@ def _torchvision(model: str, shape: ImageShape, needed_by: str) -> nn.Module:
     )
     known = sorted(models.list_models(module=models))
     if model not in known:
-        raise TaskError(f"{needed_by}: torchvision has no such model{known_names(model, known)}")
+        raise TaskError(
+            f"{needed_by}: torchvision has no such model{known_names(model, known)}",
+            code="unknown-choice",
+        )
     built: nn.Module = models.get_model(model, weights=None, num_classes=shape.num_classes)
     return built
 
@@ -136,7 +143,7 @@ def _timm(model: str, shape: ImageShape, needed_by: str) -> nn.Module:
     if not timm.is_model(model):
         close = timm.list_models(f"*{model}*")[:20]
         hint = f"; close: {', '.join(close)}" if close else "; timm.list_models() lists them"
-        raise TaskError(f"{needed_by}: timm has no such model{hint}")
+        raise TaskError(f"{needed_by}: timm has no such model{hint}", code="unknown-choice")
     built: nn.Module = timm.create_model(model, pretrained=False, num_classes=shape.num_classes)
     return built
 
@@ -149,7 +156,8 @@ def _transformers(model: str, shape: ImageShape, needed_by: str) -> nn.Module:
     known = sorted(kind.model_type for kind in automatic._model_mapping)
     if model not in known:
         raise TaskError(
-            f"{needed_by}: transformers has no such image classifier{known_names(model, known)}"
+            f"{needed_by}: transformers has no such image classifier{known_names(model, known)}",
+            code="unknown-choice",
         )
     config = transformers.AutoConfig.for_model(model, num_labels=shape.num_classes)
     if hasattr(config, "image_size"):

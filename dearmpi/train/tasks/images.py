@@ -44,7 +44,8 @@ class ImagesOptions:
         check_at_least(NAME, "size", self.size, 8)
         if not 0 <= self.val_fraction <= 0.9:
             raise TaskError(
-                f"task {NAME}: option val_fraction is {self.val_fraction}; it must be 0 to 0.9"
+                f"task {NAME}: option val_fraction is {self.val_fraction}; it must be 0 to 0.9",
+                code="out-of-range",
             )
 
 
@@ -68,12 +69,16 @@ def build_images(options: Mapping[str, str]) -> Task:
     for folders without classes or pictures.
     """
     if "data" not in options:
-        raise TaskError(f"task {NAME} needs a folder with one folder per class: --data FOLDER")
+        raise TaskError(
+            f"task {NAME} needs a folder with one folder per class: --data FOLDER",
+            code="file-missing",
+        )
     chosen = read_options(ImagesOptions, options, task=NAME)
     if "val_fraction" in options and _is_divided(Path(chosen.data)):
         raise TaskError(
             f"task {NAME}: option val_fraction has no effect, since {chosen.data} has a folder "
-            "val; leave it out"
+            "val; leave it out",
+            code="setting-without-effect",
         )
     import_extra("PIL.Image", library="Pillow", extra="images", needed_by=f"task {NAME}")
     root = Path(chosen.data)
@@ -120,11 +125,13 @@ def read_picture(path: Path, size: int) -> Tensor:
     except Exception as error:
         raise DataError(
             f"cannot read image {path}: {type(error).__name__}: {error}; mend it, or put "
-            "another picture in its place: a run is resumed only with the same files"
+            "another picture in its place: a run is resumed only with the same files",
+            code="sample-unreadable",
         ) from error
     if mode.startswith(("I", "F")):  # what is above 255 would all be white
         raise DataError(
-            f"image {path} has more than 8 bits per channel (mode {mode}); convert it to 8 bits"
+            f"image {path} has more than 8 bits per channel (mode {mode}); convert it to 8 bits",
+            code="sample-unreadable",
         )
     pixels = torch.from_numpy(np.array(scaled, dtype=np.float32))
     return pixels.permute(2, 0, 1).contiguous() / 127.5 - 1
@@ -138,7 +145,8 @@ def _scan(root: Path, options: ImagesOptions) -> tuple[list[str], Pictures, Pict
             only = sorted(train.keys() ^ held_out.keys())
             raise DataError(
                 f"{root / 'train'} and {root / 'val'} have different class folders: "
-                f"{', '.join(only[:8])} in one of them only ({len(only)} in all)"
+                f"{', '.join(only[:8])} in one of them only ({len(only)} in all)",
+                code="data-misplaced",
             )
     else:
         _check_undivided(root)
@@ -148,7 +156,10 @@ def _scan(root: Path, options: ImagesOptions) -> tuple[list[str], Pictures, Pict
         held_out = {name: out for name, (_, out) in cuts.items()}
     classes = list(train)
     if len(classes) < 2:
-        raise DataError(f"{root} has 1 class folder ({classes[0]}); at least 2 are needed")
+        raise DataError(
+            f"{root} has 1 class folder ({classes[0]}); at least 2 are needed",
+            code="data-insufficient",
+        )
     return classes, _pictures(train, options.size), _pictures(held_out, options.size)
 
 
@@ -166,7 +177,8 @@ def _check_undivided(root: Path) -> None:
         raise DataError(
             f"{root} has a folder train but none called val, which would hold pictures out (beside "
             f"train: {', '.join(others) or 'nothing'}); rename one to val, or give "
-            f"{root / 'train'}, of which val_fraction is held out"
+            f"{root / 'train'}, of which val_fraction is held out",
+            code="data-misplaced",
         )
 
 
@@ -175,12 +187,16 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
     lay hidden files of the same ending, or folders of them, beside the pictures: those are none.
     """
     if not is_folder(root, DataError):
-        raise DataError(f"there is no folder {root}; give a folder with one folder per class")
+        raise DataError(
+            f"there is no folder {root}; give a folder with one folder per class",
+            code="file-missing",
+        )
     folders = folders_in(root)
     if not folders:
         raise DataError(
             f"{root} has no class folders; put the pictures of each class into a "
-            "folder named for the class"
+            "folder named for the class",
+            code="data-insufficient",
         )
     found = {}
     for folder in folders:
@@ -188,7 +204,8 @@ def _class_files(root: Path) -> dict[str, list[Path]]:
         if not files:
             raise DataError(
                 f"class folder {folder} holds no images (known endings: "
-                f"{', '.join(sorted(SUFFIXES))}); fill it or remove it"
+                f"{', '.join(sorted(SUFFIXES))}); fill it or remove it",
+                code="data-insufficient",
             )
         found[folder.name] = files
     return found

@@ -41,13 +41,21 @@ def check_task_name(name: str) -> None:
     if kind == SYNTHETIC:
         if rest not in SYNTHETIC_MODELS and rest.partition(":")[0] not in LIBRARIES:
             known = [*SYNTHETIC_MODELS, *(f"{library}:NAME" for library in LIBRARIES)]
-            raise TaskError(f"there is no task {SYNTHETIC}:{rest}{known_names(rest, known)}")
+            raise TaskError(
+                f"there is no task {SYNTHETIC}:{rest}{known_names(rest, known)}",
+                code="unknown-choice",
+            )
     elif colon or name.endswith(".py"):
         place, _, attribute = name.rpartition(":")
         if not place or not attribute:
-            raise TaskError(f"task {name!r} names no function; write {name.strip(':')}:FUNCTION")
+            raise TaskError(
+                f"task {name!r} names no function; write {name.strip(':')}:FUNCTION",
+                code="malformed-value",
+            )
     else:
-        raise TaskError(f"there is no task {name!r}{known_names(name, TASK_FORMS)}")
+        raise TaskError(
+            f"there is no task {name!r}{known_names(name, TASK_FORMS)}", code="unknown-choice"
+        )
 
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -63,7 +71,10 @@ def read_options(kind: type[Options], given: Mapping[str, str], *, task: str) ->
     known = [field.name for field in fields(kind) if field.init]
     for name in given:
         if name not in known:
-            raise TaskError(f"task {task} has no option {name!r}{known_names(name, known)}")
+            raise TaskError(
+                f"task {task} has no option {name!r}{known_names(name, known)}",
+                code="unknown-task-option",
+            )
     types = get_type_hints(kind)
     values = {
         name: _convert(text, types[name], f"task {task}: option {name}")
@@ -72,13 +83,19 @@ def read_options(kind: type[Options], given: Mapping[str, str], *, task: str) ->
     try:
         return kind(**values)
     except TypeError as error:
-        raise TaskError(f"task {task}: {error}; give it with --task-option NAME=VALUE") from error
+        raise TaskError(
+            f"task {task}: {error}; give it with --task-option NAME=VALUE",
+            code="task-option-missing",
+        ) from error
 
 
 def check_at_least(task: str, name: str, value: int, least: int) -> None:
     """Raise TaskError unless the option ``name`` is ``least`` or more."""
     if value < least:
-        raise TaskError(f"task {task}: option {name} is {value}; it must be at least {least}")
+        raise TaskError(
+            f"task {task}: option {name} is {value}; it must be at least {least}",
+            code="out-of-range",
+        )
 
 
 def _convert(text: str, kind: Any, what: str) -> object:
@@ -89,7 +106,9 @@ def _convert(text: str, kind: Any, what: str) -> object:
     try:
         return _BOOLEANS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise TaskError(f"{what} is {text!r}; it must be {_WANTED[kind]}") from None
+        raise TaskError(
+            f"{what} is {text!r}; it must be {_WANTED[kind]}", code="wrong-type"
+        ) from None
 
 
 def import_extra(module: str, *, library: str, extra: str, needed_by: str) -> Any:
@@ -103,7 +122,8 @@ def import_extra(module: str, *, library: str, extra: str, needed_by: str) -> An
         if error.name is not None and module.split(".")[0] == error.name.split(".")[0]:
             raise TaskError(
                 f"{needed_by} needs {library}, which is not installed: "
-                f"pip install 'dearmpi[{extra}]'"
+                f"pip install 'dearmpi[{extra}]'",
+                code="library-missing",
             ) from error
         raise _broken(library, needed_by, error) from error
     except Exception as error:
@@ -114,5 +134,6 @@ def import_extra(module: str, *, library: str, extra: str, needed_by: str) -> An
 def _broken(library: str, needed_by: str, error: Exception) -> TaskError:
     return TaskError(
         f"{needed_by} needs {library}, which is installed but cannot be imported: "
-        f"{type(error).__name__}: {error}; install a {library} that fits this Python and torch"
+        f"{type(error).__name__}: {error}; install a {library} that fits this Python and torch",
+        code="library-broken",
     )

@@ -52,23 +52,29 @@ def _check(task: Task, name: str) -> None:
     """Refuse a task whose parts cannot be trained, before anything is started."""
     if not isinstance(task.model, nn.Module):
         raise TaskError(
-            f"task {name}: its model is {type(task.model).__name__}, not a torch.nn.Module"
+            f"task {name}: its model is {type(task.model).__name__}, not a torch.nn.Module",
+            code="task-invalid",
         )
     if not any(parameter.requires_grad for parameter in task.model.parameters()):
-        raise TaskError(f"task {name}: its model has no parameter that requires a gradient")
+        raise TaskError(
+            f"task {name}: its model has no parameter that requires a gradient",
+            code="nothing-to-train",
+        )
     for key, value in task.model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise TaskError(
                 f"task {name}: {key} in its model's state is {type(value).__name__}, and only "
-                "tensors can be saved; make it a buffer, or leave it out of the state"
+                "tensors can be saved; make it a buffer, or leave it out of the state",
+                code="value-not-storable",
             )
         try:
             check_storable(key, value)
         except CheckpointError as error:
-            raise TaskError(f"task {name}: {error}") from error
+            raise TaskError(f"task {name}: {error}", code=error.code) from error
     if task.units_per_sample < 1:
         raise TaskError(
-            f"task {name}: units_per_sample is {task.units_per_sample}; it must be at least 1"
+            f"task {name}: units_per_sample is {task.units_per_sample}; it must be at least 1",
+            code="task-invalid",
         )
     _check_length(task.train_data, f"task {name}: its training data")
     if task.eval_data is not None:
@@ -79,7 +85,8 @@ def _check_length(data: object, what: str) -> None:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise TaskError(
             f"{what} ({type(data).__name__}) has no length and index; give a "
-            "sequence or a map-style torch.utils.data.Dataset"
+            "sequence or a map-style torch.utils.data.Dataset",
+            code="task-invalid",
         )
     if len(data) == 0:
-        raise DataError(f"{what} is empty: 0 samples")
+        raise DataError(f"{what} is empty: 0 samples", code="data-insufficient")

@@ -68,7 +68,8 @@ def standard_library_files() -> list[Path]:
     if not files:
         raise DataError(
             f"this Python has no standard library sources in {root} (0 .py files); "
-            "name a text to train on with --data PATH"
+            "name a text to train on with --data PATH",
+            code="data-insufficient",
         )
     return files
 
@@ -90,11 +91,14 @@ def text_files(paths: Iterable[Path]) -> list[Path]:
             if not found:
                 raise DataError(
                     f"folder {path} holds no text: {len(below)} files below it, "
-                    "none of them text; name a file or folder with text"
+                    "none of them text; name a file or folder with text",
+                    code="data-insufficient",
                 )
             files.extend(found)
         else:
-            raise DataError(f"there is no file or folder {path}; give the path of a text")
+            raise DataError(
+                f"there is no file or folder {path}; give the path of a text", code="file-missing"
+            )
     return files
 
 
@@ -107,7 +111,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
         with path.open("rb") as file:
             return file.read(max_bytes)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {error.strerror}", code="unreadable-file") from error
 
 
 def read_corpus(
@@ -136,14 +140,16 @@ def read_corpus(
         raise DataError(
             f"too little text: {len(text)} bytes in {len(pieces)} files ({names}); "
             f"at least {needed} are needed: name more text, allow more bytes, or use a "
-            "shorter context"
+            "shorter context",
+            code="data-insufficient",
         )
     train, held_out = split(text, held_out_bytes)
     if len(held_out) < min_chunk:
         raise DataError(
             f"{len(held_out)} bytes of {len(text)} are held out, but {min_chunk} are needed to "
             "evaluate on: hold out more (eval_bytes), name more text, allow more bytes, or use a "
-            "shorter context"
+            "shorter context",
+            code="data-insufficient",
         )
     digest = hashlib.sha256(text).hexdigest()[:8]
     return Corpus(

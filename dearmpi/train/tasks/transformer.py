@@ -31,11 +31,14 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for name in ("vocabulary", "context", "width", "depth", "heads"):
             if getattr(self, name) < 1:
-                raise TaskError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise TaskError(
+                    f"{name} is {getattr(self, name)}; it must be at least 1", code="out-of-range"
+                )
         if self.width % (2 * self.heads):
             raise TaskError(
                 f"width {self.width} cannot be shared by {self.heads} heads in pairs of numbers; "
-                f"it must be a multiple of {2 * self.heads}"
+                f"it must be a multiple of {2 * self.heads}",
+                code="out-of-range",
             )
 
 
