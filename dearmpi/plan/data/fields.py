@@ -128,9 +128,7 @@ def read_fields(text: str, place: str, *, mark: str | None = None) -> Fields:
     fields = Fields(values, place)
     for key, kind in _KINDS.items():
         if mark is not None and mark not in fields and key in fields:
-            raise ConfigError(
-                f"{place} is {kind}; {_KINDS[mark]}, is needed here", code="file-of-other-kind"
-            )
+            raise ConfigError(f"{place} is {kind}; give {_KINDS[mark]}", code="file-of-other-kind")
     return fields
 
 

@@ -132,7 +132,8 @@ class BucketLayout:
             for name in bucket.names:
                 if name in seen:
                     raise ConfigError(
-                        f"parameter {name} stands in two buckets", code="plan-inconsistent"
+                        f"parameter {name} is in two buckets; put it into one",
+                        code="plan-inconsistent",
                     )
                 seen.add(name)
 
@@ -175,7 +176,9 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
     buckets = []
     for index, group in enumerate(groups):
         if not group:
-            raise ConfigError(f"bucket {index} holds no parameter", code="plan-inconsistent")
+            raise ConfigError(
+                f"bucket {index} has no parameters; leave it out", code="plan-inconsistent"
+            )
         placements, start = [], 0
         for spec in sorted(group, key=lambda spec: spec.nbytes % _ALIGNMENT != 0):
             if spec.numel == 0:
@@ -185,8 +188,9 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
                 )
             if spec.storage_kind != group[0].storage_kind:
                 raise ConfigError(
-                    f"bucket {index} mixes {group[0].name} {group[0].storage_kind} "
-                    f"with {spec.name} {spec.storage_kind} (dtype, device, trained)",
+                    f"bucket {index} mixes {group[0].name} {group[0].storage_kind} with "
+                    f"{spec.name} {spec.storage_kind} (dtype, device, trained); put them into "
+                    "different buckets",
                     code="plan-inconsistent",
                 )
             placements.append(Placement(spec, start))

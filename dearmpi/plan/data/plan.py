@@ -99,26 +99,26 @@ class Plan:
         listed = Counter(self.parameters)
         if any(count > 1 for count in listed.values()):
             raise ConfigError(
-                f"the plan lists parameter {listed.most_common(1)[0][0]} twice",
+                f"the plan lists parameter {listed.most_common(1)[0][0]} twice; make the plan anew",
                 code="plan-inconsistent",
             )
         for name, count in (placed - listed).items():
             where = "in two buckets" if name in listed else "in a bucket, but not in its list"
             raise ConfigError(
-                f"the plan's buckets are no permutation of its {len(listed)} parameters: {name} "
-                f"stands {listed[name] + count} times, {where}",
+                f"the plan's buckets hold {name} {listed[name] + count} times ({where}); each "
+                f"of its {len(listed)} parameters must be in one bucket",
                 code="plan-inconsistent",
             )
         for name in listed - placed:
             raise ConfigError(
-                f"the plan's buckets are no permutation of its {len(listed)} parameters: {name} "
-                "stands in none",
+                f"the plan's buckets do not hold {name}, one of its {len(listed)} parameters; "
+                "make the plan anew",
                 code="plan-inconsistent",
             )
         if len(self.schedule.reduce_scatters) != len(self.buckets):
             raise ConfigError(
                 f"the plan has {len(self.buckets)} buckets, but its schedule has "
-                f"{len(self.schedule.reduce_scatters)}",
+                f"{len(self.schedule.reduce_scatters)}; make the plan anew",
                 code="plan-inconsistent",
             )
         for index in self.idle:
@@ -138,7 +138,7 @@ class Plan:
         if world_size != self.world_size:
             raise ConfigError(
                 f"the plan is for world size {self.world_size}, but this job has {world_size} "
-                "ranks; make a plan for as many",
+                f"ranks; make a plan for {world_size} ranks",
                 code="plan-of-other-model",
             )
         by_name = {spec.name: spec for spec in specs}
@@ -146,9 +146,9 @@ class Plan:
         found = fingerprint(by_name.values())
         if found != self.fingerprint:
             raise ConfigError(
-                f"the plan is for another model: its parameters have the fingerprint "
-                f"{self.fingerprint}, and the model's, of the same names but other shapes or "
-                f"dtypes, {found}; make a plan for this one",
+                "the plan is for another model: shapes or dtypes differ (fingerprint "
+                f"{self.fingerprint} in the plan, {found} in the model); make a plan for this "
+                "model",
                 code="plan-of-other-model",
             )
         self._check_contiguous(by_name)
@@ -272,8 +272,8 @@ class Plan:
             )
             raise ConfigError(
                 f"the plan is for another model: it has {len(self.parameters)} parameters, the "
-                f"model under this optimizer {len(by_name)}, and {example}; make a plan for this "
-                "one",
+                f"model under this optimizer has {len(by_name)}, and {example}; make a plan "
+                "for this model",
                 code="plan-of-other-model",
             )
 
@@ -288,8 +288,8 @@ class Plan:
             for one, other in zip(bucket, bucket[1:], strict=False):
                 if places[other] != places[one] + 1:
                     raise ConfigError(
-                        f"bucket {index} of the plan is not contiguous: {other} does not follow "
-                        f"{one} in the plan's order of parameters",
+                        f"bucket {index} of the plan is not contiguous: {other} does not "
+                        f"follow {one} in the plan's list of parameters; make the plan anew",
                         code="plan-inconsistent",
                     )
 

@@ -80,7 +80,7 @@ class Workload:
             name, count = max(Counter(names).items(), key=lambda pair: pair[1], default=("", 1))
             if count > 1:
                 raise ConfigError(
-                    f"{self.name}: {what} {name} stands there {count} times",
+                    f"{self.name} has {what} {name} {count} times; each must be there once",
                     code="profile-inconsistent",
                 )
         for spec in self.params():
@@ -95,7 +95,8 @@ class Workload:
             for name in layer.uses:
                 if name not in owned:
                     raise ConfigError(
-                        f"{self.name}: layer {layer.name} uses {name}, which no layer owns",
+                        f"{self.name}: layer {layer.name} uses {name}, which no layer owns; "
+                        "add it to a layer's params",
                         code="profile-inconsistent",
                     )
 
@@ -254,7 +255,8 @@ def _equal(name: str) -> Workload:
         count = int(numbers[1]) if len(numbers) > 1 else _EQUAL_LAYERS
     except (IndexError, ValueError):
         raise ConfigError(
-            f"workload {name!r} is not of the form equal:MB[:LAYERS]", code="malformed-value"
+            f"workload {name!r} is not of the form equal:MB[:LAYERS]; write it like equal:100:24",
+            code="malformed-value",
         ) from None
     numel = int(megabytes * 1e6 / 4 / max(count, 1)) if math.isfinite(megabytes * 1e6) else 0
     if len(numbers) > 2 or count < 1 or numel < 1:

@@ -150,8 +150,8 @@ class Costs:
         """
         if world_size < 1 or self.world_size == 1:
             raise ConfigError(
-                f"costs at world size {self.world_size} say nothing of {world_size}; measure on "
-                "2 ranks or more",
+                f"costs at world size {self.world_size} cannot be converted to world size "
+                f"{world_size}; measure on 2 ranks or more",
                 code="costs-of-other-world",
             )
         cost = ALGORITHM_COSTS[self.algorithm]

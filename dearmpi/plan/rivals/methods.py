@@ -94,12 +94,14 @@ def parse_method(text: str) -> Method:
         return method
     if not method.takes_cap:
         raise ConfigError(
-            f"method {text!r}: {name} has no bucket cap", code="setting-without-effect"
+            f"method {text!r}: {name} has no bucket cap; leave out the number",
+            code="setting-without-effect",
         )
     cap_mb = _read_number(numbers[0])
     if not 0 < cap_mb <= 65536:
         raise ConfigError(
-            f"method {text!r}: the bucket cap must be above 0 and at most 65536 MiB",
+            f"method {text!r}: the bucket cap is {cap_mb:g} MiB; it must be above 0 and at "
+            "most 65536",
             code="out-of-range",
         )
     method = replace(method, name=text, cap_mb=cap_mb, numbers=f"{cap_mb:g} MiB")

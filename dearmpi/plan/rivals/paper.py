@@ -43,7 +43,7 @@ def paper_profile(workload: Workload) -> ModelProfile:
     """
     if workload.name not in MODELS:
         raise ConfigError(
-            f"nothing is known of the times of workload {workload.name}; give --feed-forward-s and "
+            f"the times of workload {workload.name} are not known; give --feed-forward-s and "
             "--backprop-s, or a measured --profile",
             code="nothing-to-simulate",
         )

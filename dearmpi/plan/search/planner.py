@@ -52,7 +52,9 @@ def make_plan(
     problem = Problem(profile, costs, eager=eager, gather=gather)
     if not problem.tensors:
         raise ConfigError(
-            f"{profile.workload.name} has no parameter that is trained", code="nothing-to-train"
+            f"{profile.workload.name} has no trained parameter; unfreeze some before it is "
+            "profiled",
+            code="nothing-to-train",
         )
     bound_s = least_iteration_s(profile, costs, eager=eager, gather=gather)
     draft, how = _search(problem, bound_s)

@@ -79,8 +79,8 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
     """
     if destination.suffix not in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):
         raise ConfigError(
-            f"cannot tell the format of {destination}; "
-            f"end its name in {SAFETENSORS_SUFFIX}, {' or '.join(TORCH_SUFFIXES)}",
+            f"the format of {destination} is unknown; end its name in {SAFETENSORS_SUFFIX}, "
+            f"{' or '.join(TORCH_SUFFIXES)}",
             code="unknown-choice",
         )
     if os.path.exists(destination) and not overwrite:

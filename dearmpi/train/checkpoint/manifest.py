@@ -130,7 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(files=files, **body)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} lacks a field or has one too many: {error}", code="checkpoint-damaged"
+            f"{path} is damaged: a field is missing or unknown ({error})", code="checkpoint-damaged"
         ) from error
 
 

@@ -66,7 +66,7 @@ def check_model(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> None:
         shown.append(f"and {len(differences) - len(shown)} more")
     raise CheckpointError(
         f"the checkpoint of step {snapshot.step} belongs to another model: {'; '.join(shown)}; "
-        "train with the task and options it was written with, or start a new run",
+        "train with the task and options that wrote it, or start a new run",
         code="checkpoint-of-other-model",
     )
 
@@ -144,8 +144,8 @@ def optimizer_by_name(
     num_parameters = sum(len(group["params"]) for group in state_dict["param_groups"])
     if num_parameters != len(names) or len(set(names)) != len(names):
         raise UsageError(
-            f"the optimizer has {num_parameters} parameters, {len(set(names))} names were given; "
-            "each parameter needs a name of its own",
+            f"the optimizer has {num_parameters} parameters, but {len(set(names))} different "
+            "names were given; give each parameter its own name",
             code="parameters-not-in-model",
         )
     optimizer = {names[index]: dict(state) for index, state in state_dict["state"].items()}
@@ -176,9 +176,9 @@ def optimizer_state_dict(snapshot: Snapshot, names: Sequence[str]) -> dict[str, 
     if order != list(range(len(names))):
         stray = next(i for i, index in enumerate(order) if i != index)
         raise CheckpointError(
-            f"the checkpoint of step {snapshot.step} divides the parameters otherwise into "
-            f"{len(groups)} param groups: {names[order[stray]]} where the optimizer has "
-            f"{names[stray]}; build the groups as in the run that wrote it",
+            f"the checkpoint of step {snapshot.step} has other members in its {len(groups)} "
+            f"param groups: {names[order[stray]]} where the optimizer has {names[stray]}; "
+            "build the groups as in the run that wrote it",
             code="checkpoint-of-other-model",
         )
     state = {index_of[name]: dict(values) for name, values in snapshot.optimizer.items()}
@@ -191,9 +191,8 @@ def _check_names(snapshot: Snapshot, index_of: Mapping[str, int]) -> None:
     unknown = sorted((stored | snapshot.optimizer.keys()) - index_of.keys())
     if missing or unknown:
         raise CheckpointError(
-            f"the checkpoint of step {snapshot.step} belongs to another optimizer: "
-            f"{len(missing)} parameters are missing in it {missing[:3]}, "
-            f"{len(unknown)} are not the optimizer's {unknown[:3]}; "
-            "train with the task and options it was written with",
+            f"the checkpoint of step {snapshot.step} belongs to another optimizer: it lacks "
+            f"{len(missing)} parameters {missing[:3]} and has {len(unknown)} others "
+            f"{unknown[:3]}; train with the task and options that wrote it",
             code="checkpoint-of-other-model",
         )

@@ -78,8 +78,8 @@ def go_back(run_folder: Path, checkpoint: Path) -> None:
         name_latest(run_folder, own)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {run_folder / 'latest'}: {error.strerror}; a run that goes back to an "
-            "earlier checkpoint needs room for that, and a folder to write to",
+            f"cannot write {run_folder / 'latest'}: {error.strerror}; free space or make the "
+            "folder writable, to resume from an earlier checkpoint",
             code="cannot-write",
         ) from error
 
@@ -257,8 +257,8 @@ def _read_latest(run_folder: Path) -> str | None:
     except OSError as error:
         raise CheckpointError(
             f"cannot read {run_folder / 'latest'}, which names the checkpoint to resume from: "
-            f"{error.strerror}; make it a file that this user may read, or remove it to have the "
-            "one that was written last",
+            f"{error.strerror}; make it readable, or remove it to resume from the newest "
+            "checkpoint",
             code="unreadable-file",
         ) from error
 

@@ -107,16 +107,16 @@ class Batches:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more", code="out-of-range")
         if self.num_samples < self.world_size:
             raise DataError(
-                f"{self.num_samples} training samples cannot be shared by {self.world_size} "
-                f"ranks; use at most {self.num_samples} ranks, or more data",
+                f"{self.num_samples} training samples are too few for {self.world_size} ranks; "
+                f"use at most {self.num_samples} ranks, or more data",
                 code="data-insufficient",
             )
         least = self.world_size * self.micro_batches
         if self.batch_size < least:
             raise ConfigError(
-                f"batch size {self.batch_size} is the number of samples per step over all ranks; "
-                f"world size {self.world_size} x {self.micro_batches} micro-batches need at least "
-                f"{least}: raise the batch size, or use fewer ranks or micro-batches",
+                f"batch_size is {self.batch_size} samples per step over all ranks, but "
+                f"{self.world_size} ranks x {self.micro_batches} micro-batches need at least "
+                f"{least}; raise it, or use fewer ranks or micro-batches",
                 code="batch-too-small",
             )
         order = EpochOrder(self.num_samples, self.seed, self.shuffle)

@@ -142,10 +142,10 @@ class LoadingAhead:
 
     def _broken(self) -> DataError:
         return DataError(
-            f"task {self._task.name}: a process that loads samples ahead (--workers) could not be "
-            "started or has ended: where it says nothing above, for want of memory, or of "
-            "/dev/shm, through which batches come; try fewer --workers, or 0. A task file that "
-            "imports mpi4py would start MPI in it: import that where it is used",
+            f"task {self._task.name}: a process that loads samples (--workers) did not start "
+            "or has ended. If it printed no error above, memory or /dev/shm ran out: use "
+            "fewer --workers, or 0. A task file that imports mpi4py starts MPI there: import "
+            "it inside the function that uses it",
             code="worker-ended",
         )
 
@@ -174,9 +174,10 @@ def _pack(task: Task, num_workers: int) -> bytes:
         torch.save(needed, file)
     except Exception as error:  # whatever pickling meets
         raise ConfigError(
-            f"task {task.name}: with workers {num_workers} its data and collate function go to "
-            f"other processes, which fails: {type(error).__name__}: {error}; define their classes "
-            "and functions at the top of a file, not inside functions, or give --workers 0",
+            f"task {task.name}: its data and collate function cannot be sent to other "
+            f"processes (workers {num_workers}): {type(error).__name__}: {error}; define their "
+            "classes and functions at the top of a file, not inside functions, or give "
+            "--workers 0",
             code="task-not-picklable",
         ) from error
     return file.getvalue()

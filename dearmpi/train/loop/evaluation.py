@@ -81,8 +81,8 @@ class Evaluator:
         num_samples = len(wanted.indices)
         if sorted(metrics) != sorted(self.names):
             raise TaskError(
-                f"task {self.task.name} gave the metrics {sorted(metrics)} for one batch and "
-                f"{sorted(self.names)} for another; give the same names for each",
+                f"task {self.task.name} returned the metrics {sorted(metrics)} for one batch "
+                f"and {sorted(self.names)} for another; return the same names for every batch",
                 code="metrics-invalid",
             )
         return [num_samples, loss * num_samples, *(metrics[name] for name in self.names)]
@@ -101,7 +101,8 @@ def measure_batch(task: Task, batch: Any, precision: Precision) -> tuple[float, 
 def _numbers(task: Task, metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise TaskError(
-            f"task {task.name} gave a {type(metrics).__name__} for metrics; give numbers by name",
+            f"task {task.name} returned a {type(metrics).__name__} as metrics; return a "
+            "mapping of names to numbers",
             code="metrics-invalid",
         )
     numbers = {}
@@ -110,8 +111,8 @@ def _numbers(task: Task, metrics: Any) -> dict[str, float]:
             numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TaskError(
-                f"task {task.name} gave no number for the metric {name}: {error}; give the sum "
-                "over the samples of the batch",
+                f"task {task.name} returned no number for the metric {name}: {error}; return "
+                "the sum over the samples of the batch",
                 code="metrics-invalid",
             ) from error
     return numbers

@@ -130,9 +130,8 @@ def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
         few, many = passes.index(min(passes)), passes.index(max(passes))
         raise ConfigError(
             f"the last batch of an epoch gives rank {few} {min(passes)} micro-batches and rank "
-            f"{many} {max(passes)}, but SyncBatchNorm needs all ranks in each of them; choose a "
-            f"--batch-size of which {batches.num_samples} samples leave none or more, or fewer "
-            "ranks",
+            f"{many} {max(passes)}, but SyncBatchNorm needs all ranks in each; choose a "
+            f"--batch-size that divides {batches.num_samples} samples, or use fewer ranks",
             code="batches-uneven",
         )
 
@@ -181,9 +180,10 @@ def _choose_plan(
             plan = read_plan(settings.plan)
             if plan.eager and not settings.engine().eager:
                 raise ConfigError(
-                    f"the plan {settings.plan} updates buckets during backprop, but with "
-                    f"max_grad_norm {settings.max_grad_norm:g} they wait for the norm of the whole "
-                    "gradient; make it with dear-train plan --no-eager, or give --max-grad-norm 0",
+                    f"the plan {settings.plan} updates buckets during backprop, but "
+                    f"max_grad_norm is {settings.max_grad_norm:g}, which needs the norm of the "
+                    "whole gradient first; make the plan with dear-train plan --no-eager, or "
+                    "give --max-grad-norm 0",
                     code="plan-contradicts-settings",
                 )
             text = plan.to_json()

@@ -225,7 +225,7 @@ def check_finite(part: Part, step: int, names: Container[str]) -> None:
         kind, _, name = key.partition("/")
         if kind == "model" and name in names and not _is_finite(piece.values):
             raise NonFiniteLossError(
-                f"{name} is not finite after step {step}, so no checkpoint was written of it; "
+                f"{name} is not finite after step {step}, so its checkpoint was not written; "
                 "resume from an earlier one with a lower --lr or with --max-grad-norm",
                 code="not-finite",
             )

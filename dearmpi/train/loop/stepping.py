@@ -129,8 +129,8 @@ def _go_forward(job: Job, share: MicroBatch, loader: _Loader) -> Tensor | None:
             shown = f"a tensor of shape {tuple(loss.shape)}"
             shown += "" if loss.requires_grad else " that does not depend on the parameters"
         raise TaskError(
-            f"task {job.task.name}: its loss must be a tensor of one number that depends on the "
-            f"parameters; it gave {shown}",
+            f"task {job.task.name}: its loss must be a tensor of one number that depends on "
+            f"the parameters, but it is {shown}",
             code="task-invalid",
         )
     return loss
@@ -190,8 +190,8 @@ def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
             if job.settings.on_nan == "skip":
                 return StepResult(math.nan, lr, norm, skipped=True)
             raise NonFiniteLossError(
-                f"the gradient of step {step + 1} is not finite (its norm is {norm}); the model is "
-                "as it was before the step: lower --lr, or leave out such steps with --on-nan skip",
+                f"the gradient of step {step + 1} is not finite (its norm is {norm}), and the "
+                "step was not taken; lower --lr, or skip such steps with --on-nan skip",
                 code="not-finite",
             )
     job.optimizer.step()

@@ -171,8 +171,9 @@ class Trainer:
         self._num_skipped += result.skipped
         if self._skips_in_a_row >= MOST_SKIPS:
             raise NonFiniteLossError(
-                f"{MOST_SKIPS} steps in a row had to be left out, up to step {self._step}, since "
-                "loss or gradient was not finite; resume from a checkpoint with a lower --lr",
+                f"{MOST_SKIPS} steps in a row were skipped, up to step {self._step}, because "
+                "the loss or gradient was not finite; resume from a checkpoint with a lower "
+                "--lr",
                 code="not-finite",
             )
 
@@ -201,7 +202,7 @@ class Trainer:
         return (
             f"the loss of step {total.step} is not finite on "
             f"{total.describe_bad(self._job.world.hosts)}; {kept}: lower --lr, clip with "
-            "--max-grad-norm, or leave out such steps with --on-nan skip"
+            "--max-grad-norm, or skip such steps with --on-nan skip"
         )
 
     @property

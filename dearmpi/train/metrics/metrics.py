@@ -102,7 +102,8 @@ class MetricsLog:
         """
         if row.step <= self.last_step:
             raise UsageError(
-                f"step {row.step} follows step {self.last_step} in the metrics",
+                f"metrics of step {row.step} come after those of step {self.last_step}; append "
+                "rows in rising order of steps",
                 code="metrics-out-of-order",
             )
         values = row.values()

@@ -51,8 +51,8 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(_unpack(state["cuda"]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"the random state in the checkpoint does not fit this torch {torch.__version__} and "
-            f"numpy {np.__version__}: {error}; resume with the versions that wrote it",
+            f"the random state in the checkpoint does not fit this torch {torch.__version__} "
+            f"and numpy {np.__version__}: {error}; resume with the versions that wrote it",
             code="random-state-misfit",
         ) from error
 

@@ -72,7 +72,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                "signals can be handled only in the main thread; enter it there",
+                "signals can be handled in the main thread only; enter StopRequest there",
                 code="main-thread-only",
             )
         for number in SIGNALS:

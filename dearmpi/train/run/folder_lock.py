@@ -41,19 +41,18 @@ class Occupation:
             if error.errno not in _GONE:
                 raise CheckpointError(
                     f"{refused}: cannot look at {self.full_path}: {error.strerror}; earlier "
-                    "checkpoints are untouched: see that it can be reached, and start again",
+                    "checkpoints are untouched. Make it reachable, and start again",
                     code="run-folder-lost",
                 ) from error
             raise CheckpointError(
-                f"{refused}: {self.full_path}, which this job made, cannot be found "
-                f"({error.strerror}), so it or its folder was removed or renamed, or the working "
-                "folder changed, while this job trained; start again",
+                f"{refused}: this job's file {self.full_path} is gone ({error.strerror}). The "
+                "folder was removed or renamed, or the working folder changed; start again",
                 code="run-folder-lost",
             ) from error
         if not is_own:
             raise CheckpointError(
-                f"{refused}: it was taken over by {_read(self.path) or 'another process'} "
-                "while this job trained; leave it to that one, or start again with another --name",
+                f"{refused}: {_read(self.path) or 'another process'} took it over while this "
+                "job trained; start again with another --name",
                 code="run-folder-lost",
             )
 
@@ -81,8 +80,8 @@ def occupied(path: Path) -> Iterator[Occupation]:
                 descriptor = _lock(path)
         if descriptor is None:
             raise ConfigError(
-                f"{path.parent} is in use by {occupant or 'another process'}; wait for its end, or "
-                f"start another run with another --name (if it is long gone, remove {path})",
+                f"{path.parent} is in use by {occupant or 'another process'}; wait for its "
+                f"end, or use another --name (if that process is gone, remove {path})",
                 code="run-folder-in-use",
             )
         own = f"process {os.getpid()} on {platform.node()}" + (

@@ -63,14 +63,14 @@ class RunFolder:
             folder.logs.mkdir(exist_ok=True)
         except FileExistsError as error:
             raise ConfigError(
-                f"{folder.path} was made by another run that started just now; give each run a "
-                "--name of its own",
+                f"{folder.path} was made by another run that started just now; give each run "
+                "its own --name",
                 code="run-folder-in-use",
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"cannot create the run folder {folder.path}: {error.strerror}; "
-                "choose a place that can be written",
+                f"cannot create the run folder {folder.path}: {error.strerror}; choose a "
+                "--run-folder that can be written",
                 code="cannot-write",
             ) from error
         return folder
@@ -83,14 +83,14 @@ class RunFolder:
         folder = cls(path)
         if not is_folder(path, ConfigError):
             raise ConfigError(
-                f"there is no folder {path}; name the folder of a run", code="file-missing"
+                f"there is no folder {path}; give the folder of a run", code="file-missing"
             )
         # A copy may lack the checkpoints, which are large.
         has_metrics = is_there(folder.metrics_jsonl, ConfigError)
         if not (folder.holds_run or has_metrics or is_folder(folder.trace, ConfigError)):
             raise ConfigError(
-                f"{path} is no run folder: it has no {folder.checkpoints.name}/, nor metrics; name "
-                "the folder of a run, such as runs/NAME",
+                f"{path} is no run folder: it has neither {folder.checkpoints.name}/ nor "
+                "metrics; give the folder of a run, such as runs/NAME",
                 code="no-run",
             )
         return folder
@@ -192,8 +192,9 @@ class RunFolder:
         except (OSError, ValueError, TypeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is damaged"
             raise CheckpointError(
-                f"cannot read {self.begun_from}, which names the checkpoint that the run was begun "
-                f"from: {reason}; restore it, or remove it if the run has checkpoints of its own",
+                f"cannot read {self.begun_from}, which names the checkpoint that the run "
+                f"started from: {reason}; restore it, or remove it if the run has its own "
+                "checkpoints",
                 code="unreadable-file",
             ) from error
 
@@ -205,18 +206,18 @@ class RunFolder:
             return
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be used as a run folder: {error.strerror}; name another run",
+                f"{self.path} cannot be used as a run folder: {error.strerror}; use another --name",
                 code="unreadable-file",
             ) from error
         if not used or (resume and self.holds_run):
             return
         if resume:
             raise ConfigError(
-                f"{self.path} holds files but no run to resume; name another run", code="no-run"
+                f"{self.path} holds files but no run to resume; use another --name", code="no-run"
             )
         raise ConfigError(
-            f"{self.path} {self._describe_content()}; name another run, "
-            "or continue this one with --resume auto",
+            f"{self.path} {self._describe_content()}; use another --name, or continue this run "
+            "with --resume auto",
             code="run-folder-not-empty",
         )
 
@@ -239,7 +240,7 @@ def _write(path: Path, text: str) -> None:
         durable.write_text(path, text)
     except OSError as error:
         raise DearError(
-            f"cannot write {path}: {error.strerror}; the run needs a folder to write to",
+            f"cannot write {path}: {error.strerror}; make the run folder writable",
             code="cannot-write",
         ) from error
 

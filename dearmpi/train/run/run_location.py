@@ -89,8 +89,8 @@ def check_shared(world: World, folder: Path) -> None:
         with together(world):
             if not is_there(mark, ConfigError):
                 raise ConfigError(
-                    f"{folder.absolute()} is not the folder of that name that rank 0 on "
-                    f"{world.hosts[0]} made; give a --run-folder that all hosts share",
+                    f"{folder.absolute()} is not the folder that rank 0 on {world.hosts[0]} "
+                    "made; give a --run-folder that all hosts share",
                     code="run-folder-not-shared",
                 )
     finally:
@@ -103,7 +103,7 @@ def _make(mark: Path) -> None:
         mark.touch()
     except OSError as error:
         raise DearError(
-            f"cannot write {mark}: {error.strerror}; the run needs a folder to write to",
+            f"cannot write {mark}: {error.strerror}; make the run folder writable",
             code="cannot-write",
         ) from error
 
@@ -130,16 +130,16 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
     own = checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
     if not belongs_to_run(own):
         raise ConfigError(
-            f"{checkpoint} lies in no run's folder checkpoints/, so there is no run to go on with; "
-            "begin another from it with --name NAME",
+            f"{checkpoint} is not in the checkpoints/ folder of a run, so no run can be "
+            "continued; start a new one from it with --name NAME",
             code="resume-unclear",
         )
     folder = own.parent.parent
     if "run_folder" in chosen and folder.parent.resolve() != root.resolve():
         raise ConfigError(
-            f"the checkpoint {checkpoint} belongs to the run in {folder}, not to {root}; leave out "
-            "--run-folder, or what stands for it in the environment or a file, to continue there, "
-            "or start another run with --name",
+            f"the checkpoint {checkpoint} belongs to the run in {folder}, but run_folder is "
+            f"{root}; leave out run_folder (--run-folder, environment or file) to continue "
+            "there, or start another run with --name",
             code="resume-unclear",
         )
     return Place(folder.parent, folder.name, own, continued=True, notes=notes)
@@ -164,8 +164,7 @@ def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
 def _find_latest(root: Path, name: str | None) -> Place:
     if name is None:
         raise ConfigError(
-            "--resume auto needs --name NAME: it goes on with the run of that name where there is "
-            "one, and starts it where there is none",
+            "--resume auto needs --name NAME; it continues the run of that name, or starts it",
             code="resume-unclear",
         )
     return _go_on(root, name, RunFolder(root / name).read_begun_from())
@@ -177,8 +176,8 @@ def _go_on(root: Path, name: str, begun_from: Path | None) -> Place:
     _check_usable(found, root / name)
     if not found.latest and begun_from and not is_folder(begun_from, CheckpointError):
         raise CheckpointError(
-            f"the run in {root / name} was begun from {begun_from}, which is gone, and has no "
-            "checkpoint of its own yet; begin another run with another --name",
+            f"the run in {root / name} started from {begun_from}, which is gone, and has no "
+            "checkpoint of its own; start another run with another --name",
             code="no-checkpoint",
         )
     notes = () if found.latest is None else _passed_over(found)
@@ -193,7 +192,8 @@ def _check_usable(found: Survey, run: Path) -> None:
     if found.latest is None and found.passed_over:
         raise CheckpointError(
             f"no checkpoint of the run in {run} can be resumed from: "
-            f"{'; '.join(found.passed_over)}; restore one, or begin another run with another --name",
+            f"{'; '.join(found.passed_over)}; restore one, or start another run with another "
+            "--name",
             code="no-checkpoint",
         )
 
@@ -203,9 +203,9 @@ def check_reachable(place: Place) -> None:
     working = Path.cwd()
     if working != place.found_in and not place.root.is_absolute():
         raise TaskError(
-            f"the task has changed the working folder from {place.found_in} to {working}, so the "
-            f"run folder {place.root} is another one now; leave the working folder as it is, or "
-            "give --run-folder as an absolute path",
+            f"the task changed the working folder from {place.found_in} to {working}, which "
+            f"moves the relative run folder {place.root}; keep the working folder, or give an "
+            "absolute --run-folder",
             code="working-folder-changed",
         )
 
@@ -216,7 +216,7 @@ def check_unchanged(place: Place) -> None:
     if place.goes_on and latest not in (None, place.checkpoint):
         raise ConfigError(
             f"the run in {place.root / place.name} went on to {latest.name} while this job was "
-            "starting; start it again",
+            "starting; start this job again",
             code="run-folder-in-use",
         )
 

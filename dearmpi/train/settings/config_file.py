@@ -29,7 +29,8 @@ class _Loader(yaml.SafeLoader):
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise ConfigError(
-                    f"{key.value} is given twice in {self.name}, again in line {line}; give it once",
+                    f"{key.value} is given twice in {self.name}, again in line {line}; "
+                    "give it once",
                     code="given-twice",
                 )
             seen.add(key.value)

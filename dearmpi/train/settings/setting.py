@@ -194,7 +194,7 @@ def _to_text(value: object, label: str) -> str:
 def _to_filled(value: object, label: str) -> str:
     if isinstance(value, bool):  # a bare `no`, as in `name: no`
         raise ConfigError(
-            f"{label} is {value} to YAML; put it in quotes to have text", code="wrong-type"
+            f"YAML reads {label} as {value}; put the value in quotes", code="wrong-type"
         )
     text = _to_text(value, label)
     if not text:  # as of a shell's variable that is not set
@@ -220,8 +220,7 @@ def _to_range(value: object, label: str) -> tuple[int, int]:
     start, stop = (_to_integer(part, label) for part in parts)
     if not 1 <= start < stop:
         raise ConfigError(
-            f"{label} is {start}:{stop}; START must be at least 1, and STOP, which is not part of "
-            "it, above START",
+            f"{label} is {start}:{stop}; START must be at least 1, and STOP above START",
             code="out-of-range",
         )
     return start, stop

@@ -39,25 +39,25 @@ class RunSettings(RunChoices):
         self.engine()
         if self.deterministic and self.reduce_scatter == "auto":
             raise ConfigError(
-                "deterministic needs a fixed reduce_scatter: with auto, timing would choose the "
+                "deterministic needs a fixed reduce_scatter: with auto, timing chooses the "
                 "order of summation; use ring, native or exchange",
                 code="settings-contradict",
             )
         if self.deterministic and self.plan in PLANNING:
             raise ConfigError(
-                f"deterministic needs a fixed plan: with {self.plan}, timing would choose the "
-                "buckets, and with them the order of summation; use none, or the file of a plan",
+                f"deterministic needs a fixed plan: with {self.plan}, timing chooses the "
+                "buckets and the order of summation; use none, or the file of a plan",
                 code="settings-contradict",
             )
         if self.plan == "bayes" and self.bucket_cap_mb is not None:
             raise ConfigError(
-                f"bucket_cap_mb is {self.bucket_cap_mb}, but plan bayes searches for it; leave out "
-                "one of the two",
+                f"bucket_cap_mb is {self.bucket_cap_mb}, but plan bayes searches for it; leave "
+                "out one of them",
                 code="settings-contradict",
             )
         if "data" in self.task_options and self.data is not None:
             raise ConfigError(
-                "data is given twice, as --data and as --task-option data=; choose",
+                "data is given twice, as --data and as --task-option data=; give one of them",
                 code="given-twice",
             )
 

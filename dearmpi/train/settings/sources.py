@@ -162,7 +162,8 @@ def read_environment(environment: Mapping[str, str]) -> Source:
             continue
         if key not in names:
             raise ConfigError(
-                f"environment variable {key} is no setting: correct or unset it{_known(key, names)}",
+                f"environment variable {key} is no setting; correct or unset it"
+                f"{_known(key, names)}",
                 code="unknown-setting",
             )
         given[names[key]] = text
@@ -223,8 +224,8 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
             )
         if name in BEFORE_THE_TASK:
             raise ConfigError(
-                f"{name} in {origin} has no effect: it is needed before the task is built; leave "
-                f"it out there, and give it as --{SETTINGS[name].flag}",
+                f"{name} in {origin} has no effect, because it is needed before the task is "
+                f"built; remove it there, and give it as --{SETTINGS[name].flag}",
                 code="setting-without-effect",
             )
     return make_source("task", defaults, origin=origin)

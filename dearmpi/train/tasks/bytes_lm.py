@@ -131,8 +131,8 @@ def _read(options: BytesLMOptions) -> Corpus:
         parts = options.data.split(os.pathsep)
         if "" in parts:  # would be the current folder
             raise DataError(
-                f"{options.data!r} names {len(parts)} texts, one of them by nothing; give a path "
-                f"before and after each {os.pathsep}",
+                f"{options.data!r} has an empty path among {len(parts)}; give a path before "
+                f"and after each {os.pathsep}",
                 code="malformed-value",
             )
         files = text_files(map(Path, parts))

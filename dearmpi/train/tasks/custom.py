@@ -49,7 +49,7 @@ def build_custom(name: str, options: Mapping[str, str]) -> Task:
     never looks at. An error of dearmpi's own that the function raises is passed on.
     """
     place, _, attribute = name.rpartition(":")
-    with _explained(f"task {name!r}: its place cannot be read"):
+    with _explained(f"task {name!r}: its path cannot be read"):
         path = _file_of(place)
     with _importable(Path.cwd() if path is None else path.parent):
         module = _import(place, name) if path is None else _load_file(path, name)
@@ -108,7 +108,8 @@ def _find(module: ModuleType, attribute: str, name: str) -> Callable[[Mapping[st
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
     raise TaskError(
-        f"task {name}: {module.__file__} has no function {attribute!r}{known_names(attribute, own)}",
+        f"task {name}: {module.__file__} has no function {attribute!r}"
+        f"{known_names(attribute, own)}",
         code="unknown-choice",
     )
 
@@ -122,8 +123,8 @@ def _load_file(path: Path, name: str) -> ModuleType:
     """Run the file as a module under a name that no other module has."""
     if not path.is_file():
         raise TaskError(
-            f"task {name}: there is no file {path}; a run is resumed in the folder in which it "
-            "began, or with --task and the path from here",
+            f"task {name}: there is no file {path}; resume in the folder in which the run "
+            "began, or give --task with the path from here",
             code="file-missing",
         )
     # Two files of one name, and the user's own package of that name, must not meet.

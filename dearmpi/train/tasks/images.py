@@ -124,8 +124,8 @@ def read_picture(path: Path, size: int) -> Tensor:
             scaled = picture.convert("RGB").resize((size, size))
     except Exception as error:
         raise DataError(
-            f"cannot read image {path}: {type(error).__name__}: {error}; mend it, or put "
-            "another picture in its place: a run is resumed only with the same files",
+            f"cannot read image {path}: {type(error).__name__}: {error}; repair or replace it: "
+            "a resumed run needs the same files",
             code="sample-unreadable",
         ) from error
     if mode.startswith(("I", "F")):  # what is above 255 would all be white
@@ -175,9 +175,9 @@ def _check_undivided(root: Path) -> None:
     if is_folder(root / "train", DataError) and folders_in(root / "train"):
         others = sorted(p.name for p in folders_in(root) if p.name != "train")
         raise DataError(
-            f"{root} has a folder train but none called val, which would hold pictures out (beside "
-            f"train: {', '.join(others) or 'nothing'}); rename one to val, or give "
-            f"{root / 'train'}, of which val_fraction is held out",
+            f"{root} has a folder train but no folder val (beside train: "
+            f"{', '.join(others) or 'nothing'}); rename one of them to val, or give "
+            f"{root / 'train'}, so that val_fraction of it is held out",
             code="data-misplaced",
         )
 

@@ -9,6 +9,7 @@ import pytest
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.workload import is_workload, read_workload, workload_names
+from tests.codes import raises
 
 # Layers, tensors and million parameters, as the paper's table of models gives them; the decoder of
 # BERT, which has no parameters of its own, is a layer more.
@@ -68,6 +69,6 @@ def test_a_workload_that_does_not_exist_is_refused(name: str) -> None:
 
 
 def test_the_nearest_name_is_suggested() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'resnet50'.*equal:MB"):
+    with raises(ConfigError, "unknown-choice", "'resnet50'"):
         read_workload("resnet-50")
     assert not is_workload("resnet-50") and is_workload("equal:7")

@@ -25,6 +25,7 @@ from dearmpi.plan.model.profile import (
     profile_workload,
     read_profile,
 )
+from tests.codes import raises
 
 HALF = ParamSpec("head.weight", (3, 2), itemsize=2, dtype="bfloat16", device="cuda:0")
 FROZEN = ParamSpec("scale", (1,), trained=False)  # of the model itself, whose name is empty
@@ -119,12 +120,12 @@ def test_a_wrong_file_is_refused(text: str, message: str) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the profile .*lost.json"):
+    with raises(ConfigError, "unreadable-file", "lost.json"):
         read_profile(tmp_path / "lost.json")
 
 
 def test_wrong_times_are_refused_where_no_file_is_read() -> None:
-    with pytest.raises(ConfigError, match="3 layers, but the profile has times of 1"):
+    with raises(ConfigError, "profile-inconsistent", 3, 1):
         ModelProfile(WORKLOAD, TIMES[:1])
-    with pytest.raises(ConfigError, match="layer embedding: feed_forward_s is nan"):
+    with raises(ConfigError, "out-of-range", "feed_forward_s"):
         ModelProfile(WORKLOAD, (LayerTimes(math.nan, 0), *TIMES[1:]))

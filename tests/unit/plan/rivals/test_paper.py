@@ -21,6 +21,7 @@ from dearmpi.plan.rivals.paper import (
     paper_profile,
     unfused_methods,
 )
+from tests.codes import raises
 
 RATE = LinkModel(0.0, 1e-9)
 
@@ -44,7 +45,7 @@ def test_other_models_compute_at_the_same_rate() -> None:
 
 
 def test_nothing_is_made_up_for_other_models() -> None:
-    with pytest.raises(ConfigError, match="equal:8.*--feed-forward-s and --backprop-s"):
+    with raises(ConfigError, "nothing-to-simulate", "equal:8", "--feed-forward-s", "--backprop-s"):
         paper_profile(read_workload("equal:8"))
 
 

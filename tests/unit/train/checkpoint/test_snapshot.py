@@ -10,6 +10,7 @@ import torch
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint import Snapshot
+from tests.codes import raises
 from tests.unit.train.checkpoint.example_snapshot import make_snapshot
 
 
@@ -32,14 +33,14 @@ def test_another_model_is_refused(change: dict[str, Any], message: str) -> None:
 
 def test_only_the_first_differences_are_named() -> None:
     state = {f"layer{i}": torch.zeros(1) for i in range(40)}
-    with pytest.raises(CheckpointError, match=r"layer4 is missing .*; and 37 more; train with"):
+    with raises(CheckpointError, "checkpoint-of-other-model", "layer4", 37):
         checkpoint.check_model(make_snapshot(), state)
 
 
 def test_two_tensors_cannot_be_loaded_into_a_tied_one() -> None:
     one = torch.zeros(2)
     snapshot = Snapshot(1, {"a": torch.zeros(2), "b": torch.ones(2)}, {}, [], {})
-    with pytest.raises(CheckpointError, match="b and a are one tensor in the model, two in the"):
+    with raises(CheckpointError, "checkpoint-of-other-model"):
         checkpoint.check_model(snapshot, {"a": one, "b": one})
     equal = Snapshot(1, {"a": torch.zeros(2), "b": torch.zeros(2)}, {}, [], {})
     checkpoint.check_model(equal, {"a": one, "b": one})

@@ -15,6 +15,7 @@ from torch import nn
 from dearmpi.errors import ConfigError, DataError, TaskError
 from dearmpi.train.data.data import Batches, MicroBatch, cut, evaluation_shares, load_batch
 from dearmpi.train.tasks.task import Samples, Task
+from tests.codes import raises
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def test_impossible_sizes_are_refused_with_the_numbers(
 
 @pytest.mark.parametrize(("epoch", "step"), [(0, 5), (0, -1), (-1, 0)])
 def test_a_position_outside_the_epoch_is_refused(epoch: int, step: int) -> None:
-    with pytest.raises(ConfigError, match="0 to 4"):
+    with raises(ConfigError, "out-of-range", 0, 4):
         Batches(50, 10, 1, 0).step(epoch, step)
 
 
@@ -230,16 +231,16 @@ def test_a_batch_is_collated_in_the_order_of_its_indices() -> None:
 
 def test_a_broken_sample_is_named() -> None:
     data = Squares(broken=OSError("disk gone"))
-    with pytest.raises(DataError, match=r"squares: sample 13 of 20.*OSError: disk gone"):
+    with raises(DataError, "sample-unreadable", 13, 20):
         load_batch(task_over(data), data, (12, 13))
 
 
 def test_an_error_of_ours_from_a_sample_keeps_its_kind() -> None:
     data = Squares(broken=TaskError("no pictures here"))
-    with pytest.raises(TaskError, match="no pictures here"):
+    with raises(TaskError, "unnamed"):
         load_batch(task_over(data), data, (13,))
 
 
 def test_samples_that_do_not_fit_together_are_named() -> None:
-    with pytest.raises(DataError, match=r"samples 16, 17 do not make a batch.*collate"):
+    with raises(DataError, "sample-unreadable", 16, 17):
         load_batch(task_over(Squares()), Squares(), (16, 17))

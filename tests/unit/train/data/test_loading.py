@@ -25,6 +25,7 @@ from dearmpi.train.data.loading import Loading, LoadingAhead, OwnLoading, Wanted
 from dearmpi.train.loop.stepping import coming_batches
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
+from tests.codes import raises
 from tests.unit.train.points import SGD, equal, make_job, make_task, parameters, train
 
 LIMIT_S = 240  # each process imports torch, also on a busy machine
@@ -148,20 +149,20 @@ def test_nothing_is_loaded_in_the_training_process(two_workers: LoadingAhead) ->
 def test_a_sample_that_cannot_be_read_is_named(two_workers: LoadingAhead) -> None:
     two_workers.expect(wanted(10, 12, 14))
     assert squares(two_workers.load(wanted(10)[0])) == [100.0, 121.0]
-    with pytest.raises(DataError, match=r"sample 13 of 20 cannot be read: OSError: it is gone"):
+    with raises(DataError, "sample-unreadable", 13, 20):
         two_workers.load(wanted(12)[0])
     assert squares(two_workers.load(wanted(14)[0])) == [196.0, 225.0]
 
 
 def test_a_process_that_is_killed_ends_the_run_with_a_reason() -> None:
-    with ahead(Deadly(), 1) as loading, pytest.raises(DataError, match=r"--workers.*memory"):
+    with ahead(Deadly(), 1) as loading, raises(DataError, "worker-ended", "--workers"):
         loading.expect(wanted(0, 2, 4, 6))
         for one in wanted(0, 2, 4, 6):
             loading.load(one)
 
 
 def test_data_that_no_other_process_can_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"workers 2 .*top of a file.*--workers 0"):
+    with raises(ConfigError, "task-not-picklable", 2, "--workers", 0):
         open_loading(
             task_over(Squares(), collate=lambda samples: samples), name="squares", num_workers=2
         )

@@ -31,6 +31,7 @@ from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
 DATA = [(torch.full((1, 4, 4), i / 16), torch.tensor([i / 16])) for i in range(16)]
@@ -224,7 +225,7 @@ def test_a_failure_of_one_rank_ends_all_soon_and_the_checkpoint_before_stays(
     def work(world: World) -> list[str]:
         notes = Notes()
         job = make_job(world, max_steps=100_000, checkpoint_interval=2)
-        with pytest.raises(AgreedError, match="rank 1 on .*the disk is full") as caught:
+        with raises(AgreedError, "disk-full", 1) as caught:
             Trainer(job, tmp_path, listener=notes).run()
         assert caught.value.exit_code == 6
         return notes.events
@@ -247,7 +248,7 @@ def test_a_failure_to_commit_ends_all_ranks(
 
     def work(world: World) -> None:
         job = make_job(world, max_steps=100_000, checkpoint_interval=2)
-        with pytest.raises(AgreedError, match="the disk is gone"):
+        with raises(AgreedError, "unforeseen-failure"):
             Trainer(job, tmp_path, listener=Notes()).run()
 
     run_ranks(2, work)
@@ -263,7 +264,7 @@ def test_no_number_that_is_not_finite_is_saved(dtype: torch.dtype, bad: float) -
     check_finite(Part(pieces, {}), 7, "0123")
     values[41] = bad
     check_finite(Part(pieces, {}), 7, "012")  # it is a buffer, such as a mask
-    with pytest.raises(NonFiniteLossError, match="3 is not finite after step 7"):
+    with raises(NonFiniteLossError, "not-finite", 3, 7):
         check_finite(Part(pieces, {}), 7, "0123")
 
 

@@ -27,6 +27,7 @@ from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.unit.train.points import (
     SGD,
@@ -165,7 +166,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_training(
     train(make_job(alone, settings), tmp_path)
     snapshot = checkpoint.load(tmp_path / "checkpoints" / "step-00000001")
     other = Task("other", nn.Linear(4, 1), Points(20), squared_error)
-    with pytest.raises(AgreedError, match="belongs to another model") as caught:
+    with raises(AgreedError, "checkpoint-of-other-model") as caught:
         make_job(alone, settings, other, snapshot)
     assert caught.value.exit_code == CheckpointError.exit_code
 
@@ -275,7 +276,7 @@ def test_other_data_of_the_same_length_is_refused(alone: World, tmp_path: Path) 
     task = replace(make_task(), data_digest="aa")
     train(make_job(alone, settings, task), tmp_path)
     snapshot = checkpoint.load(tmp_path / "checkpoints" / "step-00000001")
-    with pytest.raises(CheckpointError, match="of the digest aa, this run's is bb"):
+    with raises(CheckpointError, "checkpoint-of-other-data"):
         check_position(snapshot, replace(task, data_digest="bb"))
     check_position(snapshot, replace(task, data_digest=""))
 
@@ -292,5 +293,5 @@ def test_layers_that_wait_for_all_ranks_need_samples_on_all(tmp_path: Path) -> N
         settings = RunSettings(max_steps=max_steps, optimizer="SGD", lr=0.1, batch_size=batch_size)
         make_job(world, settings, task).optimizer.close()
 
-    with pytest.raises(AgreedError, match="rank 0 0 micro-batches and rank 1 1, but SyncBatchNorm"):
+    with raises(AgreedError, "batches-uneven", 0, "micro-batches", 1):
         run_ranks(2, work)

@@ -22,6 +22,7 @@ from dearmpi.train.ranks.device import (
     choose_device,
 )
 from dearmpi.train.settings.choices import DeviceSetting
+from tests.codes import raises
 
 
 @dataclass
@@ -142,7 +143,7 @@ def test_a_device_that_cannot_be_taken_fails_on_all_ranks(monkeypatch: pytest.Mo
     monkeypatch.setattr(ranks, "all_gather_text", lambda text: [text])
     choose(monkeypatch, ranks)
     monkeypatch.setattr(torch.cuda, "set_device", fail)
-    with pytest.raises(AgreedError, match="busy or unavailable"):
+    with raises(AgreedError, "unforeseen-failure"):
         choose_device(ranks, "auto")
 
 
@@ -151,7 +152,7 @@ def test_ranks_with_and_without_a_device_are_named(
     asked: DeviceSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(2):
-        with pytest.raises(MismatchError, match="rank 1 on n1 sees no .* rank 0 on n0 sees 2"):
+        with raises(MismatchError, "ranks-differ-in-devices", 1, "n1", 0, "n0", 2):
             choose(monkeypatch, Ranks([2, 0], ["n0", "n1"], rank), asked)
 
 

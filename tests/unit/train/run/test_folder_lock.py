@@ -15,6 +15,7 @@ import pytest
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
 from dearmpi.train.run.folder_lock import occupied
+from tests.codes import raises
 
 _OCCUPY = """
 import sys
@@ -72,7 +73,7 @@ def test_a_job_that_is_queued_again_takes_over_from_itself(
     path = tmp_path / "in-use-by"
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     with another_job(path):
-        with pytest.raises(ConfigError, match="job 41"), occupied(path):
+        with raises(ConfigError, "run-folder-in-use", 41), occupied(path):
             pass  # two steps of one job
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         with occupied(path):
@@ -80,7 +81,7 @@ def test_a_job_that_is_queued_again_takes_over_from_itself(
     with another_job(path):
         monkeypatch.setenv("SLURM_JOB_ID", "1")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-        with pytest.raises(ConfigError, match="job 41"), occupied(path):
+        with raises(ConfigError, "run-folder-in-use", 41), occupied(path):
             pass
 
 
@@ -89,11 +90,11 @@ def test_a_folder_that_is_removed_or_taken_over_is_this_jobs_no_more(tmp_path: P
     with occupied(path) as own:
         own.check()
         path.unlink()
-        with pytest.raises(CheckpointError, match=f"cannot save in {tmp_path}: .* was removed or"):
+        with raises(CheckpointError, "run-folder-lost", tmp_path):
             own.check()
         with (
             another_job(path) as other,
-            pytest.raises(CheckpointError, match=f"taken over by process {other.pid} on .*--name"),
+            raises(CheckpointError, "run-folder-lost", other.pid, "--name"),
         ):
             own.check()
 
@@ -106,7 +107,7 @@ def test_a_working_folder_that_is_removed_with_the_run_folder_is_told_like_it(
     monkeypatch.chdir(working)
     with occupied(Path("runs", "in-use-by")) as own:
         shutil.rmtree(working)
-        with pytest.raises(CheckpointError, match=f"{working}/runs/in-use-by.* was removed or"):
+        with raises(CheckpointError, "run-folder-lost", working, "/runs/in-use-by"):
             own.check()
 
 
@@ -134,5 +135,5 @@ def test_a_folder_that_may_not_be_looked_at_is_not_called_removed(
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none" / "in-use-by"
-    with pytest.raises(DearError, match=f"cannot write {path}"), occupied(path):
+    with raises(DearError, "cannot-write", path), occupied(path):
         pass

@@ -11,6 +11,7 @@ import yaml
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.settings import SETTINGS, RunSettings, check_resumable
 from dearmpi.train.settings.sources import from_checkpoint, make_source, read_file, resolve
+from tests.codes import raises
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_wrong_values_are_refused_by_the_name_the_user_gave(
 
 
 def test_settings_are_checked_where_they_are_made() -> None:
-    with pytest.raises(ConfigError, match="batch_size is 0; it must be at least 1"):
+    with raises(ConfigError, "out-of-range", "batch_size", 0, 1):
         RunSettings(batch_size=0)
 
 
@@ -173,7 +174,7 @@ def test_a_resumed_run_may_be_longer_but_not_of_another_batch_size() -> None:
 
 def test_a_resumed_run_keeps_options_that_were_not_given() -> None:
     stored = RunSettings(momentum=0.9, optimizer="SGD").as_plain()
-    with pytest.raises(ConfigError, match="momentum is none, but the run to resume has 0.9"):
+    with raises(ConfigError, "resumed-setting-changed", "0.9"):
         check_resumable(stored, RunSettings(optimizer="SGD"))
 
 
@@ -197,5 +198,5 @@ def test_the_file_of_a_task_may_lie_in_another_folder_by_now() -> None:
     stored = RunSettings(task="here/mine.py:build").as_plain()
     check_resumable(stored, RunSettings(task="/there/mine.py:build"))
     for other in ("here/mine.py:other", "here/yours.py:build", "mine:build"):
-        with pytest.raises(ConfigError, match="leave out --task"):
+        with raises(ConfigError, "resumed-setting-changed", "--task"):
             check_resumable(stored, RunSettings(task=other))

@@ -10,6 +10,7 @@ from dearmpi.cli.main import main
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.settings import SETTINGS
 from dearmpi.train.settings.sources import SYNONYMS, from_task, read_environment, read_file
+from tests.codes import raises
 
 
 def test_no_setting_is_called_another_and_all_answers_are_settings() -> None:
@@ -46,7 +47,7 @@ def test_other_flags_are_answered_with_those_that_are_alike(
 
 
 def test_a_variable() -> None:
-    with pytest.raises(ConfigError, match="unset it; it is called DEAR_TRAIN_LR here$"):
+    with raises(ConfigError, "unknown-setting", "DEAR_TRAIN_LR"):
         read_environment({"DEAR_TRAIN_LEARNING_RATE": "0.1"})
 
 
@@ -54,10 +55,10 @@ def test_a_variable() -> None:
 def test_a_key_of_a_file(tmp_path: Path, key: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"{key}: 3\n")
-    with pytest.raises(ConfigError, match=f"{key}' in {path}; it is called epochs here$"):
+    with raises(ConfigError, "unknown-setting", key, path):
         read_file(path)
 
 
 def test_what_a_task_recommends() -> None:
-    with pytest.raises(ConfigError, match="'wd' in .*; it is called weight_decay here$"):
+    with raises(ConfigError, "unknown-setting", "weight_decay"):
         from_task({"wd": 0.1}, task="mine")

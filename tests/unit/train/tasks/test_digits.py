@@ -13,6 +13,7 @@ from dearmpi.train.data.data import Batches, load_batch
 from dearmpi.train.tasks.digits import build_digits, held_out_of_each_class
 from dearmpi.train.tasks.image_models import Labelled
 from dearmpi.train.tasks.task import Task
+from tests.codes import raises
 
 
 def setting(task: Task, name: str) -> float:
@@ -84,10 +85,10 @@ def test_without_scikit_learn_it_says_how_to_install_it(monkeypatch: pytest.Monk
     for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(TaskError, match=r"scikit-learn.*pip install 'dearmpi\[digits\]'"):
+    with raises(TaskError, "library-missing", "scikit-learn", "'dearmpi[digits]'"):
         build_digits({})
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(TaskError, match="digits has no option 'data'; known: width"):
+    with raises(TaskError, "unknown-task-option"):
         build_digits({"data": "x"})
