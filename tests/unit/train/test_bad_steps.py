@@ -53,7 +53,7 @@ def test_a_bad_loss_ends_the_run_and_the_last_checkpoint_is_sound(
     alone: World, tmp_path: Path
 ) -> None:
     settings = RunSettings(max_steps=9, checkpoint_interval=1, keep=9, **SGD)
-    with raises(NonFiniteLossError, "not-finite", 4, 3):
+    with raises(NonFiniteLossError, "not-finite", 4, "checkpoint is", 3):
         train(make_job(alone, settings, make_task(spoil((4,)))), tmp_path)
     latest = checkpoint.find_latest(tmp_path)
     assert latest is not None and latest.name == "step-00000003"
@@ -76,7 +76,7 @@ def test_clipping_sees_a_bad_gradient_before_it_reaches_the_model(
     settings = RunSettings(max_steps=1, max_grad_norm=1.0, **SGD)
     job = make_job(alone, settings, make_task(infinite_slope, eval_count=0))
     before = parameters(job.task.model)
-    with raises(NonFiniteLossError, "not-finite", 1):
+    with raises(NonFiniteLossError, "not-finite", "1 is"):
         train(job, tmp_path)
     assert equal(before, parameters(job.task.model))
 
@@ -117,17 +117,17 @@ def test_skipping_gives_up_when_nothing_else_is_left(alone: World, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    ("loss", "told"),
     [
-        (lambda model, batch: 1.0, "it gave float"),
-        (lambda model, batch: model(batch[0]), r"it gave a tensor of shape \(8, 1\)"),
-        (lambda model, batch: model(batch[0]).detach().sum(), "does not depend on the parameters"),
+        (lambda model, batch: 1.0, ()),
+        (lambda model, batch: model(batch[0]), ("(8, 1)",)),
+        (lambda model, batch: model(batch[0]).detach().sum(), ()),
     ],
 )
 def test_a_loss_that_is_none_is_explained(
-    alone: World, tmp_path: Path, loss: Loss, message: str
+    alone: World, tmp_path: Path, loss: Loss, told: tuple[str, ...]
 ) -> None:
     settings = RunSettings(max_steps=1, **SGD)
     job = make_job(alone, settings, make_task(loss, eval_count=0))
-    with pytest.raises(TaskError, match=message):
+    with raises(TaskError, "task-invalid", *told):
         train(job, tmp_path)

@@ -201,7 +201,7 @@ def test_a_resumed_run_that_keeps_fewer_makes_room_before_it_writes(
     monkeypatch.setattr(checkpoint.Draft, "begin", is_full)
     settings = RunSettings(max_steps=4, keep=1, **SGD)
     job = make_job(alone, settings, snapshot=checkpoint.load(latest))
-    with raises(AgreedError, "unnamed"):
+    with raises(AgreedError, "unnamed", "disk is"):
         train(job, tmp_path)
     assert list(latest.parent.iterdir()) == [latest]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import Bucket, BucketLayout, ParamSpec, build_layout
+from tests.codes import raises
 
 SHAPES = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 GROUPS = st.lists(st.lists(SHAPES, min_size=1, max_size=5), min_size=1, max_size=5)
@@ -103,18 +104,18 @@ def test_description_names_the_ends_and_the_padding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
+    ("groups", "told"),
     [
-        ([[spec("a", 1)], []], "bucket 1 holds no parameter"),
-        ([[spec("a", 3, 0)]], r"a has shape \(3, 0\): no elements"),
-        ([[spec("a", 1), spec("b", 1, dtype="float64")]], "mixes a .*float32.* with b .*float64"),
-        ([[spec("a", 1), spec("b", 1, device="cuda:0")]], "mixes a .*cpu.* with b .*cuda:0"),
-        ([[spec("a", 1)], [spec("a", 1)]], "a stands in two buckets"),
-        ([[spec("a", 1), spec("a", 1)]], "a stands in two buckets"),
+        ([[spec("a", 1)], []], ("1",)),
+        ([[spec("a", 3, 0)]], ("(3, 0)",)),
+        ([[spec("a", 1), spec("b", 1, dtype="float64")]], ("float32", "float64")),
+        ([[spec("a", 1), spec("b", 1, device="cuda:0")]], ("cuda:0",)),
+        ([[spec("a", 1)], [spec("a", 1)]], ()),
+        ([[spec("a", 1), spec("a", 1)]], ()),
     ],
 )
-def test_bad_groups_are_refused(groups: list[list[ParamSpec]], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_bad_groups_are_refused(groups: list[list[ParamSpec]], told: tuple[str, ...]) -> None:
+    with raises(ConfigError, "plan-inconsistent", *told):
         build_layout(groups, world_size=2)
 
 

@@ -65,49 +65,49 @@ def test_a_description_has_what_matters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "refused"),
     [
-        (changed(format=2, version="9.1"), "format 2, written by dearmpi 9.1; .* reads format 1"),
-        (changed(format=None), "format is missing"),
-        (changed(buckets=[["a", "b"], ["h"]]), "no permutation of its 4 .*: c stands in none"),
-        (changed(buckets=[["a", "b"], ["h"], ["c", "a"]]), "a stands 2 times, in two buckets"),
-        (changed(buckets=[["a", "b"], ["h"], ["c", "x"]]), "x stands 1 times, .* not in its list"),
-        (changed(parameters=["a", "h", "b", "c", "c"]), "lists parameter c twice"),
-        (changed(buckets=[["a", "b", "h", "c"]]), "1 buckets, but its schedule has 3"),
-        (changed(buckets=["a", ["b", "h", "c"]]), "buckets is 'a'; it must be a list"),
-        (changed(buckets=[[1], ["b", "h", "c"]]), "buckets holds 1; it must hold texts"),
-        (changed(world_size=0), "world_size is 0"),
-        (changed(window=True), "window is True"),
-        (changed(gather="weights"), "gather is 'weights'; choose one of parameters, gradients"),
-        (changed(eager="yes"), "eager is 'yes'; it must be true or false"),
-        (changed(schedule={}), "schedule: name is missing"),
-        (changed(prediction={"iteration_s": -1}), "prediction: iteration_s is -1"),
-        (changed(idle=[7]), r"idle buckets are \[7\], with 7; .* of its 3 buckets"),
-        (changed(idle=[-1]), "idle buckets are .* with -1"),
-        (changed(idle=[0, 0]), "idle buckets are .* with 0"),
-        ("not json", "plan.json is not JSON"),
+        (changed(format=2, version="9.1"), ("other-format-version", "2", "9.1", "1")),
+        (changed(format=None), ("malformed-file", "format is")),
+        (changed(buckets=[["a", "b"], ["h"]]), ("plan-inconsistent", "4")),
+        (changed(buckets=[["a", "b"], ["h"], ["c", "a"]]), ("plan-inconsistent", "2")),
+        (changed(buckets=[["a", "b"], ["h"], ["c", "x"]]), ("plan-inconsistent", "1")),
+        (changed(parameters=["a", "h", "b", "c", "c"]), ("plan-inconsistent",)),
+        (changed(buckets=[["a", "b", "h", "c"]]), ("plan-inconsistent", "1", "3")),
+        (changed(buckets=["a", ["b", "h", "c"]]), ("malformed-file", "buckets is", "'a'")),
+        (changed(buckets=[[1], ["b", "h", "c"]]), ("malformed-file", "1")),
+        (changed(world_size=0), ("malformed-file", "world_size is", "0")),
+        (changed(window=True), ("malformed-file", "window is")),
+        (changed(gather="weights"), ("unknown-choice", "gather is", "'weights'")),
+        (changed(eager="yes"), ("malformed-file", "eager is", "'yes'")),
+        (changed(schedule={}), ("malformed-file", "name is")),
+        (changed(prediction={"iteration_s": -1}), ("malformed-file", "iteration_s is", "-1")),
+        (changed(idle=[7]), ("plan-inconsistent", "[7]", "7", "3")),
+        (changed(idle=[-1]), ("plan-inconsistent", "-1")),
+        (changed(idle=[0, 0]), ("plan-inconsistent", "0")),
+        ("not json", ("malformed-file", "plan.json is")),
     ],
 )
-def test_a_wrong_file_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+def test_a_wrong_file_is_refused(text: str, refused: tuple[str, ...]) -> None:
+    with raises(ConfigError, *refused) as error:
         Plan.from_json(text, "plan.json")
     assert str(error.value).startswith("plan.json")
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "refused"),
     [
-        ("launch", "soon", "launch is 'soon'; choose one of gradients ready, backprop end"),
-        ("wait", "never", "wait is 'never'"),
-        ("reduce_scatters", [2, 1, 1], "reduces buckets"),
-        ("reduce_scatters", ["2"], "must hold numbers of buckets"),
-        ("all_gathers", [[2, 1], [0, 0], [1]], r"pairs \[bucket, after\]"),
-        ("all_gathers", [[2, 1], [0, 0], [1, 9]], "after the reduce-scatter of bucket 9"),
+        ("launch", "soon", ("malformed-file", "launch is", "'soon'")),
+        ("wait", "never", ("malformed-file", "wait is", "'never'")),
+        ("reduce_scatters", [2, 1, 1], ("plan-inconsistent",)),
+        ("reduce_scatters", ["2"], ("malformed-file",)),
+        ("all_gathers", [[2, 1], [0, 0], [1]], ("malformed-file", "[bucket, after]")),
+        ("all_gathers", [[2, 1], [0, 0], [1, 9]], ("plan-inconsistent", "reduce-scatter", "9")),
     ],
 )
-def test_a_wrong_schedule_is_refused(key: str, value: Any, message: str) -> None:
+def test_a_wrong_schedule_is_refused(key: str, value: Any, refused: tuple[str, ...]) -> None:
     schedule = {**json.loads(PLAN.to_json())["schedule"], key: value}
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, *refused):
         Plan.from_json(changed(schedule=schedule), "plan.json")
 
 
@@ -117,16 +117,16 @@ def test_another_world_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("specs", "message"),
+    ("specs", "told"),
     [
-        (SPECS[1:], "4 parameters, the model .* 3, and the model has no parameter a"),
-        ([*SPECS, ParamSpec("d", (1,))], "4 parameters.* 5, and the plan has no parameter d"),
-        ([*SPECS[:-1], ParamSpec("c", (5,))], "another model: .* fingerprint"),
-        ([*SPECS[:-1], ParamSpec("c", (4,), itemsize=8, dtype="float64")], "other shapes or dtyp"),
+        (SPECS[1:], ("4", "3")),
+        ([*SPECS, ParamSpec("d", (1,))], ("4", "5")),
+        ([*SPECS[:-1], ParamSpec("c", (5,))], ()),
+        ([*SPECS[:-1], ParamSpec("c", (4,), itemsize=8, dtype="float64")], ()),
     ],
 )
-def test_another_model_is_refused(specs: list[ParamSpec], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_another_model_is_refused(specs: list[ParamSpec], told: tuple[str, ...]) -> None:
+    with raises(ConfigError, "plan-of-other-model", *told):
         PLAN.layout(specs, 4)
 
 

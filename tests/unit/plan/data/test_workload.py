@@ -62,9 +62,19 @@ def test_equal_layers_share_megabytes_and_time() -> None:
     assert len(read_workload("equal:1").layers) == 24
 
 
-@pytest.mark.parametrize("name", ["equal", "equal:x", "equal:1:0", "equal:1:2:3", "equal:0", "vgg"])
-def test_a_workload_that_does_not_exist_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("equal", "malformed-value"),
+        ("equal:x", "malformed-value"),
+        ("equal:1:0", "out-of-range"),
+        ("equal:1:2:3", "out-of-range"),
+        ("equal:0", "out-of-range"),
+        ("vgg", "unknown-choice"),
+    ],
+)
+def test_a_workload_that_does_not_exist_is_refused(name: str, code: str) -> None:
+    with raises(ConfigError, code, name):
         read_workload(name)
 
 

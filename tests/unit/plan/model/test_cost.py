@@ -85,38 +85,40 @@ def test_costs_are_carried_over_to_another_world_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "told"),
     [
-        ([], "0 sample"),
-        ([(1e6, 1.0)], "1 sample.*two sizes"),
-        ([(1e6, 1.0), (1e6, 1.1)], "2 sample.*two sizes"),
-        ([(1e6, 1.0), (2e6, math.nan)], "2000000.0 bytes in nan s"),
-        ([(1e6, 1.0), (2e6, -1.0)], "in -1.0 s"),
-        ([(0, 1.0), (2e6, 1.0)], "0 bytes"),
+        ([], ("0",)),
+        ([(1e6, 1.0)], ("1",)),
+        ([(1e6, 1.0), (1e6, 1.1)], ("2",)),
+        ([(1e6, 1.0), (2e6, math.nan)], ("2000000.0",)),
+        ([(1e6, 1.0), (2e6, -1.0)], ("-1.0",)),
+        ([(0, 1.0), (2e6, 1.0)], ("0",)),
     ],
 )
-def test_samples_that_say_nothing_are_refused(bad: list[tuple[float, float]], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_samples_that_say_nothing_are_refused(
+    bad: list[tuple[float, float]], told: tuple[str, ...]
+) -> None:
+    with raises(ConfigError, "samples-misfit", *told):
         fit_link(bad)
 
 
 def test_costs_that_are_none_are_refused() -> None:
-    with raises(ConfigError, "out-of-range", "alpha_s"):
+    with raises(ConfigError, "out-of-range", "alpha_s is"):
         LinkModel(math.nan, 0)
-    with raises(ConfigError, "out-of-range", "beta_s_per_byte", "-1"):
+    with raises(ConfigError, "out-of-range", "beta_s_per_byte is", "-1"):
         LinkModel(0, -1)
-    with raises(ConfigError, "out-of-range", "wire_share", "0.4"):
+    with raises(ConfigError, "out-of-range", "wire_share is", "0.4"):
         LinkModel(0, 1, wire_share=0.4)
-    with raises(ConfigError, "out-of-range", "main_thread_s"):
+    with raises(ConfigError, "out-of-range", "main_thread_s is"):
         Costs(4, TRUE, TRUE, main_thread_s=math.inf)
-    with raises(ConfigError, "out-of-range", 0):
+    with raises(ConfigError, "out-of-range", "size is", 0):
         Costs(0, TRUE, TRUE)
 
 
 def test_costs_end_where_they_could_not_be_summed_and_not_before() -> None:
-    with raises(ConfigError, "out-of-range", "beta_s_per_byte", "1e+305", 0):
+    with raises(ConfigError, "out-of-range", "beta_s_per_byte is", "1e+305", 0):
         LinkModel(0, 1e305)
-    with raises(ConfigError, "out-of-range", "update_s_per_byte", "1e+305", 0):
+    with raises(ConfigError, "out-of-range", "update_s_per_byte is", "1e+305", 0):
         Costs(4, TRUE, TRUE, update_s_per_byte=1e305)
     longest = Costs(2, LinkModel(MOST_S, MOST_S), LinkModel(MOST_S, MOST_S), MOST_S, MOST_S, MOST_S)
     made = make_plan(equal(2), longest.at(MOST_RANKS), world_size=MOST_RANKS, eager=True)

@@ -57,8 +57,9 @@ def test_what_is_neither_a_preset_nor_numbers_is_left_to_others() -> None:
     "text", ["1e-3,fast", "1,2,3", ",", "nan,1e-9", "-1e-3,1e-9", "1e-3,inf", "0,1e305"]
 )
 def test_numbers_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="alpha|beta"):
+    with pytest.raises(ConfigError) as refused:
         parse_network(text)
+    assert refused.value.code in ("malformed-value", "out-of-range") and text in str(refused.value)
     with pytest.raises(ConfigError):
         parse_network("0,-1")
 

@@ -207,5 +207,5 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         simulate(profile, layout, one_by_one(2), Costs(4, UNIT, UNIT))
     with raises(ConfigError, "plan-inconsistent", 3, 2):
         simulate(profile, layout, one_by_one(3), COSTS)
-    with raises(ConfigError, "plan-of-other-model", 3, 2, "2.w"):
+    with raises(ConfigError, "plan-of-other-model", 3, 2, "2.w is"):
         simulate(equal(3), layout, one_by_one(2), COSTS)

@@ -82,7 +82,7 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with raises(CheckpointError, "no-checkpoint", "manifest.json"):
+    with raises(CheckpointError, "no-checkpoint", "manifest.json is"):
         checkpoint.load(tmp_path)
     with raises(CheckpointError, "no-checkpoint"):
         checkpoint.resolve(tmp_path / "nowhere")

@@ -121,7 +121,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patch.setattr(owner, point, fail)
-        with raises(CheckpointError, "disk-full"):
+        with raises(CheckpointError, "disk-full", "disk is"):
             checkpoint.save(tmp_path, make_snapshot(20))
     assert content_of(tmp_path) == before
     assert checkpoint.find_latest(tmp_path) == path
@@ -143,7 +143,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
     path = checkpoint.save(small_disk, make_snapshot(10))
     before = content_of(small_disk)
     large = Snapshot(20, {"w": torch.zeros(200_000)}, {}, [], {})
-    with raises(CheckpointError, "disk-full", 800000) as caught:
+    with raises(CheckpointError, "disk-full", "disk is", 800000) as caught:
         checkpoint.save(small_disk, large)
     assert "step-00000020" in str(caught.value)
     assert content_of(small_disk) == before

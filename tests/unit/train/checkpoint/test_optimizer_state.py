@@ -99,7 +99,7 @@ def test_groups_divided_otherwise_are_refused() -> None:
 
 def test_a_foreign_parameter_is_refused() -> None:
     model, foreign = nn.Linear(2, 2), nn.Parameter(torch.zeros(7))
-    with raises(UsageError, "parameters-not-in-model", 7):
+    with raises(UsageError, "parameters-not-in-model", "(7,)", "that is"):
         checkpoint.parameter_names(model, torch.optim.SGD([foreign]).param_groups)
     with raises(UsageError, "parameters-not-in-model", 2, 1):
         checkpoint.optimizer_by_name(torch.optim.SGD(model.parameters()).state_dict(), ["weight"])

@@ -15,25 +15,25 @@ from tests.unit.train.checkpoint.example_snapshot import make_snapshot
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "told"),
     [
-        ({"weight": torch.zeros(4, 2)}, r"weight is \(4, 3\) in the checkpoint, \(4, 2\) in the"),
-        ({"weight": torch.zeros(4, 3).double()}, r"weight is torch.float32 .* torch.float64 in"),
-        ({"extra": torch.zeros(1)}, "extra is missing in the checkpoint"),
-        ({"bias": None}, "bias is not in the model"),
+        ({"weight": torch.zeros(4, 2)}, ("weight is", "(4, 3)", "(4, 2)")),
+        ({"weight": torch.zeros(4, 3).double()}, ("weight is", "torch.float32", "torch.float64")),
+        ({"extra": torch.zeros(1)}, ("extra is",)),
+        ({"bias": None}, ("bias is",)),
     ],
 )
-def test_another_model_is_refused(change: dict[str, Any], message: str) -> None:
+def test_another_model_is_refused(change: dict[str, Any], told: tuple[str, ...]) -> None:
     snapshot = make_snapshot()
     checkpoint.check_model(snapshot, snapshot.model)
     state = {name: t for name, t in (snapshot.model | change).items() if t is not None}
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, "checkpoint-of-other-model", *told):
         checkpoint.check_model(snapshot, state)
 
 
 def test_only_the_first_differences_are_named() -> None:
     state = {f"layer{i}": torch.zeros(1) for i in range(40)}
-    with raises(CheckpointError, "checkpoint-of-other-model", "layer4", 37):
+    with raises(CheckpointError, "checkpoint-of-other-model", "layer4 is", 37):
         checkpoint.check_model(make_snapshot(), state)
 
 

@@ -144,7 +144,7 @@ def test_a_last_batch_smaller_than_the_world_leaves_empty_micro_batches() -> Non
 @pytest.mark.parametrize(
     ("changes", "error", "numbers"),
     [
-        ({"batch_size": 7}, ConfigError, ["7", "world size 4", "2 micro", "at least 8"]),
+        ({"batch_size": 7}, ConfigError, ["batch_size is 7", "4 ranks", "2 micro", "at least 8"]),
         ({"num_samples": 3}, DataError, ["3 training samples", "4 ranks"]),
         ({"num_samples": 0}, DataError, ["0 training samples"]),
         ({"rank": 4}, ConfigError, ["rank is 4", "0 to 3"]),

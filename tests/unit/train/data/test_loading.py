@@ -149,7 +149,7 @@ def test_nothing_is_loaded_in_the_training_process(two_workers: LoadingAhead) ->
 def test_a_sample_that_cannot_be_read_is_named(two_workers: LoadingAhead) -> None:
     two_workers.expect(wanted(10, 12, 14))
     assert squares(two_workers.load(wanted(10)[0])) == [100.0, 121.0]
-    with raises(DataError, "sample-unreadable", 13, 20):
+    with raises(DataError, "sample-unreadable", 13, 20, "it is"):
         two_workers.load(wanted(12)[0])
     assert squares(two_workers.load(wanted(14)[0])) == [196.0, 225.0]
 

@@ -225,7 +225,7 @@ def test_a_failure_of_one_rank_ends_all_soon_and_the_checkpoint_before_stays(
     def work(world: World) -> list[str]:
         notes = Notes()
         job = make_job(world, max_steps=100_000, checkpoint_interval=2)
-        with raises(AgreedError, "disk-full", 1) as caught:
+        with raises(AgreedError, "disk-full", 1, "disk is") as caught:
             Trainer(job, tmp_path, listener=notes).run()
         assert caught.value.exit_code == 6
         return notes.events
@@ -248,7 +248,7 @@ def test_a_failure_to_commit_ends_all_ranks(
 
     def work(world: World) -> None:
         job = make_job(world, max_steps=100_000, checkpoint_interval=2)
-        with raises(AgreedError, "unforeseen-failure"):
+        with raises(AgreedError, "unforeseen-failure", "disk is"):
             Trainer(job, tmp_path, listener=Notes()).run()
 
     run_ranks(2, work)
@@ -264,7 +264,7 @@ def test_no_number_that_is_not_finite_is_saved(dtype: torch.dtype, bad: float) -
     check_finite(Part(pieces, {}), 7, "0123")
     values[41] = bad
     check_finite(Part(pieces, {}), 7, "012")  # it is a buffer, such as a mask
-    with raises(NonFiniteLossError, "not-finite", 3, 7):
+    with raises(NonFiniteLossError, "not-finite", "3 is", 7):
         check_finite(Part(pieces, {}), 7, "0123")
 
 

@@ -50,8 +50,8 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_job_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     path = tmp_path / "in-use-by"
     with another_job(path) as other:
-        message = f"{tmp_path} is in use by process {other.pid} on .*; wait for its end"
-        with pytest.raises(ConfigError, match=message), occupied(path):
+        told = (tmp_path, f"process {other.pid} on ")
+        with raises(ConfigError, "run-folder-in-use", *told), occupied(path):
             pass
 
 

@@ -16,6 +16,7 @@ from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.run.folder_lock import occupied
 from dearmpi.train.run.planning import PlanFile
 from dearmpi.train.run.run_folder import RunFolder
+from tests.codes import raises
 
 PLAN = cast(Plan, SimpleNamespace(to_json=lambda: "the plan"))
 
@@ -31,8 +32,8 @@ def test_a_plan_is_written_into_no_folder_that_is_gone_or_another_jobs(
         shutil.rmtree(path)
         if taken_over:
             RunFolder.create(tmp_path, "a").occupant.write_text("process 7 on n1")
-        told = "taken over by process 7 on n1" if taken_over else "removed or renamed"
-        with pytest.raises(AgreedError, match=told) as caught:
+        told = "process 7 on n1" if taken_over else "in-use-by"
+        with raises(AgreedError, "run-folder-lost", told) as caught:
             file.renew()
     assert caught.value.exit_code == 6
     assert not RunFolder(path).plan.exists()

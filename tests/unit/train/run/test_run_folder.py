@@ -73,11 +73,11 @@ def test_resuming_what_was_never_started_starts_it(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/cat.png").write_text("meow")
-    for resume in (False, True):
-        with pytest.raises(ConfigError, match="files"):
+    for resume, code in ((False, "run-folder-not-empty"), (True, "no-run")):
+        with raises(ConfigError, code, "photos"):
             RunFolder.create(tmp_path, "photos", resume=resume)
     assert os.listdir(tmp_path / "photos") == ["cat.png"]
-    with raises(ConfigError, "no-run"):
+    with raises(ConfigError, "no-run", "photos is"):
         RunFolder.open(tmp_path / "photos")
 
 

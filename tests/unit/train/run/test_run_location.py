@@ -290,7 +290,7 @@ def test_a_run_whose_beginning_is_gone_says_so(tmp_path: Path) -> None:
     make_run(tmp_path, "a-\udcff", 6)
     shutil.rmtree(begun.begun_from)
     for resume in (str(other), "auto"):
-        with raises(CheckpointError, "no-checkpoint", "step-00000003"):
+        with raises(CheckpointError, "no-checkpoint", "step-00000003", "which is"):
             find(tmp_path, resume=resume, name="b")
     make_run(tmp_path, "b", 4)
     assert find(tmp_path, resume=str(other), name="b").continued

@@ -75,29 +75,41 @@ def test_wrong_values_are_refused_by_the_name_the_user_gave(
 
 
 def test_settings_are_checked_where_they_are_made() -> None:
-    with raises(ConfigError, "out-of-range", "batch_size", 0, 1):
+    with raises(ConfigError, "out-of-range", "batch_size is", 0, 1):
         RunSettings(batch_size=0)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "refused"),
     [
-        ({"epochs": 2, "max_steps": 10}, "epochs is 2 and max_steps is 10"),
-        ({"warmup_steps": 5, "warmup_epochs": 1.0}, "warmup_steps is 5 and warmup_epochs is 1.0"),
-        ({"lr_gamma": 0.5}, "lr_gamma has no effect with lr_schedule 'constant'"),
-        ({"lr_milestones": (0.5,), "lr_schedule": "cosine"}, "has no effect"),
-        ({"lr_milestones": (0.7, 0.5), "lr_schedule": "step"}, "in rising order"),
-        ({"lr_milestones": (30.0, 60.0), "lr_schedule": "step"}, "shares of the run"),
-        ({"deterministic": True, "reduce_scatter": "auto"}, "needs a fixed reduce_scatter"),
-        ({"comm_dtype": "bf16", "reduce_scatter": "native"}, "use 'ring' or 'exchange'"),
-        ({"deterministic": True, "plan": "auto"}, "needs a fixed plan"),
-        ({"deterministic": True, "plan": "bayes"}, "needs a fixed plan: with bayes"),
-        ({"plan": "bayes", "bucket_cap_mb": 8}, "bucket_cap_mb is 8.0, but plan bayes searches"),
-        ({"data": "a", "task_options": {"data": "b"}}, "data is given twice"),
+        (
+            {"epochs": 2, "max_steps": 10},
+            ("settings-contradict", "epochs is", "2", "max_steps is", "10"),
+        ),
+        (
+            {"warmup_steps": 5, "warmup_epochs": 1.0},
+            ("settings-contradict", "warmup_steps is", "5", "warmup_epochs is", "1.0"),
+        ),
+        ({"lr_gamma": 0.5}, ("setting-without-effect", "lr_gamma", "lr_schedule", "'constant'")),
+        ({"lr_milestones": (0.5,), "lr_schedule": "cosine"}, ("setting-without-effect",)),
+        ({"lr_milestones": (0.7, 0.5), "lr_schedule": "step"}, ("out-of-range",)),
+        ({"lr_milestones": (30.0, 60.0), "lr_schedule": "step"}, ("out-of-range",)),
+        (
+            {"deterministic": True, "reduce_scatter": "auto"},
+            ("settings-contradict", "reduce_scatter"),
+        ),
+        (
+            {"comm_dtype": "bf16", "reduce_scatter": "native"},
+            ("settings-contradict", "'ring'", "'exchange'"),
+        ),
+        ({"deterministic": True, "plan": "auto"}, ("settings-contradict",)),
+        ({"deterministic": True, "plan": "bayes"}, ("settings-contradict",)),
+        ({"plan": "bayes", "bucket_cap_mb": 8}, ("settings-contradict", "bucket_cap_mb is", "8.0")),
+        ({"data": "a", "task_options": {"data": "b"}}, ("given-twice", "data is")),
     ],
 )
-def test_contradictions_are_refused(values: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+def test_contradictions_are_refused(values: dict[str, object], refused: tuple[str, ...]) -> None:
+    with raises(ConfigError, *refused):
         RunSettings(**values)  # type: ignore[arg-type]
 
 
@@ -174,7 +186,7 @@ def test_a_resumed_run_may_be_longer_but_not_of_another_batch_size() -> None:
 
 def test_a_resumed_run_keeps_options_that_were_not_given() -> None:
     stored = RunSettings(momentum=0.9, optimizer="SGD").as_plain()
-    with raises(ConfigError, "resumed-setting-changed", "0.9"):
+    with raises(ConfigError, "resumed-setting-changed", "momentum is", "0.9"):
         check_resumable(stored, RunSettings(optimizer="SGD"))
 
 

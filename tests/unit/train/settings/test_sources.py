@@ -98,7 +98,7 @@ def test_an_option_and_its_setting_from_one_source_must_agree() -> None:
 
 
 def test_a_quote_that_does_not_end_is_told() -> None:
-    with raises(ConfigError, "malformed-value", "DEAR_TRAIN_TASK_OPTION", '"prompt=don\'t"'):
+    with raises(ConfigError, "malformed-value", "DEAR_TRAIN_TASK_OPTION is", '"prompt=don\'t"'):
         read_environment({"DEAR_TRAIN_TASK_OPTION": "prompt=don't"})
 
 
@@ -147,7 +147,7 @@ def test_a_mapping_may_be_merged_into_the_file(tmp_path: Path) -> None:
         ("batch-size: 4\nbatch_size: 5", "batch_size is given twice in {path}"),
         ("lr: 0.1\n\nlr: 0.01", "lr is given twice in {path}, again in line 3; give it once"),
         ("task_option: {a: 1, a: 2}", "a is given twice in {path}"),
-        ("name: no", "name in {path} is False to YAML; put it in quotes"),
+        ("name: no", "YAML reads name in {path} as False; put the value in quotes"),
         ("epochs: !!timestamp 3", "{path} is no YAML"),
         ("- epochs", "{path} holds a list; it must hold settings"),
         ("epochs: [", "{path} is no YAML"),

@@ -47,7 +47,7 @@ def test_other_flags_are_answered_with_those_that_are_alike(
 
 
 def test_a_variable() -> None:
-    with raises(ConfigError, "unknown-setting", "DEAR_TRAIN_LR"):
+    with raises(ConfigError, "unknown-setting", "it is", "DEAR_TRAIN_LR"):
         read_environment({"DEAR_TRAIN_LEARNING_RATE": "0.1"})
 
 
@@ -55,10 +55,10 @@ def test_a_variable() -> None:
 def test_a_key_of_a_file(tmp_path: Path, key: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"{key}: 3\n")
-    with raises(ConfigError, "unknown-setting", key, path):
+    with raises(ConfigError, "unknown-setting", key, "'", path, "it is"):
         read_file(path)
 
 
 def test_what_a_task_recommends() -> None:
-    with raises(ConfigError, "unknown-setting", "weight_decay"):
+    with raises(ConfigError, "unknown-setting", "'wd'", "it is", "weight_decay"):
         from_task({"wd": 0.1}, task="mine")

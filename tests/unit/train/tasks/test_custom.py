@@ -102,42 +102,54 @@ def test_a_module_is_found_in_the_current_folder(
 
 
 FAILURES = {
-    "it raises": ("def build(options):\n    return 1 / 0\n", "build failed: ZeroDivisionError.*:2"),
+    "it raises": (
+        "def build(options):\n    return 1 / 0\n",
+        ("task-code-failed", "ZeroDivisionError", "task.py:2"),
+    ),
     "it raises deeper": (
         "import json\ndef build(options):\n    json.loads('{')\n",
-        "build failed: JSONDecodeError.*task.py:3",
+        ("task-code-failed", "JSONDecodeError", "task.py:3"),
     ),
-    "it exits": ("def build(options):\n    raise SystemExit(3)\n", "SystemExit: 3 .*:2"),
-    "it returns nothing": ("def build(options):\n    pass\n", "build returned nothing"),
-    "it returns another thing": ("def build(options):\n    return 5\n", "build returned an int"),
-    "it takes no options": ("def build():\n    return 5\n", "build failed: TypeError.*positional"),
-    "it is no function": ("build = 5\n", "build in .*task.py is an int, not a function"),
-    "it is misspelt": ("def biuld(options): ...\n", "no function 'build'; did you mean 'biuld'"),
-    "it is absent": ("x = 1\n", "no function 'build'; it has none"),
-    "a syntax error": ("def build(options:\n", "SyntaxError: .*never closed .*task.py:1"),
-    "an import is missing": ("import nowhere_at_all\n", "No module named 'nowhere_at_all' .*:1"),
+    "it exits": (
+        "def build(options):\n    raise SystemExit(3)\n",
+        ("task-code-failed", "SystemExit: 3", "task.py:2"),
+    ),
+    "it returns nothing": ("def build(options):\n    pass\n", ("task-invalid", "returned nothing")),
+    "it returns another thing": (
+        "def build(options):\n    return 5\n",
+        ("task-invalid", "returned an int"),
+    ),
+    "it takes no options": ("def build():\n    return 5\n", ("task-code-failed", "TypeError")),
+    "it is no function": ("build = 5\n", ("task-invalid", "task.py is an int")),
+    "it is misspelt": ("def biuld(options): ...\n", ("unknown-choice", "'build'", "'biuld'")),
+    "it is absent": ("x = 1\n", ("unknown-choice", "'build'")),
+    "a syntax error": ("def build(options:\n", ("task-code-failed", "SyntaxError", "task.py:1")),
+    "an import is missing": (
+        "import nowhere_at_all\n",
+        ("task-code-failed", "'nowhere_at_all'", "task.py:1"),
+    ),
 }
 
 
 @pytest.mark.parametrize("story", FAILURES)
 def test_a_function_that_fails_is_explained(story: str, tmp_path: Path) -> None:
-    source, message = FAILURES[story]
+    source, refused = FAILURES[story]
     path = write(tmp_path / "task.py", source)
-    with pytest.raises(TaskError, match=message):
+    with raises(TaskError, *refused):
         build_task(f"{path}:build", {})
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "refused"),
     [
-        ("nowhere.py:build", "there is no file .*nowhere.py"),
-        ("nowhere_at_all.tasks:build", "module nowhere_at_all.tasks cannot be imported"),
-        ("nowhere.py", "names no function; write nowhere.py:FUNCTION"),
-        ("package.module:", "names no function; write package.module:FUNCTION"),
+        ("nowhere.py:build", ("file-missing", "there is", "nowhere.py")),
+        ("nowhere_at_all.tasks:build", ("task-code-failed", "nowhere_at_all.tasks")),
+        ("nowhere.py", ("malformed-value", "nowhere.py:FUNCTION")),
+        ("package.module:", ("malformed-value", "package.module:FUNCTION")),
     ],
 )
-def test_a_missing_file_module_or_function_is_named(name: str, message: str) -> None:
-    with pytest.raises(TaskError, match=message):
+def test_a_missing_file_module_or_function_is_named(name: str, refused: tuple[str, ...]) -> None:
+    with raises(TaskError, *refused):
         build_task(name, {})
 
 
@@ -147,13 +159,13 @@ def test_an_error_of_dearmpis_own_is_passed_on(tmp_path: Path) -> None:
         "from dearmpi.errors import DataError\n"
         "def build(options):\n    raise DataError('the disk is not mounted')\n",
     )
-    with raises(DataError, "unnamed"):
+    with raises(DataError, "unnamed", "disk is"):
         build_task(f"{path}:build", {})
 
 
 def test_an_option_that_the_function_never_reads_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.py", GOOD)
-    with raises(TaskError, "unknown-task-option"):
+    with raises(TaskError, "unknown-task-option", "'nmae'"):
         build_task(f"{path}:build", {"nmae": "x", "name": "y"})
 
 

@@ -90,5 +90,5 @@ def test_without_scikit_learn_it_says_how_to_install_it(monkeypatch: pytest.Monk
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with raises(TaskError, "unknown-task-option"):
+    with raises(TaskError, "unknown-task-option", "'data'"):
         build_digits({"data": "x"})

@@ -186,21 +186,23 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
 def test_classes_that_only_one_part_has_are_named(tmp_path: Path) -> None:
     for place in ("train/red", "train/blue", "val/red"):
         paint(tmp_path / place / "0.png", (1, 0, 0))
-    with raises(DataError, "data-misplaced", 1):
+    with raises(DataError, "data-misplaced", "(1 in all)"):
         build_images({"data": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "refused"),
     [
-        ({"model": "smal"}, "no model 'smal'; did you mean 'small'"),
-        ({"model": "torchvison:resnet18"}, "did you mean 'torchvision:NAME'"),
-        ({"val_fraction": "1.5"}, "val_fraction is 1.5"),
-        ({"size": "2"}, "size is 2; it must be at least 8"),
+        ({"model": "smal"}, ("unknown-choice", "'smal'", "'small'")),
+        ({"model": "torchvison:resnet18"}, ("unknown-choice", "'torchvision:NAME'")),
+        ({"val_fraction": "1.5"}, ("out-of-range", "val_fraction is", "1.5")),
+        ({"size": "2"}, ("out-of-range", "size is", "2", "8")),
     ],
 )
-def test_bad_options_are_refused(folder: Path, options: dict[str, str], message: str) -> None:
-    with pytest.raises(TaskError, match=message):
+def test_bad_options_are_refused(
+    folder: Path, options: dict[str, str], refused: tuple[str, ...]
+) -> None:
+    with raises(TaskError, *refused):
         build_images({"data": str(folder), **options})
 
 

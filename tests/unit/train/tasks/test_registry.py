@@ -33,7 +33,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 @pytest.mark.parametrize("name", ["bytes-ml", "byteslm", "bytes_lm"])
 def test_an_unknown_task_gets_the_nearest_and_all_known(name: str) -> None:
-    with raises(TaskError, "unknown-choice", name, "'bytes-lm'") as raised:
+    with raises(TaskError, "unknown-choice", "'", name, "'; did you mean '", "bytes-lm'") as raised:
         build_task(name, {})
     assert all(form in str(raised.value) for form in ("digits", "images", "synthetic:NAME"))
     assert "path/to/file.py:function" in str(raised.value)
@@ -68,23 +68,30 @@ class WithComplexBuffer(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "error", "refused"),
     [
-        ({"train_data": []}, DataError, "training data is empty: 0 samples"),
-        ({"eval_data": []}, DataError, "evaluation data is empty: 0 samples"),
-        ({"train_data": iter([1])}, TaskError, "training data .list_iterator. has no length"),
-        ({"model": loss}, TaskError, "model is function, not a torch.nn.Module"),
-        ({"model": nn.ReLU()}, TaskError, "no parameter that requires a gradient"),
-        ({"units_per_sample": 0}, TaskError, "units_per_sample is 0"),
-        ({"model": WithComplexBuffer(1)}, TaskError, "'freqs' is torch.complex128"),
-        ({"model": WithExtraState(1, 1)}, TaskError, "_extra_state .* is dict, and only tensors"),
+        ({"train_data": []}, DataError, ("data-insufficient", "data is", "0")),
+        ({"eval_data": []}, DataError, ("data-insufficient", "data is", "0")),
+        ({"train_data": iter([1])}, TaskError, ("task-invalid",)),
+        ({"model": loss}, TaskError, ("task-invalid", "model is", "torch.nn.Module")),
+        ({"model": nn.ReLU()}, TaskError, ("nothing-to-train",)),
+        ({"units_per_sample": 0}, TaskError, ("task-invalid", "units_per_sample is", "0")),
+        (
+            {"model": WithComplexBuffer(1)},
+            TaskError,
+            ("value-not-storable", "'freqs'", "torch.complex128"),
+        ),
+        ({"model": WithExtraState(1, 1)}, TaskError, ("value-not-storable", "_extra_state")),
     ],
 )
 def test_a_task_that_cannot_be_trained_is_refused(
-    changes: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    error: type[Exception],
+    refused: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planted(monkeypatch, **changes)
-    with pytest.raises(error, match=message):
+    with raises(error, *refused):
         build_task("planted", {})
 
 

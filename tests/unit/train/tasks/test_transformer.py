@@ -16,6 +16,7 @@ from dearmpi.train.tasks.transformer import (
     rotate,
     rotation_angles,
 )
+from tests.codes import raises
 
 
 def small(*, tied: bool = False, **changes: int) -> Transformer:
@@ -78,11 +79,11 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"width": 18}, "width 18.*multiple of 4"), ({"depth": 0}, "depth is 0")],
+    ("changes", "told"),
+    [({"width": 18}, ("18", "4")), ({"depth": 0}, ("depth is", "0"))],
 )
-def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TaskError, match=message):
+def test_impossible_shapes_are_refused(changes: dict[str, Any], told: tuple[str, ...]) -> None:
+    with raises(TaskError, "out-of-range", *told):
         small(**changes)
 
 
