@@ -601,7 +601,7 @@ _TRAIN: dict[str, ErrorCode] = {
         "A task changed the working folder, so a relative run folder would move.",
         "Keep the working folder, or give an absolute `--run-folder`.",
     ),
-    "untraceable": ErrorCode(
+    "untraceable-iterations": ErrorCode(
         "The iterations to trace are not taken, or buckets change among them.",
         "Trace the iterations that the message names.",
     ),

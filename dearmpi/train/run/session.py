@@ -134,7 +134,7 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
     with together(world):
         # The very command of a run that goes on may ask for what an earlier part has recorded.
         if untraced and not (place.continued and job.start_step):
-            raise ConfigError(untraced, code="untraceable")
+            raise ConfigError(untraced, code="untraceable-iterations")
     return Session(place, job, threads, device, untraced)
 
 

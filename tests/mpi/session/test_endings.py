@@ -14,13 +14,14 @@ from dearmpi.train.checkpoint import part_file
 from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.checkpoint.part import Part
 from dearmpi.train.ranks.agreement import AgreedError
+from tests.codes import raises
 from tests.mpi.session.points import TASK, run, saved_model
 
 
 def test_a_loss_that_is_nan_on_one_rank_ends_all_at_the_same_step(
     world: World, folder: Path
 ) -> None:
-    with pytest.raises(NonFiniteLossError, match=f"step 3 is not finite on 1 of {world.size}"):
+    with raises(NonFiniteLossError, "not-finite", "step 3", f"1 of {world.size}"):
         run(world, folder, "a", task_options=["wrong=nan"], checkpoint_interval=1)
     world.barrier()
     assert (folder / "runs" / "a" / "latest").read_text() == "checkpoints/step-00000002\n"
@@ -73,7 +74,7 @@ def test_hosts_that_do_not_share_the_run_folder_end_all(
         (own / "runs" / "a" / "checkpoints").mkdir(parents=True, exist_ok=True)
     world.barrier()
     monkeypatch.chdir(own)
-    with pytest.raises(AgreedError, match="not the folder of that name that rank 0") as caught:
+    with raises(AgreedError, "run-folder-not-shared", "rank 0") as caught:
         run(world, folder, "a", run_folder="runs", resume="auto")
     assert caught.value.exit_code == 2
     assert "rank 1 on " in str(caught.value) and "rank 0 on" in str(caught.value)
@@ -91,7 +92,7 @@ def test_a_checkpoint_that_only_rank_0_sees_ends_all(
     own = folder if world.is_root else folder / "elsewhere"
     own.mkdir(exist_ok=True)
     monkeypatch.chdir(own)
-    with pytest.raises(AgreedError, match="is no folder here, but rank 0") as caught:
+    with raises(AgreedError, "run-folder-not-shared", "rank 0") as caught:
         run(world, folder, "a", run_folder="runs", resume="auto")
     assert caught.value.exit_code == 6
 
@@ -106,7 +107,7 @@ def test_checkpoints_that_only_some_ranks_can_read_end_all(world: World, folder:
         content[-1] ^= 1
         tensors.write_bytes(content)
     world.barrier()
-    with pytest.raises(AgreedError, match="is corrupted") as caught:
+    with raises(AgreedError, "checkpoint-damaged") as caught:
         run(world, folder, "b", resume=str(path), max_steps=20)
     assert caught.value.exit_code == 6
     world.barrier()
@@ -124,7 +125,7 @@ def test_a_full_disk_ends_all_and_the_checkpoint_before_stays_good(
         return write(path, part)
 
     monkeypatch.setattr(part_file, "write_part", fill_up)
-    with pytest.raises(AgreedError, match="the disk is full") as caught:
+    with raises(AgreedError, "disk-full") as caught:
         run(world, folder, "a", checkpoint_interval=2)
     assert caught.value.exit_code == 6
     world.barrier()

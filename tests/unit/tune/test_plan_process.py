@@ -70,7 +70,7 @@ def test_what_cannot_be_planned_is_told() -> None:
         for layer in frozen.workload.layers
     )
     frozen = replace(frozen, workload=replace(frozen.workload, layers=layers))
-    with pytest.raises(ConfigError, match="no parameter that is trained"):
+    with pytest.raises(ConfigError, match="has no trained parameter"):
         PlanProcess(replace(REQUEST, profile=frozen)).result()
 
 
