@@ -155,11 +155,15 @@ def test_files_that_are_mixed_up_are_named(
     profile, link, plan = (str(tmp_path / f"{name}.json") for name in ("profile", "link", "plan"))
     assert main([*given, "--out", plan]) == 0
     for flag, path, words in (
-        ("--profile", link, "link.json is a calibration, as dear-train calibrate writes it; a pro"),
+        (
+            "--profile",
+            link,
+            "link.json is a calibration, as dear-train calibrate writes it; give a pro",
+        ),
         (
             "--profile",
             plan,
-            "plan.json is a plan, as dear-train plan writes it; a profile, as",
+            "plan.json is a plan, as dear-train plan writes it; give a profile, as",
         ),
         ("--calibration", profile, "profile.json is a profile, as dear-train profile writes it; a"),
     ):

@@ -216,7 +216,7 @@ def test_a_resumed_run_keeps_its_settings_unless_told_otherwise(
         ({"resume": "auto"}, 2, "needs --name"),
         ({"run_folder": "a" * 300}, 2, "cannot be used as a run folder: File name too long"),
         ({"resume": "a" * 300, "name": "b"}, 6, "aaa: File name too long"),
-        ({"task": "bytes-lm", "data": "a" * 300}, 5, "cannot look at aaa"),
+        ({"task": "bytes-lm", "data": "a" * 300}, 5, "cannot look at "),
     ],
 )
 def test_what_is_refused_leaves_nothing_behind(
@@ -344,7 +344,9 @@ def test_a_task_that_changes_the_working_folder_is_refused_where_the_run_would_b
     body = "def make(options):\n"
     task_file.write_text(TASK.replace(body, f"{body}    import os; os.chdir({str(elsewhere)!r})\n"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(AgreedError, match=f"folder from {tmp_path} to {elsewhere}.*absolute path"):
+    with pytest.raises(
+        AgreedError, match=f"folder from {tmp_path} to {elsewhere}.*absolute --run-folder"
+    ):
         run(alone, task_file, name="a", run_folder="runs")
     assert not list(elsewhere.iterdir()) and not (tmp_path / "runs").exists()
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from dearmpi.plan.model.profile import profile_workload
 from dearmpi.tune.calibration import Calibration, SizeTimes
 from tests.unit.cli.bare import run_bare
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "planning.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "explanation" / "planning.md"
 SMALL = [
     *("--workload", "equal:8:4", "--feed-forward-s", "0.1", "--backprop-s", "0.2"),
     *("--world-size", "16"),
