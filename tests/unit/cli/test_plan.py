@@ -165,7 +165,11 @@ def test_files_that_are_mixed_up_are_named(
             plan,
             "plan.json is a plan, as dear-train plan writes it; give a profile, as",
         ),
-        ("--calibration", profile, "profile.json is a profile, as dear-train profile writes it; a"),
+        (
+            "--calibration",
+            profile,
+            "profile.json is a profile, as dear-train profile writes it; give a",
+        ),
     ):
         assert main([*given, flag, path]) == 2
         assert words in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dearmpi.errors import DataError, TaskError
+from dearmpi.errors import DataError, DearError, TaskError
 from dearmpi.train.tasks import options, registry
 from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task
@@ -86,7 +86,7 @@ class WithComplexBuffer(nn.Linear):
 )
 def test_a_task_that_cannot_be_trained_is_refused(
     changes: dict[str, Any],
-    error: type[Exception],
+    error: type[DearError],
     refused: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
