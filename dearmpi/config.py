@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from dearmpi.errors import ConfigError
 
@@ -55,6 +55,34 @@ def _check_type(name: str, value: object, kind: type, what: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSetting:
+    """What a command line must know of a field of ``EngineConfig``.
+
+    choices: of a ``choice``, with the default among them. least, above: bounds of a number; a value
+        must be at least ``least``, and greater than ``above``.
+    """
+
+    kind: Literal["choice", "integer", "number", "switch"]
+    help: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+
+
+def _declare(default: Any, kind: Any, help: str, **details: Any) -> Any:
+    """A field of ``EngineConfig``; ``details`` as those of ``EngineSetting``."""
+    about = EngineSetting(kind, help, default, **details)
+    return field(default=default, metadata={"setting": about})
+
+
+def engine_setting(name: str) -> EngineSetting:
+    """The setting ``name`` as ``EngineConfig`` declares it. Raises KeyError for no setting."""
+    about: EngineSetting = EngineConfig.__dataclass_fields__[name].metadata["setting"]
+    return about
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How gradients are reduced and parameters gathered.
 
@@ -90,34 +118,77 @@ class EngineConfig:
         variable DEAR_CHECK says. Checks also catch parameters that are read too early.
     """
 
-    schedule: ScheduleName = "dear"
-    gather: Gather = "parameters"
-    bucket_cap_mb: float | None = None
-    reduce_scatter: ReduceScatter | Literal["auto"] = "ring"
-    comm_dtype: CommDtype = "fp32"
-    cuda_buffers: CudaBuffers = "auto"
-    update_on: UpdateOn = "device"
-    window: int = 2
-    eager: bool = False
-    master_weights: bool = False
-    buffers: Buffers = "keep"
-    check_every: int | None = None
+    schedule: ScheduleName = _declare(
+        "dear",
+        "choice",
+        "dear pipelines; serial and wfbp are baselines",
+        choices=get_args(ScheduleName),
+    )
+    gather: Gather = _declare(
+        "parameters",
+        "choice",
+        "what is gathered: parameters shards the optimizer",
+        choices=get_args(Gather),
+    )
+    bucket_cap_mb: float | None = _declare(
+        None,
+        "number",
+        "MiB that a bucket is filled to; a larger parameter is not cut; default: an eighth of the "
+        "model, from 1 to 4, above 64 ranks a sixteenth of their number, at most half of the model",
+        above=0,
+    )
+    reduce_scatter: ReduceScatter | Literal["auto"] = _declare(
+        "ring",
+        "choice",
+        "the algorithm; auto measures at start",
+        choices=(*get_args(ReduceScatter), "auto"),
+    )
+    comm_dtype: CommDtype = _declare(
+        "fp32",
+        "choice",
+        "bf16 and fp16 send tensors of fp32 with half the bytes",
+        choices=get_args(CommDtype),
+    )
+    cuda_buffers: CudaBuffers = _declare(
+        "auto",
+        "choice",
+        "staged: by pinned host memory; direct: by an MPI that was tried on device memory; auto: "
+        "direct where that works, and all ranks are on one host",
+        choices=get_args(CudaBuffers),
+    )
+    update_on: UpdateOn = _declare(
+        "device",
+        "choice",
+        "with CUDA: host keeps the optimizer's state, and updates, in host memory",
+        choices=get_args(UpdateOn),
+    )
+    window: int = _declare(2, "integer", "operations in flight of each kind", least=1)
+    eager: bool = _declare(False, "switch", "update buckets while backprop still runs")
+    master_weights: bool = _declare(
+        False, "switch", "the optimizer works on fp32 copies of bf16 and fp16 parameters"
+    )
+    buffers: Buffers = _declare(
+        "keep",
+        "choice",
+        "what each step does to the model's buffers",
+        choices=get_args(Buffers),
+    )
+    check_every: int | None = _declare(
+        None, "integer", "steps between comparisons of all replicas; 0: none", least=0
+    )
 
     def __post_init__(self) -> None:
         self._check_types()
-        check_choice("schedule", self.schedule, get_args(ScheduleName))
-        check_choice("buffers", self.buffers, get_args(Buffers))
-        check_choice("gather", self.gather, get_args(Gather))
-        check_choice("reduce_scatter", self.reduce_scatter, (*get_args(ReduceScatter), "auto"))
-        check_choice("comm_dtype", self.comm_dtype, get_args(CommDtype))
+        for one in fields(self):
+            about = engine_setting(one.name)
+            if about.kind == "choice":
+                check_choice(one.name, getattr(self, one.name), about.choices)
         if self.reduce_scatter == "native" and self.comm_dtype != "fp32":
             raise ConfigError(
                 f"comm_dtype is {self.comm_dtype!r}, but reduce_scatter is 'native', and MPI has "
                 "no sums in half precision; use 'ring' or 'exchange', or leave comm_dtype out",
                 code="settings-contradict",
             )
-        check_choice("cuda_buffers", self.cuda_buffers, get_args(CudaBuffers))
-        check_choice("update_on", self.update_on, get_args(UpdateOn))
         if self.update_on == "host" and self.gather == "gradients":
             raise ConfigError(
                 "update_on is 'host', but gather is 'gradients', with which every host would "

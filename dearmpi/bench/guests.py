@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, get_args
+from typing import Any
 
 import torch.distributed as dist
 
 from dearmpi.bench.group import PATIENCE_S
 from dearmpi.bench.method import Entrant, Setup, do_nothing, read_cap, refuse_unknown
 from dearmpi.comm.world import World
-from dearmpi.config import CommDtype, check_choice
+from dearmpi.config import check_choice, engine_setting
 from dearmpi.errors import ConfigError
 
 HOROVOD_SENDS = ("fp32", "fp16")
@@ -177,7 +177,7 @@ def deepspeed_config(options: Mapping[str, str]) -> dict[str, Any]:
     refuse_unknown(options, ("cap", "comm_dtype", "stage"))
     stage, comm_dtype = options.get("stage", "1"), options.get("comm_dtype", "fp32")
     check_choice("stage", stage, _STAGES)
-    check_choice("comm_dtype", comm_dtype, get_args(CommDtype))
+    check_choice("comm_dtype", comm_dtype, engine_setting("comm_dtype").choices)
     zero: dict[str, Any] = {"stage": int(stage)}
     if "cap" in options:
         if stage == "0":

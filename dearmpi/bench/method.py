@@ -14,7 +14,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig, check_choice
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.checks import check_parameters
-from dearmpi.engine.setup.plan_controller import check_plan
+from dearmpi.engine.setup.settings import check_plan
 from dearmpi.engine.setup.spec import optimized_parameters
 from dearmpi.errors import ConfigError
 

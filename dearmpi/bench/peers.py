@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -44,7 +44,7 @@ from dearmpi.bench.method import (
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.searched import bayes, check_bayes, refuse_cap
 from dearmpi.comm.world import World
-from dearmpi.config import CommDtype, check_choice
+from dearmpi.config import CommDtype, check_choice, engine_setting
 from dearmpi.errors import ConfigError
 from dearmpi.torch_internals import parameter_table
 
@@ -74,7 +74,7 @@ def ddp_bf16(setup: Setup) -> Entrant:
 def _read_ddp(options: Mapping[str, str]) -> _DdpSettings:
     refuse_unknown(options, ("cap", "comm_dtype", "view"))
     comm_dtype = options.get("comm_dtype", "fp32")
-    check_choice("comm_dtype", comm_dtype, get_args(CommDtype))
+    check_choice("comm_dtype", comm_dtype, engine_setting("comm_dtype").choices)
     view = read_flag(options, "view", default=False)
     arguments: dict[str, Any] = {"gradient_as_bucket_view": view}
     if "cap" in options:
@@ -189,7 +189,7 @@ class _Peer:
 
     factory: Factory
     read: Callable[[Mapping[str, str]], object]
-    sends: tuple[str, ...] = get_args(CommDtype)
+    sends: tuple[str, ...] = engine_setting("comm_dtype").choices
     options: Mapping[str, str] = field(default_factory=dict)
     uses_group: bool = True
     check: Callable[[Setup], None] = accept

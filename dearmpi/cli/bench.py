@@ -19,7 +19,6 @@ from dearmpi.cli.measurement import (
     write,
     write_file,
 )
-from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,7 +109,6 @@ class Contents:
 )
 @engine_option(
     "comm_dtype",
-    CommDtype,
     help="in what fp32 is sent: by --collectives, by communication alone, and by methods that do "
     "not say themselves, as dear:comm_dtype=bf16 does; ddp takes torch's hook",
 )

@@ -26,7 +26,7 @@ _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone 
 
 @click.command(short_help="Measure what the collectives of this job cost.")
 @click.option("--out", type=OUT, metavar="FILE", help="write everything there, as JSON")
-@engine_option("reduce_scatter", ReduceScatter, help="the algorithm to measure")
+@engine_option("reduce_scatter", without=("auto",), help="the algorithm to measure")
 @click.option(
     "--seconds",
     type=float,

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     help="buckets are updated during backprop, as dear-train run does where it does not clip "
     "(tasks bytes-lm and images clip, unless --max-grad-norm is 0)",
 )
-@engine_option("gather", Gather, help="what the run gathers")
+@engine_option("gather", help="what the run gathers")
 @click.option(
     "--gradient-accumulation-steps",
     "micro_batches",
@@ -72,9 +72,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="micro-batches per optimizer step of the run; the profile is of one of them",
 )
-@engine_option(
-    "comm_dtype", CommDtype, help="in what the run sends fp32; the calibration is without"
-)
+@engine_option("comm_dtype", help="in what the run sends fp32; the calibration is without")
 @click.option("--out", type=OUT, metavar="FILE", help="write the plan there, as JSON")
 @picture_option(help="draw the iteration that it is simulated to take")
 def plan(

@@ -15,7 +15,6 @@ from dearmpi.cli.combination import given_flags, refuse_useless
 from dearmpi.cli.engine_option import engine_option
 from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
 from dearmpi.cli.picture import check_picture, picture_option, write_picture
-from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
 from dearmpi.version import describe_other_version
 
@@ -66,7 +65,7 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     help="what joins the ranks of a node: alpha,beta as above, or a name; --network is then "
     "between nodes",
 )
-@engine_option("comm_dtype", CommDtype, help="in what every method sends fp32")
+@engine_option("comm_dtype", help="in what every method sends fp32")
 @click.option(
     "--method",
     "methods",

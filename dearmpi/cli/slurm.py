@@ -14,7 +14,7 @@ import click
 from dearmpi.cli.batch_script import BatchScript, Launcher
 from dearmpi.cli.failure import complain
 from dearmpi.cli.run import check_config, read_sources, run
-from dearmpi.engine.setup.plan_controller import check_plan
+from dearmpi.engine.setup.settings import check_plan
 from dearmpi.errors import ConfigError, LaunchError
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.settings.sources import Source, merge

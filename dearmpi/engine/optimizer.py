@@ -22,8 +22,9 @@ from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.setup.build import Assembly
 from dearmpi.engine.setup.checks import check_arguments
 from dearmpi.engine.setup.live_engine import Attachment
-from dearmpi.engine.setup.plan_controller import Course, choose_plan, compare_plans, merge_settings
+from dearmpi.engine.setup.plan_controller import Course
 from dearmpi.engine.setup.self_planning import Pause
+from dearmpi.engine.setup.settings import choose_plan, compare_plans, merge_settings
 from dearmpi.engine.state.gathered_state import GatheredState
 from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -17,100 +13,10 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.setup.live_engine import Attachment
 from dearmpi.engine.setup.self_planning import Pause, SelfPlanning
+from dearmpi.engine.setup.settings import check_growth, check_plan, compare_plans
 from dearmpi.engine.trace.spans import Spans
-from dearmpi.errors import ArgumentError, ConfigError, MismatchError
-from dearmpi.plan.data.plan import Plan, read_plan
-
-if TYPE_CHECKING:
-    from dearmpi.comm.world import World
-
-
-DECIDED_BY_PLAN = ("schedule", "bucket_cap_mb", "window")
-_PLANS = "give 'auto', the path of a plan or a Plan, or leave it out"
-
-
-def check_plan(plan: Plan | str | None, config: EngineConfig) -> None:
-    """Raise ConfigError if ``plan`` leaves a setting without effect, or needs another."""
-    if plan is None:
-        return
-    defaults = EngineConfig()
-    for name in DECIDED_BY_PLAN:
-        if getattr(config, name) != getattr(defaults, name):
-            raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, but the plan decides on it; leave out one "
-                "of the two, or where a resumed run has its plan from before, give --plan none",
-                code="plan-contradicts-settings",
-            )
-    if isinstance(plan, Plan) and plan.eager and not config.eager:
-        raise ConfigError(
-            "the plan is made for eager=True (buckets are updated during backprop), but eager is "
-            "False; set it, or make a plan without",
-            code="plan-contradicts-settings",
-        )
-    if isinstance(plan, Plan) and plan.gather not in (None, config.gather):
-        raise ConfigError(
-            f"the plan is made for gather={plan.gather!r}, but gather is {config.gather!r}; set "
-            "it, or make a plan with that",
-            code="plan-contradicts-settings",
-        )
-
-
-def check_growth(plan: Plan | str | None) -> None:
-    """Raise ConfigError if ``plan`` has no place for further parameters."""
-    if isinstance(plan, Plan):
-        raise ConfigError(
-            f"the plan is for {len(plan.parameters)} parameters, and add_param_group adds some; "
-            "add them before the plan is made, or leave plan out",
-            code="plan-of-other-model",
-        )
-
-
-def choose_plan(
-    plan: Plan | Literal["auto"] | str | Path | None, config: EngineConfig
-) -> Plan | Literal["auto"] | None:
-    """The plan itself where ``plan`` is the file of one. Raises ConfigError as ``check_plan``."""
-    if plan is not None and not isinstance(plan, Plan | str | Path):
-        raise ConfigError(f"plan is of type {type(plan).__name__}; {_PLANS}", code="wrong-type")
-    chosen: Plan | Literal["auto"] | None = "auto"
-    if plan != "auto":
-        if isinstance(plan, str) and not Path(plan).exists():
-            raise ConfigError(
-                f"cannot read the plan {plan!r}: there is no such file; {_PLANS}",
-                code="file-missing",
-            )
-        chosen = read_plan(plan) if isinstance(plan, str | Path) else plan
-    check_plan(chosen, config)
-    return chosen
-
-
-def compare_plans(world: World, plan: Plan | Literal["auto"] | None) -> None:
-    """Raise MismatchError unless all ranks follow the same plan, or none (collective)."""
-    own: str = "none" if plan is None else "auto"
-    if isinstance(plan, Plan):
-        digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-        own = f"one of {len(plan.buckets)} buckets (hash {digest})"
-    told = world.all_gather_text(own)
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            raise MismatchError(
-                f"rank {rank} has another plan than rank 0: {other} against {told[0]}; give every "
-                "rank the same",
-                code="ranks-differ-in-plan",
-            )
-
-
-def merge_settings(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
-    """``config``, or the default, with ``settings``. Raises ArgumentError for unknown ones."""
-    known = list(EngineConfig.__dataclass_fields__)
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        near = [match for name in unknown for match in get_close_matches(name, known, n=1)]
-        hint = f" (did you mean {', '.join(dict.fromkeys(near))}?)" if near else ""
-        raise ArgumentError(
-            f"unknown setting {', '.join(unknown)}{hint}; settings are {', '.join(known)}",
-            code="unknown-argument",
-        )
-    return replace(config or EngineConfig(), **settings)
+from dearmpi.errors import ConfigError
+from dearmpi.plan.data.plan import Plan
 
 
 class Course:

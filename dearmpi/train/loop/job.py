@@ -12,8 +12,8 @@ from torch import nn
 from dearmpi.comm.world import World
 from dearmpi.engine.iteration.compilation import compiled_part
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.engine.setup.plan_controller import check_plan
 from dearmpi.engine.setup.self_planning import MOST_STEPS
+from dearmpi.engine.setup.settings import check_plan
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.plan.data.layout import spec_of

@@ -10,12 +10,12 @@ from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.config import (
     CommDtype,
     CudaBuffers,
-    EngineConfig,
     Gather,
     ProgressMode,
     ReduceScatter,
     ScheduleName,
     UpdateOn,
+    engine_setting,
 )
 from dearmpi.train.settings.setting import setting
 
@@ -24,8 +24,14 @@ DeviceSetting = Literal["auto", "cpu", "cuda"]
 LrSchedule = Literal["constant", "cosine", "step"]
 OnNan = Literal["stop", "skip"]
 
-_ENGINE = EngineConfig()
 _LIMITS = StallLimits()
+
+
+def _of_engine(name: str) -> Any:
+    """The setting of the engine by that name, as ``EngineConfig`` declares it."""
+    own = engine_setting(name)
+    bounds = {"least": own.least, "above": own.above}
+    return setting(own.default, "Communication", own.kind, own.help, choices=own.choices, **bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,60 +145,14 @@ class RunChoices:
         most=1,
     )
 
-    schedule: ScheduleName = setting(
-        _ENGINE.schedule,
-        "Communication",
-        "choice",
-        "dear pipelines; serial and wfbp are baselines",
-        choices=get_args(ScheduleName),
-    )
-    gather: Gather = setting(
-        _ENGINE.gather,
-        "Communication",
-        "choice",
-        "what is gathered: parameters shards the optimizer",
-        choices=get_args(Gather),
-    )
-    bucket_cap_mb: float | None = setting(
-        None,
-        "Communication",
-        "number",
-        "MiB that a bucket is filled to; a larger parameter is not cut; default: an eighth of the "
-        "model, from 1 to 4, above 64 ranks a sixteenth of their number, at most half of the model",
-        above=0,
-    )
-    reduce_scatter: ReduceScatter | Literal["auto"] = setting(
-        _ENGINE.reduce_scatter,
-        "Communication",
-        "choice",
-        "the algorithm; auto measures at start",
-        choices=(*get_args(ReduceScatter), "auto"),
-    )
-    comm_dtype: CommDtype = setting(
-        _ENGINE.comm_dtype,
-        "Communication",
-        "choice",
-        "bf16 and fp16 send tensors of fp32 with half the bytes",
-        choices=get_args(CommDtype),
-    )
-    cuda_buffers: CudaBuffers = setting(
-        _ENGINE.cuda_buffers,
-        "Communication",
-        "choice",
-        "staged: by pinned host memory; direct: by an MPI that was tried on device memory; auto: "
-        "direct where that works, and all ranks are on one host",
-        choices=get_args(CudaBuffers),
-    )
-    update_on: UpdateOn = setting(
-        _ENGINE.update_on,
-        "Communication",
-        "choice",
-        "with CUDA: host keeps the optimizer's state, and updates, in host memory",
-        choices=get_args(UpdateOn),
-    )
-    window: int = setting(
-        _ENGINE.window, "Communication", "integer", "operations in flight of each kind", least=1
-    )
+    schedule: ScheduleName = _of_engine("schedule")
+    gather: Gather = _of_engine("gather")
+    bucket_cap_mb: float | None = _of_engine("bucket_cap_mb")
+    reduce_scatter: ReduceScatter | Literal["auto"] = _of_engine("reduce_scatter")
+    comm_dtype: CommDtype = _of_engine("comm_dtype")
+    cuda_buffers: CudaBuffers = _of_engine("cuda_buffers")
+    update_on: UpdateOn = _of_engine("update_on")
+    window: int = _of_engine("window")
     plan: str | None = setting(
         None,
         "Communication",

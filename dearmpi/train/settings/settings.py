@@ -8,7 +8,7 @@ from typing import Any
 
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.config import EngineConfig
-from dearmpi.engine.setup.plan_controller import DECIDED_BY_PLAN
+from dearmpi.engine.setup.settings import DECIDED_BY_PLAN
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.choices import RunChoices
 from dearmpi.train.settings.setting import Setting, named

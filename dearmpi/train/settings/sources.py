@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dearmpi.config import known_names
-from dearmpi.engine.setup.plan_controller import DECIDED_BY_PLAN
+from dearmpi.engine.setup.settings import DECIDED_BY_PLAN
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.settings import EXCLUSIVE, SETTINGS, RunSettings
 
