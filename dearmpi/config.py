@@ -20,6 +20,9 @@ CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
 ProgressMode = Literal["thread", "poll"]
 
+ADDED_BY_LIBRARY: frozenset[ReduceScatter] = frozenset({"native"})
+"""Algorithms by which the MPI library forms the sums; it cannot in half precision."""
+
 MIB = 1024 * 1024
 
 # By default a bucket's shard is no smaller: a ring sends P - 1 of them, each with its start-up.
@@ -183,10 +186,11 @@ class EngineConfig:
             about = engine_setting(one.name)
             if about.kind == "choice":
                 check_choice(one.name, getattr(self, one.name), about.choices)
-        if self.reduce_scatter == "native" and self.comm_dtype != "fp32":
+        if self.reduce_scatter in ADDED_BY_LIBRARY and self.comm_dtype != "fp32":
             raise ConfigError(
-                f"comm_dtype is {self.comm_dtype!r}, but reduce_scatter is 'native', and MPI has "
-                "no sums in half precision; use 'ring' or 'exchange', or leave comm_dtype out",
+                f"comm_dtype is {self.comm_dtype!r}, but reduce_scatter is "
+                f"{self.reduce_scatter!r}, and MPI has no sums in half precision; use 'ring' or "
+                "'exchange', or leave comm_dtype out",
                 code="settings-contradict",
             )
         if self.update_on == "host" and self.gather == "gradients":

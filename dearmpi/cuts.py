@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Cuts:
         return range(bisect_right(self.offsets, start) - 1, bisect_left(self.offsets, stop))
 
 
+@lru_cache(maxsize=1024)  # each collective call makes them, on buffers of a few lengths
 def even_cuts(numel: int, num_ranks: int) -> Cuts:
     """Equal shards of ``numel`` elements or a few more, so that the number of ranks divides them.
 

@@ -36,15 +36,15 @@ class Transport(PointToPoint, Protocol):
         """Raise ConfigError unless the library can add elements of the dtype of ``buffer``."""
         ...
 
-    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer) -> Request:
+    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer, cuts: Cuts) -> Request:
         """The library's own reduce-scatter: this rank's shard of the sum, into ``total``."""
         ...
 
-    def start_library_all_gather(self, buffer: Buffer) -> Request:
+    def start_library_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
         """The library's own all-gather, in place."""
         ...
 
-    def start_all_to_all(self, sent: Buffer, arrived: Buffer) -> Request:
+    def start_all_to_all(self, sent: Buffer, arrived: Buffer, cuts: Cuts) -> Request:
         """Send each rank its shard of ``sent``; the shards from all ranks fill ``arrived``."""
         ...
 

@@ -36,7 +36,7 @@ class ExchangeAlgorithm:
             copy(buffer, into=sent)
         parts = [arrived[cuts.slice_of(rank)] for rank in range(transport.size)]
         finish = partial(add_in_order, parts, into=buffer[cuts.slice_of(transport.rank)])
-        request = transport.start_all_to_all(sent, arrived)
+        request = transport.start_all_to_all(sent, arrived, cuts)
         return ScratchRequest(scratch, request, held=held, finish=finish)
 
     def start_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:

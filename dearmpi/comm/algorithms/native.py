@@ -32,9 +32,9 @@ class NativeAlgorithm:
         held = transport.scratch.take(buffer, numel)
         total = held[:numel]
         finish = partial(copy, total, into=buffer[cuts.slice_of(transport.rank)])
-        request = transport.start_library_reduce_scatter(buffer, total)
+        request = transport.start_library_reduce_scatter(buffer, total, cuts)
         return ScratchRequest(transport.scratch, request, held=[held], finish=finish)
 
     def start_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
-        """The library's own, which knows even cuts only."""
-        return self._transport.start_library_all_gather(buffer)
+        """In place, without scratch memory."""
+        return self._transport.start_library_all_gather(buffer, cuts)

@@ -15,6 +15,7 @@ from dearmpi.comm.algorithms.scratch import Scratch, ScratchRequest, carrier_of,
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, Request, even_shards
 from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.cuts import Cuts
 
 ALGORITHMS: dict[ReduceScatter, type[Algorithm]] = {
     "native": NativeAlgorithm,
@@ -121,15 +122,15 @@ class AlgorithmCollectives(ABC):
         """Raise ConfigError unless the library can add elements of the dtype of ``buffer``."""
 
     @abstractmethod
-    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer) -> Request:
+    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer, cuts: Cuts) -> Request:
         """The library's own reduce-scatter: this rank's shard of the sum, into ``total``."""
 
     @abstractmethod
-    def start_library_all_gather(self, buffer: Buffer) -> Request:
+    def start_library_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
         """The library's own all-gather, in place."""
 
     @abstractmethod
-    def start_all_to_all(self, sent: Buffer, arrived: Buffer) -> Request:
+    def start_all_to_all(self, sent: Buffer, arrived: Buffer, cuts: Cuts) -> Request:
         """Send each rank its shard of ``sent``; the shards from all ranks fill ``arrived``."""
 
     @cached_property

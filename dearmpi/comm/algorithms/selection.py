@@ -39,13 +39,13 @@ def select_reduce_scatter(
     buffer: Buffer,
     *,
     wire_dtype: WireDtype | None = None,
-    can_be_native: bool = True,
+    library_can_add: bool = True,
     wrap: Wrap = unchanged,
 ) -> ReduceScatter:
     """The algorithm that reduces ``buffer`` in the least time; its contents are lost (collective).
 
     wire_dtype: in what a wider buffer is to be sent; excludes algorithms by which the library adds.
-    can_be_native: whether the library can add all dtypes that are to be reduced.
+    library_can_add: whether the library can add all dtypes that are to be reduced.
     wrap: as in ``World.open_channel``.
     The slowest rank's best of a few trials counts, so that every rank selects the same.
     """
@@ -53,7 +53,7 @@ def select_reduce_scatter(
     best: dict[ReduceScatter, float] = {}
     for name in get_args(ReduceScatter):
         algorithms = CollectiveAlgorithms(name, wire_dtype)
-        if not algorithms.can_reduce or (ALGORITHMS[name].library_adds and not can_be_native):
+        if not algorithms.can_reduce or (ALGORITHMS[name].library_adds and not library_can_add):
             continue
         start = partial(algorithms.start_reduce_scatter, buffer)
         best[name] = min(run_all(world, channel, [start]) for _ in range(_NUM_TRIALS))

@@ -34,7 +34,7 @@ from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import Buffer, ReduceOp, Request
 from dearmpi.comm.process.ending import skip_exit_handlers
 from dearmpi.comm.process.launch import Library, doubt_launch
-from dearmpi.cuts import even_cuts
+from dearmpi.cuts import Cuts
 from dearmpi.errors import CommError, ConfigError
 
 _ARITHMETIC = {
@@ -159,26 +159,25 @@ class MpiCollectives(AlgorithmCollectives):
                 code="dtype-not-served",
             )
 
-    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer) -> Request:
+    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer, cuts: Cuts) -> Request:
         """This rank's shard of the sum, into ``total``."""
-        count = total.numel()
+        count = cuts.largest
         request = self._comm.Ireduce_scatter_block(
             _spec(buffer, count), _spec(total, count), MPI.SUM
         )
         return MpiRequest(request, buffer, total)
 
-    def start_all_to_all(self, sent: Buffer, arrived: Buffer) -> Request:
+    def start_all_to_all(self, sent: Buffer, arrived: Buffer, cuts: Cuts) -> Request:
         """Send each rank its shard of ``sent``; the shards from all ranks fill ``arrived``."""
-        count = even_cuts(sent.numel(), self.size).largest
+        count = cuts.largest
         request = self._comm.Ialltoall(
             _spec(sent, count, moved=True), _spec(arrived, count, moved=True)
         )
         return MpiRequest(request, sent, arrived)
 
-    def start_library_all_gather(self, buffer: Buffer) -> Request:
+    def start_library_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
         """Every rank's shard of ``buffer``, in place."""
-        count = even_cuts(buffer.numel(), self.size).largest
-        spec = _spec(buffer, count, moved=True)
+        spec = _spec(buffer, cuts.largest, moved=True)
         return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
 
 

@@ -90,9 +90,10 @@ def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
     """Of the operations that were tried, those that training does with this reduce-scatter."""
     if reduce_scatter == "auto":
         return OPERATIONS
-    # Gathering by a ring takes the same sends and receives as reducing by one.
-    gather = ALL_GATHER if CollectiveAlgorithms(reduce_scatter).all_gather == "native" else "ring"
-    return tuple(dict.fromkeys((gather, reduce_scatter)))
+    # Only the library's own all-gather was tried by itself: a ring gathers by the same sends and
+    # receives as it reduces.
+    gather = CollectiveAlgorithms(reduce_scatter).all_gather
+    return tuple(dict.fromkeys((ALL_GATHER if gather == "native" else gather, reduce_scatter)))
 
 
 def open_side_stream(

@@ -244,12 +244,12 @@ def _choose_algorithms(
     side.follow()  # it is new
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
-    can_be_native = dtypes <= {"float32", "float64"}
+    library_can_add = dtypes <= {"float32", "float64"}
     fastest = select_reduce_scatter(
         world,
         buffer,
         wire_dtype=config.wire_dtype,
-        can_be_native=can_be_native,
+        library_can_add=library_can_add,
         wrap=side.carry,
     )
     return CollectiveAlgorithms(fastest, wire_dtype)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig
+from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
 from dearmpi.engine.device.device import device_of
 from dearmpi.engine.iteration.compilation import refuse_compiled
 from dearmpi.engine.probe.probe import (
@@ -137,10 +137,11 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
             "the optimizer",
             code="dtype-not-served",
         )
-    if config.reduce_scatter == "native" and param.dtype not in (torch.float32, torch.float64):
+    by_library = config.reduce_scatter in ADDED_BY_LIBRARY
+    if by_library and param.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
-            f"reduce_scatter is 'native', but MPI cannot add gradients of {param.dtype}, such as "
-            f"that of parameter {name}; use 'ring' or 'exchange'",
+            f"reduce_scatter is {config.reduce_scatter!r}, but MPI cannot add gradients of "
+            f"{param.dtype}, such as that of parameter {name}; use 'ring' or 'exchange'",
             code="dtype-not-served",
         )
     if param.grad_dtype != param.dtype:

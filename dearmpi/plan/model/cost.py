@@ -108,6 +108,11 @@ class Costs:
         _check("update_s_per_byte", self.update_s_per_byte)
         _check("main_thread_s", self.main_thread_s)
 
+    @property
+    def num_rounds(self) -> int:
+        """Messages of a collective that follow each other."""
+        return ALGORITHM_COSTS[self.algorithm].num_rounds(self.world_size)
+
     def with_typical_overheads(self) -> Costs:
         """With typical values for what a bucket costs whatever it holds, where nobody measured."""
         return replace(

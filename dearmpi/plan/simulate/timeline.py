@@ -169,17 +169,17 @@ def make_load(numel: int, itemsize: int, costs: Costs, *, ready_s: float, gather
     updated_bytes = cuts.largest * itemsize if gather == "parameters" else numel * itemsize
     return Load(
         ready_s=ready_s,
-        reduce=transfer(costs.reduce_scatter, nbytes, costs.world_size),
+        reduce=transfer(costs.reduce_scatter, nbytes, costs.num_rounds),
         update_s=costs.update_s + costs.update_s_per_byte * updated_bytes,
-        gather=transfer(costs.all_gather, nbytes, costs.world_size),
+        gather=transfer(costs.all_gather, nbytes, costs.num_rounds),
     )
 
 
-def transfer(link: LinkModel, nbytes: float, world_size: int) -> Transfer:
-    """A collective of ``nbytes``; one that takes no time needs no rounds."""
+def transfer(link: LinkModel, nbytes: float, num_rounds: int) -> Transfer:
+    """A collective of ``nbytes`` in ``num_rounds``; one that takes no time needs no rounds."""
     alone_s = link.alone_s(nbytes)
-    num_rounds = min(max(world_size - 1, 1), MOST_ROUNDS) if alone_s else 1
-    return Transfer(alone_s, link.wire_s(nbytes), num_rounds)
+    simulated = min(max(num_rounds, 1), MOST_ROUNDS) if alone_s else 1
+    return Transfer(alone_s, link.wire_s(nbytes), simulated)
 
 
 def least_s(transfers: Sequence[Transfer], window: int) -> float:

@@ -28,8 +28,8 @@ def test_mpis_own_sum_is_no_choice_where_it_cannot_add_every_bucket(
     """The choice is made with the largest bucket, and holds for the smallest."""
     offers = []
 
-    def choose(*_: Any, can_be_native: bool, **__: Any) -> str:
-        offers.append(can_be_native)
+    def choose(*_: Any, library_can_add: bool, **__: Any) -> str:
+        offers.append(library_can_add)
         return "ring"
 
     monkeypatch.setattr("dearmpi.engine.setup.build.select_reduce_scatter", choose)

@@ -15,13 +15,14 @@ from dearmpi.comm.algorithms.registry import (
 )
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Completed, Request
-from dearmpi.config import ReduceScatter
+from dearmpi.config import ADDED_BY_LIBRARY, ReduceScatter
 from dearmpi.cuts import Cuts
 from dearmpi.plan.model.algorithm_costs import ALGORITHM_COSTS
 
 
 def test_every_name_has_an_algorithm_and_a_cost() -> None:
     assert set(ALGORITHMS) == set(ALGORITHM_COSTS) == set(get_args(ReduceScatter))
+    assert {name for name, one in ALGORITHMS.items() if one.library_adds} == ADDED_BY_LIBRARY
     assert {algorithm.all_gather for algorithm in ALGORITHMS.values()} <= set(ALGORITHMS)
 
 
