@@ -4,8 +4,8 @@ Bandwidth-optimal on any MPI, since each round is one full-duplex exchange with 
 that senders never meet at a receiver. Needs only point-to-point of MPI, so that half precision and
 device buffers work wherever point-to-point does. Small state machines, driven by ``test``.
 
-Shards travel in chunks. While one is added the next ones are on the wire, scratch memory does not
-grow with the bucket, and a message of higher priority (``send_scheduler``) waits for no whole shard
+Shards travel in chunks. While one is added the next ones are on the wire, and scratch memory does
+not grow with the bucket. A message of higher priority (``send_scheduler``) waits for no whole shard
 of lower priority. Chunks may travel in half precision, at half the bytes.
 """
 
@@ -218,7 +218,7 @@ class RingAllGather(Ring):
 class RingReduceScatter(Ring):
     """Sum of ``buffer`` over ranks; complete when this rank's shard holds its part of the sum.
 
-    Round s sends the shard of the rank ``s + 1`` places before and adds the incoming shard of the
+    Round s sends the shard of the rank ``s + 1`` places before. It adds the incoming shard of the
     rank ``s + 2`` places before, chunk by chunk. The next round sends the sum. After P - 1 rounds
     it is the rank's own shard.
 

@@ -1,7 +1,7 @@
 """Texts and objects as bytes.
 
-An object that cannot be sent travels as a sentence in its place, so that every rank raises the same
-error and none waits for another. Only the ranks of one job write and read these bytes.
+In place of an object that cannot be sent travels a sentence: every rank raises the same error, and
+none waits for another. Only the ranks of one job write and read these bytes.
 """
 
 from __future__ import annotations
