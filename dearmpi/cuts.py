@@ -67,3 +67,8 @@ def even_cuts(numel: int, num_ranks: int) -> Cuts:
     if not shard:
         return Cuts((0,) * (num_ranks + 1))
     return Cuts(range(0, shard * num_ranks + 1, shard))
+
+
+def balanced_cuts(numel: int, num_ranks: int) -> Cuts:
+    """Shards of ``numel`` elements without padding, whose lengths differ by one at most."""
+    return Cuts(tuple(numel * rank // num_ranks for rank in range(num_ranks + 1)))

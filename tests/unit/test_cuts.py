@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dearmpi.cuts import Cuts, even_cuts
+from dearmpi.cuts import Cuts, balanced_cuts, even_cuts
 
 UNEVEN = Cuts((0, 0, 5, 5, 12, 12))  # ranks 0, 2 and 4 own nothing
 
@@ -19,7 +19,9 @@ def test_even_cuts_pad_by_less_than_an_element_a_rank(numel: int, num_ranks: int
     assert {cuts.size_of(rank) for rank in range(num_ranks)} == {cuts.largest}
 
 
-@pytest.mark.parametrize("cuts", [even_cuts(11, 4), even_cuts(0, 3), even_cuts(7, 1), UNEVEN])
+@pytest.mark.parametrize(
+    "cuts", [even_cuts(11, 4), even_cuts(0, 3), even_cuts(7, 1), balanced_cuts(11, 4), UNEVEN]
+)
 def test_each_element_has_one_owner(cuts: Cuts) -> None:
     owned = [range(*cuts.range_of(rank)) for rank in range(cuts.num_ranks)]
     assert [index for one in owned for index in one] == list(range(cuts.total))
@@ -44,3 +46,11 @@ def test_even_cuts_of_many_ranks_take_no_memory() -> None:
 
 def test_the_largest_shard_may_be_any() -> None:
     assert UNEVEN.largest == 7 and even_cuts(11, 4).largest == 3
+
+
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_balanced_cuts_have_no_padding(numel: int, num_ranks: int) -> None:
+    cuts = balanced_cuts(numel, num_ranks)
+    sizes = [cuts.size_of(rank) for rank in range(num_ranks)]
+    assert sum(sizes) == cuts.total == numel and max(sizes) - min(sizes) <= 1
+    assert cuts.largest == max(sizes)

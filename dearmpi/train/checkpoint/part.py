@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dearmpi.cuts import balanced_cuts
 from dearmpi.engine.bucket.buffers import flattened, is_dense
 from dearmpi.engine.state.sharded_state import StatePiece
 from dearmpi.errors import CheckpointError
@@ -107,7 +108,7 @@ def divide(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> dict[str, 
     for name, tensor in tensors.items():
         check_storable(name, tensor)
     total = sum(tensor.numel() for tensor in tensors.values())
-    first, last = total * rank // size, total * (rank + 1) // size
+    first, last = balanced_cuts(total, size).range_of(rank)
     pieces: dict[str, Piece] = {}
     end = 0
     for name, tensor in tensors.items():
