@@ -105,7 +105,7 @@ def measure(given: argparse.Namespace) -> None:
     subject = make_subject(world, question, tell)
     profile, costs = profile_subject(world, subject)
     all_reduce = calibrate_all_reduce(world) if peers else LinkModel(0.0, 0.0)
-    followed: dict[str, simulated.Setup] = {}
+    followed: dict[str, simulated.SimulationSetup] = {}
     watched = [watch(method, profile, costs, followed) for method in methods]
     result = hold_contest(world, subject, watched, length=length, tell=tell)
     outcomes = []
@@ -168,7 +168,7 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
 
 
 def predict_peer(
-    method: simulated.Method, profile: ModelProfile, costs: Costs, all_reduce: LinkModel
+    method: simulated.SimulatedMethod, profile: ModelProfile, costs: Costs, all_reduce: LinkModel
 ) -> float:
     """Seconds of an iteration of DDP over gloo, which updates everything at its end.
 
@@ -184,7 +184,10 @@ def predict_peer(
 
 
 def watch(
-    method: Method, profile: ModelProfile, costs: Costs, followed: dict[str, simulated.Setup]
+    method: Method,
+    profile: ModelProfile,
+    costs: Costs,
+    followed: dict[str, simulated.SimulationSetup],
 ) -> Method:
     """``method``, which leaves in ``followed`` by which buckets and schedule our engine ran it."""
 
@@ -197,7 +200,7 @@ def watch(
         def finish() -> None:
             plan, config = optimizer.plan, optimizer.config
             window = plan.window if plan else config.window
-            followed[method.label] = simulated.Setup(
+            followed[method.label] = simulated.SimulationSetup(
                 profile,
                 optimizer.layout,
                 Conduct(optimizer.schedule, window, eager=True, gather=config.gather),

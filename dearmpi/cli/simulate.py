@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dearmpi.plan.model.network import Network
     from dearmpi.plan.model.profile import ModelProfile
     from dearmpi.plan.rivals.comparison import Comparison
-    from dearmpi.plan.rivals.methods import Method
+    from dearmpi.plan.rivals.methods import SimulatedMethod
     from dearmpi.plan.rivals.paper import Gain
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
@@ -210,7 +210,7 @@ def _with_nodes(network: Network, given: dict[str, Any]) -> Network:
     return network.with_node(parse_node(text, num_ranks))
 
 
-def _read_methods(names: Sequence[str]) -> list[Method]:
+def _read_methods(names: Sequence[str]) -> list[SimulatedMethod]:
     from dearmpi.plan.rivals.methods import METHODS, parse_method
 
     if list(names) == ["all"]:

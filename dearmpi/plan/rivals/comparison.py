@@ -9,15 +9,15 @@ from typing import Any
 from dearmpi.errors import ConfigError
 from dearmpi.plan.model.network import Network
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.plan.rivals.methods import Method
+from dearmpi.plan.rivals.methods import SimulatedMethod
 from dearmpi.plan.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MethodRow:
     """What a method takes."""
 
-    method: Method
+    method: SimulatedMethod
     num_buckets: int
     timeline: Timeline
 
@@ -34,7 +34,7 @@ class Comparison:
     profile: ModelProfile
     network: Network
     world_size: int
-    rows: tuple[Row, ...]
+    rows: tuple[MethodRow, ...]
     wire_s: float
 
     @property
@@ -48,12 +48,12 @@ class Comparison:
         return max(self.compute_s, self.wire_s)
 
     @property
-    def best_other(self) -> Row | None:
+    def best_other(self) -> MethodRow | None:
         """The fastest of the methods that are not DeAR."""
         others = [row for row in self.rows if not row.method.is_dear]
         return min(others, key=lambda row: row.iteration_s, default=None)
 
-    def speed_up(self, row: Row) -> float | None:
+    def speed_up(self, row: MethodRow) -> float | None:
         """Of ``row`` over the best of the others; None where there is none."""
         return self.best_other.iteration_s / row.iteration_s if self.best_other else None
 
@@ -78,7 +78,7 @@ class Comparison:
             "methods": [self._plain_row(row) for row in self.rows],
         }
 
-    def _plain_row(self, row: Row) -> dict[str, Any]:
+    def _plain_row(self, row: MethodRow) -> dict[str, Any]:
         return {
             "name": row.method.name,
             "about": row.method.about,
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def compare(
-    profile: ModelProfile, network: Network, world_size: int, methods: Iterable[Method]
+    profile: ModelProfile, network: Network, world_size: int, methods: Iterable[SimulatedMethod]
 ) -> Comparison:
     """Simulate ``methods`` on ``profile`` over ``world_size`` ranks.
 
@@ -112,5 +112,5 @@ def compare(
     for method in methods:
         setup = method.prepare(profile, costs)
         num_buckets = sum(bucket.trained for bucket in setup.layout)  # frozen ones do not travel
-        rows.append(Row(method, num_buckets, setup.run()))
+        rows.append(MethodRow(method, num_buckets, setup.run()))
     return Comparison(profile, network, world_size, tuple(rows), wire_s)

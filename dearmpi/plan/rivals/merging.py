@@ -19,7 +19,7 @@ from dearmpi.plan.model.profile import ModelProfile
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReadyGradient:
     """A gradient, and when backprop has produced it: seconds from its start."""
 
     spec: ParamSpec
@@ -27,7 +27,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class FusedGradients:
     """Gradients that share an all-reduce, in order of arrival, which starts at ``start_s``, or
     later if the network is still busy.
     """
@@ -36,7 +36,7 @@ class Merged:
     start_s: float
 
 
-def gradient_arrivals(profile: ModelProfile) -> list[Arrival]:
+def ready_gradients(profile: ModelProfile) -> list[ReadyGradient]:
     """All gradients in order of arrival.
 
     A parameter's gradient is complete when the backprop of the first layer that uses it ends.
@@ -46,20 +46,20 @@ def gradient_arrivals(profile: ModelProfile) -> list[Arrival]:
         now_s += times.backprop_s
         ready_s.update(dict.fromkeys(layer.used, now_s))
     specs = [spec for spec in profile.workload.params() if spec.trained]
-    arrivals = [Arrival(spec, ready_s[spec.name]) for spec in reversed(specs)]
+    arrivals = [ReadyGradient(spec, ready_s[spec.name]) for spec in reversed(specs)]
     return sorted(arrivals, key=lambda arrival: arrival.ready_s)
 
 
 def fuse_until(
-    arrivals: Iterable[Arrival], *, first_bytes: float, cap_bytes: float
-) -> list[Merged]:
+    arrivals: Iterable[ReadyGradient], *, first_bytes: float, cap_bytes: float
+) -> list[FusedGradients]:
     """Close a bucket as soon as it holds ``cap_bytes`` or more, the first at ``first_bytes``.
 
     As torch's DistributedDataParallel does, whose buckets may therefore exceed their cap; for each
     dtype and device there is one that is filled, and a first one.
     """
-    merged: list[Merged] = []
-    filling: dict[Hashable, list[Arrival]] = {}
+    merged: list[FusedGradients] = []
+    filling: dict[Hashable, list[ReadyGradient]] = {}
     filled: dict[Hashable, int] = {}  # bytes in each of them
     limits: dict[Hashable, float] = {}
     for arrival in arrivals:
@@ -74,14 +74,16 @@ def fuse_until(
     return [*merged, *map(_merge, left)]
 
 
-def merge_where_start_up_is_saved(arrivals: Iterable[Arrival], link: LinkModel) -> list[Merged]:
+def merge_where_start_up_is_saved(
+    arrivals: Iterable[ReadyGradient], link: LinkModel
+) -> list[FusedGradients]:
     """Let a bucket wait for the next gradient if that takes less than the start-up it saves.
 
     MG-WFBP's rule (Shi, Chu and Li, INFOCOM 2019): merge if the next gradient arrives before this
     bucket could start plus ``alpha``. Never later than one bucket, nor than a bucket for each.
     """
-    merged: list[Merged] = []
-    filling: list[Arrival] = []
+    merged: list[FusedGradients] = []
+    filling: list[ReadyGradient] = []
     free_s = 0.0  # when the network has done all closed buckets
     for arrival in arrivals:
         if filling:
@@ -96,8 +98,8 @@ def merge_where_start_up_is_saved(arrivals: Iterable[Arrival], link: LinkModel) 
 
 
 def fuse_by_cycle(
-    arrivals: Sequence[Arrival], link: LinkModel, *, cap_bytes: float, cycle_s: float
-) -> list[Merged]:
+    arrivals: Sequence[ReadyGradient], link: LinkModel, *, cap_bytes: float, cycle_s: float
+) -> list[FusedGradients]:
     """Every ``cycle_s``, all-reduce what has arrived, in buckets of at most ``cap_bytes``.
 
     As Horovod does: a thread wakes up, fuses what is ready, and sleeps for the rest of the cycle.
@@ -105,7 +107,7 @@ def fuse_by_cycle(
     thread does not wait for the network, hence fuses less and starts up more often. The first
     cycle begins with backprop.
     """
-    merged: list[Merged] = []
+    merged: list[FusedGradients] = []
     times = [arrival.ready_s for arrival in arrivals]
     now_s, place = 0.0, 0
     while place < len(arrivals):
@@ -115,16 +117,18 @@ def fuse_by_cycle(
         ready = arrivals[place : bisect_right(times, now_s)]
         end_s = now_s
         for bucket in _split_by_cap(ready, cap_bytes):
-            merged.append(Merged(tuple(arrival.spec for arrival in bucket), now_s))
+            merged.append(FusedGradients(tuple(arrival.spec for arrival in bucket), now_s))
             end_s += link.alone_s(_nbytes(bucket))
         place += len(ready)
         now_s = max(now_s + cycle_s, end_s)
     return merged
 
 
-def _split_by_cap(arrivals: Iterable[Arrival], cap_bytes: float) -> list[list[Arrival]]:
-    buckets: list[list[Arrival]] = []
-    open_: dict[Hashable, list[Arrival]] = {}  # by kind: Horovod looks ahead for more of the same
+def _split_by_cap(arrivals: Iterable[ReadyGradient], cap_bytes: float) -> list[list[ReadyGradient]]:
+    buckets: list[list[ReadyGradient]] = []
+    open_: dict[
+        Hashable, list[ReadyGradient]
+    ] = {}  # by kind: Horovod looks ahead for more of the same
     filled: dict[Hashable, int] = {}
     for arrival in arrivals:
         kind, nbytes = arrival.spec.storage_kind, arrival.spec.nbytes
@@ -136,11 +140,11 @@ def _split_by_cap(arrivals: Iterable[Arrival], cap_bytes: float) -> list[list[Ar
     return buckets
 
 
-def _merge(arrivals: Sequence[Arrival]) -> Merged:
-    return Merged(tuple(arrival.spec for arrival in arrivals), arrivals[-1].ready_s)
+def _merge(arrivals: Sequence[ReadyGradient]) -> FusedGradients:
+    return FusedGradients(tuple(arrival.spec for arrival in arrivals), arrivals[-1].ready_s)
 
 
-def _nbytes(arrivals: Iterable[Arrival]) -> int:
+def _nbytes(arrivals: Iterable[ReadyGradient]) -> int:
     return sum(arrival.spec.nbytes for arrival in arrivals)
 
 
@@ -164,7 +168,7 @@ def _cut(spec: ParamSpec, most_numel: int) -> tuple[ParamSpec, ...]:
 
 
 def prioritise(
-    arrivals: Sequence[Arrival], names: Sequence[str], link: LinkModel, *, credit_numel: int
+    arrivals: Sequence[ReadyGradient], names: Sequence[str], link: LinkModel, *, credit_numel: int
 ) -> list[ParamSpec]:
     """In which order the all-reduces of ``arrivals`` reach the network.
 

@@ -18,13 +18,13 @@ from dearmpi.plan.data.schedule import AllGather, Conduct, Launch, Schedule, Wai
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.plan.rivals.merging import (
-    Merged,
+    FusedGradients,
     fuse_by_cycle,
     fuse_until,
-    gradient_arrivals,
     merge_where_start_up_is_saved,
     partition,
     prioritise,
+    ready_gradients,
 )
 from dearmpi.plan.search.planner import make_plan
 from dearmpi.plan.simulate.timeline import Timeline, simulate
@@ -37,7 +37,7 @@ _PARTITION_NUMEL, _CREDIT_NUMEL = 8_000_000, 16_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class SimulationSetup:
     """What a method makes of a model and costs: the arguments of ``simulate``, eager as in
     ``dear-train``.
     """
@@ -56,7 +56,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class SimulatedMethod:
     """A way to train. cap_mb: MiB that a bucket is filled to, where the method has a cap.
 
     about: its rule. numbers: those that the rule goes by, in words. source: where it is described.
@@ -66,18 +66,18 @@ class Method:
     name: str
     about: str
     source: str
-    build: Callable[[ModelProfile, Costs, float | None], Setup]
+    build: Callable[[ModelProfile, Costs, float | None], SimulationSetup]
     cap_mb: float | None = None
     takes_cap: bool = False
     is_dear: bool = False
     numbers: str = ""
 
-    def prepare(self, profile: ModelProfile, costs: Costs) -> Setup:
+    def prepare(self, profile: ModelProfile, costs: Costs) -> SimulationSetup:
         """The method on one model, at the costs of one world size."""
         return self.build(profile, costs, self.cap_mb)
 
 
-def parse_method(text: str) -> Method:
+def parse_method(text: str) -> SimulatedMethod:
     """The method called ``text``, such as ``mg-wfbp``, or ``ddp:8`` with another cap in MiB.
 
     ``horovod:64:5`` has a cycle of 5 ms too. Raises ConfigError for any other, with the choices.
@@ -109,7 +109,7 @@ def parse_method(text: str) -> Method:
     return _with_cycle(method, numbers[1:]) if has_cycle else method
 
 
-def _with_cycle(method: Method, numbers: Sequence[str]) -> Method:
+def _with_cycle(method: SimulatedMethod, numbers: Sequence[str]) -> SimulatedMethod:
     cycle_ms = _read_number(numbers[0]) if numbers else _CYCLE_MS
     is_cycle = _LEAST_CYCLE_MS <= cycle_ms <= _MOST_CYCLE_MS
     if method.build is not _horovod or len(numbers) > 1 or not is_cycle:
@@ -138,31 +138,31 @@ def all_reduce_link(costs: Costs) -> LinkModel:
     )
 
 
-def _serial(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
-    merged = fuse_until(gradient_arrivals(profile), first_bytes=0, cap_bytes=0)
+def _serial(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> SimulationSetup:
+    merged = fuse_until(ready_gradients(profile), first_bytes=0, cap_bytes=0)
     return _all_reduces(profile, costs, merged, launch=Launch.BACKPROP_END)
 
 
-def _wfbp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
-    merged = fuse_until(gradient_arrivals(profile), first_bytes=0, cap_bytes=0)
+def _wfbp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> SimulationSetup:
+    merged = fuse_until(ready_gradients(profile), first_bytes=0, cap_bytes=0)
     return _all_reduces(profile, costs, merged)
 
 
-def _ddp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+def _ddp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> SimulationSetup:
     # torch's own rule: one that is given holds for the first bucket as well.
     first_mb, cap_mb = (_FIRST_MB, _CAP_MB) if cap_mb is None else (cap_mb, cap_mb)
     merged = fuse_until(
-        gradient_arrivals(profile), first_bytes=first_mb * MIB, cap_bytes=cap_mb * MIB
+        ready_gradients(profile), first_bytes=first_mb * MIB, cap_bytes=cap_mb * MIB
     )
     return _all_reduces(profile, costs, merged)
 
 
 def _horovod(
     profile: ModelProfile, costs: Costs, cap_mb: float | None, *, cycle_ms: float = _CYCLE_MS
-) -> Setup:
+) -> SimulationSetup:
     assert cap_mb is not None
     merged = fuse_by_cycle(
-        gradient_arrivals(profile),
+        ready_gradients(profile),
         all_reduce_link(costs),
         cap_bytes=cap_mb * MIB,
         cycle_s=cycle_ms / 1e3,
@@ -170,54 +170,54 @@ def _horovod(
     return _all_reduces(profile, costs, merged)
 
 
-def _mg_wfbp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
-    arrivals = gradient_arrivals(profile)
+def _mg_wfbp(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> SimulationSetup:
+    arrivals = ready_gradients(profile)
     merged = merge_where_start_up_is_saved(arrivals, all_reduce_link(costs))
     return _all_reduces(profile, costs, merged)
 
 
 def bytescheduler(
     profile: ModelProfile, costs: Costs, cap_mb: float | None, most_numel: int = _PARTITION_NUMEL
-) -> Setup:
+) -> SimulationSetup:
     """Tensors in pieces of ``most_numel`` elements at most, the first layers' first."""
     pieces = partition(profile, most_numel=most_numel)
     names, link = [spec.name for spec in pieces.workload.params()], all_reduce_link(costs)
-    order = prioritise(gradient_arrivals(pieces), names, link, credit_numel=_CREDIT_NUMEL)
-    merged = [Merged((spec,), 0.0) for spec in order]
+    order = prioritise(ready_gradients(pieces), names, link, credit_numel=_CREDIT_NUMEL)
+    merged = [FusedGradients((spec,), 0.0) for spec in order]
     return _all_reduces(pieces, costs, merged, wait=Wait.FEED_FORWARD)
 
 
-def _dear_unfused(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+def _dear_unfused(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> SimulationSetup:
     return _dear_by_cap(profile, costs, 0)
 
 
-def _dear(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+def _dear(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> SimulationSetup:
     model_bytes = sum(spec.nbytes for spec in profile.workload.params())
     config = EngineConfig(bucket_cap_mb=cap_mb)
     cap_bytes = config.cap_bytes(model_bytes, world_size=costs.world_size)
     return _dear_by_cap(profile, costs, cap_bytes)
 
 
-def _dear_by_cap(profile: ModelProfile, costs: Costs, cap_bytes: int) -> Setup:
+def _dear_by_cap(profile: ModelProfile, costs: Costs, cap_bytes: int) -> SimulationSetup:
     groups = fuse_by_cap(list(profile.workload.params()), cap_bytes)
     layout = build_layout(groups, costs.world_size)
-    return Setup(profile, layout, Conduct(dear(len(layout)), WINDOW, eager=True), costs)
+    return SimulationSetup(profile, layout, Conduct(dear(len(layout)), WINDOW, eager=True), costs)
 
 
-def _dear_plan(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+def _dear_plan(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> SimulationSetup:
     plan = make_plan(profile, costs, world_size=costs.world_size, eager=True)
     layout = plan.layout(profile.workload.params(), costs.world_size)
-    return Setup(profile, layout, plan.conduct, costs)
+    return SimulationSetup(profile, layout, plan.conduct, costs)
 
 
 def _all_reduces(
     profile: ModelProfile,
     costs: Costs,
-    merged: Sequence[Merged],
+    merged: Sequence[FusedGradients],
     *,
     launch: Launch = Launch.GRADIENTS_READY,
     wait: Wait = Wait.STEP,
-) -> Setup:
+) -> SimulationSetup:
     """All-reduces of ``merged`` in their order; parameters that are not trained lie idle."""
     place = {spec.name: number for number, spec in enumerate(profile.workload.params())}
     moving = sorted(merged, key=lambda one: min(place[spec.name] for spec in one.specs))
@@ -229,7 +229,7 @@ def _all_reduces(
     order = (*(index[id(one)] for one in merged), *range(len(moving), len(layout)))
     gathers = tuple(AllGather(bucket, after=bucket) for bucket in order)
     schedule = Schedule("all-reduce", order, gathers, launch, wait)
-    return Setup(
+    return SimulationSetup(
         profile,
         layout,
         Conduct(schedule, window=1, eager=True, gather="gradients"),
@@ -242,15 +242,17 @@ def _in_order(specs: Sequence[ParamSpec], place: dict[str, int]) -> list[ParamSp
     return sorted(specs, key=lambda spec: place[spec.name])
 
 
-METHODS: tuple[Method, ...] = (
-    Method("serial", "an all-reduce for each tensor, after backprop", "the plain loop", _serial),
-    Method(
+METHODS: tuple[SimulatedMethod, ...] = (
+    SimulatedMethod(
+        "serial", "an all-reduce for each tensor, after backprop", "the plain loop", _serial
+    ),
+    SimulatedMethod(
         "wfbp",
         "an all-reduce for each tensor, during backprop",
         "Poseidon (Zhang et al., ATC 2017)",
         _wfbp,
     ),
-    Method(
+    SimulatedMethod(
         "ddp",
         "buckets that close once they hold so much, all-reduced during backprop",
         "torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020)",
@@ -258,7 +260,7 @@ METHODS: tuple[Method, ...] = (
         takes_cap=True,
         numbers=f"{_CAP_MB:g} MiB, the first {_FIRST_MB:g} MiB",
     ),
-    Method(
+    SimulatedMethod(
         "horovod",
         "what has become ready since the last cycle is fused up to a size and all-reduced",
         "Horovod's tensor fusion",
@@ -267,27 +269,27 @@ METHODS: tuple[Method, ...] = (
         takes_cap=True,
         numbers="128 MiB, every 1 ms, as it comes since 0.21; before that 64 MiB and 5 ms",
     ),
-    Method(
+    SimulatedMethod(
         "mg-wfbp",
         "a bucket waits for the next gradient where that saves start-up",
         "MG-WFBP (Shi, Chu and Li, INFOCOM 2019)",
         _mg_wfbp,
     ),
-    Method(
+    SimulatedMethod(
         "bytescheduler",
         "tensors cut into pieces, first layers first, so many elements on their way",
         "ByteScheduler (Peng et al., SOSP 2019)",
         bytescheduler,
         numbers="cut at 8 million, 16 million on their way, as its documents give for all-reduce",
     ),
-    Method(
+    SimulatedMethod(
         "dear-unfused",
         "DeAR, a bucket for each tensor",
         "DeAR (Zhang et al., ICDCS 2023)",
         _dear_unfused,
         is_dear=True,
     ),
-    Method(
+    SimulatedMethod(
         "dear",
         "DeAR, even buckets up to a cap",
         "DeAR (Zhang et al., ICDCS 2023)",
@@ -296,7 +298,7 @@ METHODS: tuple[Method, ...] = (
         numbers="the cap that the engine has without a plan",
         is_dear=True,
     ),
-    Method(
+    SimulatedMethod(
         "dear-plan",
         "uneven buckets and gathers during backprop, as the planner finds them",
         "this package",

@@ -16,8 +16,13 @@ from dearmpi.plan.data.workload import Workload, read_workload
 from dearmpi.plan.model.cost import Costs
 from dearmpi.plan.model.network import Network
 from dearmpi.plan.model.profile import ModelProfile, profile_workload
-from dearmpi.plan.rivals.comparison import Comparison, Row, compare
-from dearmpi.plan.rivals.methods import Method, Setup, bytescheduler, parse_method
+from dearmpi.plan.rivals.comparison import Comparison, MethodRow, compare
+from dearmpi.plan.rivals.methods import (
+    SimulatedMethod,
+    SimulationSetup,
+    bytescheduler,
+    parse_method,
+)
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
 WORLD_SIZE = 64
@@ -77,13 +82,13 @@ class Gain:
     fused: bool
 
     @property
-    def dear(self) -> Row:
+    def dear(self) -> MethodRow:
         """The best of DeAR's rows."""
         rows = [row for row in self.comparison.rows if row.method.is_dear]
         return min(rows, key=lambda row: row.iteration_s)
 
     @property
-    def best_other(self) -> Row:
+    def best_other(self) -> MethodRow:
         """The fastest of the others."""
         assert self.comparison.best_other is not None
         return self.comparison.best_other
@@ -114,7 +119,7 @@ class Gain:
         """
         return self._lost_to_start_up(self.best_other) / self._lost_to_start_up(self.dear)
 
-    def _lost_to_start_up(self, row: Row) -> float:
+    def _lost_to_start_up(self, row: MethodRow) -> float:
         """The time of ``row`` over what it would be if operations started at once."""
         network, costs = self.comparison.network, self.comparison.network.costs
         at_once = replace(
@@ -161,7 +166,7 @@ def paper_gains(network: Network) -> list[Gain]:
     ]
 
 
-def unfused_methods() -> Sequence[Method]:
+def unfused_methods() -> Sequence[SimulatedMethod]:
     """What the paper compares without tensor fusion."""
     cut = partial(bytescheduler, most_numel=PARTITION_NUMEL)
     theirs = replace(
@@ -172,17 +177,17 @@ def unfused_methods() -> Sequence[Method]:
     return [parse_method("wfbp"), theirs, _one_in_flight("dear-unfused")]
 
 
-def fused_methods() -> Sequence[Method]:
+def fused_methods() -> Sequence[SimulatedMethod]:
     """What the paper compares with tensor fusion; DeAR's cap is the best of ten, as if searched."""
     caps = [_one_in_flight(f"dear:{cap_mb:g}") for cap_mb in CAPS_MB]
     return [*(parse_method(name) for name in _FUSED), *caps]
 
 
-def _one_in_flight(name: str) -> Method:
+def _one_in_flight(name: str) -> SimulatedMethod:
     """The paper's DeAR has one operation of a kind in flight."""
     method = parse_method(name)
 
-    def build(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> Setup:
+    def build(profile: ModelProfile, costs: Costs, cap_mb: float | None) -> SimulationSetup:
         setup = method.build(profile, costs, cap_mb)
         return replace(setup, conduct=replace(setup.conduct, window=1))
 

@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dearmpi.plan.data.schedule import AllGather, Conduct, Launch, Schedule, Wait, serial, wfbp
-from dearmpi.plan.search.problem import Buckets, Cuts, Problem
+from dearmpi.plan.search.problem import Buckets, BucketStarts, Problem
 
 PATIENCES = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Cuts, and how what they make travels.
+    """Where buckets begin, and how what they make travels.
 
     patience: how its gathers were interleaved; None: in another way.
     """
 
     seconds: float
-    cuts: Cuts
+    cuts: BucketStarts
     conduct: Conduct
     patience: float | None = None
 
@@ -52,7 +52,7 @@ class Drafts:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
-    def interleaved(self, cuts: Cuts, *, window: int, patience: float) -> Draft:
+    def interleaved(self, cuts: BucketStarts, *, window: int, patience: float) -> Draft:
         """Gathers in the wire's idle time (``interleave``)."""
         buckets = self._problem.buckets(cuts)
         waits = not self._problem.eager
@@ -64,18 +64,18 @@ class Drafts:
         )
         return self._judge(cuts, buckets, _overlapped(buckets, gathers), window, patience)
 
-    def tied(self, cuts: Cuts, gathers: Sequence[AllGather], *, window: int) -> Draft:
+    def tied(self, cuts: BucketStarts, gathers: Sequence[AllGather], *, window: int) -> Draft:
         """Gathers as given."""
         buckets = self._problem.buckets(cuts)
         return self._judge(cuts, buckets, _overlapped(buckets, gathers), window)
 
-    def dear(self, cuts: Cuts, *, window: int) -> Draft:
+    def dear(self, cuts: BucketStarts, *, window: int) -> Draft:
         """All gathers after the last reduce-scatter, in feed-forward order."""
         buckets = self._problem.buckets(cuts)
         gathers = [AllGather(bucket, buckets.order[-1]) for bucket in reversed(buckets.order)]
         return self._judge(cuts, buckets, _overlapped(buckets, gathers), window)
 
-    def plain(self, cuts: Cuts, *, window: int) -> Iterator[Draft]:
+    def plain(self, cuts: BucketStarts, *, window: int) -> Iterator[Draft]:
         """The schedules without overlap of the feed-forward: serial and WFBP."""
         buckets = self._problem.buckets(cuts)
         for make in (serial, wfbp):
@@ -85,7 +85,7 @@ class Drafts:
 
     def _judge(
         self,
-        cuts: Cuts,
+        cuts: BucketStarts,
         buckets: Buckets,
         schedule: Schedule,
         window: int,

@@ -10,7 +10,7 @@ from dearmpi.config import MIB, EngineConfig
 from dearmpi.plan.data.layout import fuse_by_cap
 from dearmpi.plan.data.schedule import AllGather, Wait
 from dearmpi.plan.search.draft import PATIENCES, Draft, Drafts
-from dearmpi.plan.search.problem import Cuts, Problem
+from dearmpi.plan.search.problem import BucketStarts, Problem
 
 _NUM_CAPS = (3, 5, 8, 12, 18, 27, 40, 60, 90)  # buckets that a model is cut into, about
 _ENDS = (1.0, 0.25, 1 / 16)  # size of the first and last buckets, in caps
@@ -61,7 +61,7 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     return climb.best
 
 
-def capped_cuts(problem: Problem, cap: float, *, ends: float, growth: float) -> Cuts:
+def capped_cuts(problem: Problem, cap: float, *, ends: float, growth: float) -> BucketStarts:
     """Buckets that are closed once they hold their target, ``cap`` bytes in the middle.
 
     ends: the target of the first and the last bucket, in caps. growth: what it grows by per byte
@@ -81,7 +81,7 @@ def capped_cuts(problem: Problem, cap: float, *, ends: float, growth: float) -> 
     return tuple(cuts)
 
 
-def fused_cuts(problem: Problem, cap_bytes: int) -> Cuts:
+def fused_cuts(problem: Problem, cap_bytes: int) -> BucketStarts:
     """The buckets that a fixed cap makes (``fuse_by_cap``)."""
     specs = [tensor.spec for tensor in problem.tensors]
     numbers = {spec.name: number for number, spec in enumerate(specs)}
@@ -116,7 +116,7 @@ def _starts(drafts: Drafts, first: Sequence[Draft]) -> list[Draft]:
     small = [draft.cuts for draft in first if _is_small(draft) and draft.cuts not in best]
     kept = [*best, *list(dict.fromkeys(small))[:_NUM_KEPT]]
     few: dict[tuple[int, float | None], Draft] = {}
-    layouts: dict[tuple[Cuts, int], Draft] = {}
+    layouts: dict[tuple[BucketStarts, int], Draft] = {}
     for draft in sorted(_siblings(drafts, kept), key=lambda draft: draft.seconds):
         if _is_small(draft):
             few.setdefault((draft.window, draft.patience), draft)
@@ -129,7 +129,7 @@ def _is_small(draft: Draft) -> bool:
     return draft.patience is not None and len(draft.cuts) <= _FEW_BUCKETS
 
 
-def _siblings(drafts: Drafts, many: Sequence[Cuts]) -> Iterator[Draft]:
+def _siblings(drafts: Drafts, many: Sequence[BucketStarts]) -> Iterator[Draft]:
     """The same cuts with every window and schedule, the plain ones last."""
     for cuts, window in product(many, _WINDOWS):
         yield drafts.dear(cuts, window=window)
@@ -207,7 +207,7 @@ class _Climb:
         self.best = draft
         return True
 
-    def _reorder(self, cuts: Cuts) -> Draft:
+    def _reorder(self, cuts: BucketStarts) -> Draft:
         """As ``_redo``, but where single gathers were tied, with the best order for these cuts."""
         draft = self._redo(cuts)
         if draft.patience is not None or draft.schedule.wait is not Wait.FEED_FORWARD:
@@ -216,7 +216,7 @@ class _Climb:
         orders = (self._drafts.interleaved(cuts, window=window, patience=p) for p in PATIENCES)
         return min((draft, *orders), key=_merit)
 
-    def _redo(self, cuts: Cuts) -> Draft:
+    def _redo(self, cuts: BucketStarts) -> Draft:
         """What the best draft is, with other cuts."""
         window, patience = self.best.window, self.best.patience
         if patience is not None:
@@ -231,7 +231,7 @@ class _Climb:
         return next(same, self.best)
 
 
-def _neighbours(problem: Problem, cuts: Cuts, number: int) -> Iterator[Cuts]:
+def _neighbours(problem: Problem, cuts: BucketStarts, number: int) -> Iterator[BucketStarts]:
     """Cuts without the given one, with it moved by a tensor, and with another one behind it."""
     here = cuts[number]
     stop = cuts[number + 1] if number + 1 < len(cuts) else len(problem.tensors)

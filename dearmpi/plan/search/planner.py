@@ -19,7 +19,7 @@ from dearmpi.plan.model.cost import Costs
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.plan.search.draft import Draft, Drafts
 from dearmpi.plan.search.improvement import improve
-from dearmpi.plan.search.problem import Cuts, Problem, least_iteration_s
+from dearmpi.plan.search.problem import BucketStarts, Problem, least_iteration_s
 from dearmpi.plan.simulate.timeline import simulate
 
 _CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact
@@ -144,7 +144,7 @@ def best_of_all(problem: Problem, *, enough_s: float) -> Draft:
     return best
 
 
-def all_cuts(problem: Problem) -> Iterator[Cuts]:
+def all_cuts(problem: Problem) -> Iterator[BucketStarts]:
     """Every way to cut the tensors into contiguous buckets, fewest buckets first."""
     free = [number for number in range(len(problem.tensors)) if number not in problem.forced]
     for count in range(len(free) + 1):

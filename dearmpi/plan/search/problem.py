@@ -20,7 +20,7 @@ from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.plan.simulate.flow import Flow, Load
 from dearmpi.plan.simulate.timeline import make_load
 
-Cuts = tuple[int, ...]
+BucketStarts = tuple[int, ...]
 """Where buckets begin in ``Problem.tensors``, in rising order, 0 included."""
 
 
@@ -70,7 +70,7 @@ class Problem:
         self._passed_s = [0.0, *accumulate(times.feed_forward_s for times in profile.times)]
         self.num_events = 0
 
-    def groups(self, cuts: Cuts) -> list[list[ParamSpec]]:
+    def groups(self, cuts: BucketStarts) -> list[list[ParamSpec]]:
         """The parameters of each bucket, numbered as in the layout, idle ones last."""
         groups = [
             [tensor.spec for tensor in self.tensors[start:stop]]
@@ -82,11 +82,11 @@ class Problem:
                 idle.setdefault(spec.storage_kind, []).append(spec)
         return [*groups, *idle.values()]
 
-    def sizes(self, cuts: Cuts) -> list[int]:
+    def sizes(self, cuts: BucketStarts) -> list[int]:
         """Bytes from each cut to the next."""
         return [sum(self.nbytes[start:stop]) for start, stop in pairwise((*cuts, len(self.nbytes)))]
 
-    def buckets(self, cuts: Cuts) -> Buckets:
+    def buckets(self, cuts: BucketStarts) -> Buckets:
         """What each bucket brings."""
         segments = self._segments(cuts)
         places = [min(t.place for t in self.tensors[start:stop]) for start, stop in segments]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dearmpi.plan.rivals.comparison import Comparison, Row
+from dearmpi.plan.rivals.comparison import Comparison, MethodRow
 from dearmpi.plan.rivals.paper import CLAIMS, Gain
 from dearmpi.report.draw.curves import Curve, Panel, draw_panels
 from dearmpi.report.draw.shape import DASHES, Picture
@@ -47,7 +47,7 @@ def describe_comparison(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _cells(comparison: Comparison, row: Row) -> tuple[str, ...]:
+def _cells(comparison: Comparison, row: MethodRow) -> tuple[str, ...]:
     speed_up = comparison.speed_up(row)
     return (
         row.method.name,

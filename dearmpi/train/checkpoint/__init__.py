@@ -9,11 +9,11 @@ from dearmpi.train.checkpoint.snapshot import (
     optimizer_state_dict,
     parameter_names,
 )
-from dearmpi.train.checkpoint.store import Draft, load, read, save, verify
+from dearmpi.train.checkpoint.store import PendingCheckpoint, load, read, save, verify
 from dearmpi.train.checkpoint.survey import Survey, find_latest, prune, resolve, survey
 
 __all__ = [
-    "Draft",
+    "PendingCheckpoint",
     "Snapshot",
     "Survey",
     "check_model",

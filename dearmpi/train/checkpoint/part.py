@@ -38,7 +38,7 @@ STORABLE: Mapping[torch.dtype, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """Neighbouring elements of a tensor.
 
     values: 1-D, in the order in which the whole tensor lies in memory.
@@ -51,21 +51,21 @@ class Piece:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, values: Tensor, *, start: int, like: Tensor) -> Piece:
+    def of(cls, values: Tensor, *, start: int, like: Tensor) -> TensorPiece:
         """``values`` as the elements from ``start`` on of a tensor shaped like ``like``."""
         stride = like.stride() if is_dense(like) else torch.empty(like.shape).stride()
         return cls(values, start, tuple(like.shape), stride)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CheckpointPart:
     """One rank's part.
 
     pieces: by the name of the tensor. about: plain data that JSON can hold.
     data: the values of all pieces, one after the other, once they are copied.
     """
 
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, TensorPiece]
     about: Mapping[str, Any]
     data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
@@ -82,12 +82,12 @@ class CopyBuffer:
         self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @torch.no_grad()
-    def copy(self, part: Part) -> Part:
+    def copy(self, part: CheckpointPart) -> CheckpointPart:
         """``part`` with values of its own. The copy before it must not be in use any more."""
         if self._data.numel() < part.num_bytes:
             room = torch.empty(part.num_bytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
             self._data = room[-room.data_ptr() % BLOCK_BYTES :]  # as DirectFile asks
-        pieces: dict[str, Piece] = {}
+        pieces: dict[str, TensorPiece] = {}
         end = 0
         # Wide elements first: each piece then begins at a multiple of its element size.
         names = sorted(part.pieces, key=lambda name: -part.pieces[name].values.itemsize)
@@ -97,10 +97,10 @@ class CopyBuffer:
             copied = self._data[start:end].view(values.dtype)
             copied.copy_(values)
             pieces[name] = replace(part.pieces[name], values=copied)
-        return Part(pieces, part.about, self._data[:end])
+        return CheckpointPart(pieces, part.about, self._data[:end])
 
 
-def divide(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> dict[str, Piece]:
+def divide(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> dict[str, TensorPiece]:
     """The share of ``rank`` in tensors that all ``size`` ranks hold alike, equal up to an element.
 
     Raises CheckpointError, with the name, for a tensor that a checkpoint cannot hold.
@@ -109,14 +109,14 @@ def divide(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> dict[str, 
         check_storable(name, tensor)
     total = sum(tensor.numel() for tensor in tensors.values())
     first, last = balanced_cuts(total, size).range_of(rank)
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorPiece] = {}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel()
         start, stop = max(first, begin), min(last, end)
         if start < stop or (rank == 0 and tensor.numel() == 0):
             values = flattened(tensor)[max(0, start - begin) : max(0, stop - begin)]
-            pieces[name] = Piece.of(values, start=max(0, start - begin), like=tensor)
+            pieces[name] = TensorPiece.of(values, start=max(0, start - begin), like=tensor)
     return pieces
 
 
@@ -152,7 +152,7 @@ def make_head(snapshot: Snapshot) -> Head:
 
 def make_part(
     snapshot: Snapshot, *, shards: Sequence[StatePiece] = (), rank: int = 0, size: int = 1
-) -> Part:
+) -> CheckpointPart:
     """The part of ``rank``: its share of ``snapshot``, the same on all ranks, and its own shards
     of the optimizer's state. Values are not copied.
 
@@ -169,7 +169,7 @@ def make_part(
     pieces = divide(common, rank=rank, size=size) | divide(state, rank=rank, size=size)
     for shard in shards:
         described[shard.name] = _add_shard(shard, pieces)
-    return Part(pieces, {"optimizer": described, "random": (snapshot.random or [{}])[0]})
+    return CheckpointPart(pieces, {"optimizer": described, "random": (snapshot.random or [{}])[0]})
 
 
 def model_key(name: str) -> str:
@@ -181,13 +181,13 @@ def _state_key(name: str) -> str:
     return f"optimizer/{name}"
 
 
-def _add_shard(shard: StatePiece, pieces: dict[str, Piece]) -> dict[str, Any]:
+def _add_shard(shard: StatePiece, pieces: dict[str, TensorPiece]) -> dict[str, Any]:
     """Add a shard's tensors to ``pieces``; returns its entries, encoded."""
     described: dict[str, Any] = {}
     for key, values in shard.tensors.items():
         name = f"{_state_key(shard.name)}/{key}"
         check_storable(name, values)
-        pieces[name] = Piece.of(values, start=shard.start, like=shard.param)
+        pieces[name] = TensorPiece.of(values, start=shard.start, like=shard.param)
         described[key] = {"$tensor": name}
     if shard.start == 0:  # whoever owns the first element speaks for the parameter as a whole
         scalars: dict[str, Tensor] = {}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dearmpi.errors import CheckpointError
 from dearmpi.train.checkpoint.manifest import FileRecord
-from dearmpi.train.checkpoint.part import BLOCK_BYTES, STORABLE, Part, Piece
+from dearmpi.train.checkpoint.part import BLOCK_BYTES, STORABLE, CheckpointPart, TensorPiece
 
 
 class DirectFile:
@@ -89,7 +89,7 @@ ABOUT = "dearmpi"  # the key of the header's metadata under which all else than 
 _CHUNK_BYTES = 4 << 20
 
 
-def write_part(path: Path, part: Part) -> FileRecord:
+def write_part(path: Path, part: CheckpointPart) -> FileRecord:
     """Write ``part``, which must be a copy, to ``path`` and onto the disk; returns its checksum.
 
     Raises OSError when it cannot be written.
@@ -111,7 +111,7 @@ def read_parts(paths: Sequence[Path]) -> tuple[dict[str, Tensor], list[dict[str,
     KeyError, TypeError, ValueError or RuntimeError for files that are no parts.
     """
     flat: dict[str, Tensor] = {}
-    layouts: dict[str, Piece] = {}
+    layouts: dict[str, TensorPiece] = {}
     covered: dict[str, int] = {}
     abouts = []
     for path in paths:
@@ -138,14 +138,14 @@ def read_parts(paths: Sequence[Path]) -> tuple[dict[str, Tensor], list[dict[str,
     return tensors, abouts
 
 
-def _chunks(part: Part) -> Iterator[bytes | memoryview]:
+def _chunks(part: CheckpointPart) -> Iterator[bytes | memoryview]:
     yield _header(part)
     data = part.data.numpy().data
     for start in range(0, len(data), _CHUNK_BYTES):
         yield data[start : start + _CHUNK_BYTES]
 
 
-def _header(part: Part) -> bytes:
+def _header(part: CheckpointPart) -> bytes:
     places = {name: [p.start, p.shape, p.stride] for name, p in part.pieces.items()}
     about = json.dumps({"pieces": places, **part.about}, allow_nan=False)
     # Readers of other libraries look at "format" to know whose tensors these are.
@@ -163,11 +163,11 @@ def _header(part: Part) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_part(path: Path) -> Part:
+def _read_part(path: Path) -> CheckpointPart:
     with safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()[ABOUT])
         pieces = {
-            name: Piece(file.get_tensor(name), int(start), tuple(shape), tuple(stride))
+            name: TensorPiece(file.get_tensor(name), int(start), tuple(shape), tuple(stride))
             for name, (start, shape, stride) in about.pop("pieces").items()
         }
-    return Part(pieces, about)
+    return CheckpointPart(pieces, about)

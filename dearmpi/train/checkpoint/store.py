@@ -2,8 +2,8 @@
 
 A run folder holds ``checkpoints/step-00001000/`` with a part per rank and ``manifest.json``, and a
 file ``latest`` that names the folder to resume from. docs/reference/checkpoints.md states the
-format and what is guaranteed. A ``Draft`` is a checkpoint in the making: one rank begins it, all
-write their parts, the one commits it.
+format and what is guaranteed. A ``PendingCheckpoint`` is not complete yet: one rank begins
+it, all ranks write their parts, and the one rank commits it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from dearmpi.errors import CheckpointError
 from dearmpi.train import durable
 from dearmpi.train.checkpoint import encoding, manifest, part_file
 from dearmpi.train.checkpoint.manifest import FileRecord, Manifest, part_name
-from dearmpi.train.checkpoint.part import CopyBuffer, Head, Part, make_head, make_part, model_key
+from dearmpi.train.checkpoint.part import (
+    CheckpointPart,
+    CopyBuffer,
+    Head,
+    make_head,
+    make_part,
+    model_key,
+)
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import (
     REPLACED,
@@ -39,7 +46,7 @@ from dearmpi.train.checkpoint.survey import (
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PendingCheckpoint:
     """The checkpoint of ``step`` in the run folder at ``run_folder``, until it is committed.
 
     Every method raises CheckpointError when it cannot do its work; earlier checkpoints and
@@ -70,7 +77,7 @@ class Draft:
                 shutil.rmtree(self.folder)
             self.folder.mkdir()
 
-    def write(self, part: Part, *, rank: int) -> FileRecord:
+    def write(self, part: CheckpointPart, *, rank: int) -> FileRecord:
         """Write the part of ``rank``, a copy, onto the disk."""
         with self._explaining(part.num_bytes):
             return part_file.write_part(self.folder / part_name(rank), part)
@@ -117,7 +124,7 @@ def save(run_folder: Path, snapshot: Snapshot) -> Path:
     Raises CheckpointError when it cannot be written: what was written of it is removed, and
     earlier checkpoints and ``latest`` are as they were.
     """
-    draft = Draft(run_folder, snapshot.step)
+    draft = PendingCheckpoint(run_folder, snapshot.step)
     try:
         with draft._explaining():
             run_folder.mkdir(parents=True, exist_ok=True)

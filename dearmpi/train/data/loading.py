@@ -1,7 +1,7 @@
-"""Loading: batches of a run, by the training process itself, or ahead of it by processes beside it.
+"""Loading: batches of a run, read by the training process itself or by worker processes.
 
-These are started by a fork server, since a fork of a process that uses MPI may break its messages.
-Signals by which a job is asked to save and stop are not for them: they end with their rank.
+A fork server starts the workers, because a fork of a process that uses MPI may break its messages.
+Workers ignore the signals that request a stop; they end with their rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AHEAD = 2  # batches of each process that are ready or on their way
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BatchRequest:
     """A batch: of the ``held_out`` samples or of those to train on, at ``indices``.
 
     seed: from which a process beside the training one draws what is random in loading, so that it
@@ -44,14 +44,14 @@ class Wanted:
     seed: tuple[int, ...] = (0,)
 
 
-class Loading(Protocol):
+class BatchLoader(Protocol):
     """Who loads. Raises DataError for samples that cannot be read or make no batch."""
 
-    def expect(self, coming: Iterable[Wanted], *, held_out: bool = False) -> None:
+    def expect(self, coming: Iterable[BatchRequest], *, held_out: bool = False) -> None:
         """These, all ``held_out`` or none, will be wanted next, in this order."""
         ...
 
-    def load(self, wanted: Wanted) -> Any:
+    def load(self, wanted: BatchRequest) -> Any:
         """The batch, on the host."""
         ...
 
@@ -60,16 +60,16 @@ class Loading(Protocol):
         ...
 
 
-class OwnLoading:
+class InlineLoader:
     """The calling thread loads, when asked."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
 
-    def expect(self, coming: Iterable[Wanted], *, held_out: bool = False) -> None:
+    def expect(self, coming: Iterable[BatchRequest], *, held_out: bool = False) -> None:
         """That helps nobody."""
 
-    def load(self, wanted: Wanted) -> Any:
+    def load(self, wanted: BatchRequest) -> Any:
         """Whatever is random is drawn from the training's generators."""
         return _load(self._task, wanted)
 
@@ -77,7 +77,7 @@ class OwnLoading:
         """Nothing was opened."""
 
 
-class LoadingAhead:
+class WorkerLoader:
     """``num_workers`` processes load what is expected, while the training one trains."""
 
     def __init__(self, task: Task, *, name: str, num_workers: int) -> None:
@@ -86,8 +86,11 @@ class LoadingAhead:
         """
         self._task, self._most = task, _AHEAD * num_workers
         # By whether they are held out.
-        self._coming: dict[bool, Iterator[Wanted]] = {False: iter(()), True: iter(())}
-        self._ahead: dict[bool, deque[tuple[Wanted, Future[Any]]]] = {False: deque(), True: deque()}
+        self._coming: dict[bool, Iterator[BatchRequest]] = {False: iter(()), True: iter(())}
+        self._ahead: dict[bool, deque[tuple[BatchRequest, Future[Any]]]] = {
+            False: deque(),
+            True: deque(),
+        }
         context = get_context("forkserver")
         self._heard, self._end = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(
@@ -102,14 +105,14 @@ class LoadingAhead:
         for _ in range(num_workers):  # each starts one, beside what is prepared meanwhile
             self._pool.submit(os.getpid)
 
-    def expect(self, coming: Iterable[Wanted], *, held_out: bool = False) -> None:
+    def expect(self, coming: Iterable[BatchRequest], *, held_out: bool = False) -> None:
         """Load those, and none that were expected of the same samples before."""
         for _, batch in self._ahead[held_out]:
             batch.cancel()
         self._coming[held_out], self._ahead[held_out] = iter(coming), deque()
         self._go_on(held_out)
 
-    def load(self, wanted: Wanted) -> Any:
+    def load(self, wanted: BatchRequest) -> Any:
         """One that was not expected takes its time."""
         ahead = self._ahead[wanted.held_out]
         if not ahead or ahead[0][0] != wanted:
@@ -128,7 +131,7 @@ class LoadingAhead:
         while len(ahead) < self._most and (wanted := next(coming, None)) is not None:
             ahead.append((wanted, self._submit(wanted)))
 
-    def _submit(self, wanted: Wanted) -> Future[Any]:
+    def _submit(self, wanted: BatchRequest) -> Future[Any]:
         try:
             return self._pool.submit(_load_seeded, wanted)
         except BrokenProcessPool as error:
@@ -150,14 +153,14 @@ class LoadingAhead:
         )
 
 
-def open_loading(task: Task, *, name: str, num_workers: int) -> Loading:
+def open_loader(task: Task, *, name: str, num_workers: int) -> BatchLoader:
     """The loading of a run of the task that was asked for as ``name``; without workers its own."""
     if not num_workers:
-        return OwnLoading(task)
-    return LoadingAhead(task, name=name, num_workers=num_workers)
+        return InlineLoader(task)
+    return WorkerLoader(task, name=name, num_workers=num_workers)
 
 
-def _load(task: Task, wanted: Wanted) -> Any:
+def _load(task: Task, wanted: BatchRequest) -> Any:
     data = task.eval_data if wanted.held_out else task.train_data
     assert data is not None
     return load_batch(task, data, wanted.indices)
@@ -218,7 +221,7 @@ def _end_when_told(heard: connection.Connection) -> None:
     os._exit(1)
 
 
-def _load_seeded(wanted: Wanted) -> Any:
+def _load_seeded(wanted: BatchRequest) -> Any:
     assert _served is not None
     seed_all(*wanted.seed)
     return _load(_served, wanted)

@@ -13,7 +13,7 @@ from torch import nn
 from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
 from dearmpi.train.data.data import evaluation_shares, load_batch
-from dearmpi.train.data.loading import Loading, Wanted
+from dearmpi.train.data.loading import BatchLoader, BatchRequest
 from dearmpi.train.loop.precision import computing, convert_batch, device_of_model, send_batch
 from dearmpi.train.ranks.random_state import capture_random_state, restore_random_state
 from dearmpi.train.settings.choices import Precision
@@ -38,7 +38,7 @@ class Evaluator:
     """
 
     task: Task
-    loading: Loading
+    loading: BatchLoader
     precision: Precision
     batch_size: int
     names: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Evaluator:
         shares = evaluation_shares(
             len(self.task.eval_data), self.batch_size, world_size=world.size, rank=world.rank
         )
-        wanted = [Wanted(indices, held_out=True, seed=indices[:1]) for indices in shares]
+        wanted = [BatchRequest(indices, held_out=True, seed=indices[:1]) for indices in shares]
         state = capture_random_state()
         self.loading.expect(wanted, held_out=True)
         with evaluating(self.task.model):
@@ -75,7 +75,7 @@ class Evaluator:
         means = {name: value / count for name, value in zip(self.names, rest, strict=True)}
         return Evaluation(loss / count, int(count), means)
 
-    def _measure(self, wanted: Wanted) -> list[float]:
+    def _measure(self, wanted: BatchRequest) -> list[float]:
         """Sums over the samples: their number, loss, and the metrics in order."""
         loss, metrics = measure_batch(self.task, self.loading.load(wanted), self.precision)
         num_samples = len(wanted.indices)

@@ -21,7 +21,7 @@ from dearmpi.plan.data.plan import Plan, read_plan
 from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
-from dearmpi.train.data.loading import Loading, open_loading
+from dearmpi.train.data.loading import BatchLoader, open_loader
 from dearmpi.train.loop.evaluation import Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
 from dearmpi.train.loop.precision import convert_model, device_of_model
@@ -54,7 +54,7 @@ class Job:
     batches: Batches
     start_step: int
     total_steps: int
-    loading: Loading
+    loading: BatchLoader
     evaluator: Evaluator | None
 
     def position(self, step: int) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def prepare(
         total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
         _check_passes(batches, task, total_steps)
         _fill_model(task, settings, snapshot)
-        loading = open_loading(task, name=settings.task, num_workers=settings.workers)
+        loading = open_loader(task, name=settings.task, num_workers=settings.workers)
         evaluator = _evaluator(settings, task, batches, loading)
         inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
@@ -274,7 +274,7 @@ def _set_random_state(
 
 
 def _evaluator(
-    settings: RunSettings, task: Task, batches: Batches, loading: Loading
+    settings: RunSettings, task: Task, batches: Batches, loading: BatchLoader
 ) -> Evaluator | None:
     if task.eval_data is None:
         return None

@@ -27,7 +27,7 @@ from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError, NonFiniteLossError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.manifest import FileRecord
-from dearmpi.train.checkpoint.part import CopyBuffer, Head, Part, make_head, make_part
+from dearmpi.train.checkpoint.part import CheckpointPart, CopyBuffer, Head, make_head, make_part
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import left_over
 from dearmpi.train.loop.job import Job
@@ -37,7 +37,7 @@ from dearmpi.train.ranks.random_state import capture_random_state
 _NICENESS = 10  # of the writing thread, so that training has the cores first
 
 
-class Stage(Enum):
+class SaveStage(Enum):
     """What becomes of a checkpoint in the background."""
 
     IDLE = auto()
@@ -65,7 +65,7 @@ class Saver:
     ) -> None:
         self._job, self._folder, self._saved, self._check_own = job, folder, saved, check_own
         self.started_step = self.saved_step = job.start_step
-        self._stage = Stage.IDLE
+        self._stage = SaveStage.IDLE
         self._copy = CopyBuffer()
         self._thread = ThreadPoolExecutor(1, "dearmpi-saving", _be_nice)
         self._work: Future[Any] | None = None
@@ -95,14 +95,14 @@ class Saver:
                 self._prune()  # a resumed run may keep fewer than its earlier part did
                 draft.begin()
         self.started_step = step
-        self._begin(Stage.WRITING, lambda: self._write(draft, copied))
+        self._begin(SaveStage.WRITING, lambda: self._write(draft, copied))
 
     def advance(self, num_done: int) -> None:
         """Go on to the next stage if all ranks have finished this one.
 
         num_done: the sum of the ranks' ``num_done`` in the totals of a step.
         """
-        if self._stage is not Stage.IDLE and num_done == self._job.world.size * self._num_begun:
+        if self._stage is not SaveStage.IDLE and num_done == self._job.world.size * self._num_begun:
             self._end_stage()
 
     def finish(self) -> None:
@@ -117,12 +117,12 @@ class Saver:
 
     @property
     def _is_idle(self) -> bool:
-        return self._stage is Stage.IDLE
+        return self._stage is SaveStage.IDLE
 
-    def _draft(self, step: int) -> checkpoint.Draft:
-        return checkpoint.Draft(self._folder, step)
+    def _draft(self, step: int) -> checkpoint.PendingCheckpoint:
+        return checkpoint.PendingCheckpoint(self._folder, step)
 
-    def _begin(self, stage: Stage, work: Callable[[], Any]) -> None:
+    def _begin(self, stage: SaveStage, work: Callable[[], Any]) -> None:
         self._stage = stage
         self._num_begun += 1
         self._work = self._thread.submit(work)
@@ -133,33 +133,33 @@ class Saver:
 
     def _end_stage(self) -> None:
         assert self._work is not None
-        stage, self._stage = self._stage, Stage.IDLE
+        stage, self._stage = self._stage, SaveStage.IDLE
         failure = self._work.exception()
         draft, world = self._draft(self.started_step), self._job.world
         try:
             share_failure(
                 world,
                 failure if isinstance(failure, Exception) else None,
-                root_only=stage is Stage.COMMITTING,
+                root_only=stage is SaveStage.COMMITTING,
             )
         except Exception:
             if world.is_root:
                 self._discard(draft)
             raise
         result, self._work = self._work.result(), None
-        if stage is Stage.WRITING:
+        if stage is SaveStage.WRITING:
             texts = world.all_gather_text(json.dumps(asdict(result)))
             files = [FileRecord(**json.loads(text)) for text in texts]
-            self._begin(Stage.COMMITTING, lambda: self._commit(draft, files))
+            self._begin(SaveStage.COMMITTING, lambda: self._commit(draft, files))
         else:
             self.saved_step = self.started_step
             self._saved(result)
 
-    def _write(self, draft: checkpoint.Draft, part: Part) -> FileRecord:
+    def _write(self, draft: checkpoint.PendingCheckpoint, part: CheckpointPart) -> FileRecord:
         check_finite(part, draft.step, self._trained)
         return draft.write(part, rank=self._job.world.rank)
 
-    def _commit(self, draft: checkpoint.Draft, files: list[FileRecord]) -> Path | None:
+    def _commit(self, draft: checkpoint.PendingCheckpoint, files: list[FileRecord]) -> Path | None:
         if self._head is None:
             return None  # rank 0's work
         self._check_own()
@@ -167,7 +167,7 @@ class Saver:
         self._prune()
         return path
 
-    def _discard(self, draft: checkpoint.Draft) -> None:
+    def _discard(self, draft: checkpoint.PendingCheckpoint) -> None:
         with contextlib.suppress(CheckpointError):  # another job may have a draft of that name
             self._check_own()
             draft.discard()
@@ -193,7 +193,7 @@ def synchronize(job: Job) -> None:
     broadcast_buffers(job.task.model, job.world)
 
 
-def take_part(job: Job, step: int) -> tuple[Snapshot, Part]:
+def take_part(job: Job, step: int) -> tuple[Snapshot, CheckpointPart]:
     """The job's state after ``step`` steps, as far as it is the same on all ranks, and this rank's
     part of all of it. Nothing is copied; parameters must be current.
     """
@@ -217,7 +217,7 @@ def take_part(job: Job, step: int) -> tuple[Snapshot, Part]:
     return snapshot, part
 
 
-def check_finite(part: Part, step: int, names: Container[str]) -> None:
+def check_finite(part: CheckpointPart, step: int, names: Container[str]) -> None:
     """Raise NonFiniteLossError unless all numbers in ``part`` of the parameters ``names`` are
     finite. Those of buffers need not be: a mask holds infinities for good.
     """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dearmpi.engine.trace.span import Track
 from dearmpi.errors import NonFiniteLossError, TaskError
 from dearmpi.train.data.data import MicroBatch
-from dearmpi.train.data.loading import Wanted
+from dearmpi.train.data.loading import BatchRequest
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.precision import computing, convert_batch, send_batch
 
@@ -43,11 +43,11 @@ def take_step(job: Job, step: int) -> StepResult:
     The learning rate is set first, since buckets may be updated while backprop still runs. Each
     micro-batch goes forward and back; the gradients of all but the last stay on this rank.
     """
-    loader = _Loader(job, step)
+    loader = _BatchLoader(job, step)
     return replace(_step(job, step, loader), data_s=loader.seconds)
 
 
-def _step(job: Job, step: int, loader: _Loader) -> StepResult:
+def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
     lr = set_lr(job, step)
     job.optimizer.zero_grad()
     *early, last = job.batches.step(*job.position(step))
@@ -70,7 +70,7 @@ def _step(job: Job, step: int, loader: _Loader) -> StepResult:
     return result
 
 
-def coming_batches(job: Job) -> Iterator[Wanted]:
+def coming_batches(job: Job) -> Iterator[BatchRequest]:
     """All batches of this rank, in order, from the run's first step to its end."""
     batches = replace(job.batches)  # which may keep the order of another epoch
     for step in range(job.start_step, job.total_steps):
@@ -79,9 +79,9 @@ def coming_batches(job: Job) -> Iterator[Wanted]:
             yield _wanted(job, share, step, number)
 
 
-def _wanted(job: Job, share: MicroBatch, step: int, number: int) -> Wanted:
+def _wanted(job: Job, share: MicroBatch, step: int, number: int) -> BatchRequest:
     """``number``: of the micro-batch among those of the step that are not empty, from 0."""
-    return Wanted(share.indices, seed=(job.settings.seed, step, job.world.rank, number))
+    return BatchRequest(share.indices, seed=(job.settings.seed, step, job.world.rank, number))
 
 
 def set_lr(job: Job, step: int) -> float:
@@ -96,7 +96,7 @@ def set_lr(job: Job, step: int) -> float:
 
 
 @dataclass(slots=True)
-class _Loader:
+class _BatchLoader:
     """Loads the micro-batches of a step, in their order. seconds: what that has taken."""
 
     job: Job
@@ -116,7 +116,7 @@ class _Loader:
         return batch
 
 
-def _go_forward(job: Job, share: MicroBatch, loader: _Loader) -> Tensor | None:
+def _go_forward(job: Job, share: MicroBatch, loader: _BatchLoader) -> Tensor | None:
     """The mean loss of a micro-batch; None for an empty one."""
     if not share.indices:
         return None

@@ -29,7 +29,7 @@ from dearmpi.train.loop.saving import Saver, synchronize
 from dearmpi.train.loop.stepping import Due, StepResult, Timetable, coming_batches, take_step
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.metrics.step_times import Meter, Sums, TimesExchange
-from dearmpi.train.metrics.step_totals import StepTotal, Tally
+from dearmpi.train.metrics.step_totals import StepTotal, StepTotals
 from dearmpi.train.ranks.agreement import AgreedError, is_agreed
 
 
@@ -86,7 +86,7 @@ class Trainer:
     ) -> None:
         self._job, self._listener, self._stop_asked = job, listener, stop_asked
         self._timetable = Timetable.of(job)
-        self._tally = Tally(job.world)
+        self._totals = StepTotals(job.world)
         self._times = TimesExchange(job.world)
         self._meter = Meter()
         self._began_s = time.perf_counter()
@@ -142,14 +142,14 @@ class Trainer:
         self._last = take_step(self._job, self._step)
         self._step += 1
         self._count_skip(self._last)
-        self._tally.post(
+        self._totals.post(
             self._step,
             loss=self._last.loss,
             stop=self._stop_asked(),
             num_saved=self._saver.num_done,
             step_s=time.perf_counter() - begin_s,
         )
-        self._read_totals(pending=self._tally.delay)
+        self._read_totals(pending=self._totals.delay)
         seconds = time.perf_counter() - begin_s
         times = self._job.optimizer.times
         sums = Sums(1, self._samples_of_step(), seconds, times.exposed_s, times.communication_s)
@@ -180,7 +180,7 @@ class Trainer:
     def _read_totals(self, *, pending: int) -> None:
         """Phase 2, for all steps but the last ``pending``."""
         with self._job.optimizer.spans.span(Track.WAIT, "the totals of all ranks"):
-            totals = self._tally.read(pending=pending)
+            totals = self._totals.read(pending=pending)
         for total in totals:
             self._stopping = self._stopping or total.num_stops > 0
             if not total.num_bad:
@@ -311,6 +311,6 @@ class Trainer:
         """Give the channels back; every rank is here."""
         self._job.optimizer.synchronize()
         self._saver.close()
-        self._tally.close()
+        self._totals.close()
         self._times.close()
         self._job.optimizer.close()

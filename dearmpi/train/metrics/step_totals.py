@@ -1,4 +1,4 @@
-"""Tally: sums over ranks about each step that arrive while the next one computes.
+"""Step totals: sums over ranks about each step that arrive while the next one computes.
 
 Loss, failures and signals must be known to all ranks at the same step, and nobody should wait for
 that: each step posts one small all-reduce, and reads the one posted a step earlier. Where steps are
@@ -58,7 +58,7 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTotals:
     """Posts what each step gave on this rank, and reads what it gave on all (collective)."""
 
     world: World
@@ -68,7 +68,7 @@ class Tally:
     _waited_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._channel = self.world.open_channel("tally", window=1)
+        self._channel = self.world.open_channel("step totals", window=1)
 
     @property
     def delay(self) -> int:

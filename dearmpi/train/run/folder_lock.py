@@ -1,4 +1,4 @@
-"""Occupation: one job at a time writes into a run folder."""
+"""Folder lock: one job at a time writes into a run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 @dataclass(frozen=True, slots=True)
-class Occupation:
+class FolderLock:
     """This process's hold on a run folder: the open file ``descriptor``, at ``path`` in it.
 
     full_path: what ``path`` was at the beginning; the working folder, too, may be removed since.
@@ -58,7 +58,7 @@ class Occupation:
 
 
 @contextmanager
-def occupied(path: Path) -> Iterator[Occupation]:
+def lock_folder(path: Path) -> Iterator[FolderLock]:
     """Inside, the file at ``path`` is locked by this process and names it. The system unlocks it
     when the process ends, however it ends.
 
@@ -92,7 +92,7 @@ def occupied(path: Path) -> Iterator[Occupation]:
     except OSError as error:
         raise DearError(f"cannot write {path}: {error.strerror}", code="cannot-write") from error
     try:
-        yield Occupation(path, descriptor, full_path)
+        yield FolderLock(path, descriptor, full_path)
     finally:
         os.close(descriptor)
 

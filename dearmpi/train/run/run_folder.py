@@ -29,18 +29,18 @@ from typing import Any
 from dearmpi.errors import CheckpointError, ConfigError, DearError
 from dearmpi.train import durable
 from dearmpi.train.file_checks import is_folder, is_there
-from dearmpi.train.run.folder_lock import Occupation
+from dearmpi.train.run.folder_lock import FolderLock
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths of one run. Rank 0 creates it; the others open it afterwards.
 
-    occupation: the hold of the run's job on it, on rank 0 of that.
+    lock: the hold of the run's job on it, on rank 0 of that.
     """
 
     path: Path
-    occupation: Occupation | None = None
+    lock: FolderLock | None = None
 
     @classmethod
     def create(cls, root: Path, name: str, *, resume: bool = False) -> RunFolder:
@@ -101,7 +101,7 @@ class RunFolder:
         return is_folder(self.checkpoints, ConfigError)
 
     @property
-    def occupant(self) -> Path:
+    def lock_file(self) -> Path:
         return self.path / "in-use-by"
 
     @property
@@ -150,8 +150,8 @@ class RunFolder:
 
     def check_own(self) -> None:
         """Raise CheckpointError if the job that had the folder, by this rank, has it no more."""
-        if self.occupation is not None:
-            self.occupation.check()
+        if self.lock is not None:
+            self.lock.check()
 
     def log(self, rank: int) -> Path:
         """Return the path of the log of ``rank``."""

@@ -1,4 +1,4 @@
-"""Place: in which folder a run lives, and which checkpoint it goes on from."""
+"""Run location: the folder of a run, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dearmpi.train.run.run_folder import RunFolder, free_name
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunLocation:
     """The same on all ranks.
 
     root, name: the run's folder is ``root/name``.
@@ -41,7 +41,7 @@ class Place:
     found_in: Path = field(default_factory=Path.cwd)
 
 
-def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str) -> Place:
+def agree_on_location(world: World, chosen: Mapping[str, Any], *, default_root: str) -> RunLocation:
     """Rank 0 looks, and tells the others (collective).
 
     chosen: the settings given by the user; only ``resume``, ``name`` and ``run_folder`` count.
@@ -49,16 +49,16 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
     text = ""
     with together(world, root_only=True):
         if world.is_root:
-            place = find_place(chosen, default_root=default_root)
+            location = find_location(chosen, default_root=default_root)
             text = json.dumps(
                 [
-                    str(place.root),
-                    place.name,
-                    None if place.checkpoint is None else str(place.checkpoint),
-                    place.continued,
-                    place.notes,
-                    None if place.begun_from is None else str(place.begun_from),
-                    place.goes_on,
+                    str(location.root),
+                    location.name,
+                    None if location.checkpoint is None else str(location.checkpoint),
+                    location.continued,
+                    location.notes,
+                    None if location.begun_from is None else str(location.begun_from),
+                    location.goes_on,
                 ]
             )
     root, name, checkpoint, continued, notes, begun_from, goes_on = json.loads(
@@ -72,7 +72,7 @@ def agree_on_place(world: World, chosen: Mapping[str, Any], *, default_root: str
                 "checkpoint there; give a --run-folder that all hosts share",
                 code="run-folder-not-shared",
             )
-    return Place(Path(root), name, found, continued, tuple(notes), begun, goes_on)
+    return RunLocation(Path(root), name, found, continued, tuple(notes), begun, goes_on)
 
 
 def check_shared(world: World, folder: Path) -> None:
@@ -108,8 +108,8 @@ def _make(mark: Path) -> None:
         ) from error
 
 
-def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
-    """Find the place of a run. Raises ConfigError where the choice is not clear, CheckpointError
+def find_location(chosen: Mapping[str, Any], *, default_root: str) -> RunLocation:
+    """Find the location of a run. Raises ConfigError where the choice is not clear, CheckpointError
     where there is no checkpoint to go on from.
     """
     root = Path(chosen.get("run_folder", default_root))
@@ -117,7 +117,7 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
     if resume is None:
         if name is None:
             name = free_name(root, datetime.datetime.now())
-        return _new(Place(root, name))
+        return _new(RunLocation(root, name))
     if resume == "auto":
         return _find_latest(root, name)
     if name is not None and (begun := _find_begun(root, name, Path(resume))) is not None:
@@ -125,7 +125,9 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
     checkpoint = resolve(Path(resume))
     notes = () if checkpoint == Path(resume) else _passed_over(survey(Path(resume)))
     if name is not None:
-        return _new(Place(root, name, checkpoint, notes=notes, begun_from=checkpoint.absolute()))
+        return _new(
+            RunLocation(root, name, checkpoint, notes=notes, begun_from=checkpoint.absolute())
+        )
     # Only a link to a checkpoint is followed: what else is one may be there on rank 0's host alone.
     own = checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
     if not belongs_to_run(own):
@@ -142,16 +144,16 @@ def find_place(chosen: Mapping[str, Any], *, default_root: str) -> Place:
             "there, or start another run with --name",
             code="resume-unclear",
         )
-    return Place(folder.parent, folder.name, own, continued=True, notes=notes)
+    return RunLocation(folder.parent, folder.name, own, continued=True, notes=notes)
 
 
-def _new(place: Place) -> Place:
-    """A place for a new run; where there is one already, better say so now than after set-up."""
-    RunFolder(place.root / place.name).check_free(resume=False)
-    return place
+def _new(location: RunLocation) -> RunLocation:
+    """A location for a new run; where there is one already, better say so now than after set-up."""
+    RunFolder(location.root / location.name).check_free(resume=False)
+    return location
 
 
-def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
+def _find_begun(root: Path, name: str, resume: Path) -> RunLocation | None:
     """The run ``name`` if it was begun from ``resume``: the very command that began it, which a
     scheduler gives again and again, goes on with it.
     """
@@ -161,7 +163,7 @@ def _find_begun(root: Path, name: str, resume: Path) -> Place | None:
     return _go_on(root, name, begun_from)
 
 
-def _find_latest(root: Path, name: str | None) -> Place:
+def _find_latest(root: Path, name: str | None) -> RunLocation:
     if name is None:
         raise ConfigError(
             "--resume auto needs --name NAME; it continues the run of that name, or starts it",
@@ -170,7 +172,7 @@ def _find_latest(root: Path, name: str | None) -> Place:
     return _go_on(root, name, RunFolder(root / name).read_begun_from())
 
 
-def _go_on(root: Path, name: str, begun_from: Path | None) -> Place:
+def _go_on(root: Path, name: str, begun_from: Path | None) -> RunLocation:
     """The run ``name`` from its newest checkpoint; before its first from ``begun_from``, if any."""
     found = survey(root / name)
     _check_usable(found, root / name)
@@ -182,7 +184,7 @@ def _go_on(root: Path, name: str, begun_from: Path | None) -> Place:
         )
     notes = () if found.latest is None else _passed_over(found)
     checkpoint = found.latest or begun_from
-    return Place(
+    return RunLocation(
         root, name, checkpoint, continued=True, notes=notes, begun_from=begun_from, goes_on=True
     )
 
@@ -198,25 +200,25 @@ def _check_usable(found: Survey, run: Path) -> None:
         )
 
 
-def check_reachable(place: Place) -> None:
+def check_reachable(location: RunLocation) -> None:
     """Raise TaskError if ``root`` has another meaning than when the run was looked for there."""
     working = Path.cwd()
-    if working != place.found_in and not place.root.is_absolute():
+    if working != location.found_in and not location.root.is_absolute():
         raise TaskError(
-            f"the task changed the working folder from {place.found_in} to {working}, which "
-            f"moves the relative run folder {place.root}; keep the working folder, or give an "
+            f"the task changed the working folder from {location.found_in} to {working}, which "
+            f"moves the relative run folder {location.root}; keep the working folder, or give an "
             "absolute --run-folder",
             code="working-folder-changed",
         )
 
 
-def check_unchanged(place: Place) -> None:
+def check_unchanged(location: RunLocation) -> None:
     """Raise ConfigError if a job that had the folder until now has gone on meanwhile."""
-    latest = survey(place.root / place.name).latest
-    if place.goes_on and latest not in (None, place.checkpoint):
+    latest = survey(location.root / location.name).latest
+    if location.goes_on and latest not in (None, location.checkpoint):
         raise ConfigError(
-            f"the run in {place.root / place.name} went on to {latest.name} while this job was "
-            "starting; start this job again",
+            f"the run in {location.root / location.name} went on to {latest.name} while this job "
+            "was starting; start this job again",
             code="run-folder-in-use",
         )
 

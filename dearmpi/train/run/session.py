@@ -1,6 +1,6 @@
 """Session: what comes before training, on all ranks together.
 
-Its phases: find the run's place and its checkpoint; build the task and settle the settings;
+Its phases: find the run's location and its checkpoint; build the task and settle the settings;
 compare the ranks; distribute the optimizer; make the run folder. Nothing is written before the
 last of them, so what is refused leaves everything as it was.
 """
@@ -38,11 +38,11 @@ from dearmpi.train.run.fingerprint import (
     model_fingerprints,
     model_lines,
 )
-from dearmpi.train.run.folder_lock import Occupation, occupied
+from dearmpi.train.run.folder_lock import FolderLock, lock_folder
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.run_location import (
-    Place,
-    agree_on_place,
+    RunLocation,
+    agree_on_location,
     check_reachable,
     check_shared,
     check_unchanged,
@@ -71,7 +71,7 @@ class Session:
     untraced: why no iteration is recorded, although the run was asked to when it began.
     """
 
-    place: Place
+    location: RunLocation
     job: Job
     threads: ThreadChoice
     device: DeviceChoice
@@ -82,7 +82,7 @@ class Session:
         """What people should know before it starts."""
         untraced = [f"nothing is recorded: {self.untraced}"] if self.untraced else []
         crowded = [*self.threads.warnings, *self.device.warnings]
-        return [*self.place.notes, *crowded, *self.job.curve.notes, *untraced]
+        return [*self.location.notes, *crowded, *self.job.curve.notes, *untraced]
 
     def describe_rank(self) -> str:
         """One line about this rank."""
@@ -101,11 +101,11 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
     sources: what the user chose. Raises AgreedError or MismatchError on all ranks alike.
     """
     compare(world, {"code": code_fingerprint(), **argument_fingerprints(merge(sources))})
-    place = agree_on_place(world, merge(sources), default_root=RunSettings().run_folder)
-    snapshot = None if place.checkpoint is None else _load(world, place.checkpoint)
+    location = agree_on_location(world, merge(sources), default_root=RunSettings().run_folder)
+    snapshot = None if location.checkpoint is None else _load(world, location.checkpoint)
     with together(world):
         if snapshot is not None:
-            stored = _stored_source(snapshot, origin=str(place.checkpoint))
+            stored = _stored_source(snapshot, origin=str(location.checkpoint))
             sources = [*sources, stored]
             # Before the task is built, to which the options of another one mean nothing.
             check_resumable(stored.values, before_task(sources), names=BEFORE_THE_TASK)
@@ -125,17 +125,19 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
         task = build_task(basis.task, basis.all_task_options)
         task.model.to(device.device)
         settings, choice = settle(sources, task, snapshot)
-        settings = replace(settings, run_folder=str(place.root), name=place.name)
+        settings = replace(settings, run_folder=str(location.root), name=location.name)
         share_samples(settings, task, world)
     _compare_built(world, settings, task)
-    kept = RunFolder(place.root / place.name).plan if _has_planned(place, snapshot) else None
+    kept = (
+        RunFolder(location.root / location.name).plan if _has_planned(location, snapshot) else None
+    )
     job = prepare(world, settings, task, choice=choice, snapshot=snapshot, kept_plan=kept)
     untraced = "" if settings.trace is None else why_untraceable(settings.trace, job)
     with together(world):
         # The very command of a run that goes on may ask for what an earlier part has recorded.
-        if untraced and not (place.continued and job.start_step):
+        if untraced and not (location.continued and job.start_step):
             raise ConfigError(untraced, code="untraceable-iterations")
-    return Session(place, job, threads, device, untraced)
+    return Session(location, job, threads, device, untraced)
 
 
 def _compare_built(world: World, settings: RunSettings, task: Task) -> None:
@@ -161,16 +163,16 @@ def _stored_source(snapshot: Snapshot, *, origin: str) -> Source:
     return from_checkpoint(snapshot.meta.get("config", {}), origin=origin)
 
 
-def _has_planned(place: Place, snapshot: Snapshot | None) -> bool:
+def _has_planned(location: RunLocation, snapshot: Snapshot | None) -> bool:
     """Whether an earlier part of this very run may have made a plan for itself."""
     stored = {} if snapshot is None else snapshot.meta.get("config", {})
-    return place.continued and stored.get("plan", "auto") == "auto"
+    return location.continued and stored.get("plan", "auto") == "auto"
 
 
 def settle(
     sources: Sequence[Source], task: Task, snapshot: Snapshot | None
 ) -> tuple[RunSettings, OptimizerChoice]:
-    """The run's settings, with the task's recommendations in the place of what is not chosen.
+    """The run's settings, with the task's recommendations in the location of what is not chosen.
 
     Raises ConfigError for what has no effect or cannot be had, and where the run to resume has
     other settings; CheckpointError where it had other data.
@@ -203,24 +205,24 @@ def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
     """Make the run folder, and put into it what describes the run (collective); inside, no other
     job has it.
     """
-    world, place = session.job.world, session.place
-    occupation: Occupation | None = None
+    world, location = session.job.world, session.location
+    lock: FolderLock | None = None
     with ExitStack() as held:
         with together(world, root_only=True):
             if world.is_root:
-                check_reachable(place)
-                folder = RunFolder.create(place.root, place.name, resume=place.continued)
-                occupation = held.enter_context(occupied(folder.occupant))
-                check_unchanged(place)
-                if place.checkpoint is not None:
-                    go_back(folder.path, place.checkpoint)
+                check_reachable(location)
+                folder = RunFolder.create(location.root, location.name, resume=location.continued)
+                lock = held.enter_context(lock_folder(folder.lock_file))
+                check_unchanged(location)
+                if location.checkpoint is not None:
+                    go_back(folder.path, location.checkpoint)
                 _describe(session, folder, command)
-        check_shared(world, place.root / place.name)
-        yield replace(RunFolder.open(place.root / place.name), occupation=occupation)
+        check_shared(world, location.root / location.name)
+        yield replace(RunFolder.open(location.root / location.name), lock=lock)
 
 
 def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> None:
-    world, begun_from = session.job.world, session.place.begun_from
+    world, begun_from = session.job.world, session.location.begun_from
     if begun_from is not None:
         folder.write_begun_from(begun_from)
     folder.write_config(yaml.safe_dump(session.job.settings.as_plain(), sort_keys=False))

@@ -13,7 +13,7 @@ from dearmpi.errors import ConfigError
 _RECOGNISED = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "merge"))
 
 
-class _Loader(yaml.SafeLoader):
+class _ConfigLoader(yaml.SafeLoader):
     """Leaves all but null, true, false and `<<` as it is written, and takes no key twice."""
 
     yaml_implicit_resolvers = {
@@ -44,7 +44,7 @@ def read_config(path: Path) -> dict[Any, object]:
     is given twice.
     """
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
+        loader = _ConfigLoader(path.read_text(encoding="utf-8"))
         loader.name = str(path)
         content = loader.get_single_data()
     except (OSError, UnicodeDecodeError) as error:

@@ -63,7 +63,7 @@ class Attention(nn.Module):
         return joined
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then two linear layers, each added to what came in."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -91,7 +91,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(shape.width, shape.heads) for _ in range(shape.depth)
+        )
         self.norm = nn.LayerNorm(shape.width)
         self.output = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:

@@ -12,7 +12,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError, NonFiniteLossError
 from dearmpi.train.checkpoint import part_file
 from dearmpi.train.checkpoint.manifest import FileRecord
-from dearmpi.train.checkpoint.part import Part
+from dearmpi.train.checkpoint.part import CheckpointPart
 from dearmpi.train.ranks.agreement import AgreedError
 from tests.codes import raises
 from tests.mpi.session.points import TASK, run, saved_model
@@ -119,7 +119,7 @@ def test_a_full_disk_ends_all_and_the_checkpoint_before_stays_good(
 ) -> None:
     write = part_file.write_part
 
-    def fill_up(path: Path, part: Part) -> FileRecord:
+    def fill_up(path: Path, part: CheckpointPart) -> FileRecord:
         if "step-00000004" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, part)

@@ -16,7 +16,7 @@ from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint
 from dearmpi.train.loop.trainer import Trainer
-from dearmpi.train.metrics import step_totals as tally
+from dearmpi.train.metrics import step_totals
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.random_state import seed_all
@@ -115,7 +115,7 @@ def test_who_is_asked_to_stop_in_the_last_step_has_a_whole_run(
 def test_a_stop_comes_after_the_step_at_hand_where_steps_are_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(tally, "LONG_STEP_S", 0.0)
+    monkeypatch.setattr(step_totals, "LONG_STEP_S", 0.0)
 
     def work(world: World) -> tuple[int, bool]:
         job, is_last = make_job(world, RunSettings(max_steps=9, **SGD)), world.rank == size - 1
@@ -195,10 +195,10 @@ def test_a_resumed_run_that_keeps_fewer_makes_room_before_it_writes(
     latest = checkpoint.find_latest(tmp_path)
     assert latest is not None and len(list(latest.parent.iterdir())) == 3
 
-    def is_full(draft: checkpoint.Draft) -> None:
+    def is_full(draft: checkpoint.PendingCheckpoint) -> None:
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(checkpoint.Draft, "begin", is_full)
+    monkeypatch.setattr(checkpoint.PendingCheckpoint, "begin", is_full)
     settings = RunSettings(max_steps=4, keep=1, **SGD)
     job = make_job(alone, settings, snapshot=checkpoint.load(latest))
     with raises(AgreedError, "unnamed", "disk is"):

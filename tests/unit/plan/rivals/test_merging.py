@@ -15,30 +15,32 @@ from dearmpi.plan.data.workload import Workload, float_layer
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile
 from dearmpi.plan.rivals.merging import (
-    Arrival,
-    Merged,
+    FusedGradients,
+    ReadyGradient,
     fuse_by_cycle,
     fuse_until,
-    gradient_arrivals,
     merge_where_start_up_is_saved,
+    ready_gradients,
 )
 
 LINK = LinkModel(1.0, 0.1)  # a second to start up, and one for 10 bytes
 
 
-def arrivals(*pairs: tuple[float, int]) -> list[Arrival]:
+def arrivals(*pairs: tuple[float, int]) -> list[ReadyGradient]:
     """Gradients of one byte per element, by when they are ready and how long they are."""
     return [
-        Arrival(ParamSpec(f"p{place}", (numel,), itemsize=1), ready_s)
+        ReadyGradient(ParamSpec(f"p{place}", (numel,), itemsize=1), ready_s)
         for place, (ready_s, numel) in enumerate(pairs)
     ]
 
 
-def names(merged: Sequence[Merged]) -> list[str]:
+def names(merged: Sequence[FusedGradients]) -> list[str]:
     return [" ".join(spec.name for spec in one.specs) for one in merged]
 
 
-def end_s(merged: Sequence[Merged], gradients: Sequence[Arrival], link: LinkModel) -> float:
+def end_s(
+    merged: Sequence[FusedGradients], gradients: Sequence[ReadyGradient], link: LinkModel
+) -> float:
     """When the last of the all-reduces is over."""
     ready_s = {arrival.spec.name: arrival.ready_s for arrival in gradients}
     now_s = 0.0
@@ -56,7 +58,7 @@ def test_a_tied_parameter_arrives_with_the_first_layer_that_uses_it() -> None:
     )
     workload = Workload("tied", "", layers, batch_size=1, unit="img")
     profile = ModelProfile(workload, tuple(LayerTimes(1, seconds) for seconds in (3, 2, 1)))
-    found = [(arrival.spec.name, arrival.ready_s) for arrival in gradient_arrivals(profile)]
+    found = [(arrival.spec.name, arrival.ready_s) for arrival in ready_gradients(profile)]
     assert found == [("body.bias", 3), ("body.weight", 3), ("embed.weight", 6)]
 
 
@@ -81,7 +83,7 @@ def test_ddp_fills_a_bucket_for_each_dtype_as_torch_does(
         for numel, is_half in sizes
     ]
     gradients = [
-        Arrival(
+        ReadyGradient(
             ParamSpec(f"{place}", (tensor.numel(),), tensor.itemsize, dtype=str(tensor.dtype)[6:]),
             float(place),
         )
@@ -96,7 +98,7 @@ def test_ddp_fills_a_bucket_for_each_dtype_as_torch_does(
 
 
 def test_a_bucket_has_one_dtype() -> None:
-    half = Arrival(ParamSpec("half", (1,), itemsize=2, dtype="bfloat16"), 0.0)
+    half = ReadyGradient(ParamSpec("half", (1,), itemsize=2, dtype="bfloat16"), 0.0)
     gradients = [*arrivals((0, 1), (0, 1)), half, *arrivals((0, 1))]
     assert names(merge_where_start_up_is_saved(gradients, LINK)) == ["p0 p1", "half", "p0"]
     cycled = fuse_by_cycle(gradients, LINK, cap_bytes=99, cycle_s=1)
@@ -132,8 +134,8 @@ def test_mg_wfbp_is_never_later_than_one_bucket_or_one_for_each(
         pairs.append((now_s, numel))
     gradients, link = arrivals(*pairs), LinkModel(alpha_s, beta_s)
     merged = merge_where_start_up_is_saved(gradients, link)
-    each = [Merged((arrival.spec,), 0.0) for arrival in gradients]
-    one = [Merged(tuple(arrival.spec for arrival in gradients), 0.0)]
+    each = [FusedGradients((arrival.spec,), 0.0) for arrival in gradients]
+    one = [FusedGradients(tuple(arrival.spec for arrival in gradients), 0.0)]
     least_s = min(end_s(each, gradients, link), end_s(one, gradients, link))
     assert end_s(merged, gradients, link) <= least_s + 1e-9
 

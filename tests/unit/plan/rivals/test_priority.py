@@ -6,14 +6,16 @@ from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.data.workload import Workload, float_layer
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.model.profile import profile_workload
-from dearmpi.plan.rivals.merging import Arrival, partition, prioritise
+from dearmpi.plan.rivals.merging import ReadyGradient, partition, prioritise
 
 LINK = LinkModel(1.0, 0.0)
 NAMES = ["p0", "p1", "p2", "p3"]
 
 
 def order(*pairs: tuple[str, float], credit: int) -> str:
-    gradients = [Arrival(ParamSpec(name, (10,), itemsize=1), ready_s) for name, ready_s in pairs]
+    gradients = [
+        ReadyGradient(ParamSpec(name, (10,), itemsize=1), ready_s) for name, ready_s in pairs
+    ]
     specs = prioritise(gradients, NAMES, LINK, credit_numel=credit)
     return " ".join(spec.name for spec in specs)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dearmpi.plan.data.layout import ParamSpec, build_layout, fuse_by_cap
 from dearmpi.plan.model.cost import LinkModel
-from dearmpi.plan.rivals.merging import Arrival, fuse_by_cycle, fuse_until
+from dearmpi.plan.rivals.merging import ReadyGradient, fuse_by_cycle, fuse_until
 
 KINDS = st.sampled_from([("float32", 4, "cpu"), ("bfloat16", 2, "cpu"), ("float32", 4, "cuda:0")])
 
@@ -166,7 +166,7 @@ def test_the_work_grows_with_the_number_of_parameters_and_not_its_square(
     fuse_by_cap(specs, 10**6)
     assert looks <= 3 * len(specs)
     looks = 0
-    arrivals = [Arrival(spec, 0.0) for spec in specs]
+    arrivals = [ReadyGradient(spec, 0.0) for spec in specs]
     fuse_until(arrivals, first_bytes=10**6, cap_bytes=10**6)
     fuse_by_cycle(arrivals, LinkModel(1e-3, 1e-9), cap_bytes=10**6, cycle_s=1e-3)
     assert looks <= 4 * len(specs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dearmpi.train.checkpoint import Draft, Snapshot
+from dearmpi.train.checkpoint import PendingCheckpoint, Snapshot
 from dearmpi.train.checkpoint.part import CopyBuffer, make_head, make_part
 
 
@@ -25,7 +25,7 @@ def make_snapshot(step: int = 10, *, fill: float = 0.5) -> Snapshot:
 def save_in_parts(run_folder: Path, snapshot: Snapshot, size: int) -> Path:
     """The folder of a checkpoint that ``size`` ranks have written."""
     run_folder.mkdir(exist_ok=True)
-    draft = Draft(run_folder, snapshot.step)
+    draft = PendingCheckpoint(run_folder, snapshot.step)
     draft.begin()
     parts = [make_part(snapshot, rank=rank, size=size) for rank in range(size)]
     files = [draft.write(CopyBuffer().copy(part), rank=rank) for rank, part in enumerate(parts)]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint
-from dearmpi.train.checkpoint import Draft, Snapshot
+from dearmpi.train.checkpoint import PendingCheckpoint, Snapshot
 from tests.codes import raises
 from tests.unit.train.checkpoint.example_snapshot import content_of, make_snapshot
 
@@ -82,7 +82,7 @@ def test_views_of_one_buffer_are_stored_apart(tmp_path: Path) -> None:
 
 def test_a_run_folder_that_was_removed_does_not_come_back_for_a_checkpoint(tmp_path: Path) -> None:
     with raises(CheckpointError, "cannot-write", "step-00000001"):
-        Draft(tmp_path / "removed", 1).begin()
+        PendingCheckpoint(tmp_path / "removed", 1).begin()
     assert not (tmp_path / "removed").exists()
 
 

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, DataError
-from dearmpi.train.data.loading import Loading, LoadingAhead, OwnLoading, Wanted, open_loading
+from dearmpi.train.data.loading import (
+    BatchLoader,
+    BatchRequest,
+    InlineLoader,
+    WorkerLoader,
+    open_loader,
+)
 from dearmpi.train.loop.stepping import coming_batches
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
@@ -58,8 +64,8 @@ def task_over(data: Any, **parts: Any) -> Task:
 
 
 @contextmanager
-def ahead(data: Any, num_workers: int = 2, **parts: Any) -> Iterator[LoadingAhead]:
-    loading = LoadingAhead(task_over(data, **parts), name="squares", num_workers=num_workers)
+def ahead(data: Any, num_workers: int = 2, **parts: Any) -> Iterator[WorkerLoader]:
+    loading = WorkerLoader(task_over(data, **parts), name="squares", num_workers=num_workers)
     try:
         yield loading
     finally:
@@ -67,14 +73,14 @@ def ahead(data: Any, num_workers: int = 2, **parts: Any) -> Iterator[LoadingAhea
 
 
 @pytest.fixture(scope="module")
-def two_workers() -> Iterator[LoadingAhead]:
+def two_workers() -> Iterator[WorkerLoader]:
     """Over squares; one for several tests, since each process imports torch."""
     with ahead(Squares()) as loading:
         yield loading
 
 
-def wanted(*starts: int, held_out: bool = False) -> list[Wanted]:
-    return [Wanted((start, start + 1), held_out, seed=(7, start)) for start in starts]
+def wanted(*starts: int, held_out: bool = False) -> list[BatchRequest]:
+    return [BatchRequest((start, start + 1), held_out, seed=(7, start)) for start in starts]
 
 
 def squares(batch: Any) -> list[float]:
@@ -83,9 +89,9 @@ def squares(batch: Any) -> list[float]:
 
 
 def test_batches_are_the_same_whoever_loads_them_and_in_whatever_order(
-    two_workers: LoadingAhead,
+    two_workers: WorkerLoader,
 ) -> None:
-    own, loading = OwnLoading(task_over(Squares())), two_workers
+    own, loading = InlineLoader(task_over(Squares())), two_workers
     train, held_out = wanted(0, 2, 4, 6, 8, 10), wanted(1, 3, held_out=True)
     loading.expect(train)
     loading.expect(held_out, held_out=True)
@@ -97,9 +103,9 @@ def test_batches_are_the_same_whoever_loads_them_and_in_whatever_order(
 
 
 def test_what_is_random_follows_from_the_seed_and_not_from_the_workers(
-    two_workers: LoadingAhead,
+    two_workers: WorkerLoader,
 ) -> None:
-    def draw(loading: LoadingAhead, first: int) -> Tensor:
+    def draw(loading: WorkerLoader, first: int) -> Tensor:
         coming = wanted(*range(first, 10, 2))
         loading.expect(coming)
         return torch.stack([loading.load(one) for one in coming])
@@ -140,13 +146,13 @@ def test_two_batches_of_each_worker_are_loaded_before_they_are_wanted(tmp_path: 
         data.await_loaded(2 * 5)
 
 
-def test_nothing_is_loaded_in_the_training_process(two_workers: LoadingAhead) -> None:
+def test_nothing_is_loaded_in_the_training_process(two_workers: WorkerLoader) -> None:
     state = torch.get_rng_state()
     two_workers.load(wanted(0)[0])
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_sample_that_cannot_be_read_is_named(two_workers: LoadingAhead) -> None:
+def test_a_sample_that_cannot_be_read_is_named(two_workers: WorkerLoader) -> None:
     two_workers.expect(wanted(10, 12, 14))
     assert squares(two_workers.load(wanted(10)[0])) == [100.0, 121.0]
     with raises(DataError, "sample-unreadable", 13, 20, "it is"):
@@ -163,14 +169,14 @@ def test_a_process_that_is_killed_ends_the_run_with_a_reason() -> None:
 
 def test_data_that_no_other_process_can_have_are_refused() -> None:
     with raises(ConfigError, "task-not-picklable", 2, "--workers", 0):
-        open_loading(
+        open_loader(
             task_over(Squares(), collate=lambda samples: samples), name="squares", num_workers=2
         )
 
 
 def test_without_workers_anything_will_do() -> None:
     task = task_over(Squares(), collate=lambda samples: len(samples))
-    loading: Loading = open_loading(task, name="squares", num_workers=0)
+    loading: BatchLoader = open_loader(task, name="squares", num_workers=0)
     assert loading.load(wanted(0)[0]) == 2
 
 
@@ -178,14 +184,14 @@ def test_a_run_is_the_same_bit_by_bit(
     alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over several epochs, whose last batches are smaller, in parts, and with evaluations."""
-    submitted: list[Wanted] = []
-    submit = LoadingAhead._submit
+    submitted: list[BatchRequest] = []
+    submit = WorkerLoader._submit
 
-    def noted(loading: LoadingAhead, one: Wanted) -> Any:
+    def noted(loading: WorkerLoader, one: BatchRequest) -> Any:
         submitted.append(one)
         return submit(loading, one)
 
-    monkeypatch.setattr(LoadingAhead, "_submit", noted)
+    monkeypatch.setattr(WorkerLoader, "_submit", noted)
     ends = []
     for workers in (0, 2):
         settings = RunSettings(
@@ -234,21 +240,21 @@ def test_a_task_of_one_s_own_is_found_in_the_other_processes(
     monkeypatch.chdir(tmp_path)
     name = str(tmp_path / form) if ".py" in form else form
     task = build_task(name, {})
-    loading = LoadingAhead(task, name=name, num_workers=1)
-    assert float(loading.load(Wanted((0, 2)))) == 202.0
+    loading = WorkerLoader(task, name=name, num_workers=1)
+    assert float(loading.load(BatchRequest((0, 2)))) == 202.0
     loading.close()
 
 
 RANK = """
 import os, signal
-from dearmpi.train.data.loading import LoadingAhead, Wanted
+from dearmpi.train.data.loading import WorkerLoader, BatchRequest
 from tests.unit.train.data.test_loading import Slow, task_over
 
 if __name__ == "__main__":
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    loading = LoadingAhead(task_over(Slow()), name="squares", num_workers=2)
-    coming = [Wanted((start,)) for start in range(12)]
+    loading = WorkerLoader(task_over(Slow()), name="squares", num_workers=2)
+    coming = [BatchRequest((start,)) for start in range(12)]
     loading.expect(coming)
     for number, one in enumerate(coming):
         print(int(loading.load(one)), flush=True)
@@ -311,16 +317,16 @@ class Endless(Deadly):
 
 LAST = """
 from dearmpi.errors import DataError
-from dearmpi.train.data.loading import LoadingAhead, Wanted
+from dearmpi.train.data.loading import WorkerLoader, BatchRequest
 from tests.unit.train.data.test_loading import Endless, task_over
 
 if __name__ == "__main__":
-    loading = LoadingAhead(task_over(Endless()), name="squares", num_workers=2)
-    loading.load(Wanted((0,)))
-    loading.expect(Wanted((sample,)) for sample in SAMPLES)
+    loading = WorkerLoader(task_over(Endless()), name="squares", num_workers=2)
+    loading.load(BatchRequest((0,)))
+    loading.expect(BatchRequest((sample,)) for sample in SAMPLES)
     try:
         if 5 in SAMPLES:
-            loading.load(Wanted((5,)))
+            loading.load(BatchRequest((5,)))
     except DataError:
         print("a process has ended")
     loading.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
-from dearmpi.train.data.loading import OwnLoading
+from dearmpi.train.data.loading import InlineLoader
 from dearmpi.train.loop.evaluation import Evaluator, probe_metrics
 from dearmpi.train.ranks.random_state import capture_random_state
 from tests.codes import raises
@@ -32,7 +32,9 @@ def test_evaluation_counts_each_sample_once_at_any_number_of_ranks() -> None:
 
     def work(world: World) -> tuple[float, int, Mapping[str, float]]:
         assert task.eval_data is not None
-        found = Evaluator(task, OwnLoading(task), "fp32", batch_size=3, names=("ones",)).run(world)
+        found = Evaluator(task, InlineLoader(task), "fp32", batch_size=3, names=("ones",)).run(
+            world
+        )
         assert found is not None
         return found.loss, found.num_samples, found.metrics
 
@@ -46,7 +48,7 @@ def test_evaluation_leaves_modes_and_gradients_as_they_were(alone: World) -> Non
     task = make_task()
     task.model[0].eval()  # type: ignore[index]
     assert task.eval_data is not None
-    Evaluator(task, OwnLoading(task), "fp32", batch_size=3, names=("ones",)).run(alone)
+    Evaluator(task, InlineLoader(task), "fp32", batch_size=3, names=("ones",)).run(alone)
     assert [module.training for module in task.model.modules()] == [True, False, True, True, True]
     assert torch.is_grad_enabled()
 
@@ -63,7 +65,7 @@ def test_evaluation_leaves_random_states_as_they_were(alone: World) -> None:
     """A run that goes on from a checkpoint saved before it would else draw other numbers."""
     task = replace(make_task(), eval_data=Cropped(7))
     before = capture_random_state()
-    Evaluator(task, OwnLoading(task), "fp32", batch_size=3, names=("ones",)).run(alone)
+    Evaluator(task, InlineLoader(task), "fp32", batch_size=3, names=("ones",)).run(alone)
     assert capture_random_state() == before
 
 
@@ -76,7 +78,7 @@ def test_metrics_that_come_in_another_order_on_another_rank_are_not_mixed_up() -
         task = replace(make_task(eval_count=4), metrics=lambda *_: {n: values[n] for n in order})
         assert task.eval_data is not None
         names = probe_metrics(task, "fp32")
-        found = Evaluator(task, OwnLoading(task), "fp32", batch_size=1, names=names).run(world)
+        found = Evaluator(task, InlineLoader(task), "fp32", batch_size=1, names=names).run(world)
         assert found is not None
         return found.metrics
 

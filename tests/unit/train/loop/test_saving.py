@@ -20,7 +20,7 @@ from dearmpi.errors import NonFiniteLossError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint import Snapshot, part_file
 from dearmpi.train.checkpoint.manifest import FileRecord
-from dearmpi.train.checkpoint.part import CopyBuffer, Part, Piece
+from dearmpi.train.checkpoint.part import CheckpointPart, CopyBuffer, TensorPiece
 from dearmpi.train.loop.job import Job, prepare
 from dearmpi.train.loop.optimizers import choose_optimizer
 from dearmpi.train.loop.saving import Saver, check_finite, synchronize
@@ -155,7 +155,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     """The writing of step 4 ends only once all ranks have taken step 6."""
     write, far_enough = part_file.write_part, threading.Semaphore(0)
 
-    def slow(path: Path, part: Part) -> FileRecord:
+    def slow(path: Path, part: CheckpointPart) -> FileRecord:
         if "step-00000004" in str(path):
             assert far_enough.acquire(timeout=TIMEOUT_S)
         return write(path, part)
@@ -185,7 +185,7 @@ def test_a_copy_is_saved_whatever_the_next_steps_do(
 ) -> None:
     write, changed = part_file.write_part, threading.Event()
 
-    def late(path: Path, part: Part) -> FileRecord:
+    def late(path: Path, part: CheckpointPart) -> FileRecord:
         assert changed.wait(TIMEOUT_S)
         return write(path, part)
 
@@ -214,7 +214,7 @@ def test_a_failure_of_one_rank_ends_all_soon_and_the_checkpoint_before_stays(
 ) -> None:
     write = part_file.write_part
 
-    def fill_up(path: Path, part: Part) -> FileRecord:
+    def fill_up(path: Path, part: CheckpointPart) -> FileRecord:
         if path.parent.name.endswith("step-00000004") and path.name == "part-00001.safetensors":
             path.write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -240,11 +240,11 @@ def test_a_failure_of_one_rank_ends_all_soon_and_the_checkpoint_before_stays(
 def test_a_failure_to_commit_ends_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(draft: checkpoint.Draft, *_: object) -> Path:
+    def fail(draft: checkpoint.PendingCheckpoint, *_: object) -> Path:
         draft.discard()
         raise OSError(errno.EIO, "the disk is gone")
 
-    monkeypatch.setattr(checkpoint.Draft, "commit", fail)
+    monkeypatch.setattr(checkpoint.PendingCheckpoint, "commit", fail)
 
     def work(world: World) -> None:
         job = make_job(world, max_steps=100_000, checkpoint_interval=2)
@@ -260,18 +260,20 @@ def test_a_failure_to_commit_ends_all_ranks(
 def test_no_number_that_is_not_finite_is_saved(dtype: torch.dtype, bad: float) -> None:
     values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
     others = [torch.empty(0), torch.arange(3), torch.tensor([True])]
-    pieces = {f"model/{i}": Piece.of(t, start=0, like=t) for i, t in enumerate([*others, values])}
-    check_finite(Part(pieces, {}), 7, "0123")
+    pieces = {
+        f"model/{i}": TensorPiece.of(t, start=0, like=t) for i, t in enumerate([*others, values])
+    }
+    check_finite(CheckpointPart(pieces, {}), 7, "0123")
     values[41] = bad
-    check_finite(Part(pieces, {}), 7, "012")  # it is a buffer, such as a mask
+    check_finite(CheckpointPart(pieces, {}), 7, "012")  # it is a buffer, such as a mask
     with raises(NonFiniteLossError, "not-finite", "3 is", 7):
-        check_finite(Part(pieces, {}), 7, "0123")
+        check_finite(CheckpointPart(pieces, {}), 7, "0123")
 
 
 def test_one_copy_serves_for_all_checkpoints() -> None:
     buffer = CopyBuffer()
     values = torch.arange(10.0)
-    part = Part({"a": Piece.of(values, start=0, like=values)}, {})
+    part = CheckpointPart({"a": TensorPiece.of(values, start=0, like=values)}, {})
     first = buffer.copy(part)
     values.add_(1.0)
     second = buffer.copy(part)

@@ -8,18 +8,18 @@ import pytest
 
 from dearmpi.comm.world import World
 from dearmpi.train.metrics import step_totals as module
-from dearmpi.train.metrics.step_totals import StepTotal, Tally
+from dearmpi.train.metrics.step_totals import StepTotal, StepTotals
 from tests.fakes.ranks import run_ranks
 
 
 def test_each_step_is_read_once_in_order_with_the_mean_over_ranks() -> None:
     def work(world: World) -> list[StepTotal]:
-        tally, read = Tally(world), []
+        step_totals, read = StepTotals(world), []
         for step in (1, 2, 3):
-            tally.post(step, loss=step + world.rank, stop=False)
-            read += tally.read(pending=1)
-        read += tally.read()
-        tally.close()
+            step_totals.post(step, loss=step + world.rank, stop=False)
+            read += step_totals.read(pending=1)
+        read += step_totals.read()
+        step_totals.close()
         return read
 
     first, second = run_ranks(2, work)
@@ -29,11 +29,11 @@ def test_each_step_is_read_once_in_order_with_the_mean_over_ranks() -> None:
 
 def test_reading_with_one_pending_does_not_wait_for_the_newest() -> None:
     def work(world: World) -> int:
-        tally = Tally(world)
-        tally.post(1, loss=0.0, stop=False)
-        before = len(tally.read(pending=1))
-        tally.read()
-        tally.close()
+        step_totals = StepTotals(world)
+        step_totals.post(1, loss=0.0, stop=False)
+        before = len(step_totals.read(pending=1))
+        step_totals.read()
+        step_totals.close()
         return before
 
     assert run_ranks(2, work) == [0, 0]
@@ -41,11 +41,11 @@ def test_reading_with_one_pending_does_not_wait_for_the_newest() -> None:
 
 def test_all_ranks_learn_of_a_bad_loss_and_of_a_stop_on_one() -> None:
     def work(world: World) -> StepTotal:
-        tally = Tally(world)
+        step_totals = StepTotals(world)
         loss = math.inf if world.rank == 1 else 1.0
-        tally.post(7, loss=loss, stop=world.rank == 2, num_saved=world.rank)
-        (total,) = tally.read()
-        tally.close()
+        step_totals.post(7, loss=loss, stop=world.rank == 2, num_saved=world.rank)
+        (total,) = step_totals.read()
+        step_totals.close()
         return total
 
     for total in run_ranks(3, work):
@@ -62,13 +62,13 @@ def test_after_a_long_step_all_ranks_read_the_newest_at_once(
     monkeypatch.setattr(module, "LONG_STEP_S", 1000.0)
 
     def work(world: World) -> list[int]:
-        tally = Tally(world)
-        delays = [tally.delay]
+        step_totals = StepTotals(world)
+        delays = [step_totals.delay]
         for step, step_s in enumerate((0.0, 3000.0, 1500.0), 1):
-            tally.post(step, loss=0.0, stop=False, step_s=step_s if world.rank else 0.0)
-            tally.read()
-            delays.append(tally.delay)
-        tally.close()
+            step_totals.post(step, loss=0.0, stop=False, step_s=step_s if world.rank else 0.0)
+            step_totals.read()
+            delays.append(step_totals.delay)
+        step_totals.close()
         return delays
 
     assert run_ranks(2, work) == [[0, 1, 0, 1]] * 2

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
-from dearmpi.train.run.folder_lock import occupied
+from dearmpi.train.run.folder_lock import lock_folder
 from tests.codes import raises
 
 _OCCUPY = """
 import sys
 from pathlib import Path
-from dearmpi.train.run.folder_lock import occupied
-with occupied(Path(sys.argv[1])):
+from dearmpi.train.run.folder_lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("there", flush=True)
     sys.stdin.read()
 """
@@ -51,7 +51,7 @@ def test_a_second_job_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     path = tmp_path / "in-use-by"
     with another_job(path) as other:
         told = (tmp_path, f"process {other.pid} on ")
-        with raises(ConfigError, "run-folder-in-use", *told), occupied(path):
+        with raises(ConfigError, "run-folder-in-use", *told), lock_folder(path):
             pass
 
 
@@ -60,9 +60,9 @@ def test_a_job_that_was_killed_has_nothing_any_more(tmp_path: Path) -> None:
     with another_job(path) as other:
         other.kill()
         other.wait()
-        with occupied(path):
+        with lock_folder(path):
             assert "process" in path.read_text()
-    with occupied(path):
+    with lock_folder(path):
         pass
 
 
@@ -73,21 +73,21 @@ def test_a_job_that_is_queued_again_takes_over_from_itself(
     path = tmp_path / "in-use-by"
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     with another_job(path):
-        with raises(ConfigError, "run-folder-in-use", 41), occupied(path):
+        with raises(ConfigError, "run-folder-in-use", 41), lock_folder(path):
             pass  # two steps of one job
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        with occupied(path):
+        with lock_folder(path):
             pass
     with another_job(path):
         monkeypatch.setenv("SLURM_JOB_ID", "1")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-        with raises(ConfigError, "run-folder-in-use", 41), occupied(path):
+        with raises(ConfigError, "run-folder-in-use", 41), lock_folder(path):
             pass
 
 
 def test_a_folder_that_is_removed_or_taken_over_is_this_jobs_no_more(tmp_path: Path) -> None:
     path = tmp_path / "in-use-by"
-    with occupied(path) as own:
+    with lock_folder(path) as own:
         own.check()
         path.unlink()
         with raises(CheckpointError, "run-folder-lost", tmp_path):
@@ -105,7 +105,7 @@ def test_a_working_folder_that_is_removed_with_the_run_folder_is_told_like_it(
     working = tmp_path / "working"
     (working / "runs").mkdir(parents=True)
     monkeypatch.chdir(working)
-    with occupied(Path("runs", "in-use-by")) as own:
+    with lock_folder(Path("runs", "in-use-by")) as own:
         shutil.rmtree(working)
         with raises(CheckpointError, "run-folder-lost", working, "/runs/in-use-by"):
             own.check()
@@ -123,7 +123,7 @@ def test_a_folder_that_may_not_be_looked_at_is_not_called_removed(
     def refuse(_: Path) -> None:
         raise OSError(code, os.strerror(code))
 
-    with occupied(path) as own:
+    with lock_folder(path) as own:
         monkeypatch.setattr("dearmpi.train.run.folder_lock.os.stat", refuse)
         with pytest.raises(CheckpointError) as caught:
             own.check()
@@ -135,5 +135,5 @@ def test_a_folder_that_may_not_be_looked_at_is_not_called_removed(
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none" / "in-use-by"
-    with raises(DearError, "cannot-write", path), occupied(path):
+    with raises(DearError, "cannot-write", path), lock_folder(path):
         pass

@@ -13,7 +13,7 @@ from dearmpi.comm.world import World
 from dearmpi.plan.data.plan import Plan
 from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.agreement import AgreedError
-from dearmpi.train.run.folder_lock import occupied
+from dearmpi.train.run.folder_lock import lock_folder
 from dearmpi.train.run.planning import PlanFile
 from dearmpi.train.run.run_folder import RunFolder
 from tests.codes import raises
@@ -27,11 +27,11 @@ def test_a_plan_is_written_into_no_folder_that_is_gone_or_another_jobs(
 ) -> None:
     job = cast(Job, SimpleNamespace(world=alone, optimizer=SimpleNamespace(plan=PLAN)))
     path = RunFolder.create(tmp_path, "a").path
-    with occupied(path / "in-use-by") as own:
+    with lock_folder(path / "in-use-by") as own:
         file = PlanFile(job, RunFolder(path, own))
         shutil.rmtree(path)
         if taken_over:
-            RunFolder.create(tmp_path, "a").occupant.write_text("process 7 on n1")
+            RunFolder.create(tmp_path, "a").lock_file.write_text("process 7 on n1")
         told = "process 7 on n1" if taken_over else "in-use-by"
         with raises(AgreedError, "run-folder-lost", told) as caught:
             file.renew()
@@ -46,7 +46,7 @@ def test_a_plan_is_written_once_and_that_of_an_earlier_run_goes(
     job = cast(Job, SimpleNamespace(world=alone, optimizer=optimizer))
     folder = RunFolder.create(tmp_path, "a")
     folder.plan.write_text("an earlier one")
-    with occupied(folder.occupant) as own:
+    with lock_folder(folder.lock_file) as own:
         file = PlanFile(job, RunFolder(folder.path, own))
         assert file.renew() is None and not folder.plan.exists()
         optimizer.plan = PLAN

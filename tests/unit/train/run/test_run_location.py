@@ -18,11 +18,11 @@ from dearmpi.train.checkpoint.survey import go_back
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.run_location import (
-    Place,
-    agree_on_place,
+    RunLocation,
+    agree_on_location,
     check_shared,
     check_unchanged,
-    find_place,
+    find_location,
 )
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
@@ -35,14 +35,14 @@ def make_run(root: Path, name: str, *steps: int) -> Path:
     return root / name
 
 
-def find(root: Path, **chosen: str) -> Place:
-    return find_place({"run_folder": str(root), **chosen}, default_root="runs")
+def find(root: Path, **chosen: str) -> RunLocation:
+    return find_location({"run_folder": str(root), **chosen}, default_root="runs")
 
 
 def test_a_new_run_has_the_name_given_or_one_of_its_own(tmp_path: Path) -> None:
-    assert find(tmp_path, name="a") == Place(tmp_path, "a")
+    assert find(tmp_path, name="a") == RunLocation(tmp_path, "a")
     assert find(tmp_path).name
-    assert find_place({}, default_root="some").root == Path("some")
+    assert find_location({}, default_root="some").root == Path("some")
 
 
 def test_a_new_run_does_not_take_the_folder_of_another(tmp_path: Path) -> None:
@@ -107,11 +107,11 @@ def test_a_link_to_a_checkpoint_means_the_run_that_has_it(tmp_path: Path) -> Non
     link, copy = tmp_path / "mine" / "checkpoints" / "best", tmp_path / "mine" / "copy"
     link.parent.mkdir(parents=True)
     link.symlink_to(run / "checkpoints" / "step-00000003")
-    found = find_place({"resume": str(link)}, default_root="runs")
+    found = find_location({"resume": str(link)}, default_root="runs")
     assert (found.root, found.name, found.continued) == (tmp_path, "a", True)
     shutil.copytree(link, copy)
     with raises(ConfigError, "resume-unclear", "checkpoints/", "--name"):
-        find_place({"resume": str(copy)}, default_root="runs")
+        find_location({"resume": str(copy)}, default_root="runs")
     assert find(tmp_path, resume=str(copy), name="b").checkpoint == copy
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_was_sent_back_by_a_link_goes_on_from_there(tmp_path: Path, p
     run = make_run(tmp_path, "a", 3, 6)
     link, back = run / place / "best", run / "checkpoints" / "step-00000003"
     link.symlink_to(back)
-    sent = find_place({"resume": str(link)}, default_root="runs")
+    sent = find_location({"resume": str(link)}, default_root="runs")
     assert sent.checkpoint is not None
     go_back(run, sent.checkpoint)
     assert find(tmp_path, name="a", resume="auto").checkpoint == back
@@ -205,8 +205,10 @@ def test_auto_needs_a_name(tmp_path: Path) -> None:
 
 def test_a_run_folder_or_a_checkpoint_in_it_is_continued_there(tmp_path: Path) -> None:
     run = make_run(tmp_path, "a", 3, 6)
-    whole = find_place({"resume": str(run)}, default_root="runs")
-    early = find_place({"resume": str(run / "checkpoints" / "step-00000003")}, default_root="runs")
+    whole = find_location({"resume": str(run)}, default_root="runs")
+    early = find_location(
+        {"resume": str(run / "checkpoints" / "step-00000003")}, default_root="runs"
+    )
     assert (whole.root, whole.name, whole.continued) == (tmp_path, "a", True)
     assert whole.checkpoint == run / "checkpoints" / "step-00000006"
     assert (early.root, early.name, early.continued) == (tmp_path, "a", True)
@@ -244,9 +246,11 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_rank_0_decides_for_all(tmp_path: Path) -> None:
     run = make_run(tmp_path, "a", 3)
     chosen = {"run_folder": str(tmp_path), "name": "a", "resume": "auto"}
-    places = run_ranks(3, lambda world: agree_on_place(world, chosen, default_root="runs"))
-    assert set(places) == {
-        Place(tmp_path, "a", run / "checkpoints" / "step-00000003", continued=True, goes_on=True)
+    locations = run_ranks(3, lambda world: agree_on_location(world, chosen, default_root="runs"))
+    assert set(locations) == {
+        RunLocation(
+            tmp_path, "a", run / "checkpoints" / "step-00000003", continued=True, goes_on=True
+        )
     }
 
 
@@ -324,13 +328,13 @@ def test_ranks_that_may_not_look_at_the_checkpoint_of_rank_0_say_so(
 ) -> None:
     run = make_run(tmp_path, "a", 3)
     chosen = {"resume": str(run / "checkpoints" / "step-00000003")}
-    found = find_place(chosen, default_root="runs")
-    monkeypatch.setattr("dearmpi.train.run.run_location.find_place", lambda *_, **__: found)
+    found = find_location(chosen, default_root="runs")
+    monkeypatch.setattr("dearmpi.train.run.run_location.find_location", lambda *_, **__: found)
     refuse_to_look(run, monkeypatch)
 
     def work(world: World) -> str:
         with pytest.raises(AgreedError) as caught:
-            agree_on_place(world, chosen, default_root="runs")
+            agree_on_location(world, chosen, default_root="runs")
         return str(caught.value)
 
     for told in run_ranks(2, work):
