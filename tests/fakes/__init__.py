@@ -1,9 +1,9 @@
 """Ranks in one process, for tests: collectives without MPI, with delays, faults and records.
 
-A ``FakeHub`` joins the ranks, says how long operations take and what goes wrong, and tells
-afterwards what was posted when; ``ranks.run_ranks`` runs a function on all of them. An operation
-happens once every rank has posted it: the nth on a communicator matches the nth of the other
-ranks, and is an error on all of them if the kinds or lengths differ.
+A ``FakeHub`` joins the ranks. It decides how long operations take and what goes wrong, and records
+what was posted when. ``ranks.run_ranks`` runs a function on all ranks. An operation happens once
+every rank has posted it: the nth on a communicator matches the nth of the other ranks. If kinds or
+lengths differ, it is an error on all of them.
 
 Operations on channels (duplicated communicators) share one wire, which carries one at a time; the
 exchanges of ``World`` itself, on communicator 0, take no time and meet no fault. Buffers live on

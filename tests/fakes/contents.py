@@ -42,7 +42,7 @@ def bytes_of(buffer: Buffer) -> bytes:
 
 
 def spoil(buffer: Any, *, keep: int | None = None, size: int = 1) -> None:
-    """Overwrite ``buffer`` but for the shard of rank ``keep``: nobody may read the rest."""
+    """Overwrite ``buffer`` but for the shard of rank ``keep``: the rest must not be read."""
     cuts = even_cuts(buffer.numel(), size)
     for rank in range(size):
         if rank != keep:

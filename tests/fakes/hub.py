@@ -18,7 +18,7 @@ from tests.fakes.record import Carried, Record
 
 
 class FakeHub:
-    """What the ranks of one process share: who has posted what, a wire, a clock, and records.
+    """What the ranks of one process share: posted operations, a wire, a clock, and records.
 
     seconds(label, nbytes): how long an operation occupies the wire.
     name(buffer): appended to ``RS``, ``AG``, ``AR`` or ``BC`` to make a label such as ``RS2``.

@@ -12,7 +12,7 @@ Route = tuple[int, int, int, int]
 
 
 class Letters:
-    """All letters of a hub; its lock is held by whoever calls."""
+    """All letters of a hub; the caller holds its lock."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[Route, int], Any] = {}

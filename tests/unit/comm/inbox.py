@@ -11,7 +11,7 @@ HOSTS = tuple(f"n{rank}" for rank in range(1000))
 
 
 class Inbox:
-    """Messages to read, and to whom something was sent."""
+    """Messages to read, and the receivers of messages sent."""
 
     def __init__(self, *messages: tuple[int, bytes]) -> None:
         self.messages = list(messages)

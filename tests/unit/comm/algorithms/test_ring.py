@@ -1,4 +1,4 @@
-"""Rings: right results for any number of ranks, whatever arrives first."""
+"""Rings: right results for any number of ranks, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_complete_ring_can_be_tested_again_without_adding_twice() -> None:
 
 @pytest.mark.parametrize("size", [3, 9])
 def test_a_ring_tells_of_each_message(size: int) -> None:
-    """So that whoever polls looks for the next one in time."""
+    """So that the polling thread looks for the next one in time."""
     wires = Wires()
     one = start_rings(wires, list(torch.ones(size, size)))[0]
     for number in range(size - 1):

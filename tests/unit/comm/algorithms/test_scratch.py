@@ -1,4 +1,4 @@
-"""Scratch memory: as much as operations use at once, whatever the lengths of buckets."""
+"""Scratch memory: as much as operations use at once, for any lengths of buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process says before it ends reaches whoever reads, and nobody is waited for in vain."""
+"""The last output of a process reaches its readers, and waits for none in vain."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_notify_wakes_who_waits_for_something_else(threaded: Progress) -> None:
 
 @pytest.mark.usefixtures("_frequent_switches")
 def test_two_threads_may_drive_in_poll_mode() -> None:
-    """Each work is started and finished once, whoever polls."""
+    """Each work is started and finished once, whichever thread polls."""
     driven = Progress("poll", origin="here")
     lanes = [driven.open_lane("a", window=2), driven.open_lane("b", window=2)]
     finished: list[list[int]] = [[], []]

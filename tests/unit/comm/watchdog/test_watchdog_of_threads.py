@@ -109,7 +109,7 @@ def test_a_wait_that_ends_ends_no_other_one(rank: Rank, capsys: pytest.CaptureFi
 
 
 def test_others_are_told_of_the_thread_that_trains(rank: Rank) -> None:
-    """It may yet do what they wait for, whatever a thread beside it waits for."""
+    """It may yet do what they wait for, even while another thread waits."""
     watchdog = rank.watchdog
     rank.second(lambda: watchdog.begin_wait("AG7"))
     assert watchdog.status().waiting == ""
