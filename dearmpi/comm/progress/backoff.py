@@ -1,7 +1,9 @@
-"""Backoff: how long a polling thread sleeps between two polls."""
+"""Backoff: how a polling thread leaves the cores to threads that compute."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 
 from dearmpi.comm.api.collectives import Movement
@@ -17,6 +19,22 @@ _MOST_SLEEP_S = 1e-3
 # messages, and each hop of a long ring would delay all later hops.
 _SHARE_OF_MESSAGE = 0.5
 _WEIGHT_OF_LAST = 0.25
+
+
+_NICENESS = 5  # of the progress thread
+
+
+def yield_to_computation() -> None:
+    """Lower the calling thread's priority, so that it interrupts no thread that computes (Linux).
+
+    It still gets a core soon, since it hardly uses any. A scheduling policy that the process has
+    set itself stays.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # other systems, or not allowed
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            niceness = max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
 class Backoff:

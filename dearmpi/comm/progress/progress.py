@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from dearmpi.comm.api.collectives import Movement
-from dearmpi.comm.progress.backoff import Backoff
+from dearmpi.comm.progress.backoff import Backoff, yield_to_computation
 from dearmpi.comm.progress.lane import Lane, Work
 from dearmpi.comm.progress.refusal import check_process, deadlock_of
 from dearmpi.comm.watchdog.absence import Absence
@@ -26,21 +26,7 @@ from dearmpi.comm.watchdog.watchdog import Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError
 
-_NICENESS = 5  # of the progress thread
 _WAKE_S = 0.5  # a waiting main thread wakes this often, for signals and failures
-
-
-def yield_to_computation() -> None:
-    """Lower the calling thread's priority, so that it interrupts no thread that computes (Linux).
-
-    It still gets a core soon, since it hardly uses any. A scheduling policy that the process has
-    set itself stays.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # other systems, or not allowed
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            niceness = max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS)
-            os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
 class Progress:

@@ -21,8 +21,7 @@ from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.stack import stack_of
 from dearmpi.comm.messages.mail import Mail, Messenger
 from dearmpi.comm.watchdog.absence import CURE
-from dearmpi.comm.watchdog.verdict import explain_hopeless
-from dearmpi.comm.watchdog.waits import StallReport, Status, Wait
+from dearmpi.comm.watchdog.waits import StallReport, Status, Wait, explain_hopeless
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
