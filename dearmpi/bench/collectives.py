@@ -96,7 +96,7 @@ def measure_collectives(
     """
     if world.size == 1:
         raise ConfigError("one rank has no collectives; start several with mpirun")
-    choose_threads(world, asked=None, progress_thread=world.has_progress_thread)
+    choose_threads(world, requested=None, progress_thread=world.has_progress_thread)
     compute_on_one_core(world)
     wire = measure_wire(world)
     tell(f"a TCP stream carries {wire / 1e6:.0f} Mbit/s")

@@ -130,7 +130,7 @@ def make_subject(world: World, question: Question, tell: Tell) -> Subject:
 
     Raises AgreedError on all ranks for what cannot be measured.
     """
-    threads = choose_threads(world, asked=None, progress_thread=world.has_progress_thread)
+    threads = choose_threads(world, requested=None, progress_thread=world.has_progress_thread)
     tell(f"torch threads per rank: {threads.count} ({threads.reason})")
     with together(world):
         workload = read_workload(question.workload) if is_workload(question.workload) else None

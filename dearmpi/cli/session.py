@@ -69,7 +69,7 @@ def _train(session: Session, folder: RunFolder, console: Console, stop: StopRequ
         job,
         folder.path,
         listener=narrator,
-        stop_asked=lambda: stop.is_due,
+        stop_requested=lambda: stop.is_due,
         check_own=folder.check_own,
     )
     try:

@@ -63,7 +63,9 @@ class RankFacts:
 def gather_facts(world: World, *, threads_asked: int | None) -> list[RankFacts]:
     """Every rank's facts, by rank (collective). threads_asked: as for ``dear-train run``."""
     script_threads = torch.get_num_threads()  # before they are chosen
-    threads = choose_threads(world, asked=threads_asked, progress_thread=world.has_progress_thread)
+    threads = choose_threads(
+        world, requested=threads_asked, progress_thread=world.has_progress_thread
+    )
     own = RankFacts(
         rank=world.rank,
         host=world.host,

@@ -1,5 +1,5 @@
-"""Presence: what is at a path. What may not be looked at is an error, and not taken for nothing:
-people would be told that something is gone which is there, and its mode wrong.
+"""File checks: what is at a path. A path that may not be looked at is an error, not an absent file:
+a run would train on less data, or report a checkpoint as missing.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from dearmpi.errors import DataError, DearError
 
 
 def is_file(path: Path, error: type[DearError]) -> bool:
-    """Whether there is a file, or a link to one. Raises ``error`` where that cannot be told."""
+    """Whether there is a file, or a link to one. Raises ``error`` for an unreadable path."""
     return stat.S_ISREG(_look(path, error))
 
 
 def is_folder(path: Path, error: type[DearError]) -> bool:
-    """Whether there is a folder, or a link to one. Raises ``error`` where that cannot be told."""
+    """Whether there is a folder, or a link to one. Raises ``error`` for an unreadable path."""
     return stat.S_ISDIR(_look(path, error))
 
 
 def is_there(path: Path, error: type[DearError]) -> bool:
-    """Whether there is anything. Raises ``error`` where that cannot be told."""
+    """Whether anything is at ``path``. Raises ``error`` for an unreadable path."""
     return _look(path, error) != 0
 
 
 def mode_of(path: Path) -> int:
-    """As stat has it, 0 for what is not there. Raises OSError for what may not be looked at.
+    """The mode from ``stat``, 0 for an absent file. Raises OSError for an unreadable path.
 
-    Not by Path.is_dir and its like, which say no of that, or fail, as Python's version has it.
+    ``Path.is_dir`` returns False or raises there, depending on the version of Python.
     """
     found = _find(path)
     return 0 if found is None else found.st_mode
 
 
 def file_bytes(path: Path) -> int | None:
-    """The size of the file, or of that to which a link leads; None where there is none. Raises
-    OSError for what may not be looked at.
+    """The size in bytes of the file, or of a link's target; None where there is none. Raises
+    OSError for an unreadable path.
     """
     found = _find(path)
     return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None

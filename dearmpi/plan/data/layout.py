@@ -200,7 +200,7 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
 
 
 class Parameter(Protocol):
-    """What is asked of a ``torch.nn.Parameter``."""
+    """The part of ``torch.nn.Parameter`` that ``spec_of`` reads."""
 
     @property
     def shape(self) -> Sequence[int]: ...

@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def conduct(self) -> Conduct:
-        """How its buckets travel, with parameters gathered where it does not say what is."""
+        """How its buckets travel; without ``gather`` in the plan, parameters are gathered."""
         return Conduct(self.schedule, self.window, self.eager, self.gather or "parameters")
 
     @property
@@ -173,13 +173,13 @@ class Plan:
         return late.index(True) if late else 0
 
     def summary(self) -> str:
-        """Half a line for people."""
+        """A summary of half a line, for people."""
         seconds, early = self.prediction.iteration_s, self.num_early_gathers
         buckets = self._count_buckets()
         return f"{self.schedule.name}, {buckets}, {early} early gathers, {seconds:.4f} s"
 
     def describe(self) -> str:
-        """A few lines for people."""
+        """A description of a few lines, for people."""
         sizes = ", ".join(str(len(bucket)) for bucket in self.buckets)
         seconds = self.prediction
         return "\n".join(

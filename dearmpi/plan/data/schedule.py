@@ -1,4 +1,4 @@
-"""Schedules: in which order the collectives of one iteration are posted, and who waits for them.
+"""Schedules: in which order the collectives of one iteration are posted, and what waits for them.
 
 Reduce-scatters and all-gathers have a lane (and a communicator) each. Within a lane operations are
 posted in the order written here on every rank, whatever finishes first.
@@ -132,7 +132,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Conduct:
-    """How buckets travel: in the order of ``schedule``, and as ``EngineConfig`` says.
+    """How buckets travel: in the order of ``schedule``, with settings of ``EngineConfig``.
 
     window: most operations of a kind in flight. eager: whether they are updated during backprop.
     gather: what the all-gathers carry, parameters or gradients.

@@ -114,7 +114,7 @@ class Costs:
         return ALGORITHM_COSTS[self.algorithm].num_rounds(self.world_size)
 
     def with_typical_overheads(self) -> Costs:
-        """With typical values for what a bucket costs whatever it holds, where nobody measured."""
+        """With typical values for each bucket's fixed cost where none was measured."""
         return replace(
             self,
             update_s=self.update_s or _TYPICAL_UPDATE_S,

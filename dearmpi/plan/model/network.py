@@ -85,7 +85,7 @@ class Network:
         return replace(self, name=name, node=node)
 
     def sent_as(self, comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> Network:
-        """The same for whoever sends the trained ones of ``specs`` in ``comm_dtype``.
+        """The same where the trained ones of ``specs`` are sent in ``comm_dtype``.
 
         Raises ConfigError if all are of half precision already.
         """

@@ -15,7 +15,7 @@ from dearmpi.plan.simulate.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class MethodRow:
-    """What a method takes."""
+    """One method's buckets and simulated timeline."""
 
     method: SimulatedMethod
     num_buckets: int
@@ -29,7 +29,9 @@ class MethodRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Rows in the order asked for. wire_s: of all gradients, there and back, without start-up."""
+    """Rows in the order of the given methods. wire_s: seconds on the wire for all gradients, there
+    and back, without start-up.
+    """
 
     profile: ModelProfile
     network: Network

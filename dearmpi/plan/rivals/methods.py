@@ -123,7 +123,7 @@ def _with_cycle(method: SimulatedMethod, numbers: Sequence[str]) -> SimulatedMet
 
 
 def _read_number(text: str) -> float:
-    """0 for what is none."""
+    """The number, or 0 for text that is no number."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The paper's setting: five models on 64 GPUs over two networks, and what it says it gained.
+"""The paper's setting: five models on 64 GPUs over two networks, and its claimed gains.
 
 Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
 Pipelining", ICDCS 2023 (arXiv 2302.12445). Its GPUs are RTX 2080 Ti.
@@ -100,7 +100,7 @@ class Gain:
 
     @property
     def overlap(self) -> float:
-        """See above."""
+        """WFBP's bound over DeAR's, for DeAR's own buckets."""
         timeline = self.dear.timeline
         both_s = timeline.reduce_s + timeline.gather_s
         wfbp_s = timeline.feed_forward_s + max(timeline.backprop_s, both_s)

@@ -40,8 +40,8 @@ class Draft:
 
     @property
     def merit(self) -> tuple[float, bool]:
-        """The least is best: by time to the nanosecond, and then with what is gathered late being
-        late for the feed-forward alone, and not for all that a script does between two steps.
+        """The least is best: by time to the nanosecond, then schedules whose late gathers hold up
+        only the feed-forward, and not what a script does between steps.
         """
         return round(self.seconds, 9), self.schedule.wait is Wait.STEP
 

@@ -36,13 +36,13 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     Where serial or WFBP takes the same time, overlap of the feed-forward is preferred: what comes
     late then holds up less.
 
-    First over what fixed caps make with every plain schedule, so that no plan is worse (unless a
-    cap makes more than 400 buckets), and over a family of layouts whose buckets grow from both ends
-    of the model to a cap: what is reduced last and gathered first is exposed, what is reduced first
-    leaves the wire idle until then. Then, from some of these (``_starts``), by moving, removing and
+    The first drafts are the buckets of fixed caps with every plain schedule, so that no plan is
+    worse, unless a cap makes more than 400 buckets. Others grow from both ends of the model to a
+    cap: what is reduced last and gathered first is exposed, what is reduced first leaves the wire
+    idle until then. Then, from some of these (``_starts``), by moving, removing and
     adding single cuts, and by tying single gathers to another reduce-scatter, as long as that
-    helps. At the end buckets are merged that gain next to nothing by being two, unless that loses
-    what the plan gains over DeAR's own order, serial and WFBP.
+    helps. At the end buckets are merged that gain almost nothing by being two. This must not lose
+    the plan's gain over DeAR's own order, serial and WFBP.
     """
     drafts = Drafts(problem)
     first = sorted(_first_drafts(problem, drafts), key=_merit)

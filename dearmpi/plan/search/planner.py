@@ -35,11 +35,11 @@ def make_plan(
 ) -> Plan:
     """The plan for ``profile`` over ``world_size`` ranks, whose ``costs`` these are.
 
-    Decides on contiguous buckets of any sizes, on the gathers that run during backprop (with eager
-    updates), their order and what they are tied to, and on the window; serial and WFBP are among
-    the schedules. Up to four tensors the plan is the best of all (``exhaustive``); beyond, it is
-    the best found (``improvement``), and ``prediction.bound_s`` tells how far from it any other
-    plan could be. The same arguments make the same plan.
+    Decides on contiguous buckets of any sizes, on the gathers during backprop (with eager updates),
+    their order and ties, and on the window. Serial and WFBP are among the schedules. Up to four
+    tensors the plan is the best of all (``exhaustive``); beyond, it is the best found
+    (``improvement``); ``prediction.bound_s`` bounds how much better any other plan could be. The
+    same arguments make the same plan.
 
     Raises ConfigError for costs of another world size, and for a model that has nothing to train.
     """

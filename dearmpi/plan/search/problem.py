@@ -107,7 +107,7 @@ class Problem:
         return Buckets(loads, tuple(places), tuple(order), step_s)
 
     def judge(self, buckets: Buckets, conduct: Conduct) -> float:
-        """Seconds of an iteration: what ``simulate`` says, without the spans."""
+        """Seconds of an iteration, as ``simulate`` finds them, without the spans."""
         flow = Flow(buckets.loads, conduct, step_s=buckets.step_s)
         passages = flow.run()
         self.num_events += flow.num_events

@@ -1,4 +1,4 @@
-"""Inspection: a checkpoint told to a person, and its model written out for inference."""
+"""Inspection: a checkpoint described for people, and its model exported for inference."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def describe(path: Path) -> list[str]:
 def describe_runs(folder: Path) -> list[tuple[str, ...]]:
     """Rows for the runs in ``folder``, with a header; none if it holds no runs, or is one.
 
-    Each tells the step and the time of writing of the checkpoint to resume from, how many complete
-    ones there are, and what is wrong. Checksums are not verified.
+    A row has step and time of the checkpoint to resume from, the number of complete ones, and what
+    is wrong. Checksums are not verified.
     """
     rows = [_describe_run(run) for run in list_runs(folder)]
     return [("run", "step", "written", "checkpoints", "remarks"), *rows] if rows else []

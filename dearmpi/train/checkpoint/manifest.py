@@ -1,7 +1,7 @@
 """Manifest: the JSON file that makes a folder of tensor files a checkpoint.
 
-It holds the format and its version, the size and SHA-256 of each rank's part, what is the same on
-all ranks and no tensor, and a SHA-256 of its own content.
+It holds the format and its version, the size and SHA-256 of each rank's part, and a SHA-256 of its
+own content. It also holds all plain data that is the same on all ranks.
 docs/reference/checkpoints.md describes the fields.
 """
 
@@ -164,7 +164,7 @@ def check_contents(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def short(digest: str) -> str:
-    """Return the first digits of a checksum, enough to tell two apart."""
+    """Return the first digits of a checksum, enough to distinguish two."""
     return digest[:12]
 
 

@@ -132,7 +132,7 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the manifest says beside the files, encoded; fields as in ``Manifest``."""
+    """The manifest's content beside the files, encoded; fields as in ``Manifest``."""
 
     model: Sequence[str]
     aliases: Mapping[str, str]
@@ -141,7 +141,7 @@ class Head:
 
 
 def make_head(snapshot: Snapshot) -> Head:
-    """The head of the checkpoint of ``snapshot``, of whose model the names alone count."""
+    """The head of the checkpoint of ``snapshot``; of its model only the names count."""
     return Head(
         model=list(snapshot.model),
         aliases=find_aliases(snapshot.model),
@@ -173,7 +173,7 @@ def make_part(
 
 
 def model_key(name: str) -> str:
-    """Under which name the model's tensor ``name`` is stored."""
+    """The name under which the model's tensor ``name`` is stored."""
     return f"model/{name}"
 
 

@@ -29,8 +29,8 @@ from dearmpi.train.checkpoint.part import BLOCK_BYTES, STORABLE, CheckpointPart,
 class DirectFile:
     """Writes the new file at ``path`` past the kernel's page cache; a context manager.
 
-    Copying into the page cache costs several times the CPU time of the checksums, and a checkpoint
-    that is not read soon would push out what is needed. A regular exit leaves all data on the disk.
+    Copying into the page cache costs several times the CPU time of the checksums. A checkpoint that
+    is not read soon would also push useful pages out. A regular exit leaves all data on the disk.
 
     Raises OSError when it cannot be written.
     """

@@ -67,8 +67,8 @@ class PendingCheckpoint:
         return self.target.with_name(WRITING + self.target.name)
 
     def begin(self) -> None:
-        """Make its folder, and remove what a killed writer left behind. The run folder is there:
-        one that was removed while its run trains does not come back with nothing else in it.
+        """Make its folder, and remove what a killed writer left behind. The run folder must exist:
+        one that was removed while its run trains is not made again.
         """
         with self._explaining():
             self.target.parent.mkdir(exist_ok=True)
@@ -172,8 +172,8 @@ def read(path: Path, record: Manifest) -> Snapshot:
 def verify(path: Path, *, rank: int = 0, size: int = 1) -> Manifest:
     """Return the manifest of the checkpoint at ``path`` after comparing every file's checksum.
 
-    Where ``size`` ranks verify it together, each looks at the files whose number is its own modulo
-    ``size``. Raises CheckpointError with the file, both checksums, and what to do.
+    Where ``size`` ranks verify it together, each checks the files whose number modulo ``size`` is
+    its rank. Raises CheckpointError with the file, both checksums, and what to do.
     """
     try:
         record = manifest.read_manifest(path)

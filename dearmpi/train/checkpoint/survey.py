@@ -68,8 +68,8 @@ def belongs_to_run(checkpoint: Path) -> bool:
 
 
 def go_back(run_folder: Path, checkpoint: Path) -> None:
-    """Have ``latest`` name ``checkpoint``, if it is one of this run: what was written after it is
-    given up. Raises CheckpointError where that cannot be written.
+    """Make ``latest`` name ``checkpoint`` if it is one of this run; later checkpoints are given up.
+    Raises CheckpointError where it cannot be written.
     """
     own = run_folder / "checkpoints" / checkpoint.name
     if not own.is_dir() or not own.samefile(checkpoint) or own == find_latest(run_folder):
@@ -85,12 +85,12 @@ def go_back(run_folder: Path, checkpoint: Path) -> None:
 
 
 def name_latest(run_folder: Path, checkpoint: Path) -> None:
-    """Have ``latest`` name ``checkpoint``. Raises OSError where that cannot be written."""
+    """Make ``latest`` name ``checkpoint``. Raises OSError where it cannot be written."""
     durable.write_text(run_folder / "latest", f"checkpoints/{checkpoint.name}\n")
 
 
 def find_latest(run_folder: Path) -> Path | None:
-    """Return the checkpoint to resume from, or None; ``survey`` tells what was passed over."""
+    """Return the checkpoint to resume from, or None; ``survey`` reports what was passed over."""
     return survey(run_folder).latest
 
 
@@ -120,8 +120,8 @@ def resolve(path: Path) -> Path:
 
 
 def list_runs(folder: Path) -> list[Path]:
-    """The run folders in ``folder``, by name, and those that may not be looked at; none if it is a
-    run itself, or no folder. Raises CheckpointError where that cannot be told.
+    """The run folders in ``folder``, by name, and those that may not be looked at. Empty if
+    ``folder`` is a run itself, or no folder. Raises CheckpointError for an unreadable folder.
     """
     if not is_folder(folder, CheckpointError) or is_there(folder / "checkpoints", CheckpointError):
         return []
@@ -199,7 +199,7 @@ def next_serial(checkpoints: Path) -> int:
 
 
 def advise(path: Path) -> str:
-    """Say what to do about a checkpoint at ``path`` that cannot be loaded."""
+    """The cure for a checkpoint at ``path`` that cannot be loaded."""
     try:
         complete, _ = list_checkpoints(path.parent)
     except CheckpointError:
@@ -233,7 +233,7 @@ def remove(folder: Path) -> None:
 
 
 def left_over(error: OSError) -> str:
-    """What to tell people of a checkpoint that could not be removed."""
+    """The warning about a checkpoint that could not be removed."""
     return f"an old checkpoint is left over: {error}; remove it"
 
 
@@ -249,7 +249,7 @@ def _step_of(folder: Path) -> int:
 
 
 def _read_latest(run_folder: Path) -> str | None:
-    """What the file says, which may be anything; None where there is none."""
+    """The content of the file ``latest``, unchecked; None where there is none."""
     try:
         return (run_folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:

@@ -40,8 +40,8 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class EpochOrder:
-    """Order of the samples in any epoch; keeps the last one asked for, because drawing it
-    again at each step would cost a pass over the data set's length.
+    """Order of the samples in any epoch. Keeps the order of the last epoch, since drawing it takes
+    a pass over the data set's length.
     """
 
     num_samples: int
@@ -169,7 +169,7 @@ def evaluation_shares(
 
 
 def load_batch(task: Task, data: Samples, indices: tuple[int, ...]) -> Any:
-    """Read the samples at ``indices`` of ``data`` and make a batch of them as ``task`` asks.
+    """Read the samples at ``indices`` of ``data`` and collate them to a batch of ``task``.
 
     Raises DataError naming the sample that could not be read, or the samples that do not make
     a batch together.

@@ -35,8 +35,8 @@ _AHEAD = 2  # batches of each process that are ready or on their way
 class BatchRequest:
     """A batch: of the ``held_out`` samples or of those to train on, at ``indices``.
 
-    seed: from which a process beside the training one draws what is random in loading, so that it
-    does not matter which of how many that is, or whether the run was stopped before.
+    seed: of the random numbers that a worker process draws for it, so that they depend neither on
+    the number of workers nor on a restart.
     """
 
     indices: tuple[int, ...]
@@ -45,10 +45,10 @@ class BatchRequest:
 
 
 class BatchLoader(Protocol):
-    """Who loads. Raises DataError for samples that cannot be read or make no batch."""
+    """Loads batches. Raises DataError for samples that cannot be read or make no batch."""
 
     def expect(self, coming: Iterable[BatchRequest], *, held_out: bool = False) -> None:
-        """These, all ``held_out`` or none, will be wanted next, in this order."""
+        """Announce the next batches in order; ``held_out`` holds for all of them."""
         ...
 
     def load(self, wanted: BatchRequest) -> Any:
@@ -56,33 +56,33 @@ class BatchLoader(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is wanted any more."""
+        """End loading."""
         ...
 
 
 class InlineLoader:
-    """The calling thread loads, when asked."""
+    """Loads each batch in the calling thread, when ``load`` is called."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
 
     def expect(self, coming: Iterable[BatchRequest], *, held_out: bool = False) -> None:
-        """That helps nobody."""
+        """Does nothing: nothing is loaded ahead."""
 
     def load(self, wanted: BatchRequest) -> Any:
-        """Whatever is random is drawn from the training's generators."""
+        """Load the batch; random numbers come from the generators of training."""
         return _load(self._task, wanted)
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Does nothing: no process was started."""
 
 
 class WorkerLoader:
     """``num_workers`` processes load what is expected, while the training one trains."""
 
     def __init__(self, task: Task, *, name: str, num_workers: int) -> None:
-        """``name``: by which the task was asked for. Raises ConfigError for a task whose samples
-        cannot be sent to another process.
+        """name: the task as given to ``--task``. Raises ConfigError for a task whose samples cannot
+        be sent to another process.
         """
         self._task, self._most = task, _AHEAD * num_workers
         # By whether they are held out.
@@ -106,14 +106,14 @@ class WorkerLoader:
             self._pool.submit(os.getpid)
 
     def expect(self, coming: Iterable[BatchRequest], *, held_out: bool = False) -> None:
-        """Load those, and none that were expected of the same samples before."""
+        """Load these batches ahead, and drop earlier ones of the same data set."""
         for _, batch in self._ahead[held_out]:
             batch.cancel()
         self._coming[held_out], self._ahead[held_out] = iter(coming), deque()
         self._go_on(held_out)
 
     def load(self, wanted: BatchRequest) -> Any:
-        """One that was not expected takes its time."""
+        """Return the batch; one that was not announced is loaded now."""
         ahead = self._ahead[wanted.held_out]
         if not ahead or ahead[0][0] != wanted:
             return self._await(self._submit(wanted))
@@ -122,7 +122,7 @@ class WorkerLoader:
         return self._await(batch)
 
     def close(self) -> None:
-        """Without waiting for what is under way: the processes end in its midst."""
+        """End the processes without waiting for batches under way."""
         self._end.send_bytes(b"end")
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -154,7 +154,7 @@ class WorkerLoader:
 
 
 def open_loader(task: Task, *, name: str, num_workers: int) -> BatchLoader:
-    """The loading of a run of the task that was asked for as ``name``; without workers its own."""
+    """A WorkerLoader with ``num_workers`` processes, or an InlineLoader for 0."""
     if not num_workers:
         return InlineLoader(task)
     return WorkerLoader(task, name=name, num_workers=num_workers)
@@ -167,7 +167,7 @@ def _load(task: Task, wanted: BatchRequest) -> Any:
 
 
 def _pack(task: Task, num_workers: int) -> bytes:
-    """What a worker needs of ``task``. By torch, which writes memory that samples share once."""
+    """The parts of ``task`` for a worker, pickled by torch, which writes shared memory once."""
     nothing: Any = None
     needed = replace(
         task, model=nothing, loss=nothing, metrics=None, summarize=None, notes=(), defaults={}
@@ -188,8 +188,8 @@ def _pack(task: Task, num_workers: int) -> bytes:
 
 @contextmanager
 def _kept_from_signals() -> Iterator[None]:
-    """What is started inside never gets the signals that ask a run to stop; this process gets
-    those that come meanwhile afterwards.
+    """Processes started inside ignore the signals that request a stop. This process handles signals
+    that arrive meanwhile afterwards.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGINT))
     try:
@@ -205,15 +205,15 @@ _served: Task | None = None
 
 def _begin(name: str, packed: bytes, heard: connection.Connection) -> None:
     global _served
-    threading.Thread(target=_end_when_told, args=(heard,), daemon=True).start()
+    threading.Thread(target=_end_with_rank, args=(heard,), daemon=True).start()
     torch.set_num_threads(1)
     prepare_to_load(name)
     _served = torch.load(io.BytesIO(packed), weights_only=False)
 
 
-def _end_when_told(heard: connection.Connection) -> None:
-    """Or when the rank has ended, however: nobody else would end this process, which is deaf to
-    signals, at whatever it is. All processes listen to one pipe, so nobody reads.
+def _end_with_rank(heard: connection.Connection) -> None:
+    """End this process when the rank closes the loader or has ended. All workers wait on one pipe,
+    so none reads from it.
     """
     rank = parent_process()
     assert rank is not None

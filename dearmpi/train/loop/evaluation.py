@@ -33,7 +33,7 @@ class Evaluation:
 class Evaluator:
     """Evaluates a task's model on its held-out samples.
 
-    loading: who loads them. batch_size: samples of one feed-forward.
+    loading: loads them. batch_size: samples of one feed-forward.
     names: of the task's metrics, the same on every rank.
     """
 
@@ -44,13 +44,13 @@ class Evaluator:
     names: tuple[str, ...] = ()
 
     def run(
-        self, world: World, *, stop_asked: Callable[[], bool] = lambda: False
+        self, world: World, *, stop_requested: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
         """Evaluate (collective). The model's parameters and buffers must be the same on all.
 
-        stop_asked: whether this rank was asked to stop, looked at before each batch. If any left
-        one out, there is no result: None on all ranks.
-        Random states stay as they are: training goes on as if nobody had looked.
+        stop_requested: whether this rank should stop, called before each batch. If any does, the
+        result is None on all ranks.
+        Random states stay as they are, so an evaluation does not change training.
         """
         sums, broken = [0.0] * (2 + len(self.names)), False
         assert self.task.eval_data is not None
@@ -62,7 +62,7 @@ class Evaluator:
         self.loading.expect(wanted, held_out=True)
         with evaluating(self.task.model):
             for one in wanted:
-                broken = stop_asked()
+                broken = stop_requested()
                 if broken:
                     break
                 for place, value in enumerate(self._measure(one)):

@@ -41,7 +41,7 @@ class Job:
     device: where the model is.
     base_lrs: learning rate of each param group, which the curve's factor multiplies.
     start_step, total_steps: optimizer steps taken before, and at the end of the run.
-    loading: who loads samples. evaluator: None where the task has nothing to evaluate on.
+    loading: loads samples. evaluator: None where the task has no held-out data.
     """
 
     world: World
@@ -67,7 +67,7 @@ class Job:
 
 
 def share_samples(settings: RunSettings, task: Task, world: World) -> Batches:
-    """How this rank shares the samples. Raises ConfigError or DataError where they do not do."""
+    """How the ranks share the samples. Raises ConfigError or DataError for too few of them."""
     return Batches(
         len(task.train_data),
         settings.batch_size,
@@ -165,7 +165,7 @@ def check_position(snapshot: Snapshot, task: Task) -> None:
 def _choose_plan(
     world: World, settings: RunSettings, model: nn.Module, num_steps: int, kept: Path | None
 ) -> Plan | Literal["auto"] | None:
-    """What to follow for ``num_steps``; rank 0 reads a file for all (collective)."""
+    """The plan to follow for ``num_steps``; rank 0 reads a file for all (collective)."""
     if settings.plan in ("none", "bayes"):
         return None
     if settings.plan is None and (
@@ -193,9 +193,9 @@ def _choose_plan(
 def _plan_while_training(
     world: World, settings: RunSettings, model: nn.Module, *, num_steps: int, kept: Path | None
 ) -> Plan | Literal["auto"] | None:
-    """The plan that the run has made before, if it still fits; else ``auto`` where it pays, which
-    nobody has to ask for where the ranks are on several hosts, unless it would change the buckets
-    between iterations that are traced (collective).
+    """The plan that the run has made before, if it still fits; else ``auto`` where the run is long
+    enough (collective). On several hosts ``auto`` is the default, except for a traced run, whose
+    buckets must not change.
     """
     with together(world):
         check_plan("auto", settings.engine())  # also where the run is too short for a plan
@@ -211,8 +211,8 @@ def _plan_while_training(
 
 
 def _read_kept(path: Path, world: World, settings: RunSettings, model: nn.Module) -> str:
-    """The plan at ``path``; empty if there is none, or one for other ranks or updates, or for a
-    model of which other layers are trained, as where a run thaws some after its first part.
+    """The plan at ``path`` as JSON. Empty if there is none, or if it is for other ranks, updates or
+    trained layers, as after a run has unfrozen some.
     """
     params = dict(model.named_parameters())
     try:

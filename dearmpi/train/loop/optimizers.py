@@ -60,7 +60,7 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def choose_optimizer(settings: RunSettings) -> OptimizerChoice:
-    """The optimizer that ``settings`` ask for.
+    """The optimizer that ``settings`` name.
 
     Raises TaskError for a name that torch.optim does not have, and for an option that the
     optimizer does not take.
@@ -115,9 +115,9 @@ GAMMA = 0.1
 class LrCurve:
     """Factor on the base learning rate at each step.
 
-    It rises in equal parts over ``warmup_steps``, the last of which has the full rate; then it
-    stays (``constant``), falls to zero along half a cosine (``cosine``), or is multiplied by
-    ``gamma`` after each of ``milestones``, which are shares of all ``total_steps`` (``step``).
+    It rises in equal parts over ``warmup_steps``, the last of which has the full rate. Then it
+    stays (``constant``) or falls to zero along half a cosine (``cosine``). With ``step`` it is
+    multiplied by ``gamma`` after each of ``milestones``, which are shares of ``total_steps``.
     """
 
     kind: LrSchedule
@@ -128,7 +128,7 @@ class LrCurve:
 
     @property
     def notes(self) -> list[str]:
-        """A line where the learning rate does nothing but rise, which a schedule does not tell."""
+        """A line for people where the run ends before the warm-up does."""
         if self.warmup_steps <= self.total_steps:
             return []
         return [
@@ -155,7 +155,7 @@ class LrCurve:
 
 
 def lr_curve(settings: RunSettings, *, total_steps: int, steps_per_epoch: int) -> LrCurve:
-    """The curve that ``settings`` ask for."""
+    """The curve that ``settings`` describe."""
     warmup_steps = settings.warmup_steps or 0
     if settings.warmup_epochs is not None:
         warmup_steps = round(settings.warmup_epochs * steps_per_epoch)

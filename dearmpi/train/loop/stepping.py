@@ -137,8 +137,8 @@ def _go_forward(job: Job, share: MicroBatch, loader: _BatchLoader) -> Tensor | N
 
 
 class _Losses:
-    """The losses of a step's micro-batches. On a device they are known once it has computed them,
-    for which nobody waits before the step's last operation is queued.
+    """The losses of a step's micro-batches. They are read after the step's last operation is
+    queued, since reading waits for the device.
     """
 
     def __init__(self) -> None:
@@ -224,11 +224,11 @@ class Timetable:
 
     @classmethod
     def of(cls, job: Job) -> Timetable:
-        """That of ``job``, which evaluates once in an epoch where nobody has said how often."""
+        """The timetable of ``job``; without an interval it evaluates once in an epoch."""
         settings, interval = job.settings, None
         if job.evaluator is not None:
-            asked = settings.eval_interval
-            interval = job.batches.steps_per_epoch if asked is None else asked
+            chosen = settings.eval_interval
+            interval = job.batches.steps_per_epoch if chosen is None else chosen
         return cls(job.total_steps, settings.log_interval, settings.checkpoint_interval, interval)
 
     def after(self, step: int) -> Due:

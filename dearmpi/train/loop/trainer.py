@@ -73,7 +73,7 @@ class Listener(Protocol):
 
 
 class Trainer:
-    """Runs ``job``. stop_asked: whether this rank was asked to stop; check_own: see Saver."""
+    """Runs ``job``. stop_requested: whether this rank was asked to stop; check_own: see Saver."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class Trainer:
         folder: Path,
         *,
         listener: Listener,
-        stop_asked: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
         check_own: Callable[[], None] = lambda: None,
     ) -> None:
-        self._job, self._listener, self._stop_asked = job, listener, stop_asked
+        self._job, self._listener, self._stop_requested = job, listener, stop_requested
         self._timetable = Timetable.of(job)
         self._totals = StepTotals(job.world)
         self._times = TimesExchange(job.world)
@@ -101,7 +101,7 @@ class Trainer:
         self._num_skipped = self._skips_in_a_row = 0
 
     def run(self) -> Outcome:
-        """Train to the end of the run, or until any rank is asked to stop (collective).
+        """Train to the end of the run, or until any rank requests a stop (collective).
 
         Raises what a task's code raises; NonFiniteLossError and AgreedError on all ranks alike.
         """
@@ -145,7 +145,7 @@ class Trainer:
         self._totals.post(
             self._step,
             loss=self._last.loss,
-            stop=self._stop_asked(),
+            stop=self._stop_requested(),
             num_saved=self._saver.num_done,
             step_s=time.perf_counter() - begin_s,
         )
@@ -157,7 +157,7 @@ class Trainer:
         sums.data_s = self._last.data_s
         self._meter.add(sums)
         if self._due.row:
-            self._times.share(self._meter.tell())
+            self._times.share(self._meter.means())
         self._listener.stepped(self._step)
 
     def _samples_of_step(self) -> int:
@@ -222,11 +222,11 @@ class Trainer:
         self._listener.measured(row)
 
     def _evaluate(self) -> Evaluation | None:
-        """None where a rank was asked to stop meanwhile; the last evaluation goes to its end."""
+        """None where a rank requested a stop meanwhile; the last evaluation is always completed."""
         assert self._job.evaluator is not None
         self._catch_up()
-        stop_asked = (lambda: False) if self._due.end else self._stop_asked
-        found = self._job.evaluator.run(self._job.world, stop_asked=stop_asked)
+        stop_requested = (lambda: False) if self._due.end else self._stop_requested
+        found = self._job.evaluator.run(self._job.world, stop_requested=stop_requested)
         self._evaluation = found or self._evaluation
         self._stopping = self._stopping or found is None
         return found
@@ -265,7 +265,7 @@ class Trainer:
             self._saver.start(self._step)
 
     def _finish(self) -> None:
-        """What is due at the end, or when asked to stop."""
+        """Save and evaluate as due at the end, or after a request to stop."""
         self._read_all_totals()
         if self._step > self._saver.started_step:
             self._save()

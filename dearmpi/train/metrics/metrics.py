@@ -125,7 +125,7 @@ class MetricsLog:
             self._board.write(row.step, values)
 
     def close(self) -> None:
-        """Close the files. No run fails for a row that a file server has lost, as it tells now."""
+        """Close the files. Warns, instead of failing, where a file server reports lost rows."""
         files = [self._csv.close, self._jsonl.close]
         if self._board is not None:
             files.append(self._board.close)
@@ -168,9 +168,7 @@ def read(run_folder: Path) -> list[MetricsRow]:
 
 
 def _write_whole(file: BinaryIO, line: str) -> None:
-    """Append ``line``, all of it or nothing: a full disk takes a part, and says no more than how
-    much. Raises OSError.
-    """
+    """Append ``line`` or nothing: a full disk would keep a part of it. Raises OSError."""
     data, end = line.encode(), file.seek(0, os.SEEK_END)
     if file.write(data) < len(data):
         file.truncate(end)

@@ -44,7 +44,7 @@ class _Shared:
 
 @dataclass(slots=True)
 class TimesExchange:
-    """Lets all ranks know each other's times, now and then; nobody waits before ``read``."""
+    """Shares the times of all ranks now and then, without waiting before ``read``."""
 
     world: World
     _channel: Channel = field(init=False, repr=False)
@@ -119,8 +119,8 @@ class Sums:
     num_samples: all ranks together trained on so many.
     seconds: from the start of each step to its end, and waits outside of steps.
     exposed_s: feed-forward, backprop or the step waited for gradients or parameters.
-    communication_s: gradients or parameters were on the network, whether or not anybody waited.
-    waited_s: it waited for other ranks, be it for gradients, parameters or totals.
+    communication_s: gradients or parameters were on the network, waited for or hidden.
+    waited_s: it waited for gradients, parameters or totals of other ranks.
     data_s: it loaded data.
     """
 
@@ -163,7 +163,7 @@ class Meter:
     steady: Sums = field(default_factory=Sums)
     seconds: float = 0.0
     _started: bool = False
-    _told_wait_s: float = 0.0
+    _reported_wait_s: float = 0.0
     _late_wait_s: float = 0.0
 
     def add(self, step: Sums) -> None:
@@ -182,17 +182,17 @@ class Meter:
         if self.steady.num_steps:
             self.steady.seconds += seconds
 
-    def tell(self) -> RankTimes:
-        """This rank's means since the last lap, for the other ranks. What it waits between this and
-        the lap is told with the next ones.
+    def means(self) -> RankTimes:
+        """This rank's means since the last lap, for the other ranks. Waits between this call and
+        the lap are reported with the next means.
         """
         num_steps = max(1, self.interval.num_steps)
-        late_s, self._told_wait_s = self._late_wait_s / num_steps, self.interval.waited_s
+        late_s, self._reported_wait_s = self._late_wait_s / num_steps, self.interval.waited_s
         own = self.interval.per_step
         return replace(own, step_s=own.step_s + late_s, wait_s=own.wait_s + late_s)
 
     def lap(self) -> Sums:
         """The sums since the last lap, which begin anew."""
         sums, self.interval = self.interval, Sums()
-        self._late_wait_s, self._told_wait_s = sums.waited_s - self._told_wait_s, 0.0
+        self._late_wait_s, self._reported_wait_s = sums.waited_s - self._reported_wait_s, 0.0
         return sums

@@ -1,9 +1,8 @@
 """Step totals: sums over ranks about each step that arrive while the next one computes.
 
-Loss, failures and signals must be known to all ranks at the same step, and nobody should wait for
-that: each step posts one small all-reduce, and reads the one posted a step earlier. Where steps are
-long it reads its own: the wait is nothing beside them, while a whole step more may be too late for
-a request to stop.
+All ranks must know loss, failures and signals at the same step, without waiting. So each step posts
+one small all-reduce, and reads the one of the step before. A long step reads its own: the wait is
+short beside it, and a request to stop may not have time for another step.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class StepTotal:
     loss: mean over the step's samples; NaN if it was not finite on some rank.
     num_bad: ranks whose loss was not finite.
     bad_sum: their numbers, added up: where there is one, that rank.
-    num_stops: ranks that were asked to stop.
+    num_stops: ranks that received a request to stop.
     num_saved: stages of checkpoints that the ranks have finished, added up (``Saver.num_done``).
     step_s: what it took, the mean over ranks, with waits for totals.
     """
@@ -44,7 +43,7 @@ class StepTotal:
     step_s: float = 0.0
 
     def describe_bad(self, hosts: Sequence[str]) -> str:
-        """How many ranks, of one for each of ``hosts``, had such a loss, and which if it is one."""
+        """How many ranks had such a loss, and which one if it is one. hosts: by rank."""
         name = f" (rank {self.bad_sum} on {hosts[self.bad_sum]})" if self.num_bad == 1 else ""
         noun = "rank" if len(hosts) == 1 else "ranks"
         return f"{self.num_bad} of {len(hosts)} {noun}{name}"

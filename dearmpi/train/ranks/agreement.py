@@ -1,7 +1,7 @@
 """Agreement: a failure on any rank becomes the same failure on all of them.
 
-Between ``together`` and its end a rank works alone; at the end all ranks learn who failed. So
-nobody waits for a rank that has given up, and one rank can tell it for all.
+Inside ``together`` each rank works alone; at its end all ranks learn which ranks failed. So no rank
+waits for one that has given up, and one rank can report for all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TextWorld(Protocol):
     def all_gather_text(self, text: str, /) -> list[str]: ...
 
 
-_LONGEST = 8_000  # characters of a failure that all ranks are told: each holds every rank's
-_MOST_FAILURES = 8  # told one by one
+_LONGEST = 8_000  # characters of a failure that all ranks receive: each holds every rank's
+_MOST_FAILURES = 8  # reported one by one
 
 
 class AgreeingWorld(TextWorld, Protocol):
@@ -50,7 +50,7 @@ class AgreedError(DearError):
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Whether every rank raises ``error``, so that nobody is left waiting."""
+    """Whether every rank raises ``error``, so that no rank is left waiting."""
     return isinstance(error, (AgreedError, MismatchError, NonFiniteLossError))
 
 
@@ -58,8 +58,8 @@ def is_agreed(error: BaseException) -> bool:
 def together(world: AgreeingWorld, *, root_only: bool = False) -> Iterator[None]:
     """Run a part that may fail on some ranks only (collective at its end).
 
-    The part must make no collective calls itself. ``root_only``: it is rank 0's alone, which a
-    message then need not say. Raises AgreedError on every rank if it failed on any, with the exit
+    The part must make no collective calls itself. ``root_only``: only rank 0 works, so messages
+    leave out the rank. Raises AgreedError on every rank if it failed on any, with the exit
     code of the first that did.
     """
     failure: Exception | None = None
@@ -76,25 +76,25 @@ def share_failure(
     """Raise AgreedError on every rank if any gives a ``failure`` (collective)."""
     own = ""
     if failure is not None:
-        told = [*_codes(failure), _shorten(explain(failure)), world.host]
-        own = json.dumps(told, ensure_ascii=False)
+        report = [*_codes(failure), _shorten(explain(failure)), world.host]
+        own = json.dumps(report, ensure_ascii=False)
     gathered = world.all_gather_text(own)
     failed = {rank: json.loads(text) for rank, text in enumerate(gathered) if text}
     if failed:
         exit_code, code, *_ = next(iter(failed.values()))
-        message = _tell(failed, num_working=1 if root_only else world.size)
+        message = _summarize(failed, num_working=1 if root_only else world.size)
         raise AgreedError(message, exit_code=exit_code, code=code) from failure
 
 
 def explain(error: BaseException) -> str:
-    """The message of an error raised on purpose; the whole story of any other."""
+    """The message of a DearError; the traceback of any other error."""
     if isinstance(error, DearError):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _shorten(text: str) -> str:
-    """The two ends of a long ``text``: where it was, and what it was."""
+    """The two ends of a long ``text``, which hold the place of a failure and its kind."""
     num_cut = len(text) - _LONGEST
     if num_cut <= 0:
         return text
@@ -110,18 +110,18 @@ def _codes(error: Exception) -> tuple[int, str]:
     return 1, "unforeseen-failure"
 
 
-def _tell(failed: dict[int, tuple[int, str, str, str]], *, num_working: int) -> str:
-    """One message for those that failed alike; ranks are named unless all that worked did."""
+def _summarize(failed: dict[int, tuple[int, str, str, str]], *, num_working: int) -> str:
+    """One message for ranks that failed alike; ranks are named unless all working ranks failed."""
     by_message: dict[str, list[str]] = {}
     for rank, (*_, message, host) in failed.items():
         by_message.setdefault(message, []).append(f"rank {rank} on {host}")
     if len(by_message) == 1 and len(failed) == num_working:
         return next(iter(by_message))
-    told = list(by_message.items())[:_MOST_FAILURES]
-    lines = [f"{_abbreviate(places)}: {message}" for message, places in told]
-    num_more = len(failed) - sum(len(places) for _, places in told)
+    shown = list(by_message.items())[:_MOST_FAILURES]
+    lines = [f"{_abbreviate(places)}: {message}" for message, places in shown]
+    num_more = len(failed) - sum(len(places) for _, places in shown)
     if num_more:
-        lines.append(f"and {num_more} more ranks failed in other ways, which their logs tell")
+        lines.append(f"and {num_more} more ranks failed in other ways; see their logs")
     return "\n".join(lines)
 
 

@@ -42,7 +42,7 @@ class VisibleGpus:
         return self.num_counted > self.num_usable
 
     def describe(self) -> str:
-        """What a rank without a usable one would say of itself."""
+        """The rest of a sentence about a rank that can use no device."""
         number = max(self.num_counted, self.num_shown)
         if not number:
             return f"sees no CUDA device ({self.reason})"
@@ -82,7 +82,7 @@ def _explain_none(counted: int, shown: int) -> tuple[str, str]:
 
 
 def _failure() -> str:
-    """What torch says where there are devices and it can use none."""
+    """torch's reason why it can use none of the devices."""
     try:
         torch.cuda.init()
     except Exception as error:  # RuntimeError, or what a broken build raises
@@ -115,21 +115,21 @@ class DeviceChoice:
     warnings: tuple[str, ...] = ()
 
 
-def choose_device(world: PlacedWorld, asked: DeviceSetting) -> DeviceChoice:
+def choose_device(world: PlacedWorld, requested: DeviceSetting) -> DeviceChoice:
     """The device of this rank (collective): by its number among the ranks of its host.
 
-    Raises AgreedError or MismatchError, on all ranks alike, where devices are asked for, or some
+    Raises AgreedError or MismatchError, on all ranks alike, where devices are requested, or some
     ranks can use one, and others cannot.
     """
-    if asked == "cpu":
+    if requested == "cpu":
         return DeviceChoice(torch.device("cpu"), "as asked")
     own = look_for_gpus()
-    told = world.all_gather_text(json.dumps(asdict(own)))
-    seen = [VisibleGpus(**json.loads(text)) for text in told]
-    if asked == "auto" and not any(gpus.num_counted for gpus in seen):
-        return DeviceChoice(torch.device("cpu"), _say_why_none(world, seen))
+    gathered = world.all_gather_text(json.dumps(asdict(own)))
+    seen = [VisibleGpus(**json.loads(text)) for text in gathered]
+    if requested == "auto" and not any(gpus.num_counted for gpus in seen):
+        return DeviceChoice(torch.device("cpu"), _explain_host(world, seen))
     if not all(gpus.num_usable for gpus in seen):
-        raise _complaint(world, seen, asked)
+        raise _complaint(world, seen, requested)
     device = torch.device("cuda", world.local_rank % own.num_usable)
     with together(world):
         torch.cuda.set_device(device)
@@ -160,7 +160,7 @@ def find_shared(users: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def allow_deterministic_only(wanted: bool) -> None:
-    """Have torch raise where an operator does not repeat bit by bit, or not.
+    """Make torch raise for operators that do not repeat bit by bit, or allow them.
 
     cuBLAS repeats only with workspaces of its own; it looks for them in the environment at its
     first use, and torch raises if they are not there. Those that the user has set stay.
@@ -171,31 +171,31 @@ def allow_deterministic_only(wanted: bool) -> None:
 
 
 def _serial_number(device: torch.device) -> str:
-    """What tells a device from others of its host, which may have the same index elsewhere."""
+    """The device's UUID; its index may stand for another device in another process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _say_why_none(world: PlacedWorld, seen: Sequence[VisibleGpus]) -> str:
-    """Why tensors are on the host: first of all that of a rank whose host does have GPUs."""
-    said = "no rank sees a CUDA device"
+def _explain_host(world: PlacedWorld, seen: Sequence[VisibleGpus]) -> str:
+    """Why tensors are on the host, with the reason of the first rank whose host has GPUs."""
+    view = "no rank sees a CUDA device"
     for rank, gpus in enumerate(seen):
         if gpus.num_shown:
-            return f"{said}: rank {rank} on {world.hosts[rank]} {gpus.describe()}; {gpus.cure}"
-    return said
+            return f"{view}: rank {rank} on {world.hosts[rank]} {gpus.describe()}; {gpus.cure}"
+    return view
 
 
 def _complaint(
-    world: PlacedWorld, seen: Sequence[VisibleGpus], asked: DeviceSetting
+    world: PlacedWorld, seen: Sequence[VisibleGpus], requested: DeviceSetting
 ) -> AgreedError | MismatchError:
     without = [rank for rank, gpus in enumerate(seen) if not gpus.num_usable]
     rank = next((rank for rank in without if seen[rank].is_broken), without[0])
-    said = f"rank {rank} on {world.hosts[rank]} {seen[rank].describe()}"
+    view = f"rank {rank} on {world.hosts[rank]} {seen[rank].describe()}"
     cure = f"{seen[rank].cure}, leave the host out, or use --device cpu"
     if len(without) == len(seen):
-        message = f"device is {asked!r}, but {said}, and no other rank can use one; {cure}"
+        message = f"device is {requested!r}, but {view}, and no other rank can use one; {cure}"
         return AgreedError(message, exit_code=ConfigError.exit_code, code="no-usable-device")
     other = next(rank for rank, gpus in enumerate(seen) if gpus.num_usable)
     return MismatchError(
-        f"{said}, but rank {other} on {world.hosts[other]} sees {seen[other].num_usable}; {cure}",
+        f"{view}, but rank {other} on {world.hosts[other]} sees {seen[other].num_usable}; {cure}",
         code="ranks-differ-in-devices",
     )

@@ -1,4 +1,4 @@
-"""Stop request: a signal, or the clock, asks the run to save and end at the next step.
+"""Stop request: a signal or the clock makes the run save and end at the next step.
 
 SIGUSR1 (what SLURM sends ahead of the time limit) and SIGTERM (preemption) only set a flag: saving
 inside a handler could meet a collective half done. Ranks see a signal at different times, so they
@@ -58,7 +58,7 @@ class StopRequest:
         )
 
     def limit(self, seconds: float | None) -> None:
-        """Let the clock ask as well, that long after the start; None: not at all."""
+        """Request a stop this many seconds after the start as well; None: never."""
         self._limit_s = seconds
 
     def agreed(self, world: ReducingWorld) -> signal.Signals | None:
@@ -81,7 +81,7 @@ class StopRequest:
         return self
 
     def listen(self) -> None:
-        """Handle the signals from now on, whoever took them over since."""
+        """Handle the signals from now on, also where another library has replaced the handlers."""
         for number in SIGNALS:
             signal.signal(number, self._note)
 

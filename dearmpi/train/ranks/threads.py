@@ -48,8 +48,8 @@ class HostCores:
 def share_of_cores(own: Iterable[int], others: Sequence[Iterable[int]], *, num_helpers: int) -> int:
     """Cores for this rank's computation, at least 1.
 
-    own: the cores that this rank may run on. others: those of each other rank on its host; a rank
-    that may run on none of ``own`` takes nothing away. num_helpers: threads and processes beside
+    own: the cores that this rank may run on. others: the cores of each other rank on its host; a
+    rank that shares none of ``own`` does not count. num_helpers: threads and processes beside
     the computation, which need one each where there is room.
     """
     mine = set(own)
@@ -61,7 +61,7 @@ def share_of_cores(own: Iterable[int], others: Sequence[Iterable[int]], *, num_h
 def choose_threads(
     world: TextWorld,
     *,
-    asked: int | None,
+    requested: int | None,
     progress_thread: bool,
     num_workers: int = 0,
     environment: Mapping[str, str] = os.environ,
@@ -76,8 +76,8 @@ def choose_threads(
         mask for rank, (host, mask) in enumerate(masks) if host == world.host and rank != world.rank
     ]
     preset = environment.get("OMP_NUM_THREADS", "")
-    if asked is not None:
-        choice = ThreadChoice(asked, "as asked for")
+    if requested is not None:
+        choice = ThreadChoice(requested, "as asked for")
     elif preset.isdigit() and int(preset) > 0:
         choice = ThreadChoice(int(preset), "from OMP_NUM_THREADS")
     else:
@@ -87,8 +87,10 @@ def choose_threads(
             reason += _describe_left(progress_thread, num_workers)
         choice = ThreadChoice(count, reason)
     torch.set_num_threads(choice.count)
-    told = world.all_gather_text(json.dumps([world.host, cores, choice.count]))
-    return replace(choice, warnings=find_crowded([RankCores(*json.loads(text)) for text in told]))
+    gathered = world.all_gather_text(json.dumps([world.host, cores, choice.count]))
+    return replace(
+        choice, warnings=find_crowded([RankCores(*json.loads(text)) for text in gathered])
+    )
 
 
 def _describe_left(progress_thread: bool, num_workers: int) -> str:

@@ -65,8 +65,8 @@ def model_fingerprints(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def model_lines(state: Mapping[str, Tensor]) -> dict[str, MakeLines]:
-    """Return what makes the lines that the items of ``model_fingerprints`` stand for, of which the
-    first to differ is told in their place.
+    """Return functions that make the lines behind the items of ``model_fingerprints``. Of these
+    lines the first that differs is reported.
     """
     return {
         "model shapes": lambda: _describe_shapes(state),
@@ -90,8 +90,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def data_fingerprints(task: Task) -> dict[str, str]:
-    """Return the items ``data samples``, how many there are, and ``data contents``, where the task
-    tells. A rank with others would train on other shares of each step.
+    """Return the items ``data samples``, their number, and ``data contents``, the task's digest. A
+    rank with other data would train on other shares of each step.
     """
     held_out = 0 if task.eval_data is None else len(task.eval_data)
     samples = f"{len(task.train_data)} and {held_out} held out"
@@ -114,19 +114,19 @@ def compare(
     names = dict.fromkeys(name for entry in gathered for name in entry["items"])
     differing: dict[str, dict[str, list[int]]] = {}
     for name in names:
-        told = [entry["items"].get(name, "absent") for entry in gathered]
-        if len(set(told)) > 1:
+        values = [entry["items"].get(name, "absent") for entry in gathered]
+        if len(set(values)) > 1:
             if name in lines:
-                told = first_difference(lines[name](), world.all_gather_text) or told
-            differing[name] = _by_value(told)
+                values = first_difference(lines[name](), world.all_gather_text) or values
+            differing[name] = _by_value(values)
     if differing:
         raise MismatchError(_explain(differing, hosts), code="ranks-built-differently")
 
 
-def _by_value(told: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks that have told each value."""
+def _by_value(values: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks that reported each value."""
     ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, value in enumerate(told):
+    for rank, value in enumerate(values):
         ranks[value].append(rank)
     return ranks
 

@@ -31,8 +31,8 @@ class FolderLock:
     full_path: Path
 
     def check(self) -> None:
-        """Raise CheckpointError if the folder is not this process's any more. Nothing else would
-        tell: open files can be written to after they are gone, and a name may lead elsewhere.
+        """Raise CheckpointError if the folder is not this process's any more. Writing would not
+        fail: open files outlive their names, and a name may lead elsewhere.
         """
         refused = f"cannot save in {self.path.parent}"
         try:
@@ -62,8 +62,8 @@ def lock_folder(path: Path) -> Iterator[FolderLock]:
     """Inside, the file at ``path`` is locked by this process and names it. The system unlocks it
     when the process ends, however it ends.
 
-    A job that SLURM has queued again takes over from itself: a file server may go on for long with
-    the lock of a node that is gone. Where the file system knows no locks, there is none.
+    A job that SLURM has queued again takes over its own lock, since a file server may keep the lock
+    of a lost node. File systems without locks are used without one.
 
     Raises ConfigError if another process has it, DearError if the file cannot be written.
     """
@@ -74,8 +74,8 @@ def lock_folder(path: Path) -> Iterator[FolderLock]:
         descriptor = _lock(path)
         if descriptor is None:  # else reading would unlock it: to close a file is to unlock it
             occupant = _read(path)
-            told = re.search(r", job (\S+), start (\S+)$", occupant)
-            if told and told[1] == job and told[2] != start:
+            named = re.search(r", job (\S+), start (\S+)$", occupant)
+            if named and named[1] == job and named[2] != start:
                 path.unlink()
                 descriptor = _lock(path)
         if descriptor is None:

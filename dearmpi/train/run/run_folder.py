@@ -46,9 +46,8 @@ class RunFolder:
     def create(cls, root: Path, name: str, *, resume: bool = False) -> RunFolder:
         """Create the run folder ``root/name``.
 
-        resume: an existing run there is continued. Raises ConfigError for a name that is no
-        folder name, for a folder that is in use (or, resuming, that holds something else than a
-        run), and when it cannot be created.
+        resume: an existing run there is continued. Raises ConfigError for a name that is no folder
+        name, and for a folder that cannot be created or is not free (``check_free``).
         """
         if not name or name in (".", "..") or "/" in name or "\0" in name:
             raise ConfigError(
@@ -97,7 +96,7 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started here. Raises ConfigError where that cannot be told."""
+        """Whether a run was started here. Raises ConfigError for an unreadable path."""
         return is_folder(self.checkpoints, ConfigError)
 
     @property
@@ -182,8 +181,8 @@ class RunFolder:
         _write(self.begun_from, json.dumps(str(checkpoint)) + "\n")
 
     def read_begun_from(self) -> Path | None:
-        """That checkpoint; None where the run was not begun from any. Raises CheckpointError where
-        that cannot be told: the run would begin anew instead, and say nothing.
+        """The checkpoint of another run that this one began from, or None. Raises CheckpointError
+        for an unreadable file: the run would silently begin anew.
         """
         try:
             return Path(json.loads(self.begun_from.read_text(encoding="utf-8")))
@@ -248,7 +247,7 @@ def _write(path: Path, text: str) -> None:
 def free_name(root: Path, now: datetime.datetime) -> str:
     """Return a run name made of the time ``now`` that is not taken in ``root``.
 
-    Only one rank may choose; the others must be told.
+    One rank chooses the name and sends it to the others.
     """
     base = now.strftime("%Y%m%d-%H%M%S")
     name, number = base, 1

@@ -42,7 +42,7 @@ class RunLocation:
 
 
 def agree_on_location(world: World, chosen: Mapping[str, Any], *, default_root: str) -> RunLocation:
-    """Rank 0 looks, and tells the others (collective).
+    """Rank 0 finds the location and sends it to the others (collective).
 
     chosen: the settings given by the user; only ``resume``, ``name`` and ``run_folder`` count.
     """
@@ -78,8 +78,8 @@ def agree_on_location(world: World, chosen: Mapping[str, Any], *, default_root: 
 def check_shared(world: World, folder: Path) -> None:
     """Raise AgreedError on all ranks unless every one sees the same run folder (collective).
 
-    Rank 0 puts a file into it, under a name that nobody has looked for before: network file
-    systems remember for a while what was not there.
+    Rank 0 writes a file with a new name, since network file systems cache for a while that a name
+    does not exist.
     """
     mark = folder / f".seen-{world.broadcast_text(uuid.uuid4().hex)}"
     with together(world, root_only=True):
@@ -148,7 +148,7 @@ def find_location(chosen: Mapping[str, Any], *, default_root: str) -> RunLocatio
 
 
 def _new(location: RunLocation) -> RunLocation:
-    """A location for a new run; where there is one already, better say so now than after set-up."""
+    """A location for a new run. Raises ConfigError now, instead of after set-up, if it is taken."""
     RunFolder(location.root / location.name).check_free(resume=False)
     return location
 

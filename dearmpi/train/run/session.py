@@ -68,7 +68,7 @@ from dearmpi.train.tasks.task import Task
 class Session:
     """A run that all ranks agree on, and of which nothing is written yet.
 
-    untraced: why no iteration is recorded, although the run was asked to when it began.
+    untraced: why no iteration is recorded, although ``trace`` is set.
     """
 
     location: RunLocation
@@ -112,7 +112,7 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
         basis = before_task(sources)
     threads = choose_threads(
         world,
-        asked=basis.threads,
+        requested=basis.threads,
         progress_thread=world.has_progress_thread,
         num_workers=basis.workers,
     )
@@ -150,8 +150,8 @@ def _compare_built(world: World, settings: RunSettings, task: Task) -> None:
 def _load(world: World, path: Path) -> Snapshot:
     """What all ranks go on from; each verifies a share of its files (collective).
 
-    None is read before all are verified: what is wrong with one would be told by every rank, in
-    the words of whatever fails at it.
+    All files are verified before any is read, so that one rank reports a damaged file by its
+    checksum.
     """
     with together(world):
         record = checkpoint.verify(path, rank=world.rank, size=world.size)

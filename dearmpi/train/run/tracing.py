@@ -1,4 +1,4 @@
-"""Tracing: has some iterations of a job recorded, and costs nothing in the others."""
+"""Tracing: records some iterations of a job, and costs nothing in the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dearmpi.train.run.planning import NUM_TRIALS, STEPS_PER_TRIAL
 
 
 class TraceFile(Recorder, Protocol):
-    """Where spans go: ``begin`` says by which clock, ``flush`` is called between iterations.
+    """The file of spans: ``begin`` sets the clock, ``flush`` is called between iterations.
 
     clock: of times that are counted from ``origin_s`` on.
     """

@@ -1,4 +1,4 @@
-"""Choices: everything that ``dear-train run`` can be told, setting by setting."""
+"""Choices: every setting of ``dear-train run``."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _of_engine(name: str) -> Any:
 class RunChoices:
     """The settings of a run, from which flags, environment, file and documentation follow.
 
-    None stands for "not chosen": the run then uses what the setting's help says. Nothing is
-    checked here; see ``RunSettings``.
+    None means not chosen: the run then uses the default in the setting's help. ``RunSettings``
+    checks the values.
     """
 
     task: str = setting(

@@ -38,7 +38,7 @@ class _ConfigLoader(yaml.SafeLoader):
 
 
 def read_config(path: Path) -> dict[Any, object]:
-    """What the file at ``path`` says, by key; numbers are text.
+    """Read the settings in the file at ``path``, by key; numbers are text.
 
     Raises ConfigError for a file that cannot be read or holds something else, and for a key that
     is given twice.

@@ -87,7 +87,7 @@ class RunSettings(RunChoices):
         return StallLimits(self.stall_warning_s, self.stall_abort_s)
 
     def leaves_buckets_open(self) -> bool:
-        """Whether a run may choose its buckets by measured times without having been asked to."""
+        """Whether a run may plan its buckets without ``plan="auto"``."""
         engine, default = self.engine(), EngineConfig()
         return (
             self.plan is None
@@ -98,8 +98,8 @@ class RunSettings(RunChoices):
     def engine(self) -> EngineConfig:
         """The part that the engine reads.
 
-        The trainer's learning rate is set before backprop, so a bucket may be updated as soon as
-        it is reduced, except where the update waits for the norm of the whole gradient.
+        The trainer sets the learning rate before backprop, so a bucket may be updated once it is
+        reduced. Clipping must wait for the norm of the whole gradient.
         """
         return EngineConfig(
             schedule=self.schedule,

@@ -45,9 +45,7 @@ SYNONYMS = {other: ours for ours, others in _OTHERS.items() for other in others.
 
 
 def our_name(name: str) -> str | None:
-    """What the setting ``name``, as a flag, a variable or a key has it, is called here, if that is
-    known.
-    """
+    """Our name of the setting that another tool calls ``name``; None if that is not known."""
     return SYNONYMS.get(name.lstrip("-").replace("-", "_").lower())
 
 
@@ -125,7 +123,7 @@ def make_source(kind: SourceKind, given: Mapping[str, object], *, origin: str = 
 
 
 def without(source: Source, names: Container[str]) -> Source:
-    """``source`` with nothing to say about the settings called ``names``."""
+    """``source`` without the settings ``names``."""
     kept = {name: value for name, value in source.values.items() if name not in names}
     return replace(source, values=kept)
 
@@ -234,10 +232,10 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
 def merge(sources: Sequence[Source]) -> dict[str, Any]:
     """The winning values; ``sources`` in order, those that win first.
 
-    A setting excludes its alternatives in the sources below (epochs and max_steps). A checkpoint or
-    a task that names another optimizer than the one chosen above has nothing to say about its
-    options, and a source that names another lr_schedule nothing about the details of that. With a
-    plan, checkpoint and task have nothing to say about what it decides; a user who does is refused.
+    A setting excludes its alternatives in the sources below (epochs and max_steps). Where a
+    checkpoint or task names another optimizer than a source above, its optimizer options are
+    ignored. The same holds for another lr_schedule and its details. With a plan, values that the
+    plan decides are ignored in checkpoint and task, and refused from a user.
     """
     merged: dict[str, Any] = {}
     for source in sources:
@@ -264,8 +262,8 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def describe_overruled(sources: Sequence[Source]) -> list[str]:
-    """A warning for each setting of the run's place that environment or file give in vain, since a
-    flag, which may be a batch script's, has another value.
+    """A warning for each setting of the run's location that a flag, perhaps of a batch script,
+    overrules in environment or file.
     """
     return [
         f"warning: {flags.label(name)} {flags.values[name]} overrules {source.label(name)}, which "
@@ -293,7 +291,7 @@ def resolve(sources: Sequence[Source]) -> RunSettings:
 
 
 def before_task(sources: Sequence[Source]) -> RunSettings:
-    """As far as they are needed before the task is built, which may recommend the others."""
+    """The settings that are needed before the task is built; a task may recommend the others."""
     chosen = merge(sources)
     return RunSettings(**{name: chosen[name] for name in BEFORE_THE_TASK if name in chosen})
 

@@ -19,7 +19,7 @@ from dearmpi.train.tasks.task import Task
 
 
 class TrackedOptions(Mapping[str, str]):
-    """Options that remember which of them were looked at."""
+    """Options that remember which of them were read."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._options = dict(options)
@@ -37,16 +37,16 @@ class TrackedOptions(Mapping[str, str]):
 
     @property
     def unread(self) -> list[str]:
-        """Names that nobody asked for, sorted."""
+        """Names that were never read, sorted."""
         return sorted(self._unread)
 
 
 def build_custom(name: str, options: Mapping[str, str]) -> Task:
     """Import the function that ``name`` names and call it with ``options``.
 
-    Raises TaskError, with the cause and its file and line, for a file, module or function that
-    is missing or fails, for a return value that is no Task, and for an option that the function
-    never looks at. An error of dearmpi's own that the function raises is passed on.
+    Raises TaskError, with file and line, where the file, module or function is missing or fails.
+    Raises it also for a result that is no Task, and for an option that was never read. A DearError
+    of the function passes unchanged.
     """
     place, _, attribute = name.rpartition(":")
     with _explained(f"task {name!r}: its path cannot be read"):
@@ -73,8 +73,8 @@ def build_custom(name: str, options: Mapping[str, str]) -> Task:
 
 
 def stay_importable(name: str) -> None:
-    """Let what the place in ``name`` defines be found in another process, which did not build the
-    task, for good.
+    """Make the module or file in ``name`` importable for the rest of this process, which did not
+    build the task.
     """
     path = _file_of(name.rpartition(":")[0])
     sys.path.insert(0, str(Path.cwd() if path is None else path.parent))
@@ -158,7 +158,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn what the user's code raises into a TaskError that says where it was raised."""
+    """Turn what the user's code raises into a TaskError with its file and line."""
     try:
         yield
     except DearError:

@@ -51,7 +51,7 @@ class ImagesOptions:
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Image files with their class numbers, read when they are asked for."""
+    """Image files with their class numbers, each read when it is indexed."""
 
     files: Sequence[Path]
     labels: Sequence[int]
@@ -164,13 +164,13 @@ def _scan(root: Path, options: ImagesOptions) -> tuple[list[str], Pictures, Pict
 
 
 def _is_divided(root: Path) -> bool:
-    """Whether ``root`` says itself what is held out."""
+    """Whether ``root`` has folders ``train`` and ``val``."""
     return is_folder(root / "train", DataError) and is_folder(root / "val", DataError)
 
 
 def _check_undivided(root: Path) -> None:
-    """Raise DataError where ``train`` and its like would be taken for classes. A class of trains
-    holds pictures, not folders.
+    """Raise DataError where ``train`` would become a class: it holds folders, a class holds
+    pictures.
     """
     if is_folder(root / "train", DataError) and folders_in(root / "train"):
         others = sorted(p.name for p in folders_in(root) if p.name != "train")
@@ -183,8 +183,8 @@ def _check_undivided(root: Path) -> None:
 
 
 def _class_files(root: Path) -> dict[str, list[Path]]:
-    """Sorted image files of each class folder of ``root``, in the order of the names. Some systems
-    lay hidden files of the same ending, or folders of them, beside the pictures: those are none.
+    """Sorted image files of each class folder of ``root``, by class name. Hidden files and folders,
+    which some systems create beside pictures, are skipped.
     """
     if not is_folder(root, DataError):
         raise DataError(

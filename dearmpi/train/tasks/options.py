@@ -34,7 +34,7 @@ TASK_FORMS = (
 
 
 def check_task_name(name: str) -> None:
-    """Raise TaskError for a name that no task can have; looks at no file and no module."""
+    """Raise TaskError for a name that no task can have. Reads no file and imports no module."""
     kind, colon, rest = name.partition(":")
     if name in BUILT_IN:
         return
@@ -114,7 +114,8 @@ def _convert(text: str, kind: Any, what: str) -> object:
 def import_extra(module: str, *, library: str, extra: str, needed_by: str) -> Any:
     """Import ``module``, which comes with ``library``, an extra of this package by name ``extra``.
 
-    Raises TaskError that says how to install it, or why what is installed cannot be used.
+    Raises TaskError with the command that installs it, or with the reason why it cannot be
+    imported.
     """
     try:
         return import_module(module)

@@ -49,7 +49,7 @@ def prepare_to_load(name: str) -> None:
 
 
 def _check(task: Task, name: str) -> None:
-    """Refuse a task whose parts cannot be trained, before anything is started."""
+    """Raise TaskError or DataError for a task whose model or data cannot be trained."""
     if not isinstance(task.model, nn.Module):
         raise TaskError(
             f"task {name}: its model is {type(task.model).__name__}, not a torch.nn.Module",

@@ -41,7 +41,7 @@ class Task:
     notes: lines to print at the start, such as a baseline that the model must beat.
     summarize: ``summarize(model)`` gives closing lines, such as a sample of generated text.
     data_digest: stands for the contents of the data: ranks that have others, and a run that is
-        resumed with others, are refused. Empty: nobody looks.
+        resumed with others, are refused. Empty: not compared.
     defaults: run settings that suit this task, such as ``lr`` and ``epochs``, each used where
         the user gives none. They hold at any world size, since ``batch_size`` counts the samples
         of a step over all ranks.
@@ -65,7 +65,7 @@ class Task:
 
 
 def collate(task: Task, samples: list[Any]) -> Any:
-    """Make a batch of ``samples`` the way ``task`` asks."""
+    """Make a batch of ``samples`` with the task's ``collate``, or with torch's default."""
     if task.collate is not None:
         return task.collate(samples)
     return torch.utils.data.default_collate(samples)

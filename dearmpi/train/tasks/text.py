@@ -1,4 +1,4 @@
-"""Text as bytes: reading a corpus, holding part of it out, and the entropy a model must beat."""
+"""Text as bytes: a corpus, its held-out part, and the entropy that a model must beat."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Corpus:
     train, held_out: bytes as 1-D uint8 tensors.
     num_files: files the text was read from.
     is_cut: whether there is more text than was to be read.
-    digest: eight hexadecimal digits of the whole text's SHA-256, to tell corpora apart.
+    digest: eight hexadecimal digits of the whole text's SHA-256, to distinguish corpora.
     """
 
     train: Tensor
@@ -178,8 +178,8 @@ def split(text: bytes, held_out_bytes: int) -> tuple[Tensor, Tensor]:
 def bigram_entropy(train: Tensor, held_out: Tensor, *, prior: float = 16.0) -> float:
     """Bits per byte of ``held_out`` under the bigram model counted in ``train``.
 
-    Each row of counts is smoothed by ``prior`` counts spread as the single bytes are, and those
-    by one count each, so that what the training text lacks still has a probability.
+    Each row of counts is smoothed by ``prior`` counts, spread as the single bytes are; these are
+    smoothed by one count each. So pairs that the training text lacks have a probability.
     """
     counts = _pair_counts(train)
     single = np.bincount(train.numpy(), minlength=256) + 1.0

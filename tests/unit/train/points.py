@@ -92,11 +92,11 @@ def train(job: Job, folder: Path, *, stop_after: int | None = None) -> tuple[Out
     folder.mkdir(exist_ok=True)
     notes = Notes()
 
-    def stop_asked() -> bool:
+    def stop_requested() -> bool:
         is_stepping = job.task.model.training
         return stop_after is not None and is_stepping and len(notes.steps) + 1 >= stop_after
 
-    return Trainer(job, folder, listener=notes, stop_asked=stop_asked).run(), notes
+    return Trainer(job, folder, listener=notes, stop_requested=stop_requested).run(), notes
 
 
 def parameters(model: nn.Module) -> list[Tensor]:

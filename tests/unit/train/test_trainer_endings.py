@@ -143,7 +143,7 @@ def test_a_stop_breaks_off_the_evaluation_under_way_on_all_ranks(tmp_path: Path,
         notes = Notes()
         asked = world.rank == size - 1
         trainer = Trainer(
-            job, tmp_path, listener=notes, stop_asked=lambda: asked and len(batches) >= 3
+            job, tmp_path, listener=notes, stop_requested=lambda: asked and len(batches) >= 3
         )
         outcome = trainer.run()
         assert outcome.evaluation is None
@@ -167,7 +167,7 @@ def test_the_last_evaluation_goes_to_its_end(alone: World, tmp_path: Path) -> No
 
     job = make_job(alone, RunSettings(max_steps=2, **SGD), make_task(counted, eval_count=40))
     notes = Notes()
-    trainer = Trainer(job, tmp_path, listener=notes, stop_asked=lambda: len(batches) >= 3)
+    trainer = Trainer(job, tmp_path, listener=notes, stop_requested=lambda: len(batches) >= 3)
     outcome = trainer.run()
     assert not outcome.stopped and outcome.evaluation is not None
     assert notes.rows[-1].eval_loss == outcome.evaluation.loss

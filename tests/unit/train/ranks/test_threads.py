@@ -49,9 +49,9 @@ def test_processes_that_load_get_cores_as_far_as_there_are_some() -> None:
 
 def test_what_the_user_asks_for_comes_before_the_environment(alone: World) -> None:
     environment = {"OMP_NUM_THREADS": "3"}
-    asked = choose_threads(alone, asked=2, progress_thread=False, environment=environment)
+    asked = choose_threads(alone, requested=2, progress_thread=False, environment=environment)
     assert (asked.count, torch.get_num_threads()) == (2, 2)
-    preset = choose_threads(alone, asked=None, progress_thread=False, environment=environment)
+    preset = choose_threads(alone, requested=None, progress_thread=False, environment=environment)
     assert (preset.count, torch.get_num_threads()) == (3, 3)
     assert "OMP_NUM_THREADS" in preset.reason
 
@@ -75,7 +75,7 @@ def test_ranks_bound_to_one_core_crowd_it_whatever_the_host_has() -> None:
 
 
 def test_the_choice_carries_the_warning(alone: World) -> None:
-    asked = choose_threads(alone, asked=4096, progress_thread=False)
+    asked = choose_threads(alone, requested=4096, progress_thread=False)
     assert len(asked.warnings) == 1 and "their threads: 4096" in asked.warnings[0]
 
 
