@@ -1,7 +1,7 @@
 """Algorithm: a reduce-scatter and an all-gather that belong together.
 
-A new one takes a class in a file of its own, its name in ``config.ReduceScatter``, a line in
-``registry.ALGORITHMS``, and a line with its cost in ``plan/model/algorithm_costs.py``.
+A new one is a class in a file of its own. It takes its name in ``config.ReduceScatter``, a line in
+``registry.ALGORITHMS``, and its cost in ``plan/model/algorithm_costs.py``.
 """
 
 from __future__ import annotations

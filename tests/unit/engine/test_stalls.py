@@ -15,6 +15,7 @@ from dearmpi.comm.api import safe_output
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.errors import StallError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
 LIMIT_S = 30.0  # far beyond what any of this takes
@@ -62,7 +63,9 @@ def test_a_rank_that_leaves_before_its_step_is_named() -> None:
         training.optimizer.step()
         training.optimizer.synchronize()
 
-    with pytest.raises(StallError, match="but rank 1 has ended after 2 backprops") as caught:
+    with raises(
+        StallError, "ranks-out-of-step", "but rank 1 has ended after 2 backprops"
+    ) as caught:
         run_ranks(2, train)
     assert "which have taken 2 and 1 steps, have unequal numbers of batches" in str(caught.value)
 
@@ -79,7 +82,7 @@ def test_a_collective_call_of_one_rank_before_its_step_is_found() -> None:
         training.optimizer.step()
         training.optimizer.synchronize()
 
-    with pytest.raises(StallError, match="collective operations in different order"):
+    with raises(StallError, "ranks-out-of-step", "collective operations in different order"):
         run_ranks(2, train)
 
 
