@@ -83,14 +83,14 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "trace": frozenset(),
         "bucket": frozenset({"device", "refusal"}),
         "update": frozenset({"bucket", "device"}),
-        "codec": frozenset({"bucket", "update"}),
+        "codec": frozenset({"bucket", "device", "update"}),
         "probe": frozenset({"update"}),
         "agreement": frozenset({"bucket", "update"}),
         "state": _ENGINE_BASE | {"probe", "update"},
         "sync": frozenset({"agreement", "bucket", "device"}),
         "iteration": _ENGINE_BASE | {"agreement", "codec", "state", "sync", "trace", "update"},
         "setup": _ENGINE_BASE
-        | {"agreement", "iteration", "probe", "state", "sync", "trace", "update"},
+        | {"agreement", "codec", "iteration", "probe", "state", "sync", "trace", "update"},
         "clipping": frozenset({"iteration"}),
         "facade": frozenset({"refusal", "setup", "state"}),
         "optimizer": frozenset(

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Mapping
 from pathlib import Path
 
-from dearmpi.engine.bucket.memory import give_back_freed
+from dearmpi.engine.bucket.buffers import give_back_freed
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")

@@ -21,7 +21,7 @@ Who has whom, and what for:
       BufferExchange         the model's own buffers, such as running means, where all are to agree
       Spans                  what takes how long, for whoever listens
 
-``AloneEngine`` takes the engine's place in a world of one that needs no buckets, ``ClosedEngine``
+``NullEngine`` takes the engine's place in a world of one that needs no buckets, ``ClosedEngine``
 once it is closed.
 
 The modules:

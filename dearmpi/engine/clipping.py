@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.world import World
-from dearmpi.engine.iteration.alone import AloneEngine
 from dearmpi.engine.iteration.engine import Engine
+from dearmpi.engine.iteration.null_engine import NullEngine
 from dearmpi.errors import ConfigError
 
 # It may be meant, where losses take turns; but as a norm that is logged it would mislead.
@@ -21,7 +21,7 @@ _NO_GRADIENTS = (
 )
 
 
-def clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
+def clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type: float) -> float:
     """Scale all gradients so that their norm is at most ``max_norm``; the norm before (collective).
 
     Where no rank has a gradient, that is 0, as in torch, and rank 0 warns. Raises ConfigError for a
@@ -49,13 +49,13 @@ def _positive(name: str, given: object) -> float:
     return number
 
 
-def follow_clips(engine: Engine | AloneEngine, world: World) -> None:
+def follow_clips(engine: Engine | NullEngine, world: World) -> None:
     """As a rank that has joined, clip as often as the others do before their step (collective)."""
     while (told := engine.next_clip()) is not None:
         _clip(engine, world, *told)
 
 
-def _clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type: float) -> float:
+def _clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type: float) -> float:
     engine.wait_reduced()
     part, has_any = shard_norm(engine.shards(), norm_type), float(engine.has_gradients())
     if norm_type == math.inf:
@@ -74,7 +74,7 @@ def _clip(engine: Engine | AloneEngine, world: World, max_norm: float, norm_type
     return norm
 
 
-def scale(engine: Engine | AloneEngine, world: World, factor: float) -> bool:
+def scale(engine: Engine | NullEngine, world: World, factor: float) -> bool:
     """Multiply all gradients by ``factor``; False if any was inf or NaN (collective)."""
     engine.joining.refuse("scaling gradients, which may skip a step,")
     engine.wait_reduced()

@@ -26,7 +26,7 @@ FAULTS = (
     Fault(
         "gradients are summed and not averaged",
         "engine/bucket/bucket.py",
-        "self.gradients.shard.div_(world_size)",
+        "self.gradients.shard.div_(self.spec.world_size)",
         "self.gradients.shard.div_(1)",
         (f"{ENGINE}/test_gradients.py::test_gradients_of_two_backprops_add_up",),
     ),
@@ -63,9 +63,9 @@ FAULTS = (
     ),
     Fault(
         "zero_grad(set_to_none=False) counts as no gradient",
-        "engine/bucket/arrivals.py",
-        "self._touched |= self.arrived | self._zeroed",
-        "self._touched |= self.arrived",
+        "engine/bucket/grad_tracker.py",
+        "frozenset(none - self._zeroed)",
+        "frozenset(none)",
         ("tests/mpi/test_zero_grad.py",),
     ),
     Fault(
@@ -98,9 +98,9 @@ FAULTS = (
     ),
     Fault(
         "a bucket that backprop does not fill holds up the others",
-        "engine/iteration/late_buckets.py",
-        "for one in list(self._called)[:-1]",
-        "for one in list(self._called)[:0]",
+        "engine/iteration/iteration.py",
+        "past = list(self._agreements)[:-1]",
+        "past = list(self._agreements)[:0]",
         (f"{ENGINE}/test_late_buckets.py",),
     ),
     Fault(

@@ -32,7 +32,7 @@ def test_a_module_that_reads_a_parameter_under_way_is_named(world: World) -> Non
     optimizer = distribute(model, world, check_every=1000)
     buckets = [update.bucket for update in optimizer._assembly.updates]
     bucket = next(bucket for bucket in buckets if "1.weight" in bucket.spec.names)
-    bucket.poison()  # as a step does, before the update
+    bucket.fill_nan()  # as a step does, before the update
     bucket.pending = True
     with raises(UsageError, "read-of-stale-parameter", "1.weight"):
         reader(torch.ones(2, 40))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.comm.api.requests import Chain
 from dearmpi.comm.messages.exchange import gather_texts
-from dearmpi.comm.progress.lane import Lane, Work
+from dearmpi.comm.progress.lane import Lane, Observer, Operation, Work
 from dearmpi.comm.progress.progress import Progress
 
 
@@ -15,9 +15,17 @@ class Channel:
     """A communicator of its own, with the lane that posts its operations in order."""
 
     def __init__(self, collectives: Collectives, lane: Lane, progress: Progress) -> None:
-        self._collectives = collectives
+        self.collectives = collectives
         self._lane = lane
         self._progress = progress
+
+    def observe(self, observer: Observer) -> None:
+        """Have ``observer`` see all operations from now on."""
+        self._lane.observer = observer
+
+    def submit_operation(self, operation: Operation) -> None:
+        """Queue ``operation``, which posts itself on ``collectives``."""
+        self._progress.submit(self._lane, operation)
 
     def submit(
         self,
@@ -26,7 +34,7 @@ class Channel:
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         """Queue an operation; ``finish`` runs on the progress thread once it is complete."""
-        self._progress.submit(self._lane, Work(label, lambda: start(self._collectives), finish))
+        self._progress.submit(self._lane, Work(label, lambda: start(self.collectives), finish))
 
     def run(self, label: str, start: Callable[[Collectives], Request]) -> None:
         """Queue an operation and wait for it."""

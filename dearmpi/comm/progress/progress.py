@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 
 from dearmpi.comm.api.collectives import Movement
 from dearmpi.comm.progress.backoff import Backoff, yield_to_computation
-from dearmpi.comm.progress.lane import Lane, Work
+from dearmpi.comm.progress.lane import Lane, Operation
 from dearmpi.comm.progress.refusal import check_process, deadlock_of
 from dearmpi.comm.watchdog.absence import Absence
 from dearmpi.comm.watchdog.bell import Bell
@@ -94,7 +94,7 @@ class Progress:
         """Whether the calling thread drives lanes at this moment: an operation called it."""
         return self._driver == threading.get_ident()
 
-    def submit(self, lane: Lane, work: Work) -> None:
+    def submit(self, lane: Lane, work: Operation) -> None:
         """Queue ``work`` behind all other work of ``lane``.
 
         Raises CommError if progress has failed, or in a fork.

@@ -90,7 +90,7 @@ class RollCall:
         options: Options,
     ) -> None:
         self._options = options
-        self._missing = [(len(bucket.params), bucket.arrivals.missing) for bucket in buckets]
+        self._missing = [(len(bucket.params), bucket.tracker.missing) for bucket in buckets]
         self._num_told = sum(num for num, _ in self._missing) + len(buckets)
         self._active, self._unfilled = active, unfilled
         self._num_reduced, self._edits, self._loads = num_reduced, edits.told(), loads.told()

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dearmpi.engine import refusal
-from dearmpi.engine.bucket.arrivals import Arrivals, quiet_slots
-from dearmpi.engine.bucket.bucket_state import LEGAL, BucketState
-from dearmpi.engine.bucket.buffers import Arena, FlatBuffer
-from dearmpi.engine.bucket.gradient import GradientUnderWay
-from dearmpi.engine.bucket.gradient_memory import GradientMemory
+from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory
+from dearmpi.engine.bucket.grad_tracker import GradState, GradTracker, quiet_slots
+from dearmpi.engine.bucket.placeholder import GradPlaceholder
 from dearmpi.engine.device.device import Event
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.torch_internals import copy_each
+
+
+class BucketState(Enum):
+    """Where a bucket is in its iteration.
+
+    With ``gather="parameters"`` a bucket goes IDLE, READY, REDUCING, REDUCED, UPDATING, UPDATED,
+    GATHERING, GATHERED, IDLE; with ``gather="gradients"`` the update follows the gather.
+    """
+
+    IDLE = auto()  # parameters are current; gradients may be arriving
+    READY = auto()  # every gradient is in the buffer
+    REDUCING = auto()
+    REDUCED = auto()  # the own shard holds averaged gradients
+    UPDATING = auto()
+    UPDATED = auto()
+    GATHERING = auto()
+    GATHERED = auto()
+
+
+# From each to which others a bucket may go.
+LEGAL = {
+    BucketState.IDLE: {BucketState.READY},
+    BucketState.READY: {BucketState.REDUCING},
+    BucketState.REDUCING: {BucketState.REDUCED},
+    BucketState.REDUCED: {BucketState.UPDATING, BucketState.GATHERING, BucketState.IDLE},
+    BucketState.UPDATING: {BucketState.UPDATED},
+    BucketState.UPDATED: {BucketState.GATHERING, BucketState.IDLE},
+    BucketState.GATHERING: {BucketState.GATHERED},
+    BucketState.GATHERED: {BucketState.UPDATING, BucketState.IDLE},
+}
 
 # Of gradients that are copied together: few enough for them to be in a processor's cache still.
 _COPIED_BYTES = 1 << 20
@@ -27,20 +56,19 @@ class BucketRuntime:
 
     index: number of the bucket, in feed-forward order. memory: where its gradients lie.
     pending: the parameters do not show the last step yet.
-    arrivals: which of its gradients have come.
-    unread: nobody has waited for the parameters since they were last pending. Compiled graphs hold
-        only while nothing is that they read.
-    unguarded: who reads the parameters may wait for nobody: a compiled graph, or a module that has
-        taken one over. So ``step`` waits.
-    mark: on a device, the event that whoever reads the parameters lets its stream wait for;
-        None once it has passed.
-    stand_ins: what each parameter has for its gradient while that is under way.
+    tracker: which of its gradients have come.
+    unread: no reader has waited for the parameters since they were last pending. A compiled graph
+        holds only while all parameters that it reads are read.
+    unguarded: a reader of the parameters may not wait: a compiled graph, or a module that has taken
+        one over. So ``step`` waits.
+    mark: on a device, the event for which the stream of a reader waits; None once it has passed.
+    placeholders: what each parameter has for its gradient while that is under way.
     held_on: on a device, the stream that made the gradients which are taken and not stored yet.
-    streams: on a device, those on which gradients have been written since the iteration began.
+    streams: on a device, all streams that have written gradients since the iteration began.
 
-    One thread at a time writes: the main one until the reduce-scatter is submitted, then the
-    driving one until ``forget``. Only ``pending``, which the main thread sets and the driving one
-    clears, and ``mark``, the other way round, are written by both; ``unread`` by the main one only.
+    One thread at a time writes: the main thread until the reduce-scatter is submitted, then the
+    progress thread until ``reset``. Both write ``pending``, which the main thread sets and the
+    progress thread clears, and ``mark``, the other way round; ``unread`` is the main thread's.
     """
 
     def __init__(
@@ -63,7 +91,7 @@ class BucketRuntime:
         self.pending = self.unread = False
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
-        self.arrivals = Arrivals(spec.names, quiet=quiet)
+        self.tracker = GradTracker(spec.names, quiet=quiet)
         self.unguarded = False
         self.mark: Event | None = None
         self.held_on: Any = None
@@ -74,8 +102,8 @@ class BucketRuntime:
         if self.parameters is not None:
             self._move_parameters(self.parameters)
         self._addresses = [param.data_ptr() for param in self.params]
-        self.stand_ins = tuple(
-            GradientUnderWay.of(param, name)
+        self.placeholders = tuple(
+            GradPlaceholder.of(param, name)
             for param, name in zip(self.params, spec.names, strict=True)
         )
 
@@ -94,12 +122,14 @@ class BucketRuntime:
         self.state = state
 
     def expect_gradients(self, *, quietly: bool) -> bool:
-        """Start an iteration: who requires grad now is expected; True if anyone is."""
+        """Start an iteration, in which the gradients of all parameters that require grad now are
+        expected; True if there are any.
+        """
         expected = (slot for slot, param in enumerate(self.params) if param.requires_grad)
-        self.arrivals.expect(expected, quietly=quietly)
+        self.tracker.expect(expected, quietly=quietly)
         self._check_frozen()
         self._blank_frozen()
-        return bool(self.arrivals.expected)
+        return bool(self.tracker.expected)
 
     def keep_gradient(self, slot: int) -> None:
         """Accumulate locally: ``param.grad`` becomes a view, into which autograd then adds."""
@@ -111,31 +141,30 @@ class BucketRuntime:
 
     def take_gradient(self, slot: int) -> bool:
         """Take ``param.grad`` away; True if it was the last one, and all are in the buffer."""
-        if slot in self.arrivals.arrived:
+        if self.tracker.states[slot] is GradState.READY:
             self.store_gradients()
             self.gradients.views[slot].add_(self._swap_gradient(slot))
         else:
             taken = [self._swap_gradient(slot)]
             if not self.memory.adopt(taken):
                 self._held.append((slot, taken[0]))
-        is_last = self.arrivals.arrive(slot)
+        is_last = self.tracker.arrive(slot)
         if is_last or slot in self._copied_at:
             self.store_gradients()
         return is_last
 
     def collect_gradients(self) -> None:
         """Take the gradients that have come quietly: at once, in little Python for each."""
-        came, params = self.arrivals.came, self.params
+        params = self.params
         # Of one that was frozen meanwhile nothing has come.
-        slots = [slot for slot in came if params[slot].requires_grad]
-        came.clear()
+        slots = [slot for slot in self.tracker.take_noted() if params[slot].requires_grad]
         self._held += [(slot, self._swap_gradient(slot)) for slot in slots]
-        self.arrivals.arrive(*slots)
+        self.tracker.arrive(*slots)
 
     def uncover(self, slot: int) -> None:
-        """Autograd is about to accumulate, and must not add to a stand-in."""
+        """Autograd is about to accumulate, and must not add to a placeholder."""
         param = self.params[slot]
-        if param.grad is self.stand_ins[slot] and param.requires_grad:
+        if param.grad is self.placeholders[slot] and param.requires_grad:
             param.grad = None
 
     def store_gradients(self) -> None:
@@ -158,58 +187,58 @@ class BucketRuntime:
             copy_each(views, grads)
 
     def close_gradients(self) -> None:
-        """No more gradients will come: those accumulated earlier count, the rest are zero."""
-        self.arrivals.came.clear()  # they count with those
+        """No more gradients will come: accumulated ones count, and the rest are zero."""
+        self.tracker.take_noted()  # they count as accumulated
         for slot, (param, view) in enumerate(zip(self.params, self.gradients.views, strict=True)):
-            if slot in self.arrivals.arrived:
+            if self.tracker.states[slot] is GradState.READY:
                 continue
-            if param.grad is None or param.grad is self.stand_ins[slot]:
+            if param.grad is None or param.grad is self.placeholders[slot]:
                 view.zero_()
             else:
                 self.take_gradient(slot)
         self.store_gradients()
-        self.arrivals.close()
+        self.tracker.close()
 
     def release_gradients(self) -> None:
-        """Take the stand-ins away."""
-        for slot in self.arrivals.stood_in:
+        """Take the placeholders away."""
+        for slot in self.tracker.covered:
             param = self.params[slot]
-            if param.grad is self.stand_ins[slot]:
+            if param.grad is self.placeholders[slot]:
                 param.grad = None
-        self.arrivals.release()
+        self.tracker.release()
 
-    def supersede(self) -> None:
-        """The next update will change the parameters: whoever goes back through a graph that was
-        built before gets torch's error, and not numbers of which nobody knows the age.
+    def invalidate_params(self) -> None:
+        """Bump version counters, so that a backward through an older graph raises instead of using
+        stale values.
 
         Updates write past torch's count of changes, which a view in ``param.data`` does not share.
         """
-        missing = self.arrivals.missing
+        missing = self.tracker.missing
         changed = (param for slot, param in enumerate(self.params) if slot not in missing)
         torch.autograd.graph.increment_version(changed)
 
     def find_cleared(self) -> str:
-        """The name of a parameter whose stand-in somebody else took away; empty if none is gone.
+        """The name of a parameter whose placeholder somebody else took away; empty if none is gone.
 
         ``model.zero_grad()`` does so, and means to drop gradients that are on their way already.
         """
-        arrivals = self.arrivals
-        for slot in arrivals.came:  # of a backprop that was broken off
+        tracker = self.tracker
+        for slot in tracker.noted:  # of a backprop that was broken off
             if self.params[slot].grad is None:
                 return self.spec.names[slot]
-        for slot in arrivals.stood_in:
-            if self.params[slot].grad is not self.stand_ins[slot]:
+        for slot in tracker.covered:
+            if self.params[slot].grad is not self.placeholders[slot]:
                 return self.spec.names[slot]
         return ""
 
-    def average(self, world_size: int) -> None:
+    def average(self) -> None:
         """Turn the own shard's sum into the mean, plus what an earlier backprop left."""
-        self.gradients.shard.div_(world_size)
+        self.gradients.shard.div_(self.spec.world_size)
         if self._carried is not None:
             self.gradients.shard.add_(self._carried)
             self._carried = None
 
-    def poison(self) -> None:
+    def fill_nan(self) -> None:
         """Fill what other ranks own of the parameters with NaN, until the gather brings it.
 
         Not of frozen ones: with eager updates backprop may still go through them.
@@ -227,19 +256,19 @@ class BucketRuntime:
                     self.parameters.data[start : max(start, stop)].fill_(float("nan"))
 
     def reopen(self) -> Tensor:
-        """Accept gradients of a further backprop on top of those already reduced: a copy of them,
-        which is added when the new ones are reduced.
+        """Accept gradients of a further backprop. Returns a copy of what is reduced already, which
+        is added when the new gradients are reduced.
         """
         self._carried = self.gradients.shard.clone()
         self._blank_frozen()
-        self.arrivals.reopen()
+        self.tracker.reopen()
         self.move_to(BucketState.IDLE)
         return self._carried
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Back to the start of an iteration."""
         self.memory.give_up()
-        self.arrivals.forget()
+        self.tracker.reset()
         self.move_to(BucketState.IDLE)
 
     def check_storage(self) -> None:
@@ -257,14 +286,14 @@ class BucketRuntime:
         """
         if (kept := self.memory.made) is None:
             return
-        for slot in self.arrivals.frozen:
+        for slot in self.tracker.frozen:
             if _is_same(self.params[slot].grad, kept.views[slot]):
                 raise refusal.frozen_with_gradient(self.spec.names[slot])
 
     def _blank_frozen(self) -> None:
-        """Zero what nobody writes, where MPI has left who knows what: norms are of whole shards."""
-        if 0 < len(self.arrivals.expected) < len(self.params):
-            for slot in self.arrivals.frozen:
+        """Zero what no backprop writes and MPI may have written: norms are of whole shards."""
+        if 0 < len(self.tracker.expected) < len(self.params):
+            for slot in self.tracker.frozen:
                 self.gradients.views[slot].zero_()
 
     def _move_parameters(self, room: FlatBuffer) -> None:
@@ -278,9 +307,9 @@ class BucketRuntime:
         return FlatBuffer(self.spec, arena.take(self.spec, likes[0]), likes, rank=self._rank)
 
     def _swap_gradient(self, slot: int) -> Tensor:
-        """``param.grad``, whose place a stand-in takes."""
+        """``param.grad``, whose place a placeholder takes."""
         grad = self._usable_gradient(slot)
-        self.params[slot].grad = self.stand_ins[slot]
+        self.params[slot].grad = self.placeholders[slot]
         return grad
 
     def _usable_gradient(self, slot: int) -> Tensor:

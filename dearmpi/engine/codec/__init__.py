@@ -1,3 +1,3 @@
-"""What travels for a bucket: the numbers as they are, or half of their bits. Begin with
-`wire_range`. May import bucket and update. A new compressor goes here.
+"""What travels for a bucket: the numbers as they are, or half of their bits. Begin with `codec`,
+the interface. May import bucket, device and update. A new compressor goes here.
 """

@@ -1,15 +1,14 @@
-"""Backprop: gradients' way into the buckets, and when those are launched."""
+"""Backprop: how gradients get into the buckets, and when a bucket starts on its way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dearmpi.comm.world import World
 from dearmpi.engine import refusal
-from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.bucket.bucket_state import BucketState
-from dearmpi.engine.iteration.cycle import Cycle
+from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
+from dearmpi.engine.bucket.grad_tracker import PENDING_STATES, GradState
+from dearmpi.engine.iteration.iteration import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline
 from dearmpi.engine.iteration.waiting import Waiting
 from dearmpi.engine.state.options import OptionReader
@@ -17,56 +16,43 @@ from dearmpi.plan.data.schedule import Launch
 
 
 class Backprop:
-    """Takes gradients as autograd finishes them, from the first of an iteration to the step.
-
-    eager: as in ``EngineConfig``. options: as in ``Engine``.
-    """
+    """Takes gradients as autograd finishes them, from the first of an iteration to the step."""
 
     def __init__(
-        self,
-        world: World,
-        pipeline: Pipeline,
-        waiting: Waiting,
-        *,
-        eager: bool,
-        options: OptionReader,
+        self, state: EngineState, pipeline: Pipeline, waiting: Waiting, options: OptionReader
     ) -> None:
-        self._world, self._pipeline, self._waiting = world, pipeline, waiting
+        """``options``: as in ``Engine``."""
+        self._state, self._pipeline, self._waiting = state, pipeline, waiting
+        self._buckets, self._side = state.buckets, state.side
         self._polls = waiting.polls
-        self._buckets, self._side = pipeline.buckets, pipeline.side
-        self._joining = pipeline.joining
-        self._launches = pipeline.schedule.launch is Launch.GRADIENTS_READY
-        self._eager, self._options = eager, options
+        self._starts_early = state.schedule.launch is Launch.GRADIENTS_READY
+        self._eager, self._options = state.conduct.eager, options
         self._synchronizing = True
-
-    @property
-    def _cycle(self) -> Cycle:
-        return self._pipeline.cycle
 
     def begin(self) -> None:
         """Autograd is about to accumulate the first gradient of a backprop.
 
         Where ``model.zero_grad()`` has cleared all gradients meanwhile, they are dropped.
         """
-        if self._cycle.stepped:
+        if self._state.iteration.stepped:
             return
         name = self.find_cleared()
         params = (param for bucket in self._buckets for param in bucket.params)
         if name and any(param.grad is not None for param in params):
             raise refusal.cleared(name)
         if name:
-            self.drop()
+            self.discard_grads()
         else:
             self.end()  # of one that was broken off
 
-    def grad_ready(self, bucket: BucketRuntime, slot: int) -> None:
+    def register_grad_ready(self, bucket: BucketRuntime, slot: int) -> None:
         """Autograd has finished the gradient of one parameter."""
         if not self._synchronizing:
             self._keep_gradient(bucket, slot)
             return
-        if bucket.arrivals.came:
+        if bucket.tracker.noted:
             bucket.collect_gradients()
-        if slot not in bucket.arrivals.awaited:
+        if bucket.tracker.states[slot] not in PENDING_STATES:
             self._await_gradient(bucket, slot)
         stream = self._side.current()
         if stream != bucket.held_on:
@@ -76,9 +62,9 @@ class Backprop:
         if bucket.take_gradient(slot):
             if bucket.state is BucketState.IDLE:
                 self._close_bucket(bucket)
-                if self._launches:
-                    self._launch_ready()
-            else:  # a further backprop before anything is launched
+                if self._starts_early:
+                    self._start_ready()
+            else:  # a further backprop before anything is started
                 self._note_written(bucket)
         if self._polls:
             self._waiting.poll()
@@ -86,29 +72,29 @@ class Backprop:
     def end(self) -> None:
         """No more gradients come in a backprop, or in one inside another."""
         for bucket in self._buckets:
-            if bucket.arrivals.came:
+            if bucket.tracker.noted:
                 bucket.collect_gradients()
 
-    def finish(self) -> None:
-        """No more gradients come before the step: launch what has not been launched."""
-        if self._cycle.stepped:
-            self.begin_cycle()
-        cycle = self._cycle
-        waiting = cycle.active - cycle.launched
-        unfilled = {i for i in waiting if self._buckets[i].state is BucketState.IDLE}
-        cycle.unfilled |= unfilled
-        for index in unfilled:
+    def finish_backward(self) -> None:
+        """No more gradients come before the step: start all buckets that have not been."""
+        if self._state.iteration.stepped:
+            self.begin_iteration()
+        iteration = self._state.iteration
+        waiting = iteration.active - iteration.started
+        incomplete = {i for i in waiting if self._buckets[i].state is BucketState.IDLE}
+        iteration.incomplete |= incomplete
+        for index in incomplete:
             self._store_held(self._buckets[index])
             self._buckets[index].close_gradients()
             self._close_bucket(self._buckets[index])
-        self._launch_ready()
+        self._start_ready()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backprops inside stay local and add up."""
         before, self._synchronizing = self._synchronizing, False
         for bucket in self._buckets:
-            bucket.arrivals.quiet.clear()
+            bucket.tracker.make_loud()
         try:
             yield
         finally:
@@ -118,33 +104,34 @@ class Backprop:
         """Finish backprop and wait until every own shard holds averaged gradients."""
         if self._eager:
             raise refusal.looked_at_gradients()
-        self.finish()
+        self.finish_backward()
         self._waiting.until(self._pipeline.is_settled, "the reduce-scatters")
         self._side.lead()
 
-    def drop(self) -> None:
-        """Forget the gradients of a backprop that no step followed."""
-        if self._cycle.stepped:
+    def discard_grads(self) -> None:
+        """Discard the gradients of a backprop that no step followed."""
+        if self._state.iteration.stepped:
             return
-        self._joining.refuse("dropping gradients after a backward")
+        self._state.joining.refuse("dropping gradients after a backward")
         if self._eager:
             raise refusal.dropped()
         self.wait_reduced()
-        for index in self._cycle.active:
+        for index in self._state.iteration.active:
             self._buckets[index].release_gradients()
-            self._buckets[index].forget()
-        self._pipeline.begin(Cycle(stepped=True))
+            self._buckets[index].reset()
+        self._pipeline.reset_codecs()
+        self._state.discard_iteration()
 
-    def begin_cycle(self, *, joined: bool = False) -> None:
+    def begin_iteration(self, *, joined: bool = False) -> None:
         """An iteration begins, ``joined``: of a rank that has no batches left."""
         self._waiting.until_finished()
-        known = self._pipeline.late.are_known
+        known = self._state.deferred.are_known
         self._waiting.until(known, "the roll call of the step before the last")
         self._side.lead()  # gradients go where updates have read
-        if self._joining.is_open and not joined:
-            self._joining.attend(True)
-        self._pipeline.tell_replicas()
-        self._world.begin_backprop()
+        if self._state.joining.is_open and not joined:
+            self._state.joining.attend(True)
+        self._state.exchange_replicas()
+        self._state.world.begin_backprop()
         active = set()
         stream = self._side.current()
         quietly = stream is None and not self._polls  # else each has something to be done for it
@@ -155,40 +142,40 @@ class Backprop:
             if bucket.expect_gradients(quietly=quietly):
                 active.add(bucket.index)
         options = self._options.read() if self._eager and not joined else None
-        self._pipeline.num_reduced += 1
-        self._pipeline.begin(Cycle(active=frozenset(active), options=options))
+        self._state.begin_iteration(frozenset(active), options)
 
     def find_cleared(self) -> str:
         """The name of a parameter whose gradient somebody else took away; empty if none is gone."""
         return next((name for bucket in self._buckets if (name := bucket.find_cleared())), "")
 
     def _keep_gradient(self, bucket: BucketRuntime, slot: int) -> None:
-        if not self._cycle.stepped:
+        if not self._state.iteration.stepped:
             raise refusal.unsynchronized_last()
         self._waiting.pre_forward((bucket,))
         bucket.keep_gradient(slot)
 
     def _await_gradient(self, bucket: BucketRuntime, slot: int) -> None:
         """One that comes first of an iteration, or again, or from nowhere."""
-        if self._cycle.stepped:
-            self.begin_cycle()
-        if slot not in bucket.arrivals.expected:
+        if self._state.iteration.stepped:
+            self.begin_iteration()
+        if slot not in bucket.tracker.expected:
             raise refusal.unfrozen_late(bucket.spec.names[slot])
-        launched = bucket.index in self._cycle.launched
-        if launched or (self._launches and slot in bucket.arrivals.arrived):
+        started = bucket.index in self._state.iteration.started
+        is_ready = bucket.tracker.states[slot] is GradState.READY
+        if started or (self._starts_early and is_ready):
             self._reopen()
 
     def _reopen(self) -> None:
-        """A further backprop before the step: its gradients add to those already reduced."""
-        self._joining.refuse("a second backprop before step()")
+        """A further backprop before the step: its gradients add to what is reduced already."""
+        self._state.joining.refuse("a second backprop before step()")
         if self._eager:
             raise refusal.second_backprop()
         self.wait_reduced()
-        self._world.begin_backprop()
-        for index in self._cycle.active:
+        self._state.world.begin_backprop()
+        for index in self._state.iteration.active:
             self._side.keep(self._buckets[index].reopen())
-        self._pipeline.num_reduced += 1
-        self._cycle.rewind()
+        self._state.num_reduced += 1
+        self._state.iteration.rewind()
 
     def _close_bucket(self, bucket: BucketRuntime) -> None:
         """All gradients of ``bucket`` are in its buffer, or queued to be."""
@@ -207,15 +194,15 @@ class Backprop:
     def _note_written(self, bucket: BucketRuntime) -> None:
         self._side.written(bucket.gradients.data, bucket.streams)
 
-    def _launch_ready(self) -> None:
-        """Launch buckets in the schedule's order, as far as their gradients are there."""
-        cycle = self._cycle
-        for index in cycle.reduce_scatters:
-            if index in cycle.launched or index not in cycle.active:
+    def _start_ready(self) -> None:
+        """Start buckets in the schedule's order, as far as their gradients are there."""
+        iteration = self._state.iteration
+        for index in iteration.reduce_scatters:
+            if index in iteration.started or index not in iteration.active:
                 continue
             bucket = self._buckets[index]
             if bucket.state is not BucketState.READY:
                 return
             if self._eager:  # it may be updated while backprop goes on
-                self._pipeline.supersede(bucket)
-            self._pipeline.launch(bucket)
+                self._pipeline.invalidate_params(bucket)
+            self._pipeline.start_reduce_scatter(bucket)

@@ -1,37 +1,46 @@
 """Getting along with ``torch.compile``.
 
 A compiled graph runs without hooks and reads parameters without looking them up, so nothing in it
-can wait: who calls it has to. And while torch traces it says so of the whole process: an optimizer
-that steps meanwhile on another thread would compute like a traced one, with its scalars in fp32.
+can wait: its caller has to. And torch marks the whole process as traced while it traces: an
+optimizer that steps meanwhile on another thread would compute its scalars in fp32.
+
+But torch calls a module's hooks before the graph of its forward, so that a hook of a module that is
+compiled as a whole can wait for all that the graph reads. It goes to every module of the same code,
+since torch may use the graph of one for another without a word.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.iteration.compiled_roots import CompiledFrame, CompiledRoots
 from dearmpi.engine.sync.refused_models import refuse_active
 from dearmpi.errors import ConfigError
 from dearmpi.torch_internals import (
     CompileEvent,
+    accepts,
     active_ddp,
+    frame_to_compile,
     is_compiled,
     is_tracing,
     keep_out_of_callers,
     leave_out,
     not_compiling,
     number_of_backprop,
+    parameter_table,
     unwatch_compilation,
     watch_compilation,
 )
 
 Function = TypeVar("Function", bound=Callable[..., object])
+Guard = Callable[[nn.Module, Sequence[BucketRuntime]], None]
 
 
 def run_as_it_is(function: Function) -> Function:
@@ -53,6 +62,88 @@ def untraced(function: Function) -> Function:
         return cast("Function", torch.compiler.disable(function))
     keep_out_of_callers(function)
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFrame:
+    """What torch is about to compile: ``code``, with ``values`` by the names of its variables.
+
+    made: what torch has made of that code before.
+    """
+
+    code: CodeType
+    values: Mapping[str, Any]
+    made: Sequence[Any]
+
+    @classmethod
+    def under_way(cls) -> CompiledFrame | None:
+        """The one that a callback of torch's is called for; None where torch does not show it."""
+        seen = frame_to_compile()
+        return None if seen is None else cls(*seen)
+
+    @property
+    def owner(self) -> Any:
+        """The first argument."""
+        code = self.code
+        return self.values.get(code.co_varnames[0]) if code.co_argcount else None
+
+    def holds(self) -> bool:
+        """Whether a graph that was made before holds now, or may for all that torch shows."""
+        return accepts(self.made, self.values)
+
+
+class CompiledRoots:
+    """Of one model, by what torch compiles of it."""
+
+    def __init__(
+        self, model: nn.Module, reads: Mapping[nn.Module, Sequence[BucketRuntime]], guard: Guard
+    ) -> None:
+        """``reads``: the buckets that hold parameters of a module itself. ``guard``: to have a
+        module wait for buckets whenever it is called.
+        """
+        self._modules = tuple(model.modules())
+        self._reads, self._guard = reads, guard
+        self._guarded: set[CodeType] = set()
+
+    def admit(self, frame: CompiledFrame | None) -> bool:
+        """Whether what runs ``frame`` waits for the parameters that it reads, as far as is known:
+        to be asked when nothing is unread.
+
+        A graph holds only while nothing is unread that it reads, so that torch compiles its code
+        again for a caller that does not wait. By then the old graph would do; it would not where
+        inputs have another shape.
+        """
+        if frame is None or _calls_some_module(frame.code):
+            return False
+        if frame.code not in self._guarded and self._is_root(frame):
+            self._guard_all(frame.code)  # perhaps made for another model, which had none to wait
+            return True
+        return not frame.holds()
+
+    def _is_root(self, frame: CompiledFrame) -> bool:
+        owner, code = frame.owner, frame.code
+        return any(module is owner and _forward_of(module) is code for module in self._modules)
+
+    def _guard_all(self, code: CodeType) -> None:
+        self._guarded.add(code)
+        for module in self._modules:
+            if _forward_of(module) is code and (read := self._read_in(module)):
+                self._guard(module, read)
+
+    def _read_in(self, module: nn.Module) -> Sequence[BucketRuntime]:
+        owned = (bucket for part in module.modules() for bucket in self._reads.get(part, ()))
+        return tuple(dict.fromkeys(owned))
+
+
+def _forward_of(module: nn.Module) -> CodeType | None:
+    return getattr(type(module).forward, "__code__", None)
+
+
+def _calls_some_module(code: CodeType) -> bool:
+    """Whether it is what torch compiles for any layer of its own that is wrapped: of such code one
+    module cannot be told from another.
+    """
+    return code.co_qualname.startswith("wrap_inline.")
 
 
 class CompilationWatch:
@@ -77,7 +168,7 @@ class CompilationWatch:
         self.renew()
 
     def renew(self) -> None:
-        """Watch from now on, also where ``torch.compiler.reset()`` has forgotten who does."""
+        """Watch from now on, also where ``torch.compiler.reset()`` has removed all watchers."""
         watch_compilation(self._callback)
 
     def remove(self) -> None:
@@ -103,6 +194,23 @@ class CompilationWatch:
     def _mark(self) -> None:
         for bucket in self._buckets:
             bucket.unguarded = True
+
+
+def buckets_by_module(
+    model: nn.Module, places: Mapping[nn.Parameter, tuple[BucketRuntime, int]]
+) -> dict[nn.Module, Sequence[BucketRuntime]]:
+    """The buckets that hold parameters of a module itself, for those that have any."""
+    reads: dict[nn.Module, Sequence[BucketRuntime]] = {}
+    for module in model.modules():
+        owned = (places.get(param) for param in own_parameters(module))
+        if buckets := tuple(dict.fromkeys(place[0] for place in owned if place is not None)):
+            reads[module] = buckets
+    return reads
+
+
+def own_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
+    """Those of a module itself, not of modules in it."""
+    return (param for param in parameter_table(module).values() if param is not None)
 
 
 def compiled_part(model: nn.Module) -> str | None:

@@ -1,7 +1,4 @@
-"""Engine: the moments of an iteration, as the main thread sees them.
-
-What happens to a bucket after its launch is the pipeline's part, on the driving thread.
-"""
+"""Engine: the moments of an iteration, as the optimizer sees them on the main thread."""
 
 from __future__ import annotations
 
@@ -10,61 +7,44 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from dearmpi.comm.world import World
 from dearmpi.engine import refusal
-from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.bucket.bucket_state import BucketState
-from dearmpi.engine.bucket.gradient import without_gradients
+from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
+from dearmpi.engine.bucket.placeholder import without_gradients
 from dearmpi.engine.iteration.backprop import Backprop
-from dearmpi.engine.iteration.cycle import Cycle
+from dearmpi.engine.iteration.iteration import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline
 from dearmpi.engine.iteration.reduced_gradients import ReducedGradients
 from dearmpi.engine.iteration.waiting import Waiting
 from dearmpi.engine.state.options import OptionReader
-from dearmpi.engine.trace.clock import IterationTimes
 from dearmpi.engine.update.update import Options
-from dearmpi.plan.data.schedule import Wait
 
 
 class Engine:
-    """Reduces gradients, updates and gathers, bucket by bucket, in the pipeline's schedule.
+    """Reduces gradients, updates and gathers, bucket by bucket, in the order of the schedule.
 
-    eager: as in ``EngineConfig``. options: reads those of an iteration; with eager updates before
-        the first of them, so that the step has to see that they still hold.
-    joining: what ranks tell each other inside ``join``. loads: which states were loaded.
-    backprop, waiting: its part until gradients are launched, and where the main thread waits.
-    pipeline: its part from there on. reduced: gradients between backward and step.
+    state: what all parts share. backprop: until gradients are on their way. pipeline: from there
+        on. waiting: where the main thread waits. reduced: gradients between backward and step.
     """
 
-    def __init__(
-        self,
-        world: World,
-        pipeline: Pipeline,
-        *,
-        eager: bool,
-        options: OptionReader,
-    ) -> None:
-        self._world = world
-        self.pipeline = pipeline
-        self._buckets = pipeline.buckets
-        self._side = pipeline.side
-        self._eager = eager
-        self._options = options
-        self.waiting = Waiting(world.progress, pipeline, eager=eager)
-        self.backprop = Backprop(world, pipeline, self.waiting, eager=eager, options=options)
-        self.reduced = ReducedGradients(world, pipeline, self.backprop)
-        self.joining = pipeline.joining
-        self.loads = pipeline.loads
-        self.times = IterationTimes()
+    is_closed = False
 
-    @property
-    def _cycle(self) -> Cycle:
-        return self.pipeline.cycle
+    def __init__(self, state: EngineState, pipeline: Pipeline, options: OptionReader) -> None:
+        """``options``: reads the hyperparameters of an iteration; with eager updates before the
+        first update, so that the step has to see that they still hold.
+        """
+        self.state, self.pipeline = state, pipeline
+        self._buckets, self._side = state.buckets, state.side
+        self._eager, self._options = state.conduct.eager, options
+        self.waiting = Waiting(state, pipeline)
+        self.backprop = Backprop(state, pipeline, self.waiting, options)
+        self.reduced = ReducedGradients(state, self.backprop)
+        self.joining, self.loads = state.joining, state.loads
+        self.times = self.state.clock.lap()
 
     @property
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for communication."""
-        return self.pipeline.clock.waited_s
+        return self.state.clock.waited_s
 
     def step(self, *, joined: bool = False) -> None:
         """Have every bucket updated with the options of this moment, and gathered; ``joined``:
@@ -72,8 +52,8 @@ class Engine:
         """
         if name := self.backprop.find_cleared():
             raise refusal.cleared(name)
-        self.backprop.finish()
-        options = self._cycle.options
+        self.backprop.finish_backward()
+        options = self.state.iteration.options
         if options is None:
             options = self._options.read()
         else:
@@ -81,35 +61,35 @@ class Engine:
         self._take_step(options, joined=joined)
 
     def _take_step(self, options: Options, *, joined: bool = False) -> None:
-        """After ``backprop.finish``."""
+        """After ``backprop.finish_backward``."""
         if not joined:
             self._options.count(options)  # before anything is begun, since it may raise
-        cycle = self._cycle
+        iteration = self.state.iteration
         for bucket in self._buckets:
             bucket.release_gradients()
-        cycle.stepping = cycle.stepped = True
-        if joined:  # it hands over at once what it has no gradients for
-            cycle.unfilled = frozenset()
-        self._world.begin_step()
-        for index in cycle.active:
-            if self._eager:  # pending since its launch, and perhaps finished by now
-                self._buckets[index].supersede()
+        iteration.stepping = iteration.stepped = True
+        if joined:  # it starts at once what it has no gradients for
+            iteration.incomplete = frozenset()
+        self.state.world.begin_step()
+        for index in iteration.active:
+            if self._eager:  # pending since its reduce-scatter, and perhaps finished by now
+                self._buckets[index].invalidate_params()
             else:
-                self.pipeline.supersede(self._buckets[index])
-        told = self.joining.announce_step(options, joined=joined)
+                self.pipeline.invalidate_params(self._buckets[index])
+        agreed = self.joining.announce_step(options, joined=joined)
         if joined:
-            self._options.count(told)
-        self.pipeline.call_roll(told)
-        self.pipeline.submit_step(told)
-        cycle.stepping = False
-        if self.pipeline.schedule.wait is Wait.STEP:
+            self._options.count(agreed)
+        self.pipeline.agree_on_step(agreed)
+        self.pipeline.submit_step(agreed)
+        iteration.stepping = False
+        if self.state.conduct.waits_in_step:
             self.synchronize()
         self.waiting.pre_forward(bucket for bucket in self._buckets if bucket.unguarded)
-        self.times = self.pipeline.clock.lap()
+        self.times = self.state.clock.lap()
 
     def synchronize(self) -> None:
         """Wait until every parameter shows the last step."""
-        if self._cycle.stepped:
+        if self.state.iteration.stepped:
             self.waiting.until_finished()
             self._side.lead()
             for bucket in self._buckets:
@@ -121,19 +101,19 @@ class Engine:
         """Finish backprop and wait until every own shard holds averaged gradients."""
         self.backprop.wait_reduced()
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of a backprop that no step followed."""
-        self.backprop.drop()
+    def discard_grads(self) -> None:
+        """Discard the gradients of a backprop that no step followed."""
+        self.backprop.discard_grads()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients of backprops inside stay local and add up."""
         return self.backprop.no_sync()
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
-        """Drop gradients; those of parameters that have had one become zero, or none."""
-        self.backprop.drop()
+        """Discard gradients; parameters that have had one get zero, or None."""
+        self.backprop.discard_grads()
         for bucket in self._buckets:
-            bucket.arrivals.zero(set_to_none=set_to_none)
+            bucket.tracker.zero(set_to_none=set_to_none)
 
     @contextmanager
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
@@ -142,7 +122,7 @@ class Engine:
         """
         with self.joining.opened():
             yield
-            if not self._cycle.stepped:
+            if not self.state.iteration.stepped:
                 raise refusal.left_before_step()
             params = [param for bucket in self._buckets for param in bucket.params]
             with without_gradients(params):
@@ -151,13 +131,13 @@ class Engine:
 
     def next_clip(self) -> tuple[float, float] | None:
         """As a joined rank: to which norm, of which type, the others clip; None if they step."""
-        self.backprop.finish()  # theirs goes on meanwhile
+        self.backprop.finish_backward()  # that of the others goes on meanwhile
         return self.joining.next_clip()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply reduced gradients, between ``wait_reduced`` and ``step``."""
         self.reduced.forget_norms()
-        for index in self._cycle.active:
+        for index in self.state.iteration.active:
             bucket = self._buckets[index]
             gathered = bucket.state is BucketState.GATHERED
             (bucket.gradients.data if gathered else bucket.gradients.shard).mul_(factor)
@@ -168,35 +148,39 @@ class Engine:
 
     def shards(self) -> list[Tensor]:
         """The own shards of reduced gradients, as far as there are any."""
-        shards = [self._buckets[index].gradients.shard for index in sorted(self._cycle.active)]
+        shards = [
+            self._buckets[index].gradients.shard for index in sorted(self.state.iteration.active)
+        ]
         return [shard for shard in shards if shard.numel()]
 
     def has_gradients(self) -> bool:
         """Whether this rank has any of this iteration, after ``wait_reduced``, or all is frozen."""
-        buckets = [self._buckets[index] for index in self._cycle.active]
-        missing = sum(len(bucket.arrivals.missing) for bucket in buckets)
+        buckets = [self._buckets[index] for index in self.state.iteration.active]
+        missing = sum(len(bucket.tracker.missing) for bucket in buckets)
         return not buckets or missing < sum(len(bucket.params) for bucket in buckets)
 
-    def tell_replicas(self) -> None:
-        """Where no iteration may follow that would: tell other ranks what the last step has led to,
-        if it is to be compared (collective).
+    def exchange_replicas(self) -> None:
+        """Let other ranks know what the last step has led to, if it is to be compared, where no
+        iteration may follow that would (collective).
         """
-        if self._cycle.stepped:
+        if self.state.iteration.stepped:
             self.synchronize()
-            self.pipeline.tell_replicas()
+            self.state.exchange_replicas()
 
     def idle_buckets(self) -> list[BucketRuntime]:
-        """Those that take no part in this iteration."""
-        return [bucket for bucket in self._buckets if bucket.index not in self._cycle.active]
+        """The buckets that take no part in this iteration."""
+        return [
+            bucket for bucket in self._buckets if bucket.index not in self.state.iteration.active
+        ]
 
     def close(self) -> None:
         """Finish what is under way and give the channels back."""
-        if not self._cycle.stepped:
-            self.backprop.finish()  # other ranks may have reduced what is not full here
+        if not self.state.iteration.stepped:
+            self.backprop.finish_backward()  # other ranks may have reduced what is not full here
             if self._eager:  # the step is promised, and some buckets are updated by now
-                assert self._cycle.options is not None
-                self._take_step(self._cycle.options)
-        if self._cycle.stepped:
+                assert self.state.iteration.options is not None
+                self._take_step(self.state.iteration.options)
+        if self.state.iteration.stepped:
             self.waiting.until_finished()
             self._side.lead()
         for bucket in self._buckets:
@@ -210,5 +194,5 @@ class Engine:
         self.joining.attend(False)
         if not self.joining.who_trains():
             return False
-        self.backprop.begin_cycle(joined=True)
+        self.backprop.begin_iteration(joined=True)
         return True

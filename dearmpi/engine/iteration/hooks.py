@@ -20,12 +20,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.grad_tracker import GradState
 from dearmpi.engine.iteration.compilation import (
     CompilationWatch,
+    CompiledRoots,
+    buckets_by_module,
     run_as_it_is,
     untraced,
 )
-from dearmpi.engine.iteration.compiled_roots import CompiledRoots, buckets_by_module
 from dearmpi.engine.sync.refused_models import (
     refuse_active,
     refuse_replicated,
@@ -138,7 +140,7 @@ class ModelHooks:
         *,
         pre_forward: PreForward,
         begin_backprop: Callable[[], None],
-        grad_ready: GradientEvent,
+        register_grad_ready: GradientEvent,
         end_backprop: Callable[[], None],
         polls: bool,
         is_driver: Callable[[], bool],
@@ -162,7 +164,9 @@ class ModelHooks:
         )
         for param, place in places.items():
             if param.is_floating_point() or param.is_complex():  # integers have no gradients
-                self._watch_gradient(param, *_translate_gradient(place, backprops, grad_ready))
+                self._watch_gradient(
+                    param, *_translate_gradient(place, backprops, register_grad_ready)
+                )
         for module, read in reads.items():
             self._watch_table(module, places, pre_forward)
             watch_calls(module, read)
@@ -229,8 +233,8 @@ def _watch_calls(
 
 
 class _Backprops:
-    """Tells of a backprop when its first gradient is about to be accumulated, and when none is to
-    come in it any more. One may run inside another.
+    """Reports the begin of a backprop, when its first gradient is about to be accumulated, and its
+    end. One may run inside another.
 
     current: its number, as of the last gradient.
     """
@@ -251,7 +255,7 @@ class _Backprops:
 
 
 def _translate_gradient(
-    place: Place, backprops: _Backprops, grad_ready: GradientEvent
+    place: Place, backprops: _Backprops, register_grad_ready: GradientEvent
 ) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
     """The hooks before and after autograd accumulates one parameter's gradient. It calls both even
     where there is none, or the parameter was frozen after the feed-forward.
@@ -261,7 +265,8 @@ def _translate_gradient(
     """
     bucket, slot = place
     param = bucket.params[slot]
-    stood_in, quiet, came = bucket.arrivals.stood_in, bucket.arrivals.quiet, bucket.arrivals.came
+    tracker = bucket.tracker
+    states, noted, covered = tracker.states, tracker.noted, tracker.covered
     comes = True
 
     @untraced
@@ -271,18 +276,18 @@ def _translate_gradient(
         number = number_of_backprop()
         if number != backprops.current:
             backprops.follow(number)
-        if comes and slot in stood_in:
+        if comes and slot in covered:
             bucket.uncover(slot)
 
     @untraced
     def after(_: Any) -> None:
         if not comes:
             return
-        if slot in quiet:
-            quiet.remove(slot)
-            came.append(slot)
+        if states[slot] is GradState.QUIET:
+            states[slot] = GradState.NOTED
+            noted.append(slot)
         elif param.requires_grad:
-            grad_ready(bucket, slot)
+            register_grad_ready(bucket, slot)
 
     return before, after
 

@@ -1,294 +1,213 @@
-"""Pipeline: what happens to buckets on the thread that drives progress.
+"""Pipeline: carries buckets through their stages, each as soon as the schedule allows it.
 
-A bucket comes in READY. From the moment its reduce-scatter is submitted, only this side changes
-its state: reduced, updated and gathered (or gathered and updated), and then current again.
+A bucket comes in READY. From the moment its reduce-scatter is submitted, only the progress thread
+changes its state, until it is IDLE again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.api.collectives import Collectives, Completed, Request
+from dearmpi.comm.api.collectives import Completed
 from dearmpi.comm.progress.lane import Work
-from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig
-from dearmpi.engine.agreement.checks import Replicas
-from dearmpi.engine.agreement.join import Joining
-from dearmpi.engine.agreement.step_agreement import Edits, Loads, RollCall
-from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.bucket.bucket_state import BucketState
-from dearmpi.engine.codec.wire_range import check_gradients, check_parameters
-from dearmpi.engine.device.comm_stream import SideStream
-from dearmpi.engine.iteration.channels import Channels
-from dearmpi.engine.iteration.cycle import Cycle
-from dearmpi.engine.iteration.late_buckets import LateBuckets
-from dearmpi.engine.trace.clock import CommunicationClock
-from dearmpi.engine.trace.span import Track
-from dearmpi.engine.trace.spans import Spans
-from dearmpi.engine.update.host_shard import NUM_FETCHED
+from dearmpi.engine.agreement.step_agreement import RollCall
+from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
+from dearmpi.engine.codec.choose import Codecs
+from dearmpi.engine.iteration.iteration import EngineState, Iteration
+from dearmpi.engine.iteration.stages import (
+    ENDED,
+    AllGather,
+    ReduceScatter,
+    StageOperation,
+    Transform,
+    UpdateStep,
+)
 from dearmpi.engine.update.update import Options, Update
-from dearmpi.plan.data.schedule import Schedule, Wait
+from dearmpi.plan.data.schedule import Stage
 
 
 class Pipeline:
-    """Carries launched buckets through the rest of ``cycle``, in the schedule's order. Those that
-    some backprop did not fill in the last steps but one go last, to hold up no others.
+    """Executes the stages that ``state.conduct`` lists, for the buckets of ``state``.
 
-    buckets: in feed-forward order. schedule: over them. channels: on which they travel.
-    clock: counts for how long.
-    cycle: the iteration under way; replaced by ``begin`` once the last one is finished.
-    late: which buckets go last. joining: what ranks inside ``join`` tell each other. loads: which
-        states were loaded. edits: what a script has changed of averaged gradients.
+    fills_nan: whether parameters are NaN from the step until new ones arrive.
     """
 
     def __init__(
-        self,
-        world: World,
-        buckets: Sequence[BucketRuntime],
-        updates: Sequence[Update],
-        *,
-        schedule: Schedule,
-        config: EngineConfig,
-        channels: Channels,
-        clock: CommunicationClock,
-        algorithms: CollectiveAlgorithms,
-        side: SideStream,
-        spans: Spans,
-        replicas: Replicas | None,
+        self, state: EngineState, updates: Sequence[Update], codecs: Codecs, *, num_updating: int
     ) -> None:
-        """``algorithms`` are those chosen; ``config`` may still say ``auto``.
-
-        side: where on a device the driving thread works. replicas: only where checks are made.
-        """
-        self.channels = channels
-        self._world = world
-        self._progress = world.progress
-        self.buckets = tuple(buckets)
-        self._updates = tuple(updates)
-        self.schedule = schedule
-        self._algorithms = algorithms
-        self._gathers_gradients = config.gather == "gradients"
-        self.side = side
-        self.joining = Joining(channels.control, rank=world.rank, size=world.size)
-        self.loads = Loads()
-        self.edits = Edits()
-        self.num_reduced = 0  # times that gradients were, or are being, reduced
-        num_updated = NUM_FETCHED if config.update_on == "host" else 1
-        self.update_lane = self._progress.open_lane("update", window=num_updated)
-        self.spans = spans
-        self.clock = clock
-        self._replicas = replicas
-        self.late = LateBuckets()
-        self.cycle = Cycle(stepped=True)
+        """``num_updating``: updates at once, of which all but one are fetching."""
+        self._state, self._codecs, conduct = state, codecs, state.conduct
+        self._progress = state.world.progress
+        self._update_lane = self._progress.open_lane("update", window=num_updating)
+        over = self._stage_over
+        self._reduces = [
+            ReduceScatter(state, bucket, over, codecs.reduce[bucket.index])
+            for bucket in state.buckets
+        ]
+        self._gathers = [
+            AllGather(state, bucket, over, codecs.gather[bucket.index]) for bucket in state.buckets
+        ]
+        self._updates = [
+            UpdateStep(
+                state,
+                bucket,
+                over,
+                updates[bucket.index],
+                reduced_by=codecs.reduce[bucket.index],
+                gathered_by=codecs.gather[bucket.index],
+            )
+            for bucket in state.buckets
+        ]
+        self._last = conduct.stages[-1]
+        self._before_update = ENDED[conduct.stage_before(Stage.UPDATE)]
+        self._before_gather = ENDED[conduct.stage_before(Stage.GATHER)]
+        self._before_step = ENDED[conduct.last_before_step]
+        self._gathers_wait = not conduct.waits_in_step
+        self.fills_nan = state.replicas is not None and self._before_gather is BucketState.UPDATED
+        self._add_transforms([BucketRuntime.average])
 
     # Called on the main thread.
 
-    def begin(self, cycle: Cycle) -> None:
-        """Start an iteration; the last one must be finished, and its order known."""
-        self.side.follow()  # options may be tensors
-        if self._replicas is not None:
-            self._replicas.begin()
-        cycle.reduce_scatters, cycle.all_gathers = self.schedule.with_last(self.late.find())
-        self.cycle = cycle
-
-    def launch(self, bucket: BucketRuntime) -> None:
-        """Submit the reduce-scatter of a READY bucket."""
+    def start_reduce_scatter(self, bucket: BucketRuntime) -> None:
+        """Submit the first stage of a READY bucket."""
         bucket.move_to(BucketState.REDUCING)
-        self.spans.launched(bucket.spec)
-        self.channels.reduces.submit(
-            f"RS{bucket.index}", partial(self._start_reduce, bucket), partial(self._reduced, bucket)
-        )
-        self.cycle.launched.add(bucket.index)  # last: see Waiting.awaits_step
+        self._state.spans.launched(bucket.spec)
+        self._state.reduces.submit_operation(self._reduces[bucket.index])
+        self._state.iteration.started.add(bucket.index)  # last: see Waiting.awaits_step
 
-    def supersede(self, bucket: BucketRuntime) -> None:
+    def invalidate_params(self, bucket: BucketRuntime) -> None:
         """The next update of ``bucket``, which cannot have begun, will change its parameters."""
         bucket.pending = bucket.unread = True
-        bucket.supersede()
-        if self.poisons:
-            bucket.poison()  # now, since afterwards a gather may already bring new ones
-            self.side.follow()
+        bucket.invalidate_params()
+        if self.fills_nan:
+            bucket.fill_nan()  # now, since afterwards a gather may already bring new ones
+            self._state.side.follow()
 
-    def submit_step(self, options: Options) -> None:
-        """The options are known: update and gather whatever waits for them. Call ``call_roll``
-        before.
-        """
-        # What the main thread has done to gradients and parameters, and options that are tensors:
-        # from the moment that the cycle has them, buckets that are reduced by now are updated.
-        self.side.follow()
-        self.cycle.options = options
-        self.see_step()
-
-    def see_step(self) -> None:
-        """Have the driving thread look at the step, whose options are known; twice does no harm."""
-        self._progress.submit(self.update_lane, Work("step", Completed, self._step_seen))
-
-    def call_roll(self, options: Options) -> None:
+    def agree_on_step(self, options: Options) -> None:
         """Let all ranks know which parameters had a gradient on any of them, and whether the ranks,
         of which this one steps with ``options``, are still alike.
         """
-        cycle = self.cycle
-        roll = RollCall(
-            self.buckets,
-            cycle.active,
-            cycle.unfilled,
-            self.num_reduced,
-            self.edits,
-            self.loads,
+        state, iteration = self._state, self._state.iteration
+        agreement = RollCall(
+            state.buckets,
+            iteration.active,
+            iteration.incomplete,
+            state.num_reduced,
+            state.edits,
+            state.loads,
             options,
         )
-        self.late.called(cycle)
-        # The answer may come when the next cycle has begun, since not every bucket waits for it.
-        called = partial(self._roll_called, cycle, roll)
-        self.channels.control.submit(
-            "roll call", lambda c: c.start_all_reduce(roll.told, "max"), called
+        state.deferred.note(iteration)
+        # The answer may come when the next iteration has begun: not every bucket waits for it.
+        state.control.submit(
+            "roll call",
+            lambda collectives: collectives.start_all_reduce(agreement.told, "max"),
+            lambda: self._agreed(iteration, agreement),
         )
 
-    @property
-    def poisons(self) -> bool:
-        """Whether parameters are NaN from ``supersede`` until new ones come."""
-        return self._replicas is not None and not self._gathers_gradients
+    def submit_step(self, options: Options) -> None:
+        """The options are known: update and gather all buckets that wait for them. To be called
+        after ``agree_on_step``.
+        """
+        # What the main thread has done to gradients and parameters, and options that are tensors:
+        # from the moment that the iteration has them, reduced buckets are updated.
+        self._state.side.follow()
+        self._state.iteration.options = options
+        self.see_step()
 
-    def is_finished(self) -> bool:
-        """Whether every bucket of the cycle has gone all the way."""
-        return self.cycle.num_finished == len(self.cycle.active)
+    def see_step(self) -> None:
+        """Have the progress thread look at the step; to call it twice does no harm."""
+        self._progress.submit(self._update_lane, Work("step", Completed, self._step_seen))
 
     def is_settled(self) -> bool:
         """Whether all that may happen before the options are known has happened."""
-        last = BucketState.REDUCED
-        if self._gathers_gradients and self.schedule.wait is Wait.STEP:
-            last = BucketState.GATHERED
-        return all(self.buckets[index].state is last for index in self.cycle.active)
+        buckets, last = self._state.buckets, self._before_step
+        return all(buckets[index].state is last for index in self._state.iteration.active)
 
-    def tell_replicas(self) -> None:
-        """Tell other ranks what the last step has led to, which is over (collective)."""
-        if self._replicas is not None:
-            self._replicas.tell(self.channels.control)
+    def reset_codecs(self) -> None:
+        """The gradients that were reduced last are discarded; nothing is under way."""
+        for codec in (*self._codecs.reduce, *self._codecs.gather):
+            codec.reset()
 
     def close(self) -> None:
-        """Give the channels back once they are empty."""
-        self.channels.close()
-        self._progress.close_lane(self.update_lane)
+        """Give the channels back once they are empty (collective)."""
+        self._state.close_channels()
+        self._progress.close_lane(self._update_lane)
+        # They refer back to this object, and would keep the buffers until Python looks for cycles.
+        for operations in (self._reduces, self._gathers, self._updates):
+            operations.clear()
 
-    # Called on the driving thread.
+    # Called on the progress thread.
 
-    def _start_reduce(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
-        if self._replicas is not None:
-            self._replicas.reduces.append(bucket.index)
-        start = partial(self._algorithms.start_reduce_scatter, bucket.gradients.data, collectives)
-        return self._start(Track.REDUCE_SCATTER, bucket, start)
-
-    def _start(self, track: Track, bucket: BucketRuntime, start: Callable[[], Request]) -> Request:
-        return self.spans.operation(track, bucket.spec, partial(self.clock.post, start))
-
-    def _reduced(self, bucket: BucketRuntime) -> None:
-        self.clock.completed()
-        with self.side.running():
-            bucket.average(self._world.size)
-        bucket.move_to(BucketState.REDUCED)
-        self.cycle.reduced.add(bucket.index)
+    def _stage_over(self, operation: StageOperation) -> None:
+        """Begin what may follow, for this bucket or, in the order of gathers, for others."""
+        bucket, stage = operation.bucket, operation.stage
+        if stage is Stage.REDUCE:
+            self._state.iteration.reduced.add(bucket.index)
+        if stage is self._last:
+            self._finish(bucket)
+            return
         self._try_update(bucket)
-        self._submit_gathers()
+        self._start_gathers()
 
     def _step_seen(self) -> None:
-        for gather in self.schedule.all_gathers:
-            self._try_update(self.buckets[gather.bucket])
-        self._submit_gathers()
+        for gather in self._state.schedule.all_gathers:
+            self._try_update(self._state.buckets[gather.bucket])
+        self._start_gathers()
 
-    def _roll_called(self, cycle: Cycle, roll: RollCall) -> None:
-        answer = roll.answer()
-        cycle.unfilled = answer.unfilled
-        cycle.used = answer.used
-        self._update_all()
-
-    def _update_all(self) -> None:
-        for bucket in self.buckets:
+    def _agreed(self, iteration: Iteration, agreement: RollCall) -> None:
+        answer = agreement.answer()
+        iteration.incomplete, iteration.used = answer.unfilled, answer.used
+        for bucket in self._state.buckets:
             self._try_update(bucket)
 
     def _try_update(self, bucket: BucketRuntime) -> None:
-        """Update as soon as the gradients, the options and the roll call allow it."""
-        before = BucketState.GATHERED if self._gathers_gradients else BucketState.REDUCED
-        if bucket.state is not before or self.cycle.options is None:
+        """Update as soon as the stage before, the options and the step agreement allow it."""
+        iteration = self._state.iteration
+        if bucket.state is not self._before_update or iteration.options is None:
             return
-        if bucket.arrivals.missing and self.cycle.used is None:
+        if bucket.tracker.missing and iteration.used is None:
             return
         bucket.move_to(BucketState.UPDATING)
-        update = partial(self._update, bucket)
-        fetch = self._updates[bucket.index].start_fetch
-        work = Work(f"update of bucket {bucket.index}", fetch, update)
-        self._progress.submit(self.update_lane, work)
+        self._progress.submit(self._update_lane, self._updates[bucket.index])
 
-    def _update(self, bucket: BucketRuntime) -> None:
-        assert self.cycle.options is not None
-        with self.side.running():
-            check_gradients(bucket, self._algorithms.wire_dtype)
-            with self.spans.update(bucket.spec):
-                self._updates[bucket.index].step(self.cycle.options, self._unused(bucket))
-            bucket.memory.give_up()
-            bucket.move_to(BucketState.UPDATED)
-            if self._gathers_gradients:
-                self._finished(bucket)
-            else:
-                check_parameters(bucket, self._algorithms.wire_dtype)
-                self._submit_gathers()
-
-    def _unused(self, bucket: BucketRuntime) -> frozenset[int]:
-        """Slots that had no gradient on any rank."""
-        if not (missing := bucket.arrivals.missing):
-            return frozenset()
-        assert self.cycle.used is not None
-        used = self.cycle.used[bucket.index]
-        return frozenset(slot for slot in missing if not used[slot])
-
-    def _submit_gathers(self) -> None:
+    def _start_gathers(self) -> None:
         """Submit all-gathers in the schedule's order, as far as their buckets allow."""
-        cycle = self.cycle
-        before = BucketState.REDUCED if self._gathers_gradients else BucketState.UPDATED
-        if cycle.options is None and self.schedule.wait is not Wait.STEP:
+        iteration = self._state.iteration
+        if iteration.options is None and self._gathers_wait:
             return  # a further backprop may still add to what has been reduced
-        gathers = cycle.all_gathers
-        while cycle.num_submitted < len(gathers):
-            gather = gathers[cycle.num_submitted]
-            if gather.bucket in cycle.active:
-                bucket = self.buckets[gather.bucket]
-                waits = gather.after in cycle.active and gather.after not in cycle.reduced
-                if bucket.state is not before or waits:
+        gathers = iteration.all_gathers
+        while iteration.num_gathers < len(gathers):
+            gather = gathers[iteration.num_gathers]
+            if gather.bucket in iteration.active:
+                bucket = self._state.buckets[gather.bucket]
+                waits = gather.after in iteration.active and gather.after not in iteration.reduced
+                if bucket.state is not self._before_gather or waits:
                     return
-                self._submit_gather(bucket)
-            cycle.num_submitted += 1
+                bucket.move_to(BucketState.GATHERING)
+                self._state.gathers.submit_operation(self._gathers[bucket.index])
+            iteration.num_gathers += 1
 
-    def _submit_gather(self, bucket: BucketRuntime) -> None:
-        bucket.move_to(BucketState.GATHERING)
-        self.channels.gathers.submit(
-            f"AG{bucket.index}",
-            partial(self._start_gather, bucket),
-            partial(self._gathered, bucket),
-        )
-
-    def _start_gather(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
-        if self._replicas is not None:
-            self._replicas.gathers.append(bucket.index)
-        gathered = bucket.gradients if self._gathers_gradients else bucket.parameters
-        assert gathered is not None
-        start = partial(self._algorithms.start_all_gather, gathered.data, collectives)
-        return self._start(Track.ALL_GATHER, bucket, start)
-
-    def _gathered(self, bucket: BucketRuntime) -> None:
-        self.clock.completed()
-        bucket.move_to(BucketState.GATHERED)
-        if self._gathers_gradients:
-            self._try_update(bucket)
-        else:
-            self._finished(bucket)
-
-    def _finished(self, bucket: BucketRuntime) -> None:
+    def _finish(self, bucket: BucketRuntime) -> None:
         """The parameters of ``bucket`` are current."""
-        if self._replicas is not None:
-            with self.side.running():
-                self._replicas.arrived(bucket)
-        bucket.forget()
-        bucket.mark = self.side.mark()
+        state = self._state
+        if state.replicas is not None:
+            with state.side.running():
+                state.replicas.arrived(bucket)
+        bucket.reset()
+        bucket.mark = state.side.mark()
         bucket.pending = False
-        self.cycle.num_finished += 1
+        state.iteration.num_finished += 1
         self._progress.notify()
+
+    def _add_transforms(self, transforms: Sequence[Transform]) -> None:
+        """Put each behind the stage that it follows in the list."""
+        left, before = iter(transforms), Stage.REDUCE
+        by_stage: dict[Stage, tuple[Transform, ...]] = {}
+        for stage in self._state.conduct.stages:
+            if stage is Stage.TRANSFORM:
+                by_stage[before] = (*by_stage.get(before, ()), next(left))
+            else:
+                before = stage
+        for operation in (*self._reduces, *self._gathers, *self._updates):
+            operation.transforms = by_stage.get(operation.stage, ())

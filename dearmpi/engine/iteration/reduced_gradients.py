@@ -14,14 +14,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dearmpi.comm.world import World
 from dearmpi.engine import refusal
-from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.bucket.bucket_state import BucketState
+from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.device.device import through_host
 from dearmpi.engine.iteration.backprop import Backprop
-from dearmpi.engine.iteration.pipeline import Pipeline
+from dearmpi.engine.iteration.iteration import EngineState
 from dearmpi.torch_internals import number_of_backprop
 
 Place = tuple[int, int]
@@ -30,15 +28,15 @@ Place = tuple[int, int]
 class ReducedGradients:
     """The gradients of one engine, which the placeholders in ``param.grad`` ask.
 
-    The first norm of a type finds those of all parameters in one exchange.
+    The first norm of a type finds the norms of all parameters in one exchange.
     """
 
-    def __init__(self, world: World, pipeline: Pipeline, backprop: Backprop) -> None:
-        self._world, self._pipeline, self._backprop = world, pipeline, backprop
+    def __init__(self, state: EngineState, backprop: Backprop) -> None:
+        self._state, self._backprop = state, backprop
         self._norms: dict[float, dict[Place, float]] = {}
         self._num_reduced = 0  # when these norms were found
-        for bucket in pipeline.buckets:
-            for slot, placeholder in enumerate(bucket.stand_ins):
+        for bucket in state.buckets:
+            for slot, placeholder in enumerate(bucket.placeholders):
                 placeholder.serve_from(ref(self), bucket.index, slot)
 
     def norm(self, bucket: int, slot: int, norm_type: float) -> float:
@@ -47,9 +45,9 @@ class ReducedGradients:
         Raises UsageError on all ranks if some have no gradient of a parameter that others have.
         """
         self._settle(bucket, slot)
-        if self._num_reduced != self._pipeline.num_reduced:
+        if self._num_reduced != self._state.num_reduced:
             self.forget_norms()
-            self._num_reduced = self._pipeline.num_reduced
+            self._num_reduced = self._state.num_reduced
         found = self._norms.get(norm_type)
         if found is None or (bucket, slot) not in found:
             found = self._norms[norm_type] = self._find_norms(norm_type)
@@ -63,7 +61,7 @@ class ReducedGradients:
         Ranks compare in the step what they have changed.
         """
         self._settle(bucket, slot)
-        runtime = self._pipeline.buckets[bucket]
+        runtime = self._state.buckets[bucket]
         if runtime.state is BucketState.GATHERED:
             getattr(runtime.gradients.views[slot], method)(*args, **kwargs)
         else:
@@ -73,24 +71,26 @@ class ReducedGradients:
         for found in self._norms.values():
             found.pop((bucket, slot), None)
         numbers = [_described(value) for value in (*args, *kwargs.values())]
-        self._pipeline.edits.note(f"{runtime.spec.names[slot]} {method} {numbers}")
+        self._state.edits.note(f"{runtime.spec.names[slot]} {method} {numbers}")
 
     def gather(self) -> dict[nn.Parameter, Tensor]:
         """Copies of the whole averaged gradients on every rank (collective).
 
         A parameter without gradient on any rank has none here.
         """
-        self._pipeline.joining.refuse("gathering gradients")
-        with self._world.named_call("optimizer.gradients()"):
+        self._state.joining.refuse("gathering gradients")
+        with self._state.world.named_call("optimizer.gradients()"):
             return self._gather()
 
     def _gather(self) -> dict[nn.Parameter, Tensor]:
         self._backprop.wait_reduced()
-        buckets = self._pipeline.buckets
-        flags = [slot not in b.arrivals.missing for b in buckets for slot in range(len(b.params))]
-        active = [b.index in self._pipeline.cycle.active for b in buckets for _ in b.params]
-        told = [float(has and is_active) for has, is_active in zip(flags, active, strict=True)]
-        has_any = iter(self._world.all_reduce(told, "max"))
+        buckets = self._state.buckets
+        flags = [slot not in b.tracker.missing for b in buckets for slot in range(len(b.params))]
+        active = [b.index in self._state.iteration.active for b in buckets for _ in b.params]
+        flat_flags = [
+            float(has and is_active) for has, is_active in zip(flags, active, strict=True)
+        ]
+        has_any = iter(self._state.world.all_reduce(flat_flags, "max"))
         gathered: dict[nn.Parameter, Tensor] = {}
         for bucket in buckets:
             present = [slot for slot in range(len(bucket.params)) if next(has_any)]
@@ -109,45 +109,47 @@ class ReducedGradients:
         """Wait until the gradients are averaged. Raises UsageError for one that ``step`` has used,
         and where ranks or backwards do not agree on what there is to be averaged.
         """
-        runtime, cycle = self._pipeline.buckets[bucket], self._pipeline.cycle
+        runtime, iteration = self._state.buckets[bucket], self._state.iteration
         if number_of_backprop() >= 0:
             raise refusal.read_in_backprop(runtime.spec.names[slot])
-        if self._pipeline.joining.is_open:
+        if self._state.joining.is_open:
             raise refusal.clipped_in_join()
-        if cycle.stepped or slot not in runtime.arrivals.stood_in:
+        if iteration.stepped or slot not in runtime.tracker.covered:
             raise refusal.used_up(runtime.spec.names[slot])
-        if len(cycle.launched) < len(cycle.active) and (name := self._find_local()):
+        if len(iteration.started) < len(iteration.active) and (name := self._find_local()):
             raise refusal.still_local(name)
         self._backprop.wait_reduced()
 
     def _find_local(self) -> str:
         """The name of a parameter whose gradient of before the last backward is not on its way."""
-        for bucket in self._pipeline.buckets:
-            for slot in bucket.arrivals.expected:
+        for bucket in self._state.buckets:
+            for slot in bucket.tracker.expected:
                 grad = bucket.params[slot].grad
-                if grad is not None and grad is not bucket.stand_ins[slot]:
+                if grad is not None and grad is not bucket.placeholders[slot]:
                     return bucket.spec.names[slot]
         return ""
 
     def _find_norms(self, norm_type: float) -> dict[Place, float]:
         """Norms of all averaged gradients, by bucket and slot (collective)."""
-        buckets = self._pipeline.buckets
+        buckets = self._state.buckets
         places = [(b.index, slot) for b in buckets for slot in range(len(b.params))]
         parts = self._own_parts(norm_type)
         own = [parts.get(place, _NOTHING.get(norm_type, 0.0)) for place in places]
-        has = [float(slot in buckets[index].arrivals.stood_in) for index, slot in places]
+        has = [float(slot in buckets[index].tracker.covered) for index, slot in places]
         lacks = [1.0 - flag for flag in has]
         # Beside the largest, which MPI promises of numbers alone, NaN is a flag.
         is_nan = [float(math.isnan(part)) for part in own]
         is_largest = math.isinf(norm_type)
         if is_largest:
             own = [-math.inf if math.isnan(part) else part for part in own]
-        with self._world.named_call("a norm of averaged gradients, as clip_grad_norm_() asks for"):
-            told = self._world.all_reduce(
+        with self._state.world.named_call(
+            "a norm of averaged gradients, as clip_grad_norm_() asks for"
+        ):
+            flat = self._state.world.all_reduce(
                 own + has + lacks + is_nan, "max" if is_largest else "sum"
             )
         num = len(places)
-        sums, has, lacks, is_nan = (told[first : first + num] for first in range(0, 4 * num, num))
+        sums, has, lacks, is_nan = (flat[first : first + num] for first in range(0, 4 * num, num))
         for (index, slot), some_have, some_lack in zip(places, has, lacks, strict=True):
             if some_have and some_lack:
                 raise refusal.lacking_on_some_ranks(buckets[index].spec.names[slot])
@@ -158,8 +160,8 @@ class ReducedGradients:
     def _own_parts(self, norm_type: float) -> dict[Place, float]:
         """What this rank's elements of each gradient contribute to its norm."""
         places, parts = [], []
-        for index in sorted(self._pipeline.cycle.active):
-            bucket = self._pipeline.buckets[index]
+        for index in sorted(self._state.iteration.active):
+            bucket = self._state.buckets[index]
             for slot, piece in self._own_pieces(bucket):
                 places.append((index, slot))
                 # A norm of halves may be beyond the range of halves.
@@ -171,12 +173,12 @@ class ReducedGradients:
         if norm_type and math.isfinite(norm_type):
             stacked = stacked**norm_type
         elif norm_type == -math.inf:
-            stacked = -stacked  # the largest is told
+            stacked = -stacked  # the largest is reduced
         return dict(zip(places, stacked.tolist(), strict=True))  # a device is waited for once
 
     def _own_pieces(self, bucket: BucketRuntime) -> Iterator[tuple[int, Tensor]]:
         """The elements that this rank owns of each parameter of ``bucket``."""
-        first, last = bucket.spec.shard_range(self._world.rank)
+        first, last = bucket.spec.shard_range(self._state.world.rank)
         for slot, placed in enumerate(bucket.spec.placements):
             start, stop = max(first, placed.start), min(last, placed.stop)
             if start < stop:
@@ -187,9 +189,9 @@ class ReducedGradients:
         if bucket.state is BucketState.GATHERED:
             return bucket.gradients.data
         flat = torch.zeros_like(bucket.gradients.data)
-        first, _ = bucket.spec.shard_range(self._world.rank)
+        first, _ = bucket.spec.shard_range(self._state.world.rank)
         flat[first : first + len(bucket.gradients.shard)] = bucket.gradients.shard
-        through_host(flat, self._world.all_gather)
+        through_host(flat, self._state.world.all_gather)
         return flat
 
 

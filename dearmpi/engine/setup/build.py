@@ -9,32 +9,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.algorithms.selection import select_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.agreement.checks import Checks, Replicas, steps_between_checks
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.bucket.buffers import Arena
-from dearmpi.engine.bucket.memory import give_back_freed
+from dearmpi.engine.bucket.buffers import Arena, give_back_freed
 from dearmpi.engine.bucket.shard import ResidentShard, Shard
+from dearmpi.engine.codec.choose import choose_algorithms, choose_codecs
+from dearmpi.engine.codec.half import dtype_of_gathered
 from dearmpi.engine.device.comm_stream import DeviceSideStream, HostSideStream, SideStream
-from dearmpi.engine.device.device import zeros
 from dearmpi.engine.device.transport import open_side_stream
-from dearmpi.engine.iteration.alone import AloneEngine
-from dearmpi.engine.iteration.channels import Channels
 from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.hooks import ModelHooks
+from dearmpi.engine.iteration.iteration import EngineState
+from dearmpi.engine.iteration.null_engine import NullEngine
 from dearmpi.engine.iteration.pipeline import Pipeline
 from dearmpi.engine.probe.probe import resident_scalars
 from dearmpi.engine.setup.checks import check_unclaimed, claim, release
 from dearmpi.engine.setup.spec import Blueprint
 from dearmpi.engine.state.options import OptionReader
-from dearmpi.engine.trace.clock import CommunicationClock
 from dearmpi.engine.trace.spans import Spans
-from dearmpi.engine.update.host_shard import HostMemory, HostShard
-from dearmpi.engine.update.master import HALVES, MasterRule
+from dearmpi.engine.update.host_shard import NUM_FETCHED, HostMemory, HostShard
+from dearmpi.engine.update.master import MasterRule
 from dearmpi.engine.update.shard_update import ShardUpdate, Updates, shards_of
 from dearmpi.engine.update.update import WholeUpdate
+from dearmpi.plan.data.schedule import Conduct
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Assembly:
     """
 
     blueprint: Blueprint
-    engine: Engine | AloneEngine
+    engine: Engine | NullEngine
     algorithms: CollectiveAlgorithms = CollectiveAlgorithms("ring")
     masters: MasterRule = MasterRule()
     updates: Updates = ()
@@ -66,7 +65,7 @@ class Assembly:
     def compare_replicas(self) -> None:
         """After the last step, if that is to be compared: now, and not in the next (collective)."""
         if self.replicas is not None:
-            self.engine.tell_replicas()
+            self.engine.exchange_replicas()
             self.replicas.compare()
 
     def close(self) -> None:
@@ -99,7 +98,7 @@ def assemble(
     if blueprint.config.has_buckets(world.size):
         assembly = _build(blueprint, optimizer, model, world=world, spans=spans)
     else:
-        assembly = Assembly(blueprint, AloneEngine(optimizer, spans))
+        assembly = Assembly(blueprint, NullEngine(optimizer, spans))
     claim(blueprint.names, assembly.engine)
     return assembly
 
@@ -121,22 +120,14 @@ def _build(
         updates = _build_updates(
             optimizer, buckets, rank=world.rank, side=side, config=config, masters=masters
         )
-    algorithms = _choose_algorithms(world, buckets, config, side)
+    algorithms = choose_algorithms(world, buckets, config, side)
     replicas = Replicas(buckets, rank=world.rank, size=world.size, every=every) if every else None
-    pipeline = Pipeline(
-        world,
-        buckets,
-        updates,
-        schedule=blueprint.schedule,
-        config=config,
-        channels=Channels.open(world, side, window=config.window),
-        clock=CommunicationClock(spans),
-        algorithms=algorithms,
-        side=side,
-        spans=spans,
-        replicas=replicas,
-    )
-    engine = Engine(world, pipeline, eager=config.eager, options=OptionReader(optimizer))
+    conduct = Conduct(blueprint.schedule, config.window, config.eager, config.gather)
+    state = EngineState(world, buckets, conduct, side=side, spans=spans, replicas=replicas)
+    codecs = choose_codecs(buckets, algorithms, config)
+    num_updating = NUM_FETCHED if config.update_on == "host" else 1
+    pipeline = Pipeline(state, updates, codecs, num_updating=num_updating)
+    engine = Engine(state, pipeline, OptionReader(optimizer))
     return Assembly(
         blueprint,
         engine,
@@ -178,7 +169,7 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
         places,
         pre_forward=engine.waiting.pre_forward,
         begin_backprop=engine.backprop.begin,
-        grad_ready=engine.backprop.grad_ready,
+        register_grad_ready=engine.backprop.register_grad_ready,
         end_backprop=engine.backprop.end,
         polls=engine.waiting.polls,
         is_driver=engine.waiting.is_driver,
@@ -186,10 +177,8 @@ def _attach_hooks(model: nn.Module, buckets: Sequence[BucketRuntime], engine: En
 
 
 def _choose_masters(world: World, config: EngineConfig) -> MasterRule:
-    """One rank gathers nothing, so that nothing is rounded. The host works in fp32."""
-    gathered_as = None
-    if config.wire_dtype is not None and config.gather == "parameters" and world.size > 1:
-        gathered_as = HALVES[config.wire_dtype]
+    """The host works in fp32."""
+    gathered_as = dtype_of_gathered(config, world_size=world.size)
     return MasterRule(config.master_weights or config.update_on == "host", gathered_as)
 
 
@@ -229,27 +218,3 @@ def _place_shards(
     most_bytes = max(b.spec.largest_shard * b.spec.itemsize for b in buckets)
     memory = HostMemory(side, most_bytes=most_bytes)
     return [HostShard(bucket, rank=rank, memory=memory) for bucket in buckets]
-
-
-def _choose_algorithms(
-    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, side: SideStream
-) -> CollectiveAlgorithms:
-    """What was asked for, or what is fastest on the way that gradients take."""
-    wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
-    if config.reduce_scatter != "auto":
-        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype)
-    largest = max(buckets, key=lambda bucket: (bucket.spec.trained, bucket.spec.nbytes))
-    # Not its own buffer, which it may never need.
-    buffer = zeros(largest.spec.padded_numel, largest.params[0])
-    side.follow()  # it is new
-    # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
-    dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
-    library_can_add = dtypes <= {"float32", "float64"}
-    fastest = select_reduce_scatter(
-        world,
-        buffer,
-        wire_dtype=config.wire_dtype,
-        library_can_add=library_can_add,
-        wrap=side.carry,
-    )
-    return CollectiveAlgorithms(fastest, wire_dtype)

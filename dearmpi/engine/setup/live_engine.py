@@ -18,7 +18,7 @@ from dearmpi.comm.api.requests import Chain
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.iteration.closed import ClosedEngine, refuse_closed
+from dearmpi.engine.iteration.null_engine import NullEngine, refuse_closed
 from dearmpi.engine.setup import optimizer_state
 from dearmpi.engine.setup.build import Assembly, assemble
 from dearmpi.engine.setup.checks import check_optimizer, check_parameters, check_unclaimed
@@ -45,7 +45,7 @@ class Handover:
     def __init__(self, world: World, old: Assembly, blueprint: Blueprint) -> None:
         buckets = [update.bucket for update in old.updates]
         self._relocation = Relocation(old.updates, old.side, blueprint.layout, rank=world.rank)
-        self._history = dict(had for b in buckets for had in b.arrivals.history().items())
+        self._history = dict(had for b in buckets for had in b.tracker.history().items())
         self._times = old.engine.times
         self._num_compared = None if old.replicas is None else old.replicas.num_steps
 
@@ -58,7 +58,7 @@ class Handover:
     def deliver(self, new: Assembly, channel: Channel) -> None:
         """Have ``new`` go on where the old assembly has ended (collective)."""
         for update in new.updates:
-            update.bucket.arrivals.recall(self._history)
+            update.bucket.tracker.recall(self._history)
         new.engine.times = self._times
         if self._num_compared is not None and new.replicas is not None:
             new.replicas.num_steps = self._num_compared
@@ -129,7 +129,7 @@ class Attachment:
         """Raise UsageError for ``what`` inside ``join``, at whose end this rank may still have to
         take part, and after ``close``.
         """
-        if isinstance(self.assembly.engine, ClosedEngine):
+        if self.assembly.engine.is_closed:
             refuse_closed(what)
         self.assembly.engine.joining.refuse(what)
 
@@ -263,7 +263,7 @@ class Attachment:
     def _detach(self) -> None:
         self.assembly.close()
         self._waited_before_s += self.assembly.engine.waited_s
-        closed = ClosedEngine(self._optimizer, self.times)
+        closed = NullEngine(self._optimizer, self._spans, closed_after=self.times)
         self.assembly = replace(
             self.assembly, engine=closed, hooks=None, checks=None, replicas=None
         )

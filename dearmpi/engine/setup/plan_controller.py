@@ -125,7 +125,7 @@ class Course:
         return False
 
     def _drop_gradients(self) -> None:
-        self._attachment.assembly.engine.drop_gradients()
+        self._attachment.assembly.engine.discard_grads()
 
     def _settled(self, config: EngineConfig) -> EngineConfig:
         """With the algorithm that ``auto`` has found: to measure anew would stop training."""

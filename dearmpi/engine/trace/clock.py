@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dearmpi.comm.api.collectives import Request
+from dearmpi.comm.progress.channel import Channel
+from dearmpi.comm.progress.lane import Operation
 from dearmpi.engine.trace.span import Track
-from dearmpi.engine.trace.spans import Spans
+from dearmpi.engine.trace.spans import OperationSpan, Spans
+from dearmpi.plan.data.layout import Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,13 @@ class CommunicationClock:
         self._last = (0.0, 0.0)
         self._is_waiting = False
 
-    def post(self, start: Callable[[], Request]) -> Request:
-        """``start`` a collective, which counts from where it is posted."""
-        request = start()
-        request.when_posted(self._posted)
-        return request
+    def watch(self, *, reduces: Channel, gathers: Channel) -> None:
+        """Count, and trace, all collectives of buckets on these channels from now on."""
+        reduces.observe(LaneTimer(Track.REDUCE_SCATTER, self, self._spans))
+        gathers.observe(LaneTimer(Track.ALL_GATHER, self, self._spans))
 
-    def _posted(self) -> None:
+    def posted(self) -> None:
+        """A collective is on the network."""
         if self._num_in_flight == 0:
             self._busy_since = time.perf_counter()
         self._num_in_flight += 1
@@ -87,3 +89,40 @@ class CommunicationClock:
         exposed_s, communication_s = now[0] - self._last[0], now[1] - self._last[1]
         self._last = now
         return IterationTimes(exposed_s, communication_s)
+
+
+class LaneTimer:
+    """``Observer`` of a lane whose collectives of buckets are spans of ``track``."""
+
+    def __init__(self, track: Track, clock: CommunicationClock, spans: Spans) -> None:
+        self._track, self._clock, self._spans = track, clock, spans
+        self._under_way: dict[Operation, OperationSpan] = {}
+
+    def starting(self, operation: Operation) -> None:
+        """Begin its span."""
+        if isinstance(operation.subject, Bucket):
+            span = self._spans.operation(self._track, operation.subject)
+            if span is not None:
+                self._under_way[operation] = span
+
+    def started(self, operation: Operation) -> None:
+        """Count it from where it is on the network."""
+        assert operation.request is not None
+        if isinstance(operation.subject, Bucket):
+            operation.request.when_posted(self._clock.posted)
+            if operation in self._under_way:
+                self._under_way[operation].started(operation.request)
+
+    def moved(self, operation: Operation) -> None:
+        """Note the first part of it that arrives."""
+        if operation in self._under_way:
+            assert operation.request is not None
+            self._under_way[operation].moved(operation.request)
+
+    def completed(self, operation: Operation) -> None:
+        """End its span."""
+        if isinstance(operation.subject, Bucket):
+            self._clock.completed()
+            if (span := self._under_way.pop(operation, None)) is not None:
+                assert operation.request is not None
+                span.completed(operation.request)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from torch.autograd import profiler
 
-from dearmpi.comm.api.collectives import Request, Wrapper
+from dearmpi.comm.api.collectives import Request
 from dearmpi.engine.trace.span import Recorder, Span, Track
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.torch_internals import is_profiling
@@ -49,16 +48,16 @@ class Spans:
             return _UNSEEN
         return self.span(Track.UPDATE, _label(Track.UPDATE, bucket), bucket=bucket)
 
-    def operation(self, track: Track, bucket: Bucket, start: Callable[[], Request]) -> Request:
-        """Start a collective on ``bucket``; its span ends once the request is complete."""
+    def operation(self, track: Track, bucket: Bucket) -> OperationSpan | None:
+        """The span of a collective on ``bucket`` that is about to be posted; None without a
+        listener.
+        """
         if self.recorder is None and not is_profiling():
-            return start()
+            return None
         span = self._begin(track, _label(track, bucket), bucket)
         if track is Track.REDUCE_SCATTER and bucket.index in self._launched:
             span = span._replace(queued_s=self._launched[bucket.index][1])
-        with profiled(f"{span.name} posted"):
-            request = start()
-        return _WatchedRequest(request, span, self.recorder)
+        return OperationSpan(span, self.recorder)
 
     def _begin(self, track: Track, name: str, bucket: Bucket | None) -> Span:
         now_s = time.perf_counter()
@@ -89,39 +88,42 @@ class _Watch:
             self._recorder.add(self._span._replace(stop_s=time.perf_counter()))
 
 
-class _WatchedRequest(Wrapper):
-    """A collective under way whose span is recorded once it is complete."""
+class OperationSpan:
+    """The span of a collective, from its posting to its end."""
 
-    def __init__(self, request: Request, span: Span, recorder: Recorder | None) -> None:
-        super().__init__(request)
+    def __init__(self, span: Span, recorder: Recorder | None) -> None:
+        """Called right before the collective is posted."""
         self._span, self._recorder = span, recorder
         self._progress_s: float | None = None
+        self._awaits_progress = self._may_wait = False
+        self._profiled = profiled(f"{span.name} posted")
+        self._profiled.__enter__()
+
+    def started(self, request: Request) -> None:
+        """The collective is posted, or waits for its turn behind others."""
+        self._profiled.__exit__(None, None, None)
         self._awaits_progress = request.num_arrived is not None
-        self._done = self._may_wait = False
         request.when_posted(self._note_posted)
         self._may_wait = True
 
-    def test(self) -> bool:
-        """As the request's own."""
-        if self._done:
-            return True
-        self._done = self._request.test()
-        if self._awaits_progress and self._request.num_arrived:
+    def moved(self, request: Request) -> None:
+        """Something has happened to the collective."""
+        if self._awaits_progress and request.num_arrived:
             self._awaits_progress = False
             self._progress_s = time.perf_counter()
-        if self._done:
-            self._finish(time.perf_counter())
-        return self._done
 
-    def _note_posted(self) -> None:
-        if self._may_wait:  # else its span began where posting did
-            self._span = self._span._replace(start_s=time.perf_counter())
-
-    def _finish(self, now_s: float) -> None:
+    def completed(self, request: Request) -> None:
+        """The collective is complete."""
+        self.moved(request)
+        now_s = time.perf_counter()
         with profiled(f"{self._span.name} done"):
             pass
         if self._recorder is not None:
             self._recorder.add(self._span._replace(stop_s=now_s, progress_s=self._progress_s))
+
+    def _note_posted(self) -> None:
+        if self._may_wait:  # else its span began where posting did
+            self._span = self._span._replace(start_s=time.perf_counter())
 
 
 def profiled(name: str) -> AbstractContextManager[object]:

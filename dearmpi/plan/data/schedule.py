@@ -154,15 +154,18 @@ class Conduct:
         return next(one for one in reversed(earlier) if one is not Stage.TRANSFORM)
 
     @property
+    def waits_in_step(self) -> bool:
+        """Whether ``step()`` waits for all gathers, and not the next feed-forward."""
+        return self.schedule.wait is Wait.STEP
+
+    @property
     def last_before_step(self) -> Stage:
         """The last stage that may end before ``step()`` has given the options of the update. Where
         a feed-forward waits for gathers, a further backprop may still add to what is gathered.
         """
         last = Stage.REDUCE
         for stage in self.stages:
-            if stage is Stage.UPDATE or (
-                stage is Stage.GATHER and self.schedule.wait is not Wait.STEP
-            ):
+            if stage is Stage.UPDATE or (stage is Stage.GATHER and not self.waits_in_step):
                 break
             last = last if stage is Stage.TRANSFORM else stage
         return last

@@ -70,7 +70,7 @@ class Flow:
         self._stop_before_update_s = _STOP_S[conduct.stage_before(Stage.UPDATE)]
         self._stop_before_gather_s = _STOP_S[conduct.stage_before(Stage.GATHER)]
         # Else a further backprop might still add to what is gathered.
-        self._gathers_wait = schedule.wait is not Wait.STEP
+        self._gathers_wait = not conduct.waits_in_step
         late = step_s if schedule.launch is Launch.BACKPROP_END else 0.0
         self._launches: deque[tuple[float, int]] = deque()
         for bucket in schedule.reduce_scatters:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.bucket.buffers import Arena, FlatBuffer
-from dearmpi.engine.bucket.gradient_memory import GradientMemory
+from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory
 from dearmpi.plan.data.layout import ParamSpec, build_layout
 from tests.combinations import pairs_of
 from tests.fakes.ranks import run_ranks

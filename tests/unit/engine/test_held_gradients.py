@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.engine.bucket.arrivals import quiet_slots
+from dearmpi.engine.bucket.grad_tracker import quiet_slots
 from dearmpi.errors import UsageError
 from tests.codes import raises
 from tests.fakes import FakeHub

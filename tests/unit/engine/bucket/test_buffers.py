@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.bucket.bucket_state import BucketState
+from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, flattened
 from dearmpi.plan.data.layout import Bucket, ParamSpec, build_layout
 

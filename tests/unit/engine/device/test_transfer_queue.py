@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dearmpi import DistributedOptimizer
-from dearmpi.comm.api.collectives import Request
 from dearmpi.comm.progress.lane import Lane, Work
 from dearmpi.comm.world import World
+from dearmpi.engine.trace.clock import CommunicationClock, LaneTimer
 from dearmpi.engine.trace.span import Track
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.plan.data.layout import ParamSpec, build_layout
@@ -40,12 +40,9 @@ def test_polling_is_eager_again_once_the_device_has_come_so_far(
     late.is_open = False
     rank.side.written(buffer, [late])
     lane = Lane("all-gather", window=1)
-
-    def start() -> Request:
-        gather = partial(rank.collectives.start_all_gather, buffer)
-        return spans.operation(Track.ALL_GATHER, BUCKET, gather)
-
-    lane.queue.append(Work("AG0", start, lambda: None))
+    lane.observer = LaneTimer(Track.ALL_GATHER, CommunicationClock(spans), spans)
+    gather = partial(rank.collectives.start_all_gather, buffer)
+    lane.queue.append(Work("AG0", gather, lambda: None, subject=BUCKET))
     assert lane.advance()
     assert not any(lane.advance() for _ in range(20))
     late.is_open = True
@@ -102,7 +99,7 @@ def test_the_next_buckets_are_copied_while_the_network_is_busy(
             assert hub.picture(0).split()[:window] == ["RS5", "RS4"][:window]
         world.barrier()
         optimizer.step()
-        while not optimizer._assembly.engine.pipeline.is_finished():  # type: ignore[union-attr]
+        while not optimizer._assembly.engine.state.iteration.is_finished():  # type: ignore[union-attr]
             clock.advance(1.0)
             time.sleep(0.001)
         optimizer.close()

@@ -43,7 +43,7 @@ def test_what_the_main_thread_has_waited_counts_once() -> None:
         optimizer.step()
         engine = optimizer._assembly.engine
         assert isinstance(engine, Engine)
-        with engine.pipeline.clock.waiting("nothing"):
+        with engine.state.clock.waiting("nothing"):
             pass
         before_s = optimizer.waited_s
         optimizer.fuse(1.0)

@@ -65,12 +65,13 @@ class AveragedGradients(Protocol):
         ...
 
 
-class GradientUnderWay(Tensor):
+class GradPlaceholder(Tensor):
     """A placeholder for a gradient that is being averaged over the ranks.
 
-    It has the parameter's shape and dtype, and no memory of its own. Norms of it are those of the
-    whole averaged gradient, and what treats each element by itself changes that in place: what
-    torch's clipping functions do. Every rank must do the same. All else raises UsageError.
+    It has the parameter's shape and dtype, and no memory of its own. Its norms are the
+    norms of the whole averaged gradient. A change that treats each element by itself, as torch's
+    clipping functions make, changes the averaged gradient. Every rank must do the same. All else
+    raises UsageError.
     """
 
     _name: str
@@ -78,14 +79,14 @@ class GradientUnderWay(Tensor):
     _gradients: Callable[[], AveragedGradients | None]
 
     @staticmethod
-    def of(param: Tensor, name: str) -> GradientUnderWay:
-        """The stand-in for the gradient of ``param``, which is called ``name``."""
+    def of(param: Tensor, name: str) -> GradPlaceholder:
+        """The placeholder for the gradient of ``param``, which is called ``name``."""
         empty = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
-        stand_in: GradientUnderWay = make_subclass(GradientUnderWay, empty)
-        stand_in._name = name
-        stand_in._place = (0, 0)
-        stand_in._gradients = lambda: None
-        return stand_in
+        placeholder: GradPlaceholder = make_subclass(GradPlaceholder, empty)
+        placeholder._name = name
+        placeholder._place = (0, 0)
+        placeholder._gradients = lambda: None
+        return placeholder
 
     def serve_from(
         self, gradients: ReferenceType[AveragedGradients], bucket: int, slot: int
@@ -94,7 +95,7 @@ class GradientUnderWay(Tensor):
         self._gradients, self._place = gradients, (bucket, slot)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GradientUnderWay({self._name})"
+        return f"GradPlaceholder({self._name})"
 
     @classmethod
     def __torch_function__(
@@ -115,7 +116,7 @@ class GradientUnderWay(Tensor):
         method = _CHANGES.get(func)
         if method and all(map(_is_number, (*args[1:], *kwargs.values()))):
             return _each(args[0], lambda one: _change(one, method, args[1:], kwargs))
-        raise _refused(_stand_ins(args))
+        raise _refused(_placeholders(args))
 
 
 @contextmanager
@@ -148,7 +149,7 @@ def _norm_type(func: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> float
 def _is_number(value: Any) -> bool:
     """Whether ``value``, None included, is the same for all elements."""
     if isinstance(value, Tensor):
-        return value.dim() == 0 and not isinstance(value, GradientUnderWay)
+        return value.dim() == 0 and not isinstance(value, GradPlaceholder)
     return value is None or isinstance(value, (int, float, complex))
 
 
@@ -158,7 +159,7 @@ def _each(given: Any, act: Callable[[Tensor], Any]) -> Any:
 
 
 def _norm(one: Tensor, norm_type: float, dtype: torch.dtype | None) -> Tensor:
-    if not isinstance(one, GradientUnderWay):
+    if not isinstance(one, GradPlaceholder):
         norm_of_own: Tensor = torch.linalg.vector_norm(one, norm_type, dtype=dtype)
         return norm_of_own
     if (gradients := one._gradients()) is None:
@@ -171,7 +172,7 @@ def _norm(one: Tensor, norm_type: float, dtype: torch.dtype | None) -> Tensor:
 
 
 def _change(one: Tensor, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    if not isinstance(one, GradientUnderWay):
+    if not isinstance(one, GradPlaceholder):
         getattr(one, method)(*args, **kwargs)
     elif (gradients := one._gradients()) is None:
         raise _refused([one])
@@ -180,7 +181,7 @@ def _change(one: Tensor, method: str, args: tuple[Any, ...], kwargs: Mapping[str
     return one
 
 
-def _refused(placeholders: Sequence[GradientUnderWay]) -> UsageError:
+def _refused(placeholders: Sequence[GradPlaceholder]) -> UsageError:
     names = sorted({one._name for one in placeholders})
     return UsageError(
         f"the gradient of {', '.join(names[:3]) or 'a parameter'} is being reduced over the "
@@ -194,9 +195,9 @@ def _refused(placeholders: Sequence[GradientUnderWay]) -> UsageError:
     )
 
 
-def _stand_ins(value: Any) -> list[GradientUnderWay]:
-    if isinstance(value, GradientUnderWay):
+def _placeholders(value: Any) -> list[GradPlaceholder]:
+    if isinstance(value, GradPlaceholder):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [found for item in value for found in _stand_ins(item)]
+        return [found for item in value for found in _placeholders(item)]
     return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dearmpi.engine.iteration.compiled_roots import CompiledFrame
+from dearmpi.engine.iteration.compilation import CompiledFrame
 
 
 def test_a_graph_of_which_torch_shows_nothing_may_hold() -> None:

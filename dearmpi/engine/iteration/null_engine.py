@@ -1,9 +1,10 @@
-"""The engine of a world of one: the user's optimizer, undisturbed."""
+"""The engine where nothing is communicated: in a world of one, and after ``close()``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,22 +15,31 @@ from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.trace.clock import IterationTimes
 from dearmpi.engine.trace.span import Track
 from dearmpi.engine.trace.spans import Spans
+from dearmpi.errors import UsageError
 
 
-class AloneEngine:
-    """What ``DistributedOptimizer`` asks of an engine, with nobody to talk to."""
+class NullEngine:
+    """What ``DistributedOptimizer`` calls of an engine, on the wrapped optimizer alone.
+
+    A closed one refuses to train: that would go on without the other ranks. Parameters are current
+    and stay so.
+    """
 
     waited_s = 0.0
 
-    def __init__(self, optimizer: Optimizer, spans: Spans) -> None:
-        self._optimizer = optimizer
-        self._spans = spans
-        self.times = IterationTimes()
+    def __init__(
+        self, optimizer: Optimizer, spans: Spans, *, closed_after: IterationTimes | None = None
+    ) -> None:
+        """``closed_after``: the times of the last iteration of an engine that was closed."""
+        self._optimizer, self._spans = optimizer, spans
+        self.is_closed = closed_after is not None
+        self.times = closed_after or IterationTimes()
         self.joining = Joining(None)
         self.loads = Loads()
 
     def step(self, *, joined: bool = False) -> None:
         """Update."""
+        self._refuse_if_closed("step()")
         with self._spans.span(Track.UPDATE, "update"):
             self._optimizer.step()
 
@@ -39,33 +49,37 @@ class AloneEngine:
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Nothing is under way."""
 
-    def drop_gradients(self) -> None:
+    def discard_grads(self) -> None:
         """Nothing is under way."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients are always local."""
+        self._refuse_if_closed("no_sync()")
         yield
 
     @contextmanager
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
-        """There is nobody to wait for."""
+        """There is no other rank to wait for."""
         yield
 
     def next_clip(self) -> tuple[float, float] | None:
-        """Nobody clips."""
+        """No other rank clips."""
         return None
 
     def wait_reduced(self) -> None:
         """Gradients are always reduced."""
+        self._refuse_if_closed("reducing gradients")
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """Copies of all gradients."""
+        self._refuse_if_closed("reading gradients")
         grads = ((param, param.grad) for param in self._params())
         return {param: grad.detach().clone() for param, grad in grads if grad is not None}
 
     def shards(self) -> list[Tensor]:
         """All gradients."""
+        self._refuse_if_closed("reading gradients")
         return [param.grad.detach() for param in self._params() if param.grad is not None]
 
     def has_gradients(self) -> bool:
@@ -78,7 +92,7 @@ class AloneEngine:
         for grad in self.shards():
             grad.mul_(factor)
 
-    def tell_replicas(self) -> None:
+    def exchange_replicas(self) -> None:
         """There are no replicas."""
 
     def idle_buckets(self) -> list[BucketRuntime]:
@@ -90,3 +104,16 @@ class AloneEngine:
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _refuse_if_closed(self, what: str) -> None:
+        if self.is_closed:
+            refuse_closed(what)
+
+
+def refuse_closed(what: str) -> NoReturn:
+    """Raise UsageError for ``what``."""
+    raise UsageError(
+        f"{what} after close(): this DistributedOptimizer is detached from its model; "
+        "make a new one",
+        code="optimizer-closed",
+    )

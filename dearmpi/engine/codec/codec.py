@@ -1,0 +1,113 @@
+"""Codec: what travels for a bucket in one direction, and the dense ones, which send all as it is.
+
+Each bucket has two: one for its reduce-scatter and one for its all-gather. All methods run on the
+progress thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.config import Gather
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import FlatBuffer
+
+
+class Codec(Protocol):
+    """Carries one bucket in one direction, with the same number of bytes in every step."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one rank sends in one step, at least."""
+        ...
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Begin to carry ``bucket``; every rank starts the same operations in the same order.
+
+        After a reduce-scatter the own shard of the gradients holds the sum over the ranks, not the
+        mean. After an all-gather the whole buffer holds the same bits on every rank.
+        ``step`` counts reductions, alike on all ranks, such as for a seed.
+        """
+        ...
+
+    def check(self, bucket: BucketRuntime) -> None:
+        """Raise WireRangeError for numbers that this codec cannot carry.
+
+        A codec of reduce-scatters looks at what has arrived, once no caller may skip the step any
+        more; a codec of all-gathers at what is about to leave.
+        """
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank has to keep from one step to the next, such as residuals; by name."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with a ``state`` of before."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the state: gradients were discarded, or parameters were replaced."""
+        ...
+
+
+class StatelessCodec:
+    """The part of a codec that keeps nothing and carries all numbers."""
+
+    def check(self, bucket: BucketRuntime) -> None:
+        """All numbers can be carried."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes nothing."""
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+
+class DenseReduce(StatelessCodec):
+    """The sum of gradients."""
+
+    def __init__(self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms) -> None:
+        self._algorithms = algorithms
+        self.sent_bytes = elements_sent(bucket) * bucket.spec.itemsize
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Post the reduce-scatter."""
+        return self._algorithms.start_reduce_scatter(bucket.gradients.data, collectives)
+
+
+class DenseGather(StatelessCodec):
+    """The own shard of updated parameters, or of averaged gradients."""
+
+    def __init__(
+        self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms, *, gather: Gather
+    ) -> None:
+        self._algorithms, self._gather = algorithms, gather
+        self.sent_bytes = elements_sent(bucket) * bucket.spec.itemsize
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Post the all-gather."""
+        buffer = gathered_buffer(bucket, self._gather)
+        return self._algorithms.start_all_gather(buffer.data, collectives)
+
+
+def gathered_buffer(bucket: BucketRuntime, gather: Gather) -> FlatBuffer:
+    """Where the numbers lie that an all-gather carries."""
+    if gather == "gradients":
+        return bucket.gradients
+    assert bucket.parameters is not None, "parameters that are gathered lie in a flat buffer"
+    return bucket.parameters
+
+
+def elements_sent(bucket: BucketRuntime) -> int:
+    """How many elements one rank sends in a reduce-scatter or an all-gather: all shards but one."""
+    return bucket.spec.padded_numel - bucket.spec.largest_shard

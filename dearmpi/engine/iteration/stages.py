@@ -1,0 +1,157 @@
+"""Stages: what one bucket does in each stage of its life, as operations of lanes.
+
+The pipeline decides when a stage may begin. All of this runs on the progress thread. An operation
+is made once for each bucket and stage, and submitted again in every iteration.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from dearmpi.comm.api.collectives import Request
+from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
+from dearmpi.engine.codec.codec import Codec
+from dearmpi.engine.iteration.iteration import EngineState
+from dearmpi.engine.update.update import Update
+from dearmpi.plan.data.layout import Bucket
+from dearmpi.plan.data.schedule import Stage
+
+StageOver = Callable[["StageOperation"], None]
+Transform = Callable[[BucketRuntime], None]
+
+ENDED = {
+    Stage.REDUCE: BucketState.REDUCED,
+    Stage.UPDATE: BucketState.UPDATED,
+    Stage.GATHER: BucketState.GATHERED,
+}
+"""The state of a bucket at the end of a stage."""
+
+
+class StageOperation(ABC):
+    """One stage of ``bucket``; implements ``Operation`` of the lanes.
+
+    transforms: what the schedule puts between this stage and the next one.
+    """
+
+    stage: ClassVar[Stage]
+
+    def __init__(self, state: EngineState, bucket: BucketRuntime, over: StageOver) -> None:
+        """``over`` is called once the stage and its transforms are complete."""
+        self.bucket, self._state, self._over = bucket, state, over
+        self.subject: Bucket = bucket.spec
+        self.request: Request | None = None
+        self.transforms: tuple[Transform, ...] = ()
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The operation in words, such as ``RS3``."""
+
+    @abstractmethod
+    def start(self) -> Request:
+        """Post the operation."""
+
+    def finish(self) -> None:
+        """The operation is complete."""
+        if self.transforms:
+            with self._state.side.running():
+                for transform in self.transforms:
+                    transform(self.bucket)
+        self.bucket.move_to(ENDED[self.stage])
+        self._over(self)
+
+
+class ReduceScatter(StageOperation):
+    """The sum of gradients: each rank gets its shard of it."""
+
+    stage = Stage.REDUCE
+
+    def __init__(
+        self, state: EngineState, bucket: BucketRuntime, over: StageOver, codec: Codec
+    ) -> None:
+        super().__init__(state, bucket, over)
+        self._codec, self._collectives = codec, state.reduces.collectives
+
+    @property
+    def label(self) -> str:
+        """As in schedules."""
+        return f"RS{self.bucket.index}"
+
+    def start(self) -> Request:
+        """Post it."""
+        if self._state.replicas is not None:
+            self._state.replicas.reduces.append(self.bucket.index)
+        return self._codec.start(self.bucket, self._collectives, self._state.num_reduced)
+
+
+class AllGather(StageOperation):
+    """The shards of all ranks, on every rank."""
+
+    stage = Stage.GATHER
+
+    def __init__(
+        self, state: EngineState, bucket: BucketRuntime, over: StageOver, codec: Codec
+    ) -> None:
+        super().__init__(state, bucket, over)
+        self._codec, self._collectives = codec, state.gathers.collectives
+
+    @property
+    def label(self) -> str:
+        """As in schedules."""
+        return f"AG{self.bucket.index}"
+
+    def start(self) -> Request:
+        """Post it."""
+        if self._state.replicas is not None:
+            self._state.replicas.gathers.append(self.bucket.index)
+        return self._codec.start(self.bucket, self._collectives, self._state.num_reduced)
+
+
+class UpdateStep(StageOperation):
+    """The optimizer's step on the bucket, with the options of the iteration."""
+
+    stage = Stage.UPDATE
+
+    def __init__(
+        self,
+        state: EngineState,
+        bucket: BucketRuntime,
+        over: StageOver,
+        update: Update,
+        *,
+        reduced_by: Codec,
+        gathered_by: Codec,
+    ) -> None:
+        super().__init__(state, bucket, over)
+        self._update, self._reduced_by, self._gathered_by = update, reduced_by, gathered_by
+
+    @property
+    def label(self) -> str:
+        """For errors."""
+        return f"update of bucket {self.bucket.index}"
+
+    def start(self) -> Request:
+        """Bring what the step needs to where it works."""
+        return self._update.start_fetch()
+
+    def finish(self) -> None:
+        """Take the step. Raises WireRangeError for numbers that cannot travel."""
+        bucket, options = self.bucket, self._state.iteration.options
+        assert options is not None, "an update waits for its options"
+        with self._state.side.running():
+            self._reduced_by.check(bucket)
+            with self._state.spans.update(bucket.spec):
+                self._update.step(options, self._unused())
+            self._gathered_by.check(bucket)
+        bucket.memory.give_up()
+        super().finish()
+
+    def _unused(self) -> frozenset[int]:
+        """Slots that had no gradient on any rank."""
+        if not (missing := self.bucket.tracker.missing):
+            return frozenset()
+        assert self._state.iteration.used is not None, "an update waits for the step agreement"
+        used = self._state.iteration.used[self.bucket.index]
+        return frozenset(slot for slot in missing if not used[slot])
