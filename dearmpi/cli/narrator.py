@@ -15,8 +15,8 @@ from dearmpi.engine.setup.self_planning import Pause
 from dearmpi.report.draw.unit import count_text
 from dearmpi.report.read.pace import Pace
 from dearmpi.report.read.straggler import WORTH, SlowRanks, Stragglers, name_ranks
+from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import Job
-from dearmpi.train.loop.trainer import Outcome
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
 from dearmpi.train.run.planning import CapSearch, PlanFile
 from dearmpi.train.run.tracing import Tracing

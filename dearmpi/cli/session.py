@@ -10,7 +10,8 @@ from dearmpi.cli.opening import describe_start
 from dearmpi.cli.rank_log import RankLog
 from dearmpi.cli.tracing import open_tracing
 from dearmpi.comm.world import World
-from dearmpi.train.loop.trainer import Outcome, Trainer
+from dearmpi.train.loop.evaluation import Outcome
+from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.run.planning import CapSearch, PlanFile

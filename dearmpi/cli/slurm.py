@@ -18,7 +18,7 @@ from dearmpi.engine.setup.settings import check_plan
 from dearmpi.errors import ConfigError, LaunchError
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.settings.sources import Source, merge
-from dearmpi.train.tasks.options import check_task_name
+from dearmpi.train.tasks.task import check_task_name
 
 _COUNT = click.IntRange(min=1)
 

@@ -17,7 +17,7 @@ from dearmpi.cuts import balanced_cuts
 from dearmpi.engine.bucket.buffers import flattened, is_dense
 from dearmpi.engine.state.sharded_state import StatePiece
 from dearmpi.errors import CheckpointError
-from dearmpi.train.checkpoint import encoding
+from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.snapshot import Snapshot, find_aliases
 
 BLOCK_BYTES = 4096  # disks need addresses, offsets and sizes to be multiples of it
@@ -145,8 +145,8 @@ def make_head(snapshot: Snapshot) -> Head:
     return Head(
         model=list(snapshot.model),
         aliases=find_aliases(snapshot.model),
-        groups=encoding.encode(snapshot.groups, where="groups", tensors={}),
-        meta=encoding.encode(snapshot.meta, where="meta"),
+        groups=manifest.encode(snapshot.groups, where="groups", tensors={}),
+        meta=manifest.encode(snapshot.meta, where="meta"),
     )
 
 
@@ -162,10 +162,10 @@ def make_part(
     common = {model_key(name): t for name, t in snapshot.model.items() if name not in tied}
     state: dict[str, Tensor] = {}
     described = {
-        name: encoding.encode(entries, where=_state_key(name), tensors=state)
+        name: manifest.encode(entries, where=_state_key(name), tensors=state)
         for name, entries in snapshot.optimizer.items()
     }
-    encoding.encode(snapshot.groups, where="groups", tensors=state)
+    manifest.encode(snapshot.groups, where="groups", tensors=state)
     pieces = divide(common, rank=rank, size=size) | divide(state, rank=rank, size=size)
     for shard in shards:
         described[shard.name] = _add_shard(shard, pieces)
@@ -191,7 +191,7 @@ def _add_shard(shard: StatePiece, pieces: dict[str, TensorPiece]) -> dict[str, A
         described[key] = {"$tensor": name}
     if shard.start == 0:  # whoever owns the first element speaks for the parameter as a whole
         scalars: dict[str, Tensor] = {}
-        described |= encoding.encode(
+        described |= manifest.encode(
             dict(shard.scalars), where=_state_key(shard.name), tensors=scalars
         )
         pieces.update(divide(scalars, rank=0, size=1))

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 import dearmpi
 from dearmpi.errors import CheckpointError
 from dearmpi.train import durable
-from dearmpi.train.checkpoint import encoding, manifest, part_file
+from dearmpi.train.checkpoint import manifest, part_file
 from dearmpi.train.checkpoint.manifest import FileRecord, Manifest, part_name
 from dearmpi.train.checkpoint.part import (
     CheckpointPart,
@@ -154,8 +154,8 @@ def read(path: Path, record: Manifest) -> Snapshot:
             step=record.step,
             model=model,
             optimizer=_join_states([about["optimizer"] for about in abouts], tensors),
-            groups=encoding.decode(record.groups, tensors=tensors),
-            meta=encoding.decode(record.meta, tensors={}),
+            groups=manifest.decode(record.groups, tensors=tensors),
+            meta=manifest.decode(record.meta, tensors={}),
             random=[about["random"] for about in abouts if about["random"]],
         )
     except CheckpointError as error:
@@ -195,7 +195,7 @@ def _join_states(
     whole: dict[str, dict[str, Any]] = {}
     for states in described:
         for name, entries in states.items():
-            whole.setdefault(name, {}).update(encoding.decode(entries, tensors=tensors))
+            whole.setdefault(name, {}).update(manifest.decode(entries, tensors=tensors))
     return whole
 
 

@@ -17,13 +17,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from dearmpi.engine.trace.span import Track
 from dearmpi.errors import NonFiniteLossError
-from dearmpi.train.loop.evaluation import Evaluation
+from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.saving import Saver, synchronize
 from dearmpi.train.loop.stepping import Due, StepResult, Timetable, coming_batches, take_step
@@ -31,33 +30,6 @@ from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.metrics.step_times import Meter, Sums, TimesExchange
 from dearmpi.train.metrics.step_totals import StepTotal, StepTotals
 from dearmpi.train.ranks.agreement import AgreedError, is_agreed
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run went.
-
-    step: optimizer steps taken in all, earlier runs included.
-    stopped: a request to stop ended it before its length was reached.
-    first_loss, last_loss: mean of the first and the last row; None where no step was taken.
-    train_s, elapsed_s: seconds of this run's steps, and of all that it did.
-    samples_per_s: over all ranks, evaluations and checkpoints aside.
-    hidden_share: share of communication time, over all ranks, that computation covered; None
-        where there was none.
-    num_skipped: steps left out because a loss or a gradient was not finite.
-    """
-
-    step: int
-    stopped: bool
-    first_loss: float | None
-    last_loss: float | None
-    evaluation: Evaluation | None
-    train_s: float
-    elapsed_s: float
-    samples_per_s: float
-    hidden_share: float | None
-    num_skipped: int
-
 
 MOST_SKIPS = 100  # in a row: then nothing is learned any more, and somebody should look
 

@@ -29,12 +29,12 @@ from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.device import DeviceChoice, allow_deterministic_only, choose_device
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.threads import ThreadChoice, choose_threads
-from dearmpi.train.run.environment import describe_environment
-from dearmpi.train.run.fingerprint import (
+from dearmpi.train.run.environment import (
     argument_fingerprints,
     code_fingerprint,
     compare,
     data_fingerprints,
+    describe_environment,
     model_fingerprints,
     model_lines,
 )

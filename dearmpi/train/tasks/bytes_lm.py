@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dearmpi.errors import DataError
-from dearmpi.train.tasks.options import check_at_least, read_options
-from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task import Task, check_at_least, read_options
 from dearmpi.train.tasks.text import (
     Corpus,
     bigram_entropy,

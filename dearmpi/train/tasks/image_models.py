@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from dearmpi.config import known_names
 from dearmpi.errors import TaskError
-from dearmpi.train.tasks.options import import_extra
+from dearmpi.train.tasks.task import import_extra
 
 LabelledBatch = tuple[Tensor, Tensor]
 

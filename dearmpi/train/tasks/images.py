@@ -19,8 +19,7 @@ from dearmpi.train.tasks.image_models import (
     classification_loss,
     classification_metrics,
 )
-from dearmpi.train.tasks.options import check_at_least, import_extra, read_options
-from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task import Task, check_at_least, import_extra, read_options
 
 NAME = "images"
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})

@@ -13,9 +13,8 @@ from dearmpi.train.tasks.bytes_lm import build_bytes_lm
 from dearmpi.train.tasks.custom import build_custom, stay_importable
 from dearmpi.train.tasks.digits import build_digits
 from dearmpi.train.tasks.images import build_images
-from dearmpi.train.tasks.options import SYNTHETIC, check_task_name
 from dearmpi.train.tasks.synthetic import build_synthetic
-from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task import SYNTHETIC, Task, check_task_name
 
 _BUILDERS: Mapping[str, Callable[[Mapping[str, str]], Task]] = {
     "bytes-lm": build_bytes_lm,

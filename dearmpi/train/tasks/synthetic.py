@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.train.tasks.image_models import ImageShape, build_vision_model, classification_loss
-from dearmpi.train.tasks.options import (
+from dearmpi.train.tasks.task import (
     SYNTHETIC,
+    Samples,
+    Task,
     check_at_least,
     check_task_name,
     import_extra,
     read_options,
 )
-from dearmpi.train.tasks.task import Samples, Task
 
 NUM_IMAGE_CLASSES = 1000
 NUM_DISTINCT = 32

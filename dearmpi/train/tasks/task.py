@@ -4,16 +4,29 @@ A task of your own is a function that takes the task options (a mapping of strin
 ``Task``; name it on the command line as ``package.module:function`` or
 ``path/to/file.py:function``.
 The trainer seeds torch, numpy and ``random`` alike on all ranks before it calls the function.
+
+Names and options of tasks, and libraries that only some tasks need, are here as well. This file
+imports torch only to collate, so that commands that train nothing do without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-import torch
-from torch import Tensor, nn
+from dearmpi.config import known_names
+from dearmpi.errors import TaskError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from torch import Tensor, nn
+
+    OptionsT = TypeVar("OptionsT", bound=DataclassInstance)
+else:
+    OptionsT = TypeVar("OptionsT")
 
 
 class Samples(Protocol):
@@ -68,4 +81,125 @@ def collate(task: Task, samples: list[Any]) -> Any:
     """Make a batch of ``samples`` with the task's ``collate``, or with torch's default."""
     if task.collate is not None:
         return task.collate(samples)
-    return torch.utils.data.default_collate(samples)
+    from torch.utils.data import default_collate  # here: this file does without torch
+
+    return default_collate(samples)
+
+
+BUILT_IN = ("bytes-lm", "digits", "images")
+SYNTHETIC = "synthetic"
+SYNTHETIC_MODELS = ("bert-base", "bert-large", "resnet50")
+LIBRARIES = ("torchvision", "timm", "transformers")
+TASK_FORMS = (
+    *BUILT_IN,
+    f"{SYNTHETIC}:NAME",
+    "package.module:function",
+    "path/to/file.py:function",
+)
+
+
+def check_task_name(name: str) -> None:
+    """Raise TaskError for a name that no task can have. Reads no file and imports no module."""
+    kind, colon, rest = name.partition(":")
+    if name in BUILT_IN:
+        return
+    if kind == SYNTHETIC:
+        if rest not in SYNTHETIC_MODELS and rest.partition(":")[0] not in LIBRARIES:
+            known = [*SYNTHETIC_MODELS, *(f"{library}:NAME" for library in LIBRARIES)]
+            raise TaskError(
+                f"there is no task {SYNTHETIC}:{rest}{known_names(rest, known)}",
+                code="unknown-choice",
+            )
+    elif colon or name.endswith(".py"):
+        place, _, attribute = name.rpartition(":")
+        if not place or not attribute:
+            raise TaskError(
+                f"task {name!r} names no function; write {name.strip(':')}:FUNCTION",
+                code="malformed-value",
+            )
+    else:
+        raise TaskError(
+            f"there is no task {name!r}{known_names(name, TASK_FORMS)}", code="unknown-choice"
+        )
+
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def read_options(kind: type[OptionsT], given: Mapping[str, str], *, task: str) -> OptionsT:
+    """Make a ``kind`` of the options ``given``; what is not given keeps its default.
+
+    Fields may be int, float, bool, str, or one of these or None. Raises TaskError for an option
+    that ``kind`` does not have, for a value of the wrong type, and for a missing option.
+    """
+    known = [field.name for field in fields(kind) if field.init]
+    for name in given:
+        if name not in known:
+            raise TaskError(
+                f"task {task} has no option {name!r}{known_names(name, known)}",
+                code="unknown-task-option",
+            )
+    types = get_type_hints(kind)
+    values = {
+        name: _convert(text, types[name], f"task {task}: option {name}")
+        for name, text in given.items()
+    }
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise TaskError(
+            f"task {task}: {error}; give it with --task-option NAME=VALUE",
+            code="task-option-missing",
+        ) from error
+
+
+def check_at_least(task: str, name: str, value: int, least: int) -> None:
+    """Raise TaskError unless the option ``name`` is ``least`` or more."""
+    if value < least:
+        raise TaskError(
+            f"task {task}: option {name} is {value}; it must be at least {least}",
+            code="out-of-range",
+        )
+
+
+def _convert(text: str, kind: Any, what: str) -> object:
+    if get_origin(kind) is UnionType:
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    if kind is str:
+        return text
+    try:
+        return _BOOLEANS[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise TaskError(
+            f"{what} is {text!r}; it must be {_WANTED[kind]}", code="wrong-type"
+        ) from None
+
+
+def import_extra(module: str, *, library: str, extra: str, needed_by: str) -> Any:
+    """Import ``module``, which comes with ``library``, an extra of this package by name ``extra``.
+
+    Raises TaskError with the command that installs it, or with the reason why it cannot be
+    imported.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.split(".")[0] == error.name.split(".")[0]:
+            raise TaskError(
+                f"{needed_by} needs {library}, which is not installed: "
+                f"pip install 'dearmpi[{extra}]'",
+                code="library-missing",
+            ) from error
+        raise _broken(library, needed_by, error) from error
+    except Exception as error:
+        # Libraries with compiled operators fail at import in many ways, not only by ImportError.
+        raise _broken(library, needed_by, error) from error
+
+
+def _broken(library: str, needed_by: str, error: Exception) -> TaskError:
+    return TaskError(
+        f"{needed_by} needs {library}, which is installed but cannot be imported: "
+        f"{type(error).__name__}: {error}; install a {library} that fits this Python and torch",
+        code="library-broken",
+    )

@@ -16,9 +16,8 @@ import pytest
 from dearmpi.cli.console import Console
 from dearmpi.cli.narrator import Narrator, describe_outcome, describe_stop
 from dearmpi.report.read.straggler import STEADY, STRETCH_STEPS
-from dearmpi.train.loop.evaluation import Evaluation
+from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
-from dearmpi.train.loop.trainer import Outcome
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.metrics.step_times import RankTimes
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import Job, prepare
 from dearmpi.train.loop.optimizers import choose_optimizer
-from dearmpi.train.loop.trainer import Outcome, Trainer
+from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.settings.settings import RunSettings

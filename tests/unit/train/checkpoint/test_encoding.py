@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dearmpi.train.checkpoint import encoding
+from dearmpi.train.checkpoint import manifest
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -28,9 +28,9 @@ PLAIN = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(value=PLAIN)
 def test_plain_values_survive_json_exactly(value: Any) -> None:
-    text = json.dumps(encoding.encode(value, where="value"), allow_nan=False)
+    text = json.dumps(manifest.encode(value, where="value"), allow_nan=False)
     # repr tells apart 1 and 1.0, tuples and lists, 0.0 and -0.0, and shows every digit.
-    assert repr(encoding.decode(json.loads(text), tensors={})) == repr(value)
+    assert repr(manifest.decode(json.loads(text), tensors={})) == repr(value)
 
 
 def test_float_bits_survive_json() -> None:
@@ -38,7 +38,7 @@ def test_float_bits_survive_json() -> None:
     for bits in rng.integers(0, 2**64, size=2000, dtype=np.uint64):
         value = struct.unpack("<d", struct.pack("<Q", int(bits)))[0]
         if not math.isnan(value):
-            stored = json.loads(json.dumps(encoding.encode(value, where="x")))
-            assert struct.pack("<d", encoding.decode(stored, tensors={})) == struct.pack(
+            stored = json.loads(json.dumps(manifest.encode(value, where="x")))
+            assert struct.pack("<d", manifest.decode(stored, tensors={})) == struct.pack(
                 "<d", value
             )

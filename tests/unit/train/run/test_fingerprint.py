@@ -11,7 +11,7 @@ from torch import nn
 
 import dearmpi
 from dearmpi.errors import MismatchError
-from dearmpi.train.run.fingerprint import (
+from dearmpi.train.run.environment import (
     argument_fingerprints,
     code_fingerprint,
     compare,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from dearmpi.errors import TaskError
-from dearmpi.train.tasks.options import read_options
+from dearmpi.train.tasks.task import read_options
 from tests.codes import raises
 
 

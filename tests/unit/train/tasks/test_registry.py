@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import DataError, DearError, TaskError
-from dearmpi.train.tasks import options, registry
+from dearmpi.train.tasks import registry
+from dearmpi.train.tasks import task as task_module
 from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task
 from tests.codes import raises
@@ -40,7 +41,7 @@ def test_an_unknown_task_gets_the_nearest_and_all_known(name: str) -> None:
 
 
 def test_names_are_told_without_their_builders() -> None:
-    assert set(options.BUILT_IN) == set(registry._BUILDERS)
+    assert set(task_module.BUILT_IN) == set(registry._BUILDERS)
 
 
 def test_known_names_reach_their_builders() -> None:

@@ -93,7 +93,7 @@ def test_a_library_that_cannot_be_imported_gives_its_reason(
     def fail(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr("dearmpi.train.tasks.options.import_module", fail)
+    monkeypatch.setattr("dearmpi.train.tasks.task.import_module", fail)
     with raises(TaskError, "library-broken"):
         build_synthetic("torchvision:resnet18", {})
 
