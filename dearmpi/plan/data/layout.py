@@ -167,8 +167,8 @@ _ALIGNMENT = 16
 
 
 def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> BucketLayout:
-    """Lay out ``groups`` of parameters, one bucket each, in feed-forward order; but those behind
-    which others would not be aligned come last in their bucket.
+    """Lay out ``groups`` of parameters, one bucket each, in feed-forward order. Parameters that
+    would leave later ones unaligned come last in their bucket.
 
     Raises ConfigError for an empty group, an empty parameter, or a group that mixes dtypes or
     devices.
@@ -238,8 +238,8 @@ def fuse_by_cap(specs: Sequence[ParamSpec], cap_bytes: int) -> tuple[tuple[Param
 
     Buckets fill from the last layer on. A parameter that does not fit begins a bucket, alone in it
     if it is larger than the cap; but it joins one that is less than a quarter full, since a bucket
-    costs time whatever it holds. So a bucket exceeds the cap only by what was in it before the
-    parameter that did not fit, less than a quarter, or where that is larger than the cap itself.
+    costs time whatever it holds. So a bucket exceeds the cap by less than a quarter, or holds a
+    parameter that is larger than the cap itself.
     Parameters of different dtype or device never share a bucket, nor do frozen and trained ones.
 
     The first layers' reduce-scatter and all-gather are the ones that no computation hides. So what

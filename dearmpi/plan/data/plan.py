@@ -1,4 +1,4 @@
-"""Plan: which parameters share a bucket, and in which order the buckets travel.
+"""Plan: the buckets of a model, and the order in which they travel.
 
 Made once, on one rank, from a profile and costs; checked everywhere against the model at hand.
 """

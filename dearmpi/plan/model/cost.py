@@ -124,8 +124,8 @@ class Costs:
     def sent_as(self, comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> Costs:
         """The same where the trained ones of ``specs`` are sent in ``comm_dtype``.
 
-        Bytes remain those in memory, and take the time of what is sent of them: where tensors of
-        several dtypes are mixed, of the average. Conversions are taken to cost nothing.
+        Bytes still count as in memory, and take the time of the bytes sent, the average where
+        tensors of several dtypes are mixed. Conversions are taken to cost nothing.
 
         Raises ConfigError if all are of half precision already.
         """
@@ -186,7 +186,7 @@ def share_sent(comm_dtype: CommDtype, specs: Iterable[ParamSpec]) -> float:
 
 
 def _bytes_sent(specs: Iterable[ParamSpec]) -> tuple[int, int]:
-    """Of those that are trained: bytes in memory, and as they are sent in half precision."""
+    """Bytes of trained parameters in memory, and as sent in half precision."""
     trained = [spec for spec in specs if spec.trained]
     sent = sum(spec.numel * min(spec.itemsize, _HALF_BYTES) for spec in trained)
     return sum(spec.nbytes for spec in trained), sent

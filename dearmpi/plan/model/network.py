@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Costs at one world size of 2 or more, from which those at any other follow.
+    """Costs at one world size of 2 or more, which determine the costs at any other.
 
     name: what to call it. source: where the numbers are from, in words. node: where several ranks
         share one; the costs are then between nodes.
@@ -130,7 +130,7 @@ class Network:
 
 
 def link_network(name: str, alpha_s: float, beta_s_per_byte: float, source: str) -> Network:
-    """A network of which one message between neighbours takes ``alpha + beta * n`` seconds."""
+    """A network where one message between neighbours takes ``alpha + beta * n`` seconds."""
     ring = ring_cost(alpha_s, beta_s_per_byte, 2)
     return Network(name, Costs(2, ring, ring), source)
 

@@ -34,8 +34,8 @@ class ModelProfile:
     device: what computed, in words. world_size: ranks that measured; times hold for each of them.
     version: of the package that measured.
 
-    Raises ConfigError for a number of times other than that of the layers, and for a time that is
-    negative, of more than ``MOST_S``, or not a number.
+    Raises ConfigError unless there is one pair of times for each layer. Each time must be a number
+    from 0 to ``MOST_S``.
     """
 
     workload: Workload

@@ -59,7 +59,7 @@ class SimulationSetup:
 class SimulatedMethod:
     """A way to train. cap_mb: MiB that a bucket is filled to, where the method has a cap.
 
-    about: its rule. numbers: those that the rule goes by, in words. source: where it is described.
+    about: its rule. numbers: the rule's numbers, in words. source: where it is described.
     is_dear: whether it gathers behind the feed-forward, as DeAR.
     """
 

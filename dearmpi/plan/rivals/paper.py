@@ -114,8 +114,8 @@ class Gain:
 
     @property
     def start_up(self) -> float:
-        """What the best of the others loses to the start-up of its operations, over what DeAR loses
-        to that of its own.
+        """The loss of the best other method to the start-up of its operations, over DeAR's loss to
+        its own.
         """
         return self._lost_to_start_up(self.best_other) / self._lost_to_start_up(self.dear)
 
@@ -137,8 +137,8 @@ class Gain:
 
     @property
     def rest(self) -> float:
-        """The factor that is neither: what fusion has the best of the others wait for, over what
-        DeAR leaves exposed at the ends of both passes.
+        """The remaining factor: waits of the best other method for fusion, over what DeAR leaves
+        exposed at the ends of both passes.
         """
         return self.factor / self.overlap / self.start_up
 

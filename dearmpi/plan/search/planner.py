@@ -71,7 +71,7 @@ def plan_of(
     *,
     origin: str,
 ) -> Plan:
-    """What is decided on already, as a plan, with the time that it is predicted to take.
+    """The given layout and conduct as a plan, with its predicted time.
 
     Its parameters are listed as in the buckets, which need not be the feed-forward's order. Raises
     ConfigError if ``layout`` is of another model.
@@ -101,14 +101,14 @@ def plan_of(
 
 
 def _search(problem: Problem, bound_s: float) -> tuple[Draft, str]:
-    """The draft to make a plan of, and what it is among all."""
+    """The draft to make a plan of, and how good it is among all drafts, in words."""
     if len(problem.tensors) <= MOST_TENSORS:
         return best_of_all(problem, enough_s=bound_s), "the best of all plans"
     return improve(problem, enough_s=bound_s * (1 + _CLOSE)), "the best plan found"
 
 
 def _with_idle(draft: Draft, num_buckets: int) -> Schedule:
-    """The draft's schedule over all buckets, those that never travel at the end."""
+    """The draft's schedule over all buckets; idle buckets come last."""
     idle = range(len(draft.cuts), num_buckets)
     return replace(
         draft.schedule,

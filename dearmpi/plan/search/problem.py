@@ -71,7 +71,7 @@ class Problem:
         self.num_events = 0
 
     def groups(self, cuts: BucketStarts) -> list[list[ParamSpec]]:
-        """The parameters of each bucket, numbered as in the layout, idle ones last."""
+        """The parameters of each bucket, numbered as in the layout; idle buckets last."""
         groups = [
             [tensor.spec for tensor in self.tensors[start:stop]]
             for start, stop in self._segments(cuts)
@@ -87,7 +87,7 @@ class Problem:
         return [sum(self.nbytes[start:stop]) for start, stop in pairwise((*cuts, len(self.nbytes)))]
 
     def buckets(self, cuts: BucketStarts) -> Buckets:
-        """What each bucket brings."""
+        """The loads, places and order of the buckets that ``cuts`` make."""
         segments = self._segments(cuts)
         places = [min(t.place for t in self.tensors[start:stop]) for start, stop in segments]
         order = sorted(range(len(segments)), key=lambda bucket: (-places[bucket], -bucket))
@@ -119,7 +119,7 @@ class Problem:
         return now + passed[-1] - passed[before]
 
     def conduct(self, schedule: Schedule, window: int) -> Conduct:
-        """By ``schedule``, with what is given besides."""
+        """The conduct of ``schedule`` with this problem's settings."""
         return Conduct(schedule, window, self.eager, self.gather)
 
     def _segments(self, cuts: Sequence[int]) -> list[tuple[int, int]]:

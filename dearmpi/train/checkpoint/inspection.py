@@ -111,7 +111,7 @@ def _write_model(path: Path, model: Mapping[str, Tensor], *, suffix: str) -> Non
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors on the CPU of which no two overlap, copying only where needed."""
+    """Return contiguous tensors on the CPU that do not overlap, copied only where needed."""
     packed = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     end = 0
     for name in sorted(packed, key=lambda name: packed[name].data_ptr()):

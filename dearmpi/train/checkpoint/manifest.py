@@ -43,7 +43,7 @@ class FileRecord:
 class Manifest:
     """What a checkpoint holds.
 
-    serial: counts the checkpoints of a run in the order in which they were written.
+    serial: counts the checkpoints of a run in order of writing.
     written: time of writing, UTC, ISO 8601.
     dearmpi: version that wrote it.
     files: by name within the folder.
@@ -267,7 +267,7 @@ def _encode_mapping(
 
 
 def decode(value: Any, *, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo ``encode``; ``tensors`` are those it collected. Raises KeyError for an unknown name."""
+    """Undo ``encode``; tensors: as it collected them. Raises KeyError for an unknown name."""
     if isinstance(value, list):
         return [decode(item, tensors=tensors) for item in value]
     if not isinstance(value, dict):

@@ -41,7 +41,7 @@ STORABLE: Mapping[torch.dtype, str] = {
 class TensorPiece:
     """Neighbouring elements of a tensor.
 
-    values: 1-D, in the order in which the whole tensor lies in memory.
+    values: 1-D, in the memory order of the whole tensor.
     start: the first of them. shape, stride: of the whole tensor.
     """
 

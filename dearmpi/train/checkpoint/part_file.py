@@ -55,7 +55,7 @@ class DirectFile:
             os.close(self._descriptor)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``, as far as it is whole blocks past the cache, where the system can.
+        """Append ``data``; whole blocks go past the cache where the system can.
 
         That needs ``data`` to begin at a multiple of BLOCK_BYTES in memory and in the file.
         """

@@ -106,7 +106,7 @@ class PendingCheckpoint:
         return self.target
 
     def discard(self) -> None:
-        """Remove what was written of it, as far as that is possible."""
+        """Remove the files written so far; errors are ignored."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
@@ -191,7 +191,7 @@ def verify(path: Path, *, rank: int = 0, size: int = 1) -> Manifest:
 def _join_states(
     described: Sequence[dict[str, Any]], tensors: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter, of which several ranks may have entries."""
+    """The optimizer's state by parameter; several ranks may have entries of one parameter."""
     whole: dict[str, dict[str, Any]] = {}
     for states in described:
         for name, entries in states.items():
@@ -209,7 +209,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _remove_replaced(target: Path) -> None:
-    """Remove what ``target`` has replaced, as far as that is possible; no save fails for it."""
+    """Remove the checkpoint that ``target`` has replaced; a failure is only a warning."""
     replaced = target.with_name(target.name + REPLACED)
     try:
         if replaced.exists():

@@ -33,7 +33,7 @@ _AHEAD = 2  # batches of each process that are ready or on their way
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A batch: of the ``held_out`` samples or of those to train on, at ``indices``.
+    """A batch of samples at ``indices``, of the held-out data or of the training data.
 
     seed: of the random numbers that a worker process draws for it, so that they depend neither on
     the number of workers nor on a restart.

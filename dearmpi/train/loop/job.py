@@ -123,7 +123,7 @@ def prepare(
 
 
 def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
-    """Raise ConfigError where ranks would wait in a model's layers for those without samples."""
+    """Raise ConfigError where layers of the model would wait for ranks without samples."""
     passes = batches.last_passes()
     waits = any(isinstance(module, SyncBatchNorm) for module in task.model.modules())
     if waits and total_steps >= batches.steps_per_epoch and min(passes) < max(passes):
@@ -145,7 +145,7 @@ def _fill_model(task: Task, settings: RunSettings, snapshot: Snapshot | None) ->
 
 
 def check_position(snapshot: Snapshot, task: Task) -> None:
-    """Raise CheckpointError unless the samples are those of the snapshot's run, as far as known."""
+    """Raise CheckpointError if number or digest of the samples differ from the snapshot's."""
     stored = snapshot.meta.get("num_samples")
     if stored != len(task.train_data):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Precision: in which numbers the model computes."""
+"""Precision: the number format in which the model computes."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ def synchronize(job: Job) -> None:
 
 
 def take_part(job: Job, step: int) -> tuple[Snapshot, CheckpointPart]:
-    """The job's state after ``step`` steps, as far as it is the same on all ranks, and this rank's
-    part of all of it. Nothing is copied; parameters must be current.
+    """The state after ``step`` steps that is the same on all ranks, and this rank's part of the
+    checkpoint. Nothing is copied; parameters must be current.
     """
     local = job.optimizer.local_state()
     names = checkpoint.parameter_names(job.task.model, job.optimizer.param_groups)

@@ -80,7 +80,7 @@ def coming_batches(job: Job) -> Iterator[BatchRequest]:
 
 
 def _wanted(job: Job, share: MicroBatch, step: int, number: int) -> BatchRequest:
-    """``number``: of the micro-batch among those of the step that are not empty, from 0."""
+    """number: counts the step's micro-batches that are not empty, from 0."""
     return BatchRequest(share.indices, seed=(job.settings.seed, step, job.world.rank, number))
 
 
@@ -212,7 +212,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """last: the run's last step, of which the first is 1.
+    """last: the run's last step; the first is 1.
 
     The intervals are in steps. 0: at the end alone; None: not even there.
     """

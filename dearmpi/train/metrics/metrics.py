@@ -63,7 +63,7 @@ class MetricsLog:
     resume_step: the step that the run goes on from: rows of later steps are dropped, so that no
         step appears twice. A half line that a killed writer left behind is dropped as well.
     tensorboard: also write TensorBoard events to ``tensorboard/``.
-    last_step: that of the last row, -1 before there is one.
+    last_step: the step of the last row, -1 before there is one.
 
     Raises ConfigError for names that cannot be columns and where TensorBoard is not installed.
     """
@@ -95,7 +95,7 @@ class MetricsLog:
             ) from error
 
     def append(self, row: MetricsRow) -> None:
-        """Write ``row``; its step must be later than those before.
+        """Write ``row``; its step must be later than the steps before.
 
         Raises UsageError for a step or a column that has no place, DearError when the files cannot
         be written.
@@ -249,7 +249,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(folder, purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        """Write each value but the step itself and those that were not measured."""
+        """Write each measured value except the step itself."""
         for name, value in values.items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, step)

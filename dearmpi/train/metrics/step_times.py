@@ -133,7 +133,7 @@ class Sums:
     data_s: float = 0.0
 
     def add(self, other: Sums) -> None:
-        """Count what ``other`` has counted as well."""
+        """Add the sums of ``other`` to these."""
         for part in fields(self):
             setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
 

@@ -25,9 +25,9 @@ _FITTING_BUILD = "install a build of torch for a CUDA that the driver there can 
 class VisibleGpus:
     """One rank's view.
 
-    num_usable: those that torch can use. num_counted: those that it counts, which needs no driver
-    that it could use. num_shown: those that the host shows by their files, also to a torch that
-    cannot look for any. reason: why none can be used, and cure: what to do; else empty.
+    num_usable: devices that torch can use. num_counted: devices that torch counts, with or without
+    a usable driver. num_shown: device files on the host, which need no CUDA in torch. reason: why
+    none can be used, and cure: what to do; else empty.
     """
 
     num_usable: int
@@ -60,7 +60,7 @@ def look_for_gpus() -> VisibleGpus:
 
 
 def _explain_none(counted: int, shown: int) -> tuple[str, str]:
-    """Why none of those that torch counts, or the host shows, can be used, and what to do."""
+    """Why no device can be used, and what to do. counted, shown: as in ``VisibleGpus``."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} is built without CUDA",

@@ -37,7 +37,7 @@ class RankCores:
 
 @dataclass(frozen=True, slots=True)
 class HostCores:
-    """The ranks of one host together. num_cores: those that any of them may run on."""
+    """The ranks of one host together. num_cores: cores that any of these ranks may run on."""
 
     name: str
     num_ranks: int

@@ -19,7 +19,7 @@ from dearmpi.tune.shared import SharedSearch
 
 
 class PlanFile:
-    """Has rank 0 write each plan that ``job`` comes to follow; that of an earlier run goes.
+    """Makes rank 0 write each plan that ``job`` follows, and remove the plan of an earlier run.
 
     Made on all ranks together. Raises AgreedError where a file cannot be written or removed, and
     where the folder is another job's by now.
@@ -51,7 +51,7 @@ NUM_TRIALS = 10
 
 
 class CapSearch:
-    """Has ``optimizer`` try a bucket cap for a few steps, then another, and stay with the fastest.
+    """Makes ``optimizer`` try bucket caps for a few steps each, and keep the fastest.
 
     log: a CSV file for the trials. All ranks make it together.
     """
@@ -73,7 +73,7 @@ class CapSearch:
         return self._search.best if self._search.is_done else None
 
     def stepped(self) -> Trial | None:
-        """A step was taken: the trial that it was the last of, if any (then collective).
+        """Count a step; returns the trial that it completes, if any (then collective).
 
         Medians are compared, so a step between which the run was evaluated or saved counts little.
         """

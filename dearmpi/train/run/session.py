@@ -66,7 +66,7 @@ from dearmpi.train.tasks.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A run that all ranks agree on, and of which nothing is written yet.
+    """A run that all ranks agree on, before anything is written.
 
     untraced: why no iteration is recorded, although ``trace`` is set.
     """

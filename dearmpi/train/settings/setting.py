@@ -116,7 +116,7 @@ class Setting:
 
 
 def setting(default: Any, section: Section, kind: Kind, text: str, **details: Any) -> Any:
-    """A dataclass field that is a setting; ``details`` are those of ``Setting``."""
+    """A dataclass field that is a setting; ``details`` are further fields of ``Setting``."""
     about = Setting(section, kind, text, **details)
     metadata = {"setting": about}
     if default == {}:

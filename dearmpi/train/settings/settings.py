@@ -145,8 +145,8 @@ def _plain(value: Any) -> Any:
 def check_resumable(
     stored: Mapping[str, Any], settings: RunSettings, *, names: Iterable[str] = SETTINGS
 ) -> None:
-    """Raise ConfigError, with both values, where ``settings`` differ from those of the checkpoint
-    (``stored``) in what a run must keep; of the settings called ``names``.
+    """Raise ConfigError, with both values, where a fixed setting differs from the checkpoint's
+    (``stored``). Only the settings ``names`` are compared.
     """
     new = settings.as_plain()
     stored = {name: _plain(value) for name, value in stored.items() if value != {}}

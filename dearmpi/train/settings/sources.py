@@ -199,8 +199,8 @@ def _settings_of(content: Mapping[Any, object], path: Path) -> dict[str, object]
 
 
 def from_checkpoint(stored: Mapping[str, object], *, origin: str) -> Source:
-    """The settings of the run that wrote a checkpoint; those unknown by now are passed over, and
-    so are those of its process, and the iterations that it recorded, which have been.
+    """The settings of the run that wrote a checkpoint. Unknown settings, settings of the process
+    and the recorded iterations are left out.
     """
     passed_over = ("trace", *OF_THE_PROCESS)
     known = {n: value for n, value in stored.items() if n in SETTINGS and n not in passed_over}
@@ -230,7 +230,7 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Any]:
-    """The winning values; ``sources`` in order, those that win first.
+    """The winning values; ``sources`` in order of precedence.
 
     A setting excludes its alternatives in the sources below (epochs and max_steps). Where a
     checkpoint or task names another optimizer than a source above, its optimizer options are

@@ -1,3 +1,3 @@
-"""The tasks that come with dearmpi, and those named by the user. Begin with `registry`. May import
-checkpoint and files.
+"""The built-in tasks, and tasks of the user's own by name. Begin with `registry`. May import
+checkpoint.
 """

@@ -223,7 +223,7 @@ def _digest(root: Path, train: Pictures, held_out: Pictures) -> str:
 
 
 def _spread(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
-    """Cut ``files`` into those to keep and those to hold out, the latter evenly spread."""
+    """Cut ``files`` into kept files and held-out files, the latter evenly spread."""
     num_out = int(len(files) * fraction)
     places = {(2 * i + 1) * len(files) // (2 * num_out) for i in range(num_out)}
     kept = [file for place, file in enumerate(files) if place not in places]
