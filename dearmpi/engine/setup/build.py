@@ -14,7 +14,6 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.agreement.checks import Checks, Replicas, steps_between_checks
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena, give_back_freed
-from dearmpi.engine.bucket.shard import ResidentShard, Shard
 from dearmpi.engine.codec.choose import choose_algorithms, choose_codecs
 from dearmpi.engine.codec.half import dtype_of_gathered
 from dearmpi.engine.device.comm_stream import DeviceSideStream, HostSideStream, SideStream
@@ -31,7 +30,7 @@ from dearmpi.engine.state.options import OptionReader
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.engine.update.host_shard import NUM_FETCHED, HostMemory, HostShard
 from dearmpi.engine.update.master import MasterRule
-from dearmpi.engine.update.shard_update import ShardUpdate, Updates, shards_of
+from dearmpi.engine.update.shard_update import ResidentShard, Shard, ShardUpdate, Updates, shards_of
 from dearmpi.engine.update.update import WholeUpdate
 from dearmpi.plan.data.schedule import Conduct
 

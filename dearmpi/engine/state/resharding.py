@@ -28,7 +28,13 @@ from dearmpi.engine.state.sharded_state import (
     read_scalar,
     read_whole,
 )
-from dearmpi.engine.update.shard_update import Piece, ShardUpdate, Updates, shards_of, wholes_of
+from dearmpi.engine.update.shard_update import (
+    ParamRange,
+    ShardUpdate,
+    Updates,
+    shards_of,
+    wholes_of,
+)
 from dearmpi.plan.data.layout import Bucket, BucketLayout, Placement
 
 Place = tuple[int, str]
@@ -261,7 +267,7 @@ def _place(update: ShardUpdate, shares: Mapping[str, Share]) -> None:
     """Replace the state of ``update``."""
     names = update.bucket.spec.names
 
-    def of(pieces: Sequence[Piece]) -> list[Share]:
+    def of(pieces: Sequence[ParamRange]) -> list[Share]:
         return [shares[names[piece.slot]] for piece in pieces]
 
     alike = all(_is_alike(of(run.pieces)) for run in update.runs)

@@ -14,7 +14,13 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.buffers import flattened, shaped_like
 from dearmpi.engine.device.device import through_host
-from dearmpi.engine.update.shard_update import Run, ShardUpdate, Updates, shards_of, wholes_of
+from dearmpi.engine.update.shard_update import (
+    FusedRange,
+    ShardUpdate,
+    Updates,
+    shards_of,
+    wholes_of,
+)
 from dearmpi.engine.update.update import fit, is_elementwise_tensor
 from dearmpi.errors import CheckpointError
 
@@ -62,7 +68,7 @@ def read_pieces(updates: Sequence[ShardUpdate]) -> list[StatePiece]:
     return [piece for update in updates for run in update.runs for piece in _cut_run(update, run)]
 
 
-def _cut_run(update: ShardUpdate, run: Run) -> list[StatePiece]:
+def _cut_run(update: ShardUpdate, run: FusedRange) -> list[StatePiece]:
     state = update.state_of(run)
     if not state:
         return []

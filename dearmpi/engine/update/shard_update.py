@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.api.collectives import Request
+from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.bucket.shard import Shard
 from dearmpi.engine.update.master import MASTER, MasterRule
 from dearmpi.engine.update.update import (
     Options,
@@ -26,7 +25,53 @@ from dearmpi.engine.update.update import (
 )
 
 
-class Piece(NamedTuple):
+class Shard(Protocol):
+    """1-D tensors, without padding; the last ranks may own none.
+
+    start: the first element, in the bucket's flat buffer.
+    parameters: the stored values; what a step writes here, ``send_back`` makes the bucket's.
+    """
+
+    start: int
+    parameters: Tensor
+
+    @property
+    def gradients(self) -> Tensor:
+        """The averages, once what ``start_fetch`` began is complete."""
+        ...
+
+    def start_fetch(self) -> Request:
+        """Bring parameters and reduced gradients here."""
+        ...
+
+    def send_back(self) -> None:
+        """Queue the way back of the parameters."""
+        ...
+
+
+class ResidentShard:
+    """A part of the bucket's flat buffers, which stays there."""
+
+    def __init__(self, bucket: BucketRuntime, *, rank: int) -> None:
+        assert bucket.parameters is not None
+        self.start, _ = bucket.spec.shard_range(rank)
+        self.parameters = bucket.parameters.shard
+        self._bucket = bucket
+
+    @property
+    def gradients(self) -> Tensor:
+        """Of a buffer that is made when the first gradient is expected."""
+        return self._bucket.gradients.shard
+
+    def start_fetch(self) -> Request:
+        """Everything is here."""
+        return Completed()
+
+    def send_back(self) -> None:
+        """Everything is there."""
+
+
+class ParamRange(NamedTuple):
     """Elements ``start`` to ``stop`` of a flat buffer, of the parameter in ``slot``."""
 
     slot: int
@@ -34,7 +79,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Run:
+class FusedRange:
     """Neighbouring elements of a shard that one optimizer treats as a single 1-D tensor.
 
     start, stop: the elements of the flat buffer. pieces: the same, parameter by parameter.
@@ -44,7 +89,7 @@ class Run:
         self,
         shard: Shard,
         group: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParamRange],
         *,
         masters: MasterRule,
     ) -> None:
@@ -91,10 +136,10 @@ class ShardUpdate:
         """
         self.bucket = bucket
         self._shard, self._masters, self._scalars = shard, masters, scalars
-        self.runs: list[Run] = []
+        self.runs: list[FusedRange] = []
         self._optimizer = clone(optimizer, [], defaultdict(dict))
         first, last = shard.start, shard.start + len(shard.parameters)
-        pieces: list[Piece] = []
+        pieces: list[ParamRange] = []
         for slot, placed in enumerate(bucket.spec.placements):
             start, stop = max(first, placed.start), min(last, placed.stop)
             if start >= stop:
@@ -103,7 +148,7 @@ class ShardUpdate:
             if pieces and group_of[bucket.params[pieces[-1].slot]] != group:
                 self._add_run(pieces, group_of)
                 pieces = []
-            pieces.append(Piece(slot, start, stop))
+            pieces.append(ParamRange(slot, start, stop))
         if pieces:
             self._add_run(pieces, group_of)
 
@@ -154,7 +199,7 @@ class ShardUpdate:
 
     def merge(self) -> None:
         """Join neighbouring runs of one group whose state has the same entries and scalars."""
-        runs: list[Run] = []
+        runs: list[FusedRange] = []
         for run in self.runs:
             if not runs or not self._can_join(runs[-1], run):
                 runs.append(run)
@@ -174,7 +219,7 @@ class ShardUpdate:
             runs.append(joined)
         self.runs = runs
 
-    def state_of(self, run: Run) -> dict[str, Any]:
+    def state_of(self, run: FusedRange) -> dict[str, Any]:
         """The optimizer's state of ``run``: 1-D tensors of its length, and scalars.
 
         A master copy stands among them under its own name, once it has taken a step.
@@ -184,7 +229,7 @@ class ShardUpdate:
             return {**state, MASTER: run.values}
         return state
 
-    def set_state(self, run: Run, state: dict[str, Any]) -> None:
+    def set_state(self, run: FusedRange, state: dict[str, Any]) -> None:
         """Replace the optimizer's state of ``run``."""
         if self.device.type == "cpu":
             state = on_host(state)
@@ -197,10 +242,10 @@ class ShardUpdate:
         else:
             self._optimizer.state.pop(run.values, None)
 
-    def _make_run(self, group: int, pieces: Sequence[Piece]) -> Run:
-        return Run(self._shard, group, pieces, masters=self._masters)
+    def _make_run(self, group: int, pieces: Sequence[ParamRange]) -> FusedRange:
+        return FusedRange(self._shard, group, pieces, masters=self._masters)
 
-    def _can_join(self, first: Run, second: Run) -> bool:
+    def _can_join(self, first: FusedRange, second: FusedRange) -> bool:
         if first.group != second.group:
             return False
         left, right = self.state_of(first), self.state_of(second)
@@ -209,7 +254,7 @@ class ShardUpdate:
             for key, value in left.items()
         )
 
-    def _add_run(self, pieces: list[Piece], group_of: Mapping[nn.Parameter, int]) -> None:
+    def _add_run(self, pieces: list[ParamRange], group_of: Mapping[nn.Parameter, int]) -> None:
         group = group_of[self.bucket.params[pieces[0].slot]]
         self.runs.append(self._make_run(group, pieces))
 
