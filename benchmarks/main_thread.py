@@ -19,13 +19,14 @@ import torch
 
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.session import Question, make_subject
+from dearmpi.engine.bucket import bucket
 from dearmpi.engine.iteration import hooks
 from dearmpi.engine.iteration.backprop import Backprop
 
 _WARMUP = 5
 _COPY, _CLEAR = "copies of a bucket's gradients", "zero_grad of the wrapped optimizer"
 _ENTRIES: tuple[tuple[Any, str, str], ...] = (
-    (torch, "_foreach_copy_", _COPY),
+    (bucket, "copy_each", _COPY),
     (Backprop, "end", "end of a backprop"),
     (hooks._PreForward, "__call__", "hook before a module's forward"),
     (hooks.ParameterTable, "__getitem__", "look-up of a parameter"),
