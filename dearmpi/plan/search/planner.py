@@ -37,7 +37,7 @@ def make_plan(
 
     Decides on contiguous buckets of any sizes, on the gathers during backprop (with eager updates),
     their order and ties, and on the window. Serial and WFBP are among the schedules. Up to four
-    tensors the plan is the best of all (``exhaustive``); beyond, it is the best found
+    tensors the plan is the best of all (``best_of_all``); beyond, it is the best found
     (``improvement``); ``prediction.bound_s`` bounds how much better any other plan could be. The
     same arguments make the same plan.
 
