@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dearmpi.errors import TaskError
-from dearmpi.train.loop.optimizers import choose_optimizer, known_optimizers
+from dearmpi.train.loop.optimizers import LrCurve, choose_optimizer, known_optimizers, lr_curve
 from dearmpi.train.settings.settings import RunSettings
 from tests.codes import raises
 
@@ -65,3 +65,43 @@ def test_values_that_torch_refuses_are_told_with_its_reason() -> None:
     choice = choose_optimizer(RunSettings(optimizer="SGD", optimizer_options={"nesterov": True}))
     with raises(TaskError, "optimizer-not-built"):
         choice.build(parameters())
+
+
+def test_warm_up_rises_in_equal_parts_to_the_full_rate() -> None:
+    curve = LrCurve("constant", total_steps=10, warmup_steps=4)
+    assert [curve.factor(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_cosine_falls_from_one_to_zero_symmetrically() -> None:
+    curve = LrCurve("cosine", total_steps=110, warmup_steps=10)
+    assert curve.factor(10) == 1.0
+    assert curve.factor(60) == pytest.approx(0.5)
+    assert curve.factor(35) + curve.factor(85) == pytest.approx(1.0)
+    assert curve.factor(110) == pytest.approx(0.0)
+    factors = [curve.factor(step) for step in range(10, 111)]
+    assert factors == sorted(factors, reverse=True)
+
+
+def test_steps_drop_at_shares_of_the_run() -> None:
+    settings = RunSettings(lr_schedule="step", lr_milestones=(0.3, 0.6), lr_gamma=0.5)
+    curve = lr_curve(settings, total_steps=10, steps_per_epoch=5)
+    assert [curve.factor(step) for step in (0, 2, 3, 5, 6, 9)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_warm_up_may_be_given_in_parts_of_an_epoch() -> None:
+    curve = lr_curve(RunSettings(warmup_epochs=0.5), total_steps=100, steps_per_epoch=20)
+    assert curve.warmup_steps == 10
+
+
+def test_a_run_shorter_than_its_warm_up_stays_below_the_full_rate() -> None:
+    curve = LrCurve("cosine", total_steps=5, warmup_steps=50)
+    assert [curve.factor(step) for step in (0, 4)] == [0.02, 0.1]
+    (note,) = curve.notes
+    assert "rises over 50 steps, but the run has 5: it ends at 10% of --lr" in note
+    assert not LrCurve("cosine", total_steps=5, warmup_steps=5).notes  # the full rate is reached
+
+
+def test_a_drop_is_not_late_where_binary_numbers_are_not_exact() -> None:
+    for percent in range(5, 100, 5):
+        curve = LrCurve("step", total_steps=100, milestones=(percent / 100,), gamma=0.5)
+        assert (curve.factor(percent - 1), curve.factor(percent)) == (1.0, 0.5)
