@@ -30,7 +30,6 @@ from tests.roster import FOLDER_VARIABLE, Entry, collect_stacks, read_entry  # n
 
 _SLOW_FACTOR = 5
 _LOOK_S, _MOST_LOOK_S = 0.1, 10.0
-_NOTICE_S = 10.0  # for the launcher to end a job of which a rank is gone
 
 
 def main() -> int:
@@ -67,6 +66,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--forks", action="store_true", help="start ranks as forks")
     parser.add_argument("--limit", type=float, default=300, help="seconds for the whole run")
     parser.add_argument("--test-limit", type=float, default=120, help="seconds for one test")
+    parser.add_argument(
+        "--end-limit", type=float, default=10, help="seconds until a launcher notes a rank's end"
+    )
     return parser.parse_known_args()
 
 
@@ -92,7 +94,7 @@ def _watch(job: Job, folder: Path, options: argparse.Namespace) -> int:
             return 124
         if not any(entry.is_gone() for entry in entries):
             whole_s = seen_s
-        elif seen_s - whole_s > _NOTICE_S:
+        elif seen_s - whole_s > options.end_limit:
             break  # the launcher has not noticed, as where a child of the rank lives on
     is_unnoticed = job.is_running()
     ended = job.end()

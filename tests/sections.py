@@ -33,7 +33,7 @@ NUM_SLOWEST = 20
 _ON_ONE_HALF = ("tests/unit/engine", "tests/unit/comm", "tests/unit/report", "tests/unit/plan")
 _SCRIPTS = ("bin/demo", "bin/setup", "bin/test", "bin/netlab-rsh", ".ci/run", "tests/slurm/run")
 _PYTHON = str(ROOT / ".venv" / "bin" / "python")
-_MOST_WAITING = 1
+_MOST_WAITING = 2
 _LOOK_S = 0.1
 _LAST_LINES = 60
 _CLOSING = re.compile(r"=+ (.*\d+ (?:passed|failed|skipped|errors?|deselected).*?) =+$")
@@ -43,7 +43,7 @@ _CLOSING = re.compile(r"=+ (.*\d+ (?:passed|failed|skipped|errors?|deselected).*
 class Section:
     """One part of the tests.
 
-    cores: how many it keeps busy; 0 for one that mostly waits, of which two run at a time.
+    cores: how many it keeps busy; 0 for one that mostly waits; _MOST_WAITING of them run at a time.
     limit_s: seconds until it is ended. grace_s: seconds it then has to clean up.
     """
 
@@ -93,6 +93,8 @@ def list_sections(*, everything: bool) -> list[Section]:
     mypy = [_PYTHON, "-m", "mypy"]
     ruff = [_PYTHON, "-m", "ruff"]
     return [
+        # Of SLURM and of emulated hosts all tests may be skipped; each says why.
+        Section("slurm", "SLURM", ["tests/slurm/run", *pytest, *marks], 0, long_s, 110.0),
         Section("mpi", "MPICH, own jobs", on_ranks(1, "jobs"), 0, long_s),
         Section(
             "openmpi",
@@ -101,6 +103,7 @@ def list_sections(*, everything: bool) -> list[Section]:
             0,
             long_s,
         ),
+        Section("lab", "emulated hosts", [*pytest, "tests/lab", *marks], 0, 600.0),
         Section("lint", "lint (ruff check)", [*ruff, "check", "."]),
         Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
         Section("lint", "scripts (shellcheck)", shellcheck),
@@ -109,9 +112,6 @@ def list_sections(*, everything: bool) -> list[Section]:
         Section("types", "types (mypy)", mypy, 1, long_s),
         *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in SIZES),
         Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
-        # Of these all tests may be skipped; each says why.
-        Section("lab", "emulated hosts", [*pytest, "tests/lab", *marks], 0, 600.0),
-        Section("slurm", "SLURM", ["tests/slurm/run", *pytest, *marks], 0, long_s, 110.0),
     ]
 
 

@@ -45,7 +45,7 @@ def launch(
     """Run the planted tests as bin/test does."""
     command = [sys.executable, "tests/launch.py", "--ranks", str(ranks)]
     return subprocess.run(
-        [*command, "--test-limit", str(test_limit_s)],
+        [*command, "--test-limit", str(test_limit_s), "--end-limit", "4"],
         cwd=root,
         env=clean_environment() | {"DEARMPI_TEST_PATIENCE_S": str(patience_s), "NO_COLOR": "1"},
         stdin=subprocess.DEVNULL,
@@ -77,7 +77,7 @@ def test_ranks_that_agree_pass_and_rank_0_alone_reports(plant: Plant) -> None:
 
 def test_a_deadlock_ends_with_the_stacks_of_all_ranks(plant: Plant) -> None:
     root = plant("def test_stuck():\n    if comm.rank != 1:\n        comm.recv(source=1)\n")
-    ended = launch(root, ranks=3, test_limit_s=8)
+    ended = launch(root, ranks=3, test_limit_s=4)
     assert ended.returncode == 124, ended.stdout
     assert "TIMEOUT on 3 ranks" in ended.stdout
     for rank in range(3):

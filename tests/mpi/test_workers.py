@@ -63,4 +63,4 @@ def test_a_worker_that_connects_is_refused(tmp_path: Path) -> None:
     ended = run_script(tmp_path, "connects", "spawn")
     assert ended.returncode, ended.output
     assert "LaunchError: connect() was called in a process that rank " in ended.output
-    assert "put what starts the training under if __name__ == '__main__':" in ended.output
+    assert "put the code that starts training under if __name__ == '__main__':" in ended.output
