@@ -7,11 +7,12 @@ Who has whom, and what for:
         Assembly             what belongs together as long as the buckets stay the same
           Blueprint          what it was built by: names, layout, schedule, settings
           Engine             the moments of an iteration, as the main thread sees them
-            Backprop         gradients' way into the buckets, until these are launched
+            EngineState      what all parts share: buckets, channels, and the Iteration under way
+            Backprop         how gradients get into the buckets, on the main thread
             Waiting          where the main thread waits, and for what
-            Pipeline         what happens to launched buckets, on the driving thread
-              BucketRuntime  each bucket: flat buffers, state, and which gradients have come
-              Cycle          what is true of one iteration only
+            Pipeline         the stages of each bucket, on the progress thread
+              BucketRuntime  each bucket: flat buffers, state, and a GradTracker
+              Codec          what travels for a bucket in one direction
           ShardUpdate        the wrapped optimizer on this rank's part of a bucket, one for each;
                              with ``gather="gradients"`` a WholeUpdate
           ModelHooks         torch's events, for Backprop and Waiting
@@ -21,27 +22,11 @@ Who has whom, and what for:
       BufferExchange         the model's own buffers, such as running means, where all are to agree
       Spans                  what takes how long, for whoever listens
 
-``NullEngine`` takes the engine's place in a world of one that needs no buckets, ``ClosedEngine``
-once it is closed.
+``NullEngine`` takes the engine's place in a world of one that needs no buckets, and after
+``close()``.
 
-The modules:
-
-What a script sees: optimizer, facade (the part of torch's that others hold on to), settings,
-    gathered_state (as ``optimizer.state``), clipping, scaler, batch_norm (layer_call).
-What is built: course, self_planning, attachment, design, blueprint, assembly, channels, claim,
-    unserved (modules), wrappers (of torch's); handover and succession (from one assembly to the
-    next).
-An iteration: engine (alone, closed), backprop, waiting, pipeline, cycle, roll_call, late_buckets,
-    join, wire_range; bucket, bucket_state, arrivals, buffers, gradient_memory, gradient (what
-    stands in for one), reduced_gradients (what it asks).
-Updates: update, shard_update, whole_update, updates (of all buckets), shard, master; options; and
-    what the wrapped optimizer can do: counting, modes, probe, piecewise, trial, own_state.
-The optimizer's state: custody (who has it), state (all of it), local_state (this rank's),
-    relocation and parcel (on the way to other owners).
-The model: hooks, compilation, aliasing, model_tensors (as ranks compare them), broadcast,
-    model_buffers, layers.
-Devices: device, device_way (how tensors get to MPI), side_stream, device_collectives, staging,
-    direct, alone_collectives, passage, pinned, host_shard, memory (the host's).
-What is told: span, spans, layer_spans, layer_ranges, clock; and of mistakes: refusal, check,
-    replicas.
+From a gradient's hook to the next forward, in this order: iteration/hooks, iteration/backprop,
+bucket/bucket, bucket/grad_tracker, bucket/buffers, iteration/iteration, iteration/pipeline,
+iteration/stages, codec/codec; then update/shard_update and update/update; then iteration/waiting.
+Each room's first page says what is in it and where to begin.
 """

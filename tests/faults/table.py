@@ -101,7 +101,7 @@ FAULTS = (
         "engine/iteration/iteration.py",
         "past = list(self._agreements)[:-1]",
         "past = list(self._agreements)[:0]",
-        (f"{ENGINE}/test_late_buckets.py",),
+        (f"{ENGINE}/iteration/test_iteration.py",),
     ),
     Fault(
         "buckets are reduced as their gradients come, not in the plan's order",

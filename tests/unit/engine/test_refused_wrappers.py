@@ -24,6 +24,7 @@ from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
+from tests.mpi.models import fill
 from tests.unit.engine.test_refused_modules import process_group
 
 TURN = Lock()  # torch.distributed is of the process, and ranks are its threads
@@ -31,8 +32,9 @@ INPUTS = torch.arange(15.0).view(3, 5) / 15
 
 
 def build() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    fill(model)
+    return model
 
 
 def wrap(model: nn.Module, world: World, **settings: Any) -> DistributedOptimizer:
