@@ -34,7 +34,7 @@ from dearmpi.bench.table import align
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
-from dearmpi.engine.setup.spec import Blueprint
+from dearmpi.engine.setup.spec import EngineSpec
 from dearmpi.plan.data.schedule import Conduct
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
@@ -145,7 +145,7 @@ def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs
     )
     planning = SelfPlanning(
         model,
-        Blueprint(
+        EngineSpec(
             {param: name for name, param in model.named_parameters()},
             optimizer.layout,
             optimizer.schedule,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dearmpi.config import EngineConfig
 from dearmpi.doctor.facts import RankFacts
 from dearmpi.doctor.finding import Finding, ok, warn
-from dearmpi.engine.device.transport import choose_way
+from dearmpi.engine.device.transport import choose_transport
 from dearmpi.tune.device_probe import Verdict
 
 
@@ -27,7 +27,7 @@ def judge_devices(ranks: Sequence[RankFacts], verdicts: Sequence[Verdict]) -> Fi
     kinds = Counter(name for rank in ranks for name in set(rank.devices))
     said = f"{len(ranks[0].devices)} on {ranks[0].host}: {', '.join(kinds)}"
     num_hosts = len({rank.host for rank in ranks})
-    way = choose_way("auto", EngineConfig().reduce_scatter, verdicts, num_hosts=num_hosts)
+    way = choose_transport("auto", EngineConfig().reduce_scatter, verdicts, num_hosts=num_hosts)
     return ok("cuda", f"{said}\n{_describe_verdicts(verdicts)}\ncuda_buffers auto: {way}")
 
 

@@ -19,10 +19,10 @@ from dearmpi.engine.clipping import clip, follow_clips, scale
 from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.iteration.compilation import untraced
-from dearmpi.engine.setup.build import Assembly
+from dearmpi.engine.setup.build import BuiltEngine
 from dearmpi.engine.setup.checks import check_arguments
-from dearmpi.engine.setup.live_engine import Attachment
-from dearmpi.engine.setup.plan_controller import Course
+from dearmpi.engine.setup.live_engine import LiveEngine
+from dearmpi.engine.setup.plan_controller import PlanController
 from dearmpi.engine.setup.self_planning import Pause
 from dearmpi.engine.setup.settings import choose_plan, compare_plans, merge_settings
 from dearmpi.engine.state.gathered_state import GatheredState
@@ -87,7 +87,7 @@ class DistributedOptimizer(Facade):
     def _build(self, chosen: EngineConfig, start: Plan | Literal["auto"] | None) -> None:
         compare_plans(self.world, start)
         (compute_on_all_cores if chosen.update_on == "host" else compute_on_one_core)(self.world)
-        self._attachment = Attachment(
+        self._live = LiveEngine(
             self._optimizer,
             self._model,
             world=self.world,
@@ -95,9 +95,9 @@ class DistributedOptimizer(Facade):
             plan=None if start == "auto" else start,
             spans=self.spans,
         )
-        self._share(self._attachment.state(self._whole_state))
-        self._course = Course(
-            self._attachment,
+        self._share(self._live.state(self._whole_state))
+        self._controller = PlanController(
+            self._live,
             self._model,
             world=self.world,
             spans=self.spans,
@@ -109,51 +109,51 @@ class DistributedOptimizer(Facade):
     @property
     def layout(self) -> BucketLayout:
         """Which parameter lies in which bucket."""
-        return self._assembly.blueprint.layout
+        return self._built.spec.layout
 
     @property
     def schedule(self) -> Schedule:
         """The order of the collectives."""
-        return self._assembly.blueprint.schedule
+        return self._built.spec.schedule
 
     @property
     def way_to_mpi(self) -> str:
         """How tensors get to MPI, and why: on a device ``staged`` or ``direct``."""
-        return self._assembly.side.name
+        return self._built.side.name
 
     @property
     def config(self) -> EngineConfig:
         """The settings as they are by now."""
-        return self._course.config
+        return self._controller.config
 
     @property
     def plan(self) -> Plan | None:
         """The plan that is followed; None before there is one."""
-        return self._course.plan
+        return self._controller.plan
 
     @property
     def plan_pause(self) -> Pause | None:
         """What ``plan="auto"`` has cost; None before its plan is followed."""
-        return self._course.pause
+        return self._controller.pause
 
     @property
     def is_planning(self) -> bool:
         """Whether the job is still on its way to a plan of its own."""
-        return self._course.planning is not None
+        return self._controller.planning is not None
 
     @property
     def times(self) -> IterationTimes:
         """Exposed and total communication time of the iteration that the last step ended."""
-        return self._attachment.times
+        return self._live.times
 
     @property
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
-        return self._attachment.waited_s
+        return self._live.waited_s
 
     @property
-    def _assembly(self) -> Assembly:
-        return self._attachment.assembly
+    def _built(self) -> BuiltEngine:
+        return self._live.built
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -164,18 +164,18 @@ class DistributedOptimizer(Facade):
                 loss = closure()
         self._check_shared()
         self._ranges.follow()
-        self._assembly.engine.step()
+        self._built.engine.step()
         self._mark_stepped()
         self._after_step()
-        if self._course.stepped():
-            self._share(self._attachment.state(self._whole_state))
+        if self._controller.stepped():
+            self._share(self._live.state(self._whole_state))
         return loss
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of this rank that no step has used."""
         self._ranges.follow()
-        self._assembly.engine.zero_gradients(set_to_none=set_to_none)
+        self._built.engine.zero_gradients(set_to_none=set_to_none)
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
@@ -184,7 +184,7 @@ class DistributedOptimizer(Facade):
 
         A ``param.grad`` is then a view of the buffer that the next reduction uses.
         """
-        with self._assembly.engine.no_sync():
+        with self._built.engine.no_sync():
             yield
 
     @contextmanager
@@ -196,8 +196,9 @@ class DistributedOptimizer(Facade):
         """
         if self.world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in self._model.modules()):
             raise refusal.joined_with_batch_norm()
-        self._course.give_up_planning()  # it counts steps, of which ranks take unequal numbers here
-        with self._assembly.engine.join(self._shadow_step):
+        # It counts steps, of which ranks take unequal numbers here.
+        self._controller.give_up_planning()
+        with self._built.engine.join(self._shadow_step):
             yield
 
     @torch.no_grad()
@@ -210,7 +211,7 @@ class DistributedOptimizer(Facade):
         Where no rank has a gradient, as after ``step``, it is 0, and rank 0 warns.
         """
         with self._named_call("clip_grad_norm_()"):
-            norm = clip(self._assembly.engine, self.world, max_norm, norm_type)
+            norm = clip(self._built.engine, self.world, max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
@@ -221,7 +222,7 @@ class DistributedOptimizer(Facade):
         Call it between backward and ``step``. Waits for the reduce-scatters.
         """
         with self._named_call("scale_gradients_()"):
-            return scale(self._assembly.engine, self.world, factor)
+            return scale(self._built.engine, self.world, factor)
 
     @torch.no_grad()
     @untraced
@@ -231,14 +232,14 @@ class DistributedOptimizer(Facade):
         Call it between backward and ``step``. Waits for the reduce-scatters, and gathers. Leaves
         out parameters without gradient on any rank.
         """
-        found = self._assembly.engine.gradients()
-        names = self._assembly.blueprint.names
+        found = self._built.engine.gradients()
+        names = self._built.spec.names
         return {name: found[param] for param, name in names.items() if param in found}
 
     @untraced
     def synchronize(self) -> None:
         """Wait until every parameter shows the last step, and nothing else is under way."""
-        self._attachment.synchronize()
+        self._live.synchronize()
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +251,7 @@ class DistributedOptimizer(Facade):
 
         The tensors are those that the next step changes.
         """
-        return self._attachment.local_state()
+        return self._live.local_state()
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -268,15 +269,15 @@ class DistributedOptimizer(Facade):
         Gradients under way are dropped, those kept by ``no_sync`` are not. Raises ConfigError, with
         nothing added, for parameters not in the model, or of another DistributedOptimizer.
         """
-        if not hasattr(self, "_attachment"):  # torch's constructor adds the groups it is given
+        if not hasattr(self, "_live"):  # torch's constructor adds the groups it is given
             super().add_param_group(param_group)
             return
-        self._attachment.check_changeable("add_param_group()")
+        self._live.check_changeable("add_param_group()")
         with self._named_call("add_param_group()"):
-            self._course.check_growth()
-            self._attachment.grow(param_group)
-            self._course.lay_out_grown()
-            self._share(self._attachment.state(self._whole_state))
+            self._controller.check_growth()
+            self._live.grow(param_group)
+            self._controller.lay_out_grown()
+            self._share(self._live.state(self._whole_state))
             broadcast_parameters(self._model, self.world)
 
     @untraced
@@ -287,10 +288,10 @@ class DistributedOptimizer(Facade):
         by ``no_sync`` are not. Parameters may be under way as after ``step``. Raises ConfigError if
         it is for another model or world size, and MismatchError if ranks have different ones.
         """
-        self._attachment.check_changeable("follow()")
+        self._live.check_changeable("follow()")
         with self._named_call("follow()"):
-            self._course.follow(plan)
-        self._share(self._attachment.state(self._whole_state))
+            self._controller.follow(plan)
+        self._share(self._live.state(self._whole_state))
 
     @untraced
     def fuse(self, bucket_cap_mb: float) -> None:
@@ -299,10 +300,10 @@ class DistributedOptimizer(Facade):
         Parameters and state stay. Call it where ``follow`` may be called; as there, parameters may
         be under way then.
         """
-        self._attachment.check_changeable("fuse()")
+        self._live.check_changeable("fuse()")
         with self._named_call("fuse()"):
-            self._course.fuse(bucket_cap_mb)
-        self._share(self._attachment.state(self._whole_state))
+            self._controller.fuse(bucket_cap_mb)
+        self._share(self._live.state(self._whole_state))
 
     @untraced
     def close(self) -> None:
@@ -313,13 +314,13 @@ class DistributedOptimizer(Facade):
         ``gather="gradients"``; with ``"parameters"`` it lies in shards: to go on with the wrapped
         one, have it load a ``state_dict()``. Raises UsageError inside ``join``.
         """
-        self._assembly.engine.joining.refuse("close()")
-        self._course.abandon_planning()
+        self._built.engine.joining.refuse("close()")
+        self._controller.abandon_planning()
         self._ranges.remove()
         with self._named_call("close()"):
             self._buffers.close()
-            self._attachment.close()
-        self._share(self._attachment.state(self._whole_state))
+            self._live.close()
+        self._share(self._live.state(self._whole_state))
 
     def _named_call(self, method: str) -> AbstractContextManager[None]:
         """What the world does inside belongs to the script's call of ``method``."""
@@ -328,25 +329,25 @@ class DistributedOptimizer(Facade):
     def _whole_state(self) -> dict[str, Any]:
         # One name for both ways to it, which exchange the same.
         with self._named_call("state_dict() or optimizer.state"):
-            return self._attachment.state_dict()
+            return self._live.state_dict()
 
     @torch.no_grad()
     @untraced
     def _switch(self, mode: str) -> None:
-        self._attachment.switch(mode)
+        self._live.switch(mode)
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
-        self._attachment.load_state_dict(state_dict)
-        self._share(self._attachment.state(self._whole_state))
+        self._live.load_state_dict(state_dict)
+        self._share(self._live.state(self._whole_state))
 
     def _shadow_step(self) -> None:
         with self._named_call("clip_grad_norm_()"):
-            follow_clips(self._assembly.engine, self.world)
-        self._assembly.engine.step(joined=True)
+            follow_clips(self._built.engine, self.world)
+        self._built.engine.step(joined=True)
         self._after_step()
 
     def _after_step(self) -> None:
-        self._buffers.exchange(self._assembly.engine.joining)
+        self._buffers.exchange(self._built.engine.joining)
         if isinstance(self.state, GatheredState):
             self.state.forget()
-        self._attachment.check()
+        self._live.check()

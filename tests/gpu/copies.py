@@ -10,7 +10,7 @@ import torch
 
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.config import MIB
-from dearmpi.engine.device.comm_stream import DeviceSideStream
+from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.device.device import CudaDevice, Device
 from dearmpi.engine.device.routes import StagedCollectives
 from tests.gpu.machine import IS_DRY, device, say, settle
@@ -49,7 +49,7 @@ def time_plain(owner: Device, buffer: torch.Tensor) -> float:
 def time_staged(owner: Device, buffer: torch.Tensor) -> float:
     """Seconds for all of it out and in again, chunk by chunk; the network takes no time."""
     carry = partial(StagedCollectives, window=2, most_bytes=NBYTES)
-    side = DeviceSideStream(owner, carry)
+    side = DeviceCommStream(owner, carry)
     collectives = side.carry(AloneCollectives())
 
     def run() -> None:

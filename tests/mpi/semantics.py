@@ -164,7 +164,7 @@ def outcome(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def num_unguarded(optimizer: Any) -> int:
     """Buckets that ``step`` waits for."""
-    return sum(bucket.unguarded for bucket in optimizer._assembly.engine._buckets)
+    return sum(bucket.unguarded for bucket in optimizer._built.engine._buckets)
 
 
 def script_of(build: Callable[[], nn.Module]) -> Script:

@@ -125,7 +125,7 @@ def test_gathers_are_posted_in_the_plan_s_order(world: World) -> None:
     optimizer = side.wrap(adam(model), model)
     train(side, model, optimizer, 1)
     optimizer.synchronize()
-    replicas = optimizer._assembly.replicas
+    replicas = optimizer._built.replicas
     assert replicas is not None
     assert (replicas.reduces, replicas.gathers) == ([2, 1, 0], [2, 0, 1])
     side.close()

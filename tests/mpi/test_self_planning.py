@@ -79,13 +79,13 @@ def test_buckets_that_no_plan_beats_stay(world: World, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(self_planning, "PlanProcess", Process)
     model, side, optimizer = begin_planning(world, eager=True)
-    engine = optimizer._assembly.engine
+    engine = optimizer._built.engine
     train(side, model, optimizer, MOST_STEPS)
     plan = optimizer.plan
     assert plan is not None and "the buckets in use" in plan.origin
     assert plan.buckets == tuple(bucket.names for bucket in optimizer.layout)
     assert plan.schedule == optimizer.schedule and plan.window == optimizer.config.window
-    assert optimizer._assembly.engine is engine and not optimizer.is_planning
+    assert optimizer._built.engine is engine and not optimizer.is_planning
     side.close()
 
 
@@ -145,7 +145,7 @@ def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(
     model, side, optimizer = begin_planning(world)
     train(side, model, optimizer, 3)
     optimizer.synchronize()
-    planning = optimizer._course.planning
+    planning = optimizer._controller.planning
     assert planning is not None
     nbytes = int(1 / link.wire_s(1))  # for a second
     takes_s = 0.5 if world.rank else 0.75

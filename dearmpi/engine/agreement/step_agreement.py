@@ -70,7 +70,7 @@ class Answer:
     unfilled: frozenset[int]
 
 
-class RollCall:
+class StepAgreement:
     """One rank's, for one step: which parameters had a gradient here, which buckets backprop has
     not filled, which travel, how often it has reduced gradients, what was changed of them, what its
     optimizer has loaded, and each param group's learning rate.

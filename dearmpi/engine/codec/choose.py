@@ -12,7 +12,7 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce
 from dearmpi.engine.codec.half import HalfGather, HalfReduce
-from dearmpi.engine.device.comm_stream import SideStream
+from dearmpi.engine.device.comm_stream import CommStream
 from dearmpi.engine.device.device import zeros
 from dearmpi.engine.update.master import is_half
 
@@ -42,7 +42,7 @@ def choose_codecs(
 
 
 def choose_algorithms(
-    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, side: SideStream
+    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, side: CommStream
 ) -> CollectiveAlgorithms:
     """The algorithms that the settings ask for, or those that are fastest on the way that gradients
     take (collective).

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()
 
 
-class SideStream(Protocol):
+class CommStream(Protocol):
     """What the engine asks; *current* is the stream of the calling thread.
 
     name: how tensors get to MPI, and why, for people.
@@ -96,7 +96,7 @@ class SideStream(Protocol):
         ...
 
 
-class HostSideStream:
+class HostCommStream:
     """For tensors on the host."""
 
     name = "on the host"
@@ -144,7 +144,7 @@ class HostSideStream:
         """Everything is over."""
 
 
-class DeviceSideStream:
+class DeviceCommStream:
     """For tensors on a device."""
 
     def __init__(self, device: Device, carry: Any, *, name: str = "", num_ahead: int = 0) -> None:

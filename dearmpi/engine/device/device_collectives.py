@@ -18,17 +18,17 @@ from torch import Tensor
 from dearmpi.comm.api.collectives import Collectives, Movement, ReduceOp, Request
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import even_cuts
-from dearmpi.engine.device.comm_stream import DeviceSideStream
+from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.device.device import Event, failures_of
 
 Start = Callable[[Any], Request]
 _ALL = slice(None)
 
 
-class CrossingRequest(Request):
+class TransferRequest(Request):
     """An operation in one crossing or several; complete once the last of them is over."""
 
-    def __init__(self, drive: Callable[[CrossingRequest], Movement], num_left: int) -> None:
+    def __init__(self, drive: Callable[[TransferRequest], Movement], num_left: int) -> None:
         self._drive = drive
         self._movement = Movement.NONE
         self._num_left = num_left
@@ -77,13 +77,13 @@ class DeviceCollectives(ABC):
     between the ways is ``_cross``.
     """
 
-    def __init__(self, collectives: Collectives, side: DeviceSideStream, *, window: int) -> None:
+    def __init__(self, collectives: Collectives, side: DeviceCommStream, *, window: int) -> None:
         """``window``: most operations on the network at once."""
         self._collectives = collectives
         self.rank, self.size, self.hosts = collectives.rank, collectives.size, collectives.hosts
         self._side, self._device = side, side.device
-        self._passage = Passage(window)
-        self._driver: CrossingRequest | None = None
+        self._queue = TransferQueue(window)
+        self._driver: TransferRequest | None = None
 
     def start_reduce_scatter(
         self, buffer: Tensor, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
@@ -162,7 +162,7 @@ class DeviceCollectives(ABC):
     def _shards(self, buffer: Tensor) -> Tensor:
         return buffer.view(self.size, even_cuts(buffer.numel(), self.size).largest)
 
-    def _drive_for(self, request: CrossingRequest) -> Movement:
+    def _drive_for(self, request: TransferRequest) -> Movement:
         """``_drive``, once in a poll of them all: one request does it until it is over."""
         if self._driver is None or self._driver.is_over:
             self._driver = request
@@ -172,11 +172,11 @@ class DeviceCollectives(ABC):
         """What moved. Raises CommError, with the device's name, if the device fails."""
         self._device.adopt_thread()
         with failures_of(self._device):
-            return self._passage.advance()
+            return self._queue.advance()
 
 
 @dataclass(slots=True, eq=False)
-class Crossing:
+class Transfer:
     """An operation, or a part of one.
 
     leave: queues what the device has to do first; the event behind it, or None while there is no
@@ -189,25 +189,25 @@ class Crossing:
     land: Callable[[], object]
 
 
-class Passage:
+class TransferQueue:
     """Crossings in order of submission, at most ``window`` of them on the network at once."""
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._waiting: deque[Crossing] = deque()
-        self._leaving: deque[tuple[Crossing, Event]] = deque()
-        self._afloat: list[tuple[Crossing, Request]] = []
+        self._waiting: deque[Transfer] = deque()
+        self._leaving: deque[tuple[Transfer, Event]] = deque()
+        self._in_flight: list[tuple[Transfer, Request]] = []
 
-    def submit(self, crossing: Crossing) -> None:
+    def submit(self, crossing: Transfer) -> None:
         """Queue ``crossing`` behind what there is."""
         self._waiting.append(crossing)
 
     def advance(self) -> Movement:
         """Do whatever can be done now; an operation is what left, started or landed."""
         movement = Movement.NONE
-        for crossing, request in list(self._afloat):
+        for crossing, request in list(self._in_flight):
             if request.test():
-                self._afloat.remove((crossing, request))
+                self._in_flight.remove((crossing, request))
                 crossing.land()
                 movement = Movement.OPERATION
             else:
@@ -215,8 +215,8 @@ class Passage:
         while self._waiting and (event := self._waiting[0].leave()) is not None:
             self._leaving.append((self._waiting.popleft(), event))
             movement = Movement.OPERATION
-        while self._leaving and len(self._afloat) < self._window and self._leaving[0][1].query():
+        while self._leaving and len(self._in_flight) < self._window and self._leaving[0][1].query():
             crossing, _ = self._leaving.popleft()
-            self._afloat.append((crossing, crossing.start()))
+            self._in_flight.append((crossing, crossing.start()))
             movement = Movement.OPERATION
         return movement

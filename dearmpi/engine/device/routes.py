@@ -21,13 +21,13 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.config import MIB
-from dearmpi.engine.device.comm_stream import DeviceSideStream
+from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.device.device import Device, Event, Stream
 from dearmpi.engine.device.device_collectives import (
-    Crossing,
-    CrossingRequest,
     DeviceCollectives,
     Start,
+    Transfer,
+    TransferRequest,
 )
 
 
@@ -68,7 +68,7 @@ class StagedCollectives(DeviceCollectives):
     """Pinned memory is of ``window`` and ``NUM_AHEAD`` pieces, whatever the buffers are."""
 
     def __init__(
-        self, collectives: Collectives, side: DeviceSideStream, *, window: int, most_bytes: int
+        self, collectives: Collectives, side: DeviceCommStream, *, window: int, most_bytes: int
     ) -> None:
         """``most_bytes``: of the largest buffer."""
         super().__init__(collectives, side, window=window)
@@ -80,11 +80,11 @@ class StagedCollectives(DeviceCollectives):
         """Some columns at a time."""
         columns = max(1, self._pieces.nbytes // (len(rows) * rows.element_size()))
         chunks = rows.split(columns, dim=1)
-        request = CrossingRequest(self._drive_for, len(chunks))
+        request = TransferRequest(self._drive_for, len(chunks))
         written = list(self._side.take_written(rows))
         for chunk in chunks:
             crossing = self._crossing(chunk, start, out, back, request, written)
-            self._passage.submit(crossing)
+            self._queue.submit(crossing)
         self._drive()
         return request
 
@@ -94,9 +94,9 @@ class StagedCollectives(DeviceCollectives):
         start: Start,
         out: slice,
         back: slice,
-        request: CrossingRequest,
+        request: TransferRequest,
         written: list[Event],
-    ) -> Crossing:
+    ) -> Transfer:
         """``written``: what the first chunk to leave waits for, and the others behind it."""
         piece: Tensor
         host: Tensor
@@ -121,7 +121,7 @@ class StagedCollectives(DeviceCollectives):
             if request.landed():
                 self._side.await_landing(event)
 
-        return Crossing(leave, lambda: request.post(lambda: start(host.view(-1))), land)
+        return Transfer(leave, lambda: request.post(lambda: start(host.view(-1))), land)
 
 
 class SettledBuffer:
@@ -215,17 +215,17 @@ class AllOf:
 class DirectCollectives(DeviceCollectives):
     """No copies: whole buffers, in the order in which they were asked for."""
 
-    def __init__(self, collectives: Collectives, side: DeviceSideStream, *, window: int) -> None:
+    def __init__(self, collectives: Collectives, side: DeviceCommStream, *, window: int) -> None:
         super().__init__(collectives, side, window=window)
         self._stream = self._device.new_stream()
 
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
         """What goes out and what comes back is MPI's affair."""
-        request = CrossingRequest(self._drive_for, 1)
+        request = TransferRequest(self._drive_for, 1)
         written = AllOf(self._side.take_written(rows))
         buffer = SettledBuffer(rows.view(-1), self._device, self._stream)
         post = partial(request.post, partial(start, buffer))
-        self._passage.submit(Crossing(lambda: written, post, request.landed))
+        self._queue.submit(Transfer(lambda: written, post, request.landed))
         self._drive()
         return request
 

@@ -12,7 +12,7 @@ from torch import nn
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
-from dearmpi.engine.device.comm_stream import DeviceSideStream, HostSideStream, SideStream
+from dearmpi.engine.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
 from dearmpi.engine.device.device import Device, device_of
 from dearmpi.engine.device.routes import (
     NUM_AHEAD,
@@ -34,7 +34,7 @@ _HOST = "the host"
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceWay:
+class Transport:
     """direct: MPI gets device memory; else copies go by pinned host memory. reason: why."""
 
     direct: bool
@@ -44,13 +44,13 @@ class DeviceWay:
         return f"{'direct' if self.direct else 'staged'} ({self.reason})"
 
 
-def choose_way(
+def choose_transport(
     asked: CudaBuffers,
     reduce_scatter: ReduceScatter | Literal["auto"],
     verdicts: Sequence[Verdict],
     *,
     num_hosts: int = 1,
-) -> DeviceWay:
+) -> Transport:
     """The way for tensors of a device. verdicts: of MPI on device memory; none if not tried.
 
     They are of one host. Between hosts ``auto`` stages, since an MPI that fails there may end the
@@ -59,7 +59,7 @@ def choose_way(
     Raises ConfigError, with what the trial printed, if direct is asked for and does not work.
     """
     if asked == "staged":
-        return DeviceWay(False, "as asked")
+        return Transport(False, "as asked")
     if not verdicts:
         if asked == "direct":
             raise ConfigError(
@@ -67,13 +67,13 @@ def choose_way(
                 "dearmpi.probe_devices() before dearmpi.connect(), or use 'staged'",
                 code="devices-not-probed",
             )
-        return DeviceWay(False, "MPI was not tried on device memory")
+        return Transport(False, "MPI was not tried on device memory")
     needed = _needed(reduce_scatter)
     broken = [v for v in verdicts if v.operation in needed and not v.works]
     if not broken and asked == "auto" and num_hosts > 1:
-        return DeviceWay(False, f"MPI was tried on device memory within one of {num_hosts} hosts")
+        return Transport(False, f"MPI was tried on device memory within one of {num_hosts} hosts")
     if not broken:
-        return DeviceWay(True, f"MPI did {' and '.join(needed)} on device memory in a trial")
+        return Transport(True, f"MPI did {' and '.join(needed)} on device memory in a trial")
     names = ", ".join(verdict.operation for verdict in broken)
     said = f"in a trial MPI did not do {names} on device memory"
     if asked == "direct":
@@ -83,7 +83,7 @@ def choose_way(
             f"'staged', or an MPI that was built for CUDA. The trial printed:\n{broken[0].output}",
             code="no-direct-cuda-buffers",
         )
-    return DeviceWay(False, said)
+    return Transport(False, said)
 
 
 def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
@@ -96,28 +96,30 @@ def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((ALL_GATHER if gather == "native" else gather, reduce_scatter)))
 
 
-def open_side_stream(
+def open_comm_stream(
     params: Iterable[nn.Parameter], *, world: World, layout: BucketLayout, config: EngineConfig
-) -> SideStream:
+) -> CommStream:
     """The side stream of the device that holds ``params`` (collective).
 
     Raises ConfigError for a way that cannot be had.
     """
     device = device_of(params)
     if device is None:
-        return HostSideStream()
+        return HostCommStream()
     verdicts = share_verdicts(world, known_verdicts())
     num_hosts = len(set(world.hosts))
-    way = choose_way(config.cuda_buffers, config.reduce_scatter, verdicts, num_hosts=num_hosts)
+    way = choose_transport(
+        config.cuda_buffers, config.reduce_scatter, verdicts, num_hosts=num_hosts
+    )
     carry: Any = partial(DirectCollectives, window=config.window)
     if world.size == 1:
         carry = partial(AloneDeviceCollectives, window=config.window)
-        return DeviceSideStream(device, carry, name="not at all: one rank sends nothing")
+        return DeviceCommStream(device, carry, name="not at all: one rank sends nothing")
     if way.direct:
-        return DeviceSideStream(device, carry, name=str(way))
+        return DeviceCommStream(device, carry, name=str(way))
     most_bytes = max(bucket.nbytes for bucket in layout)
     carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
-    return DeviceSideStream(device, carry, name=str(way), num_ahead=NUM_AHEAD)
+    return DeviceCommStream(device, carry, name=str(way), num_ahead=NUM_AHEAD)
 
 
 def check_devices(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:

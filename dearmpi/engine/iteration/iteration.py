@@ -11,7 +11,7 @@ from dearmpi.engine.agreement.checks import Replicas
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Edits, Loads
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.device.comm_stream import SideStream
+from dearmpi.engine.device.comm_stream import CommStream
 from dearmpi.engine.trace.clock import CommunicationClock
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.engine.update.update import Options
@@ -112,7 +112,7 @@ class EngineState:
         buckets: Sequence[BucketRuntime],
         conduct: Conduct,
         *,
-        side: SideStream,
+        side: CommStream,
         spans: Spans,
         replicas: Replicas | None,
     ) -> None:

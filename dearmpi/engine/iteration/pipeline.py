@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dearmpi.comm.api.collectives import Completed
 from dearmpi.comm.progress.lane import Work
-from dearmpi.engine.agreement.step_agreement import RollCall
+from dearmpi.engine.agreement.step_agreement import StepAgreement
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.codec.choose import Codecs
 from dearmpi.engine.iteration.iteration import EngineState, Iteration
@@ -88,7 +88,7 @@ class Pipeline:
         of which this one steps with ``options``, are still alike.
         """
         state, iteration = self._state, self._state.iteration
-        agreement = RollCall(
+        agreement = StepAgreement(
             state.buckets,
             iteration.active,
             iteration.incomplete,
@@ -155,7 +155,7 @@ class Pipeline:
             self._try_update(self._state.buckets[gather.bucket])
         self._start_gathers()
 
-    def _agreed(self, iteration: Iteration, agreement: RollCall) -> None:
+    def _agreed(self, iteration: Iteration, agreement: StepAgreement) -> None:
         answer = agreement.answer()
         iteration.incomplete, iteration.used = answer.unfilled, answer.used
         for bucket in self._state.buckets:

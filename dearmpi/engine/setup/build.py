@@ -16,8 +16,8 @@ from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena, give_back_freed
 from dearmpi.engine.codec.choose import choose_algorithms, choose_codecs
 from dearmpi.engine.codec.half import dtype_of_gathered
-from dearmpi.engine.device.comm_stream import DeviceSideStream, HostSideStream, SideStream
-from dearmpi.engine.device.transport import open_side_stream
+from dearmpi.engine.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
+from dearmpi.engine.device.transport import open_comm_stream
 from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.hooks import ModelHooks
 from dearmpi.engine.iteration.iteration import EngineState
@@ -25,7 +25,7 @@ from dearmpi.engine.iteration.null_engine import NullEngine
 from dearmpi.engine.iteration.pipeline import Pipeline
 from dearmpi.engine.probe.probe import resident_scalars
 from dearmpi.engine.setup.checks import check_unclaimed, claim, release
-from dearmpi.engine.setup.spec import Blueprint
+from dearmpi.engine.setup.spec import EngineSpec
 from dearmpi.engine.state.options import OptionReader
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.engine.update.host_shard import NUM_FETCHED, HostMemory, HostShard
@@ -36,17 +36,17 @@ from dearmpi.plan.data.schedule import Conduct
 
 
 @dataclass(frozen=True, slots=True)
-class Assembly:
+class BuiltEngine:
     """What belongs together for as long as the buckets stay the same.
 
-    blueprint: what all of it was built by.
+    spec: what all of it was built by.
     algorithms: those in use. masters: which tensors have master copies.
     updates, hooks: none where the wrapped optimizer simply does its work, as in a world of one.
     checks, replicas: only with ``check_every``.
     side: where updates run, and whoever changes their state.
     """
 
-    blueprint: Blueprint
+    spec: EngineSpec
     engine: Engine | NullEngine
     algorithms: CollectiveAlgorithms = CollectiveAlgorithms("ring")
     masters: MasterRule = MasterRule()
@@ -54,7 +54,7 @@ class Assembly:
     hooks: ModelHooks | None = None
     checks: Checks | None = None
     replicas: Replicas | None = None
-    side: SideStream = HostSideStream()
+    side: CommStream = HostCommStream()
 
     @property
     def shards(self) -> list[ShardUpdate]:
@@ -78,42 +78,42 @@ class Assembly:
             self.hooks.remove()
         if self.checks is not None:
             self.checks.remove()
-        release(self.blueprint.names, self.engine)
+        release(self.spec.names, self.engine)
 
 
-def assemble(
-    blueprint: Blueprint,
+def build_engine(
+    spec: EngineSpec,
     optimizer: Optimizer,
     model: nn.Module,
     *,
     world: World,
     spans: Spans,
-) -> Assembly:
+) -> BuiltEngine:
     """Build (collective).
 
     Raises ConfigError for parameters of another engine.
     """
-    check_unclaimed(blueprint.names)
-    if blueprint.config.has_buckets(world.size):
-        assembly = _build(blueprint, optimizer, model, world=world, spans=spans)
+    check_unclaimed(spec.names)
+    if spec.config.has_buckets(world.size):
+        built = _build(spec, optimizer, model, world=world, spans=spans)
     else:
-        assembly = Assembly(blueprint, NullEngine(optimizer, spans))
-    claim(blueprint.names, assembly.engine)
-    return assembly
+        built = BuiltEngine(spec, NullEngine(optimizer, spans))
+    claim(spec.names, built.engine)
+    return built
 
 
 def _build(
-    blueprint: Blueprint,
+    spec: EngineSpec,
     optimizer: Optimizer,
     model: nn.Module,
     *,
     world: World,
     spans: Spans,
-) -> Assembly:
-    config = blueprint.config
+) -> BuiltEngine:
+    config = spec.config
     every = steps_between_checks(config.check_every)  # refused before anything is attached
-    buckets = _build_buckets(blueprint, rank=world.rank)
-    side = open_side_stream(blueprint.names, world=world, layout=blueprint.layout, config=config)
+    buckets = _build_buckets(spec, rank=world.rank)
+    side = open_comm_stream(spec.names, world=world, layout=spec.layout, config=config)
     masters = _choose_masters(world, config)
     with side.section():
         updates = _build_updates(
@@ -121,14 +121,14 @@ def _build(
         )
     algorithms = choose_algorithms(world, buckets, config, side)
     replicas = Replicas(buckets, rank=world.rank, size=world.size, every=every) if every else None
-    conduct = Conduct(blueprint.schedule, config.window, config.eager, config.gather)
+    conduct = Conduct(spec.schedule, config.window, config.eager, config.gather)
     state = EngineState(world, buckets, conduct, side=side, spans=spans, replicas=replicas)
     codecs = choose_codecs(buckets, algorithms, config)
     num_updating = NUM_FETCHED if config.update_on == "host" else 1
     pipeline = Pipeline(state, updates, codecs, num_updating=num_updating)
     engine = Engine(state, pipeline, OptionReader(optimizer))
-    return Assembly(
-        blueprint,
+    return BuiltEngine(
+        spec,
         engine,
         algorithms,
         masters,
@@ -140,9 +140,9 @@ def _build(
     )
 
 
-def _build_buckets(blueprint: Blueprint, *, rank: int) -> list[BucketRuntime]:
-    params = {name: param for param, name in blueprint.names.items()}
-    layout, shards = blueprint.layout, blueprint.config.gather == "parameters"
+def _build_buckets(spec: EngineSpec, *, rank: int) -> list[BucketRuntime]:
+    params = {name: param for param, name in spec.names.items()}
+    layout, shards = spec.layout, spec.config.gather == "parameters"
     gradients = Arena(layout)
     parameters = Arena(layout, zeroed=False) if shards else None
     buckets = [
@@ -186,7 +186,7 @@ def _build_updates(
     buckets: Sequence[BucketRuntime],
     *,
     rank: int,
-    side: SideStream,
+    side: CommStream,
     config: EngineConfig,
     masters: MasterRule,
 ) -> Updates:
@@ -209,11 +209,11 @@ def _build_updates(
 
 
 def _place_shards(
-    buckets: Sequence[BucketRuntime], *, rank: int, side: SideStream, on_host: bool
+    buckets: Sequence[BucketRuntime], *, rank: int, side: CommStream, on_host: bool
 ) -> Sequence[Shard]:
     if not on_host:
         return [ResidentShard(bucket, rank=rank) for bucket in buckets]
-    assert isinstance(side, DeviceSideStream), "without a device this is refused"
+    assert isinstance(side, DeviceCommStream), "without a device this is refused"
     most_bytes = max(b.spec.largest_shard * b.spec.itemsize for b in buckets)
     memory = HostMemory(side, most_bytes=most_bytes)
     return [HostShard(bucket, rank=rank, memory=memory) for bucket in buckets]

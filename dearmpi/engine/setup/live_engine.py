@@ -20,12 +20,12 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.iteration.null_engine import NullEngine, refuse_closed
 from dearmpi.engine.setup import optimizer_state
-from dearmpi.engine.setup.build import Assembly, assemble
+from dearmpi.engine.setup.build import BuiltEngine, build_engine
 from dearmpi.engine.setup.checks import check_optimizer, check_parameters, check_unclaimed
-from dearmpi.engine.setup.spec import Blueprint, design, lay_out, optimized_parameters
+from dearmpi.engine.setup.spec import EngineSpec, lay_out, make_spec, optimized_parameters
 from dearmpi.engine.state.gathered_state import GatheredState
 from dearmpi.engine.state.options import describe_options
-from dearmpi.engine.state.resharding import Relocation
+from dearmpi.engine.state.resharding import Resharding
 from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.batch_norm import name_layers
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
@@ -39,24 +39,24 @@ from dearmpi.plan.data.plan import Plan
 _WHAT = "the optimizer's state"
 
 
-class Handover:
-    """Of ``old``, whose last step is over, to an assembly of ``blueprint``."""
+class Migration:
+    """Of ``old``, whose last step is over, to an engine built by ``spec``."""
 
-    def __init__(self, world: World, old: Assembly, blueprint: Blueprint) -> None:
+    def __init__(self, world: World, old: BuiltEngine, spec: EngineSpec) -> None:
         buckets = [update.bucket for update in old.updates]
-        self._relocation = Relocation(old.updates, old.side, blueprint.layout, rank=world.rank)
+        self._resharding = Resharding(old.updates, old.side, spec.layout, rank=world.rank)
         self._history = dict(had for b in buckets for had in b.tracker.history().items())
         self._times = old.engine.times
         self._num_compared = None if old.replicas is None else old.replicas.num_steps
 
     def take(self, channel: Channel) -> None:
-        """Take the state out of the old assembly, so that its buffers can go before there are
+        """Take the state out of the old engine, so that its buffers can go before there are
         others (collective).
         """
-        channel.run(_WHAT, lambda c: Chain(self._relocation.take(c)))
+        channel.run(_WHAT, lambda c: Chain(self._resharding.take(c)))
 
-    def deliver(self, new: Assembly, channel: Channel) -> None:
-        """Have ``new`` go on where the old assembly has ended (collective)."""
+    def deliver(self, new: BuiltEngine, channel: Channel) -> None:
+        """Have ``new`` go on where the old engine has ended (collective)."""
         for update in new.updates:
             update.bucket.tracker.recall(self._history)
         new.engine.times = self._times
@@ -65,13 +65,13 @@ class Handover:
         if not new.updates:
             return  # the wrapped optimizer has all there is
         new.side.follow()  # what is whole was made elsewhere
-        relocation, updates, side = self._relocation, new.updates, new.side
+        relocation, updates, side = self._resharding, new.updates, new.side
         channel.run(_WHAT, lambda c: Chain(relocation.deliver(c, updates, side)))
         side.lead()
 
 
-class Attachment:
-    """An assembly in use, which is exchanged for another where buckets change.
+class LiveEngine:
+    """The built engine in use; another replaces it where buckets change.
 
     The optimizer's state lies in its updates, if it has any, and moves with them.
     """
@@ -95,30 +95,30 @@ class Attachment:
         self._world, self._spans = world, spans
         self._waited_before_s = 0.0
         self._channel: Channel | None = None
-        blueprint = design(optimizer, model, world=world, config=config, plan=plan)
-        self.assembly = assemble(blueprint, optimizer, model, world=world, spans=spans)
+        spec = make_spec(optimizer, model, world=world, config=config, plan=plan)
+        self.built = build_engine(spec, optimizer, model, world=world, spans=spans)
         try:
             broadcast_buffers(model, world)  # first, since ``optimizer`` then still has its state
-            optimizer_state.adopt(self._optimizer, self.assembly)
+            optimizer_state.adopt(self._optimizer, self.built)
             broadcast_parameters(model, world)
             name_layers(model)
         except BaseException:
-            self.assembly.detach()  # nobody has this one, to close it
+            self.built.detach()  # nobody has this one, to close it
             raise
 
     @property
     def times(self) -> IterationTimes:
         """Of the iteration that the last step ended."""
-        return self.assembly.engine.times
+        return self.built.engine.times
 
     @property
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
-        return self._waited_before_s + self.assembly.engine.waited_s
+        return self._waited_before_s + self.built.engine.waited_s
 
     def follows(self, plan: Plan) -> bool:
         """Whether ``plan`` is what is in use already. Raises ConfigError if it does not fit."""
-        in_use = self.assembly.blueprint
+        in_use = self.built.spec
         return (
             self._lay_out(in_use.config, plan) == in_use.layout
             and plan.schedule == in_use.schedule
@@ -129,9 +129,9 @@ class Attachment:
         """Raise UsageError for ``what`` inside ``join``, at whose end this rank may still have to
         take part, and after ``close``.
         """
-        if self.assembly.engine.is_closed:
+        if self.built.engine.is_closed:
             refuse_closed(what)
-        self.assembly.engine.joining.refuse(what)
+        self.built.engine.joining.refuse(what)
 
     @torch.inference_mode(False)
     def grow(self, param_group: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Attachment:
         """
         refuse_lazy(self._model)
         self._optimizer.add_param_group(param_group)
-        in_use = self.assembly.blueprint
+        in_use = self.built.spec
         try:
             names = optimized_parameters(self._optimizer, self._model, in_use.names)
             new = {param: name for param, name in names.items() if param not in in_use.names}
@@ -164,20 +164,20 @@ class Attachment:
         everything as it was.
         """
         optimizer, model, world = self._optimizer, self._model, self._world
-        known = self.assembly.blueprint.names
-        blueprint = design(optimizer, model, world=world, config=config, plan=plan, known=known)
-        handover = Handover(world, self.assembly, blueprint)
-        self.assembly.engine.synchronize()
-        self.assembly.compare_replicas()
-        channel = self.relocation_channel()
-        handover.take(channel)
+        known = self.built.spec.names
+        spec = make_spec(optimizer, model, world=world, config=config, plan=plan, known=known)
+        migration = Migration(world, self.built, spec)
+        self.built.engine.synchronize()
+        self.built.compare_replicas()
+        channel = self.resharding_channel()
+        migration.take(channel)
         self._detach()
-        self.assembly = replace(self.assembly, updates=())  # else the old buffers would stay
-        self.assembly = assemble(blueprint, optimizer, model, world=world, spans=self._spans)
-        optimizer_state.adopt(self._optimizer, self.assembly)
-        handover.deliver(self.assembly, channel)
+        self.built = replace(self.built, updates=())  # else the old buffers would stay
+        self.built = build_engine(spec, optimizer, model, world=world, spans=self._spans)
+        optimizer_state.adopt(self._optimizer, self.built)
+        migration.deliver(self.built, channel)
 
-    def relocation_channel(self) -> Channel:
+    def resharding_channel(self) -> Channel:
         """On which state travels, opened at the first call (collective): where that is known to
         come, before the wire is busy.
         """
@@ -186,7 +186,7 @@ class Attachment:
         return self._channel
 
     def _lay_out(self, config: EngineConfig, plan: Plan | None) -> BucketLayout:
-        known = self.assembly.blueprint.names
+        known = self.built.spec.names
         names = optimized_parameters(self._optimizer, self._model, known)
         return lay_out(names, self._model, world_size=self._world.size, config=config, plan=plan)
 
@@ -194,24 +194,24 @@ class Attachment:
         """After a step: see whether replicas were alike after the one before, as far as that was to
         be compared, and note what this one used.
         """
-        hooks, replicas = self.assembly.hooks, self.assembly.replicas
+        hooks, replicas = self.built.hooks, self.built.replicas
         if hooks is not None:
             hooks.stepped()
         if replicas is not None:
             # Of ranks that have joined no scheduler runs, but they take over the others' options.
-            joining = self.assembly.engine.joining.is_open
+            joining = self.built.engine.joining.is_open
             told = replicas.is_due and not joining
             options = repr(describe_options(self._optimizer)) if told else ""
-            replicas.stepped(options, self.assembly.engine.idle_buckets())
+            replicas.stepped(options, self.built.engine.idle_buckets())
             replicas.compare()
 
     def synchronize(self) -> None:
         """Wait until parameters and state show the last step."""
-        self.assembly.engine.synchronize()
+        self.built.engine.synchronize()
 
     def state(self, gather: Callable[[], dict[str, Any]]) -> Any:
         """The state by parameter, as ``optimizer.state`` shows it; ``gather``: its state dict."""
-        if not self.assembly.updates:
+        if not self.built.updates:
             return self._optimizer.state
         return GatheredState(lambda: self._by_param(gather()))
 
@@ -219,7 +219,7 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
         self.synchronize()
-        return optimizer_state.pack(self._optimizer, self.assembly, self._world)
+        return optimizer_state.pack(self._optimizer, self.built, self._world)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -227,12 +227,12 @@ class Attachment:
         compare in the next step; all stays as it is where the state does not fit.
         """
         self.synchronize()
-        optimizer_state.take_over(self._optimizer, self.assembly, state_dict)
+        optimizer_state.take_over(self._optimizer, self.built, state_dict)
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; its tensors are those that the next step changes."""
         self.synchronize()
-        return optimizer_state.read_held(self._optimizer, self.assembly)
+        return optimizer_state.read_held(self._optimizer, self.built)
 
     @torch.inference_mode(False)
     def switch(self, mode: str) -> None:
@@ -241,9 +241,9 @@ class Attachment:
         """
         if optimizer_state.is_in_mode(self._optimizer, mode):
             return
-        self.assembly.engine.joining.refuse(f"{mode}() of the optimizer")
+        self.built.engine.joining.refuse(f"{mode}() of the optimizer")
         self.synchronize()
-        optimizer_state.switch(self._optimizer, self.assembly, self._world, mode)
+        optimizer_state.switch(self._optimizer, self.built, self._world, mode)
 
     def close(self) -> None:
         """Finish what is under way and detach from the model; the state can still be read.
@@ -251,22 +251,20 @@ class Attachment:
         Where every rank has all of it, the wrapped optimizer gets it back.
         """
         try:
-            self.assembly.compare_replicas()
+            self.built.compare_replicas()
         finally:
             self._detach()
-        if optimizer_state.hand_back(self._optimizer, self.assembly):
-            self.assembly = replace(self.assembly, updates=())
+        if optimizer_state.hand_back(self._optimizer, self.built):
+            self.built = replace(self.built, updates=())
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     def _detach(self) -> None:
-        self.assembly.close()
-        self._waited_before_s += self.assembly.engine.waited_s
+        self.built.close()
+        self._waited_before_s += self.built.engine.waited_s
         closed = NullEngine(self._optimizer, self._spans, closed_after=self.times)
-        self.assembly = replace(
-            self.assembly, engine=closed, hooks=None, checks=None, replicas=None
-        )
+        self.built = replace(self.built, engine=closed, hooks=None, checks=None, replicas=None)
 
     def _by_param(self, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
         params = optimizer_state.numbered_params(self._optimizer)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.world import World
 from dearmpi.engine.probe.probe import elementwise_keys, host_twin
 from dearmpi.engine.probe.steadiness import changed_option
-from dearmpi.engine.setup.build import Assembly
+from dearmpi.engine.setup.build import BuiltEngine
 from dearmpi.engine.state.options import describe_options, describe_state
 from dearmpi.engine.state.sharded_state import (
     LocalState,
@@ -33,18 +33,18 @@ from dearmpi.errors import UsageError
 from dearmpi.torch_internals import version_of
 
 
-def adopt(optimizer: Optimizer, assembly: Assembly) -> None:
+def adopt(optimizer: Optimizer, built: BuiltEngine) -> None:
     """Have the updates take the state that ``optimizer`` has, if there are any updates.
 
     What it has kept for parameters of half precision becomes as wide as the masters that it is to
     work with from now on.
     """
-    if assembly.masters.weights:
-        for param in filter(is_half, assembly.blueprint.names):
+    if built.masters.weights:
+        for param in filter(is_half, built.spec.names):
             entries = optimizer.state.get(param, {})
             if MASTER not in entries:
                 entries.update({k: _widen(v, param) for k, v in entries.items()})
-    _hand_over(optimizer, assembly)
+    _hand_over(optimizer, built)
 
 
 def _widen(value: Any, param: Tensor) -> Any:
@@ -53,52 +53,52 @@ def _widen(value: Any, param: Tensor) -> Any:
     return value
 
 
-def _hand_over(optimizer: Optimizer, assembly: Assembly) -> None:
-    state, names = optimizer.state, assembly.blueprint.names
-    masters, on_host = assembly.masters, assembly.blueprint.config.update_on == "host"
+def _hand_over(optimizer: Optimizer, built: BuiltEngine) -> None:
+    state, names = optimizer.state, built.spec.names
+    masters, on_host = built.masters, built.spec.config.update_on == "host"
     with torch.no_grad():
         for param, name in names.items():
             if param in state:
                 masters.settle(param.detach(), state[param], name)
-    updates = assembly.updates
+    updates = built.updates
     if updates:
         states = {n: dict(state[p]) for p, n in names.items() if p in state}
         tried = host_twin(optimizer) if on_host else optimizer
-        elementwise = elementwise_keys(tried, whole=not assembly.shards)
-        with assembly.side.section():
+        elementwise = elementwise_keys(tried, whole=not built.shards)
+        with built.side.section():
             load_state(updates, states, elementwise=elementwise)
         state.clear()
 
 
-def take_over(optimizer: Optimizer, assembly: Assembly, state_dict: dict[str, Any]) -> None:
+def take_over(optimizer: Optimizer, built: BuiltEngine, state_dict: dict[str, Any]) -> None:
     """Take over options and state in plain torch form, whole and the same on every rank, which the
     ranks compare in the next step; all stays as it is where the state does not fit.
     """
     groups, state = optimizer.param_groups, optimizer.state
     try:
-        _load(optimizer, assembly, state_dict)
+        _load(optimizer, built, state_dict)
         lines = [
             *describe_options(optimizer),
-            *describe_state(optimizer, assembly.blueprint.names),
+            *describe_state(optimizer, built.spec.names),
         ]
-        _hand_over(optimizer, assembly)
+        _hand_over(optimizer, built)
     except Exception:
         optimizer.param_groups, optimizer.state = groups, state
         raise
-    assembly.engine.loads.note(lines)
+    built.engine.loads.note(lines)
 
 
-def pack(optimizer: Optimizer, assembly: Assembly, world: World) -> dict[str, Any]:
+def pack(optimizer: Optimizer, built: BuiltEngine, world: World) -> dict[str, Any]:
     """Options and state in plain torch form, whole on every rank (collective).
 
     Raises UsageError for shards inside ``join``, where ranks without batches gather nothing.
     """
-    if assembly.shards:
-        assembly.engine.joining.refuse("gathering the optimizer's state")
+    if built.shards:
+        built.engine.joining.refuse("gathering the optimizer's state")
     packed: dict[str, Any] = optimizer.state_dict()
-    if assembly.updates:
-        whole = gather_state(world, assembly.updates)
-        names = assembly.blueprint.names
+    if built.updates:
+        whole = gather_state(world, built.updates)
+        names = built.spec.names
         packed["state"] = {
             index: whole[names[param]]
             for index, param in enumerate(numbered_params(optimizer))
@@ -107,23 +107,23 @@ def pack(optimizer: Optimizer, assembly: Assembly, world: World) -> dict[str, An
     return packed
 
 
-def read_held(optimizer: Optimizer, assembly: Assembly) -> LocalState:
+def read_held(optimizer: Optimizer, built: BuiltEngine) -> LocalState:
     """What this rank holds of the state; its tensors are those that the next step changes."""
     packed: dict[str, Any] = optimizer.state_dict()
-    updates, names = assembly.updates, assembly.blueprint.names
+    updates, names = built.updates, built.spec.names
     whole = read_whole(updates)
     if not updates:
         held = ((name, optimizer.state.get(param)) for param, name in names.items())
         whole = {name: dict(entries) for name, entries in held if entries}
-    return LocalState(packed["param_groups"], whole, read_pieces(assembly.shards))
+    return LocalState(packed["param_groups"], whole, read_pieces(built.shards))
 
 
-def hand_back(optimizer: Optimizer, assembly: Assembly) -> bool:
+def hand_back(optimizer: Optimizer, built: BuiltEngine) -> bool:
     """Give ``optimizer`` its state back; False where it alone could not go on with it."""
-    if assembly.masters.weights or assembly.shards:
+    if built.masters.weights or built.shards:
         return False
-    states = read_whole(assembly.updates)
-    for param, name in assembly.blueprint.names.items():
+    states = read_whole(built.updates)
+    for param, name in built.spec.names.items():
         if name in states:
             optimizer.state[param] = states[name]
     return True
@@ -134,8 +134,8 @@ def numbered_params(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _load(optimizer: Optimizer, assembly: Assembly, state_dict: dict[str, Any]) -> None:
-    if not assembly.masters.weights:
+def _load(optimizer: Optimizer, built: BuiltEngine, state_dict: dict[str, Any]) -> None:
+    if not built.masters.weights:
         optimizer.load_state_dict(state_dict)
         return
     # It would round the state to the parameters' dtype, and put all of it beside them.
@@ -181,7 +181,7 @@ def is_in_mode(optimizer: Optimizer, mode: str) -> bool:
     return is_told and not any(map(changed_option, now, in_mode))
 
 
-def switch(optimizer: Optimizer, assembly: Assembly, world: World, mode: str) -> None:
+def switch(optimizer: Optimizer, built: BuiltEngine, world: World, mode: str) -> None:
     """Have ``optimizer`` change parameters and param groups by its ``train()`` or ``eval()``, on
     every rank with the whole state (collective).
 
@@ -189,19 +189,19 @@ def switch(optimizer: Optimizer, assembly: Assembly, world: World, mode: str) ->
     copies, which it would not reach.
     """
     act: Any = getattr(type(optimizer), mode)
-    if not assembly.updates:
+    if not built.updates:
         act(optimizer)
         return
     name = f"{type(optimizer).__name__}.{mode}()"
-    if assembly.masters.weights or assembly.masters.gathered_as is not None:
+    if built.masters.weights or built.masters.gathered_as is not None:
         raise UsageError(
             f"{name} changes parameters, and would not reach their master copies; leave "
             "master_weights, comm_dtype and update_on='host' out, or use gather='gradients' with "
             "comm_dtype",
             code="mode-not-served",
         )
-    whole = gather_state(world, assembly.updates)
-    names = assembly.blueprint.names
+    whole = gather_state(world, built.updates)
+    names = built.spec.names
     state = {param: whole[name] for param, name in names.items() if whole.get(name)}
     held = [v for entries in state.values() for v in entries.values() if isinstance(v, Tensor)]
     versions = [version_of(tensor) for tensor in held]

@@ -11,7 +11,7 @@ from torch import nn
 
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.setup.live_engine import Attachment
+from dearmpi.engine.setup.live_engine import LiveEngine
 from dearmpi.engine.setup.self_planning import Pause, SelfPlanning
 from dearmpi.engine.setup.settings import check_growth, check_plan, compare_plans
 from dearmpi.engine.trace.spans import Spans
@@ -19,8 +19,8 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.plan import Plan
 
 
-class Course:
-    """Of one attachment, whose layout it changes between two steps; state and parameters stay.
+class PlanController:
+    """Changes the layout of a live engine between two steps; state and parameters stay.
 
     config: settings as they are by now. pause: what a plan that the job made has cost; None before
     that is followed. planning: how the job gets to one, as long as it is on its way.
@@ -28,7 +28,7 @@ class Course:
 
     def __init__(
         self,
-        attachment: Attachment,
+        live: LiveEngine,
         model: nn.Module,
         *,
         world: World,
@@ -36,8 +36,8 @@ class Course:
         config: EngineConfig,
         plan: Plan | Literal["auto"] | None,
     ) -> None:
-        """``plan``: what ``attachment`` was made with, or ``auto`` for a plan of the job's own."""
-        self._attachment, self._model = attachment, model
+        """``plan``: what ``live`` was made with, or ``auto`` for a plan of the job's own."""
+        self._live, self._model = live, model
         self._world, self._spans = world, spans
         self._plan = plan
         self._given_cap_mb = config.bucket_cap_mb
@@ -114,7 +114,7 @@ class Course:
         """Go on by ``plan``, which all ranks have; whether the layout is another now."""
         config = replace(self.config, bucket_cap_mb=self._given_cap_mb)  # not what ``fuse`` has set
         check_plan(plan, config)
-        in_use = self._attachment.follows(plan)
+        in_use = self._live.follows(plan)
         self._drop_gradients()
         self.config = config
         if not in_use:
@@ -125,27 +125,27 @@ class Course:
         return False
 
     def _drop_gradients(self) -> None:
-        self._attachment.assembly.engine.discard_grads()
+        self._live.built.engine.discard_grads()
 
     def _settled(self, config: EngineConfig) -> EngineConfig:
         """With the algorithm that ``auto`` has found: to measure anew would stop training."""
-        return replace(config, reduce_scatter=self._attachment.assembly.algorithms.reduce_scatter)
+        return replace(config, reduce_scatter=self._live.built.algorithms.reduce_scatter)
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
-        self._attachment.renew(config=config, plan=None if plan == "auto" else plan)
+        self._live.renew(config=config, plan=None if plan == "auto" else plan)
         self.abandon_planning()
         self._plan = plan
         self._begin_planning()
 
     def _begin_planning(self) -> None:
         if self._plan == "auto" and self._world.size > 1:
-            assembly = self._attachment.assembly
-            self._attachment.relocation_channel()
+            built = self._live.built
+            self._live.resharding_channel()
             self.planning = SelfPlanning(
                 self._model,
-                assembly.blueprint,
+                built.spec,
                 world=self._world,
-                algorithms=assembly.algorithms,
-                waited=lambda: self._attachment.waited_s,
+                algorithms=built.algorithms,
+                waited=lambda: self._live.waited_s,
                 spans=self._spans,
             )

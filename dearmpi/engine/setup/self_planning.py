@@ -18,7 +18,7 @@ from torch import nn
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
-from dearmpi.engine.setup.spec import Blueprint
+from dearmpi.engine.setup.spec import EngineSpec
 from dearmpi.engine.trace.span import Span, Track
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.errors import ConfigError, UsageError
@@ -74,7 +74,7 @@ class SelfPlanning:
     def __init__(
         self,
         model: nn.Module,
-        in_use: Blueprint,
+        in_use: EngineSpec,
         *,
         world: World,
         algorithms: CollectiveAlgorithms,

@@ -115,7 +115,7 @@ NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
+class EngineSpec:
     """Everything that is decided before anything is built.
 
     names: the parameters under the optimizer, in the model's order.
@@ -128,7 +128,7 @@ class Blueprint:
     config: EngineConfig
 
 
-def draw_blueprint(
+def make_spec(
     optimizer: Optimizer,
     model: nn.Module,
     *,
@@ -136,12 +136,12 @@ def draw_blueprint(
     config: EngineConfig,
     plan: Plan | None = None,
     known: Mapping[nn.Parameter, str] = NOT_KNOWN,
-) -> Blueprint:
-    """Lay out and check, here and against the other ranks (collective). ``known``: as in
-    ``optimized_parameters``.
+) -> EngineSpec:
+    """Decide what to build, and check it here and against the other ranks (collective).
 
-    Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
-    ranks' models, optimizers or settings differ.
+    ``plan`` goes before what ``config`` says of buckets, schedule and window. ``known``: as in
+    ``optimized_parameters``. Raises ConfigError for parameters or an optimizer that cannot be
+    served, MismatchError if the ranks' models, optimizers or settings differ.
     """
     names = optimized_parameters(optimizer, model, known)
     check_devices(world, names, config=config)
@@ -153,7 +153,8 @@ def draw_blueprint(
     check_alike(world, optimizer, model, names, config=config, layout=layout, schedule=schedule)
     check_parameters(optimizer, names, config=config)
     refuse_unaveraged(model.named_buffers(), config.buffers)
-    return Blueprint(names, layout, schedule, config)
+    check_optimizer(optimizer, world=world, config=config)
+    return EngineSpec(names, layout, schedule, config)
 
 
 def lay_out(
@@ -164,7 +165,7 @@ def lay_out(
     config: EngineConfig,
     plan: Plan | None = None,
 ) -> BucketLayout:
-    """The buckets of a blueprint. Raises ConfigError for a plan that does not fit, for
+    """The buckets of a model. Raises ConfigError for a plan that does not fit, for
     modules that would go wrong on several ranks, and for parameters that share memory, with each
     other or where they would move away from it.
     """
@@ -230,25 +231,3 @@ def _name(
             taken.add(name)
         names[param] = known.get(param, name)
     return {param: name for param, name in names.items() if param.numel()}
-
-
-def design(
-    optimizer: Optimizer,
-    model: nn.Module,
-    *,
-    world: World,
-    config: EngineConfig,
-    plan: Plan | None = None,
-    known: Mapping[nn.Parameter, str] = NOT_KNOWN,
-) -> Blueprint:
-    """Decide what to build, and check it against the other ranks (collective).
-
-    ``plan`` goes before what ``config`` says of buckets, schedule and window. ``known``: as in
-    ``optimized_parameters``.
-
-    Raises ConfigError for parameters or an optimizer that cannot be served, MismatchError if the
-    ranks' models, optimizers or settings differ.
-    """
-    blueprint = draw_blueprint(optimizer, model, world=world, config=config, plan=plan, known=known)
-    check_optimizer(optimizer, world=world, config=blueprint.config)
-    return blueprint

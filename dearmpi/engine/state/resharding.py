@@ -19,7 +19,7 @@ from torch import Tensor
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.comm.api.requests import Transfer
 from dearmpi.comm.messages.exchange import gather_texts
-from dearmpi.engine.device.comm_stream import SideStream
+from dearmpi.engine.device.comm_stream import CommStream
 from dearmpi.engine.state.sharded_state import (
     State,
     StatePiece,
@@ -54,7 +54,7 @@ class Part:
     stop: int
 
 
-class Parcels:
+class SendBuffers:
     """A tensor in host memory for each rank and dtype, in which parts lie in their order.
 
     A model has hundreds of small tensors, so that a message for each would be far too many.
@@ -90,7 +90,7 @@ Descriptions = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class OwnedRange:
     """Elements ``start`` to ``stop`` of a parameter, which ``rank`` owns."""
 
     rank: int
@@ -98,20 +98,20 @@ class Stretch:
     stop: int
 
 
-def stretches(bucket: Bucket, placed: Placement) -> list[Stretch]:
+def owned_ranges(bucket: Bucket, placed: Placement) -> list[OwnedRange]:
     """Who owns which elements of the parameter in ``placed``, by rank."""
     owned = []
     for rank in bucket.cuts.owners(placed.start, placed.stop):
         first, last = bucket.cuts.range_of(rank)
         start, stop = max(first, placed.start), min(last, placed.stop)
         if start < stop:
-            owned.append(Stretch(rank, start - placed.start, stop - placed.start))
+            owned.append(OwnedRange(rank, start - placed.start, stop - placed.start))
     return owned
 
 
 def pair(
-    old: Sequence[Stretch], new: Sequence[Stretch], *, rank: int
-) -> Iterator[tuple[Stretch, Stretch]]:
+    old: Sequence[OwnedRange], new: Sequence[OwnedRange], *, rank: int
+) -> Iterator[tuple[OwnedRange, OwnedRange]]:
     """Stretches of a parameter that have elements in common, where ``rank`` has one of both.
 
     In the order of ``old``, and then of ``new``: that in which every rank sees those that it has.
@@ -151,25 +151,25 @@ class Share:
                 )
 
 
-class Relocation:
-    """State on its way from the updates of one layout to those of another, in two stretches of a
+class Resharding:
+    """State on its way from the updates of one layout to those of another, in two owned_ranges of a
     ``Chain``, on the thread that drives progress. State that every rank holds whole stays so.
     """
 
     def __init__(
-        self, updates: Updates, side: SideStream, layout: BucketLayout, *, rank: int
+        self, updates: Updates, side: CommStream, layout: BucketLayout, *, rank: int
     ) -> None:
         """From ``updates``, which run at ``side``, to the owners by ``layout``."""
         self._rank, self._from, self._side = rank, updates, side
         self._owners = {
-            placed.spec.name: stretches(bucket, placed)
+            placed.spec.name: owned_ranges(bucket, placed)
             for bucket in layout
             for placed in bucket.placements
         }
         self._whole: dict[str, State] = {}
         self._described: list[Descriptions] = []
         self._receives: list[Part] = []
-        self._sent = Parcels([], {})
+        self._sent = SendBuffers([], {})
 
     def take(self, collectives: Collectives) -> Iterator[Request]:
         """Have the updates, whose last step is over, let go of their state (collective). Does
@@ -192,7 +192,7 @@ class Relocation:
         parts = [part for of_bucket in listed for part in of_bucket]
         self._receives = [part for part in parts if part.target == self._rank]
         sends = [(part.target, part) for part in parts if part.source == self._rank]
-        self._sent = Parcels(sends, {})
+        self._sent = SendBuffers(sends, {})
         rooms = self._sent.pieces()
         for of_bucket in listed:
             with self._side.running():
@@ -200,16 +200,16 @@ class Relocation:
             yield Completed()
 
     def deliver(
-        self, collectives: Collectives, updates: Updates, side: SideStream
+        self, collectives: Collectives, updates: Updates, side: CommStream
     ) -> Iterator[Request]:
         """Bring what is taken to ``updates``, which run at ``side`` (collective)."""
         yield from self.take(collectives)
         with side.running():
             for whole in wholes_of(updates):
                 whole.set_states(self._whole)
-        parcels = Parcels([(p.source, p) for p in self._receives], self._sent.of(self._rank))
+        parcels = SendBuffers([(p.source, p) for p in self._receives], self._sent.of(self._rank))
         sends, receives = self._sent.to_others(self._rank), parcels.to_others(self._rank)
-        self._sent = Parcels([], {})
+        self._sent = SendBuffers([], {})
         if sends or receives:
             yield Transfer(collectives, sends=sends, receives=receives)
         sends.clear()
@@ -223,7 +223,7 @@ class Relocation:
         """What this rank sends or receives of an old bucket, in an order that all ranks have."""
         for placed in bucket.placements:
             name = placed.spec.name
-            owned = stretches(bucket, placed)
+            owned = owned_ranges(bucket, placed)
             for old, new in pair(owned, self._owners[name], rank=self._rank):
                 start, stop = max(old.start, new.start), min(old.stop, new.stop)
                 entries = self._described[old.rank].get(name, {})
@@ -244,7 +244,7 @@ class Relocation:
                 room = next(rooms[part.target, part.dtype])
                 room.copy_(values[part.start - origin : part.stop - origin])
 
-    def _open(self, arrived: Parcels) -> dict[str, Share]:
+    def _open(self, arrived: SendBuffers) -> dict[str, Share]:
         """What this rank is to hold, by parameter name."""
         starts: dict[str, int] = {}
         shares: dict[str, Share] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.device.comm_stream import DeviceSideStream
+from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.device.device import Device, Event, failures_of
 from dearmpi.engine.device.routes import PinnedPieces, as_rows
 
@@ -24,7 +24,7 @@ class HostMemory:
     out: the stream of the copies to the host. pieces: room for ``NUM_FETCHED`` shards' gradients.
     """
 
-    def __init__(self, side: DeviceSideStream, *, most_bytes: int) -> None:
+    def __init__(self, side: DeviceCommStream, *, most_bytes: int) -> None:
         """``most_bytes``: of the largest shard. Raises DeviceError if that cannot be pinned."""
         self.side, self.out = side, side.device.new_stream()
         self.pieces = PinnedPieces(side.device, num=NUM_FETCHED, nbytes=most_bytes)

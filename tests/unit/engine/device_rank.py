@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dearmpi.engine.device.comm_stream import DeviceSideStream
+from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.device.device_collectives import DeviceCollectives
 from dearmpi.engine.device.routes import DirectCollectives, StagedCollectives
 from tests.fakes import FakeCollectives, FakeHub
@@ -21,7 +21,7 @@ class Rank:
         collectives, request = FakeCollectives(hub, rank).start_duplicate()
         request.test()
         self.device = LazyDevice()
-        self.side = DeviceSideStream(self.device, carry=None)
+        self.side = DeviceCommStream(self.device, carry=None)
         self.collectives: DeviceCollectives
         if direct:
             self.collectives = DirectCollectives(collectives, self.side, window=WINDOW)

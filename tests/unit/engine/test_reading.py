@@ -212,7 +212,7 @@ def test_a_copy_or_a_file_of_a_model_keeps_nothing_of_the_engine(tmp_path: Path)
         twin = copy.deepcopy(model)
         path = tmp_path / f"{world.rank}.pt"
         torch.save(model, path)
-        engine = weakref.ref(optimizer._assembly.engine)
+        engine = weakref.ref(optimizer._built.engine)
         optimizer.fuse(0.001)
         gc.collect()
         assert engine() is None

@@ -14,7 +14,7 @@ from dearmpi import DistributedOptimizer, EngineConfig, GradScaler
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
-from dearmpi.engine.device.comm_stream import DeviceSideStream
+from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.update.host_shard import HostMemory, HostShard
 from dearmpi.errors import CommError, ConfigError
 from dearmpi.plan.data.layout import ParamSpec, build_layout
@@ -238,7 +238,7 @@ def test_a_shard_comes_behind_what_is_queued_and_goes_back_before_what_follows(
     bucket = BucketRuntime(
         layout.buckets[0], [param], rank=0, gradients=Arena(layout), parameters=Arena(layout)
     )
-    side = DeviceSideStream(device, carry=None)
+    side = DeviceCommStream(device, carry=None)
     shard = HostShard(bucket, rank=0, memory=HostMemory(side, most_bytes=16))
     gradients = torch.full((4,), 2.0)
     side.copy(gradients, into=bucket.gradients.shard)

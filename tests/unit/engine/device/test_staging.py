@@ -13,10 +13,10 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, ReduceScatter
-from dearmpi.engine.device.comm_stream import DeviceSideStream
+from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.device.device import device_of, zeros
 from dearmpi.engine.device.routes import AloneDeviceCollectives
-from dearmpi.engine.device.transport import choose_way
+from dearmpi.engine.device.transport import choose_transport
 from dearmpi.errors import ConfigError, DeviceError, MismatchError
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.codes import raises
@@ -104,7 +104,7 @@ def test_a_whole_buffer_goes_both_ways_and_half_precision_is_passed_on(small_chu
 
 def test_one_rank_copies_nothing_and_waits_for_gradients() -> None:
     device, late, gradients = LazyDevice(), HostStream(), torch.ones(4)
-    side = DeviceSideStream(device, carry=None)
+    side = DeviceCommStream(device, carry=None)
     collectives = AloneDeviceCollectives(AloneCollectives(), side, window=WINDOW)
     late.is_open = False
     side.written(gradients, [late])
@@ -237,7 +237,7 @@ def test_the_way_and_its_reason(
     verdicts: list[Verdict],
     chosen: str,
 ) -> None:
-    assert str(choose_way(asked, algorithm, verdicts)).startswith(chosen)
+    assert str(choose_transport(asked, algorithm, verdicts)).startswith(chosen)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_an_mpi_that_works_within_a_host_is_relied_on_between_hosts_only_if_aske
 
     def rank(world: World) -> str:
         _, optimizer = distribute(world, cuda_buffers=asked)
-        name = optimizer._assembly.side.name
+        name = optimizer._built.side.name
         optimizer.close()
         return name
 
@@ -268,7 +268,7 @@ def test_an_mpi_that_works_within_a_host_is_relied_on_between_hosts_only_if_aske
 )
 def test_direct_is_refused_without_proof(verdicts: list[Verdict], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        choose_way("direct", "ring", verdicts)
+        choose_transport("direct", "ring", verdicts)
 
 
 def test_memory_that_is_out_is_told_with_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_a_stream_that_is_captured_neither_asks_nor_waits() -> None:
             raise AssertionError("operation not permitted when stream is capturing")
 
     device = LazyDevice()
-    side = DeviceSideStream(device, None)
+    side = DeviceCommStream(device, None)
     device.captures = True
     assert not side.await_mark(Refusing())
     device.captures = False

@@ -1,4 +1,4 @@
-"""Passage: how a device and the network take their turns, and how eagerly both are polled."""
+"""TransferQueue: how a device and the network take their turns, and how eagerly both are polled."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_next_buckets_are_copied_while_the_network_is_busy(
             assert hub.picture(0).split()[:window] == ["RS5", "RS4"][:window]
         world.barrier()
         optimizer.step()
-        while not optimizer._assembly.engine.state.iteration.is_finished():  # type: ignore[union-attr]
+        while not optimizer._built.engine.state.iteration.is_finished():  # type: ignore[union-attr]
             clock.advance(1.0)
             time.sleep(0.001)
         optimizer.close()

@@ -41,7 +41,7 @@ def test_what_the_main_thread_has_waited_counts_once() -> None:
         optimizer = make(model, world)
         model.backward()
         optimizer.step()
-        engine = optimizer._assembly.engine
+        engine = optimizer._built.engine
         assert isinstance(engine, Engine)
         with engine.state.clock.waiting("nothing"):
             pass

@@ -1,4 +1,4 @@
-"""Relocation: state comes to the ranks that a new layout makes its owners, and to no others."""
+"""Resharding: state comes to the ranks that a new layout makes its owners, and to no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.engine.state.resharding import Relocation, Stretch, pair, stretches
+from dearmpi.engine.state.resharding import OwnedRange, Resharding, owned_ranges, pair
 from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout
 from tests.combinations import pairs_of, turns_of
 from tests.fakes.ranks import run_ranks
@@ -142,7 +142,7 @@ def test_the_old_buffers_are_gone_once_nobody_needs_them() -> None:
 
     def rank(world: World) -> None:
         wrapped = trained(world, "adam")
-        buckets = [update.bucket for update in wrapped._assembly.updates]
+        buckets = [update.bucket for update in wrapped._built.updates]
         old = [weakref.ref(getattr(bucket, n).data) for bucket in buckets for n in BUFFERS]
         del buckets
         wrapped.fuse(1.0)
@@ -161,7 +161,7 @@ def test_every_element_of_a_parameter_has_one_owner() -> None:
     specs = [ParamSpec(f"p{n}", (n,)) for n in (1, 7, 30, 2)]
     for bucket in build_layout([specs], 4):
         for placed in bucket.placements:
-            parts = stretches(bucket, placed)
+            parts = owned_ranges(bucket, placed)
             assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
             assert parts[-1].stop == placed.spec.numel
             for part in parts:
@@ -186,9 +186,9 @@ def two_layouts(draw: st.DrawFn) -> tuple[int, list[BucketLayout]]:
     return size, layouts
 
 
-def owned(layout: BucketLayout) -> dict[str, list[Stretch]]:
+def owned(layout: BucketLayout) -> dict[str, list[OwnedRange]]:
     return {
-        placed.spec.name: stretches(bucket, placed)
+        placed.spec.name: owned_ranges(bucket, placed)
         for bucket in layout
         for placed in bucket.placements
     }
@@ -211,7 +211,7 @@ def test_a_rank_finds_its_own_among_all_pairs_and_in_their_order(
             assert list(pair(old, new[name], rank=rank)) == expected
 
 
-class Watched(Stretch):
+class Watched(OwnedRange):
     """Counts how often it is looked at."""
 
     looks = 0
@@ -234,14 +234,14 @@ def test_nothing_of_a_move_stays_once_the_state_is_in_its_place(
     gather: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ranks have described to each other grows with their number."""
-    begun: list[weakref.ref[Relocation]] = []
-    take = Relocation.take
+    begun: list[weakref.ref[Resharding]] = []
+    take = Resharding.take
 
-    def observed(self: Relocation, collectives: Collectives) -> Iterator[Request]:
+    def observed(self: Resharding, collectives: Collectives) -> Iterator[Request]:
         begun.append(weakref.ref(self))
         yield from take(self, collectives)
 
-    monkeypatch.setattr(Relocation, "take", observed)
+    monkeypatch.setattr(Resharding, "take", observed)
 
     def rank(world: World) -> None:
         wrapped = trained(world, "adam", gather=gather)
