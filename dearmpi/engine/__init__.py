@@ -7,6 +7,12 @@ What holds what:
         BuiltEngine          what belongs together as long as the buckets stay the same
           EngineSpec         what it was built by: names, layout, schedule, settings
           Engine             the moments of an iteration, as the main thread sees them
+            EngineState      what all parts share: buckets, channels, and the Iteration under way
+            Backprop         how gradients get into the buckets, on the main thread
+            Waiting          where the main thread waits, and for what
+            Pipeline         the stages of each bucket, on the progress thread
+              BucketRuntime  each bucket: flat buffers, state, and a GradTracker
+              Codec          what travels for a bucket in one direction
           ShardUpdate        the wrapped optimizer on this rank's part of a bucket, one for each;
                              with ``gather="gradients"`` a WholeUpdate
           ModelHooks         torch's events, for the engine
@@ -16,8 +22,12 @@ What holds what:
       BufferExchange         the model's own buffers, such as running means
       Spans                  what takes how long, for a recorder and torch's profiler
 
-``NullEngine`` takes the engine's place in a world of one that needs no buckets, ``ClosedEngine``
-once it is closed.
+``NullEngine`` takes the engine's place in a world of one that needs no buckets, and after
+``close()``.
+
+From a gradient's hook to the next forward, in this order: iteration/hooks, iteration/backprop,
+bucket/bucket, bucket/grad_tracker, bucket/buffers, iteration/iteration, iteration/pipeline,
+iteration/stages, codec/codec; then update/shard_update and update/update; then iteration/waiting.
 
 Each room's ``__init__`` says what the room is for and where to begin. At the top stands what a
 script sees (optimizer, facade, clipping, scaler), and the errors of wrong use (refusal).

@@ -50,7 +50,7 @@ def time_staged(owner: Device, buffer: torch.Tensor) -> float:
     """Seconds for all of it out and in again, chunk by chunk; the network takes no time."""
     carry = partial(StagedCollectives, window=2, most_bytes=NBYTES)
     side = DeviceCommStream(owner, carry)
-    collectives = side.carry(AloneCollectives())
+    collectives = side.wrap_for_device(AloneCollectives())
 
     def run() -> None:
         request = collectives.start_all_reduce(buffer, "sum")

@@ -53,7 +53,7 @@ def choose_algorithms(
     largest = max(buckets, key=lambda bucket: (bucket.spec.trained, bucket.spec.nbytes))
     # Not its own buffer, which it may never need.
     buffer = zeros(largest.spec.padded_numel, largest.params[0])
-    side.follow()  # it is new
+    side.wait_for_current()  # it is new
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
     fastest = select_reduce_scatter(
@@ -61,6 +61,6 @@ def choose_algorithms(
         buffer,
         wire_dtype=config.wire_dtype,
         library_can_add=dtypes <= {"float32", "float64"},
-        wrap=side.carry,
+        wrap=side.wrap_for_device,
     )
     return CollectiveAlgorithms(fastest, wire_dtype)

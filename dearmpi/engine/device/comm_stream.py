@@ -60,11 +60,11 @@ class CommStream(Protocol):
         """Inside, the calling thread's operations run on ``stream``, which was current once."""
         ...
 
-    def follow(self) -> None:
+    def wait_for_current(self) -> None:
         """Let what is queued here from now on wait for the current stream as it is now."""
         ...
 
-    def lead(self) -> None:
+    def make_current_wait(self) -> None:
         """Let the current stream wait for all that is queued here."""
         ...
 
@@ -87,7 +87,7 @@ class CommStream(Protocol):
         """``tensor`` is used here, though another stream's allocator made it."""
         ...
 
-    def carry(self, collectives: Collectives) -> Collectives:
+    def wrap_for_device(self, collectives: Collectives) -> Collectives:
         """``collectives`` that take this device's tensors."""
         ...
 
@@ -117,10 +117,10 @@ class HostCommStream:
         """Nothing to change."""
         return _NOTHING
 
-    def follow(self) -> None:
+    def wait_for_current(self) -> None:
         """Everything is over."""
 
-    def lead(self) -> None:
+    def make_current_wait(self) -> None:
         """Everything is over."""
 
     def mark(self) -> None:
@@ -136,7 +136,7 @@ class HostCommStream:
     def keep(self, tensor: Tensor) -> None:
         """Memory belongs to nobody else."""
 
-    def carry(self, collectives: Collectives) -> Collectives:
+    def wrap_for_device(self, collectives: Collectives) -> Collectives:
         """MPI works on host memory."""
         return collectives
 
@@ -165,10 +165,10 @@ class DeviceCommStream:
     @contextmanager
     def section(self) -> Iterator[None]:
         """For what both sides look at, such as the optimizer's state."""
-        self.follow()
+        self.wait_for_current()
         with self.running():
             yield
-        self.lead()
+        self.make_current_wait()
 
     def current(self) -> Stream:
         """The current stream."""
@@ -178,11 +178,11 @@ class DeviceCommStream:
         """Of the device."""
         return self.device.on(stream)
 
-    def follow(self) -> None:
+    def wait_for_current(self) -> None:
         """By an event, which the host does not wait for."""
         self._stream.wait_event(self.current().record_event())
 
-    def lead(self) -> None:
+    def make_current_wait(self) -> None:
         """By an event, which the host does not wait for."""
         self.current().wait_event(self.mark())
 
@@ -222,7 +222,7 @@ class DeviceCommStream:
         """Have the allocator wait for the side stream."""
         self.device.keep(tensor, self._stream)
 
-    def carry(self, collectives: Collectives) -> Collectives:
+    def wrap_for_device(self, collectives: Collectives) -> Collectives:
         """As it was made to."""
         carried: Collectives = self._carry(collectives, self)
         return carried

@@ -106,7 +106,7 @@ class Backprop:
             raise refusal.looked_at_gradients()
         self.finish_backward()
         self._waiting.until(self._pipeline.is_settled, "the reduce-scatters")
-        self._side.lead()
+        self._side.make_current_wait()
 
     def discard_grads(self) -> None:
         """Discard the gradients of a backprop that no step followed."""
@@ -127,7 +127,7 @@ class Backprop:
         self._waiting.until_finished()
         known = self._state.deferred.are_known
         self._waiting.until(known, "the roll call of the step before the last")
-        self._side.lead()  # gradients go where updates have read
+        self._side.make_current_wait()  # gradients go where updates have read
         if self._state.joining.is_open and not joined:
             self._state.joining.attend(True)
         self._state.exchange_replicas()

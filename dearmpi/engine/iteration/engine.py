@@ -91,7 +91,7 @@ class Engine:
         """Wait until every parameter shows the last step."""
         if self.state.iteration.stepped:
             self.waiting.until_finished()
-            self._side.lead()
+            self._side.make_current_wait()
             for bucket in self._buckets:
                 bucket.unread = False
         elif self._eager:
@@ -182,7 +182,7 @@ class Engine:
                 self._take_step(self.state.iteration.options)
         if self.state.iteration.stepped:
             self.waiting.until_finished()
-            self._side.lead()
+            self._side.make_current_wait()
         for bucket in self._buckets:
             bucket.release_gradients()  # of a backprop that no step followed
         self.pipeline.close()

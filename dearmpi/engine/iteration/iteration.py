@@ -123,8 +123,10 @@ class EngineState:
         self.side, self.spans, self.replicas = side, spans, replicas
         # What carries a device's tensors keeps to the schedule's window on the network itself.
         window = conduct.window + side.num_ahead
-        self.reduces = world.open_channel("reduce-scatter", window=window, wrap=side.carry)
-        self.gathers = world.open_channel("all-gather", window=window, wrap=side.carry)
+        self.reduces = world.open_channel(
+            "reduce-scatter", window=window, wrap=side.wrap_for_device
+        )
+        self.gathers = world.open_channel("all-gather", window=window, wrap=side.wrap_for_device)
         self.control = world.open_channel("roll call", window=1)
         self.clock = CommunicationClock(spans)
         self.clock.watch(reduces=self.reduces, gathers=self.gathers)
@@ -154,7 +156,7 @@ class EngineState:
             channel.close()
 
     def _replace(self, iteration: Iteration) -> None:
-        self.side.follow()  # options may be tensors
+        self.side.wait_for_current()  # options may be tensors
         if self.replicas is not None:
             self.replicas.begin()
         order = self.schedule.with_last(self.deferred.find())

@@ -81,7 +81,7 @@ class Pipeline:
         bucket.invalidate_params()
         if self.fills_nan:
             bucket.fill_nan()  # now, since afterwards a gather may already bring new ones
-            self._state.side.follow()
+            self._state.side.wait_for_current()
 
     def agree_on_step(self, options: Options) -> None:
         """Let all ranks know which parameters had a gradient on any of them, and whether the ranks,
@@ -111,7 +111,7 @@ class Pipeline:
         """
         # What the main thread has done to gradients and parameters, and options that are tensors:
         # from the moment that the iteration has them, reduced buckets are updated.
-        self._state.side.follow()
+        self._state.side.wait_for_current()
         self._state.iteration.options = options
         self.see_step()
 

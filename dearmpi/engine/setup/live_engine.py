@@ -64,10 +64,10 @@ class Migration:
             new.replicas.num_steps = self._num_compared
         if not new.updates:
             return  # the wrapped optimizer has all there is
-        new.side.follow()  # what is whole was made elsewhere
+        new.side.wait_for_current()  # what is whole was made elsewhere
         relocation, updates, side = self._resharding, new.updates, new.side
         channel.run(_WHAT, lambda c: Chain(relocation.deliver(c, updates, side)))
-        side.lead()
+        side.make_current_wait()
 
 
 class LiveEngine:
