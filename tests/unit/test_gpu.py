@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forks import forked
 from tests.gpu.machine import rows_of
 from tests.gpu.run import PARTS, run_part
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, str(ROOT / "tests/gpu/run.py"), *arguments]
+    command = forked([sys.executable, ROOT / "tests/gpu/run.py", *arguments])
     environment = os.environ | {"OUT": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=280, check=False

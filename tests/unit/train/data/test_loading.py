@@ -32,6 +32,7 @@ from dearmpi.train.loop.stepping import coming_batches
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
 from tests.codes import raises
+from tests.forks import forked
 from tests.unit.train.points import SGD, equal, make_job, make_task, parameters, train
 
 LIMIT_S = 240  # each process imports torch, also on a busy machine
@@ -285,7 +286,7 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     script = folder / "rank.py"
     script.write_text(text)
     return subprocess.run(
-        [sys.executable, str(script)],
+        forked([sys.executable, script]),
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
