@@ -31,7 +31,15 @@ from tests.selection import SIZES  # noqa: E402
 PARTS = ("lint", "types", "unit", "mpi", "openmpi", "lab", "slurm")
 NUM_SLOWEST = 20
 _ON_ONE_HALF = ("tests/unit/engine", "tests/unit/comm", "tests/unit/report", "tests/unit/plan")
-_SCRIPTS = ("bin/demo", "bin/setup", "bin/test", "bin/netlab-rsh", ".ci/run", "tests/slurm/run")
+_SCRIPTS = (
+    "bin/demo",
+    "bin/docs",
+    "bin/setup",
+    "bin/test",
+    "bin/netlab-rsh",
+    ".ci/run",
+    "tests/slurm/run",
+)
 _PYTHON = str(ROOT / ".venv" / "bin" / "python")
 _MOST_WAITING = 2
 _LOOK_S = 0.1

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 import dearmpi
+from docs import generate
 from docs.pictures import draw_schedules, draw_timelines
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_WORDS = 22_000  # of all pages and README, without the pages that are generated
+MOST_README_WORDS = 700
+MOST_SENTENCE_WORDS = 25
 
 
 def test_the_plan_that_planning_draws_is_what_its_lines_print(
@@ -71,6 +75,75 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert path.exists(), f"{target} does not exist"
         if anchor:
             assert anchor in anchors(path), f"{target} names no heading"
+
+
+def written_pages() -> list[Path]:
+    """README, CONTRIBUTING and the pages under docs/ that people write."""
+    generated = set(generate.pages())
+    under_docs = [path for path in pages() if ROOT / "docs" in path.parents]
+    found = [path for path in under_docs if path not in generated]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *found]
+
+
+def words(text: str) -> list[str]:
+    """Words that hold a letter or a digit: rules and borders of tables do not count."""
+    return [word for word in text.split() if re.search(r"\w", word)]
+
+
+def sentences(page: Path) -> list[str]:
+    """Sentences of a page outside of code; each cell of a table is text by itself."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+    blocks = [""]
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("|"):
+            blocks += line.strip("|").split("|")
+        elif not line or line.startswith("#"):
+            blocks.append("")
+        elif re.match(r"([-*]|\d+\.) ", line):
+            blocks.append(line)
+        else:
+            blocks[-1] += f" {line}"
+    return [part for block in blocks for part in re.split(r"(?<=[.!?:;])\s+", block)]
+
+
+@pytest.mark.parametrize("page", written_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page: Path) -> None:
+    homes = [
+        ROOT,
+        ROOT / "dearmpi",
+        ROOT / "tests",
+        ROOT / "tests" / "unit",
+        ROOT / "tests" / "mpi",
+    ]
+    for name in re.findall(r"`(\w[\w/-]*/[\w-]+\.(?:py|sbatch))`", page.read_text()):
+        assert any((home / name).exists() for home in homes), f"{name} does not exist"
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    stale = [path.name for path, text in generate.pages().items() if path.read_text() != text]
+    assert not stale, f"run python docs/generate.py: {stale}"
+
+
+def test_pages_are_short() -> None:
+    counts = {path: len(words(path.read_text())) for path in written_pages()}
+    assert counts[ROOT / "README.md"] <= MOST_README_WORDS
+    assert sum(counts.values()) <= MOST_WORDS, counts
+
+
+@pytest.mark.parametrize("page", written_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    long = [part for part in sentences(page) if len(words(part)) > MOST_SENTENCE_WORDS]
+    assert not long
+
+
+def test_public_names_are_documented() -> None:
+    for name in dearmpi.__all__:
+        value = getattr(dearmpi, name)
+        assert value.__doc__, name
+        for member, method in vars(value).items() if isinstance(value, type) else ():
+            if not member.startswith("_") and callable(method):
+                assert method.__doc__, f"{name}.{member}"
 
 
 def test_what_can_be_imported_is_listed() -> None:

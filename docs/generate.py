@@ -1,0 +1,152 @@
+"""Write the reference pages that follow from the code: settings, errors, checkpoint fields.
+
+    python docs/generate.py            writes docs/reference/{settings,errors,manifest}.md
+    python docs/generate.py --check    writes nothing; status 1 if a page is not current
+
+``bin/docs`` runs it, and a test compares the committed pages with ``pages()``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script, the package of this repository counts
+
+from dearmpi import errors  # noqa: E402
+from dearmpi.error_codes import CODES  # noqa: E402
+from dearmpi.train.checkpoint.manifest import FORMAT, VERSION, Manifest  # noqa: E402
+from dearmpi.train.settings.choices import RunChoices  # noqa: E402
+from dearmpi.train.settings.setting import named  # noqa: E402
+
+REFERENCE = ROOT / "docs" / "reference"
+NOTE = "<!-- Written by docs/generate.py; do not edit. -->\n"
+
+
+def table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table; ``|`` in cells is escaped."""
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+def first_sentence(documented: object) -> str:
+    """The first sentence of a docstring, on one line."""
+    text = " ".join((inspect.getdoc(documented) or "").split())
+    return re.split(r"(?<=\.) |:: ", text, maxsplit=1)[0]
+
+
+def settings_page() -> str:
+    """Every setting of ``dear-train run``, by section, as its help describes it."""
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    for field in fields(RunChoices):
+        about = named(field.metadata["setting"], field.name)
+        value = "|".join(about.choices) or about.metavar
+        flag = f"`--{about.flag}{f' {value}' if value else ''}`"
+        default = field.default if isinstance(field.default, (str, int, float)) else None
+        shown = "" if default is None or "default:" in about.help else f"`{default}`"
+        fixed = "yes" if about.fixed else ""
+        sections.setdefault(about.section, []).append((flag, about.help, shown, fixed))
+    heads = ("flag", "meaning", "default", "fixed")
+    parts = [f"## {name}\n\n{table(heads, rows)}" for name, rows in sections.items()]
+    intro = (
+        "`--batch-size 32`, the variable `DEAR_TRAIN_BATCH_SIZE=32` and `batch_size: 32` in a "
+        "`--config` file\nare the same setting. A resumed run must keep a *fixed* one. "
+        "[Train from the command line](../how-to/run.md#settings)\nexplains where each may stand.\n"
+    )
+    return f"{NOTE}\n# Settings of dear-train run\n\n{intro}\n" + "\n".join(parts)
+
+
+def raised_classes() -> dict[str, set[str]]:
+    """By error code, the classes that the package raises with it."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "dearmpi").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            name = node.func.id if isinstance(node.func, ast.Name) else name
+            if not inspect.isclass(getattr(errors, name, None)):
+                continue
+            for keyword in node.keywords:
+                if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
+                    found.setdefault(str(keyword.value.value), set()).add(name)
+    return found
+
+
+def errors_page() -> str:
+    """The classes of errors with their exit codes, and every code with cause and cure."""
+    classes = [
+        (f"`{name}`", str(kind.exit_code), first_sentence(kind))
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, errors.DearError)
+    ]
+    raised = raised_classes()
+    codes = [
+        (
+            f"`{code}`",
+            ", ".join(f"`{name}`" for name in sorted(raised.get(code, ()))),
+            about.cause,
+            about.cure,
+        )
+        for code, about in sorted(CODES.items())
+    ]
+    return (
+        f"{NOTE}\n# Errors\n\n"
+        "Every error of dearmpi is a `dearmpi.errors.DearError` with an attribute `code`. Messages "
+        "may change between\nversions; codes do not. `dear-train` ends with the class's exit code "
+        "([all exit codes](../how-to/run.md#how-a-run-ends)).\n\n"
+        f"## Classes\n\n{table(('class', 'exit code', 'meaning'), classes)}\n"
+        f"## Codes\n\n{table(('code', 'class', 'cause', 'cure'), codes)}"
+    )
+
+
+def manifest_page() -> str:
+    """The fields of a checkpoint's manifest, as its class documents them."""
+    documented = inspect.getdoc(Manifest) or ""
+    meanings: dict[str, str] = {}
+    for names, text in re.findall(r"^([\w, ]+): (.*?)(?=^[\w, ]+: |\Z)", documented, re.M | re.S):
+        for name in names.split(", "):
+            meanings[name] = " ".join(text.split()).removesuffix(".")
+    rows = [
+        ("`format`, `version`", "str, int", f"`{FORMAT}`, {VERSION}; another version is refused"),
+        *((f"`{f.name}`", f"`{f.type}`", meanings.get(f.name, "")) for f in fields(Manifest)),
+        ("`sha256`", "`str`", "of the other fields, as JSON without white space"),
+    ]
+    return (
+        f"{NOTE}\n# Fields of manifest.json\n\n{table(('field', 'type', 'meaning'), rows)}\n"
+        "[Checkpoints](checkpoints.md) describes the folder around it.\n"
+    )
+
+
+def pages() -> dict[Path, str]:
+    """The text of every generated page."""
+    return {
+        REFERENCE / "settings.md": settings_page(),
+        REFERENCE / "errors.md": errors_page(),
+        REFERENCE / "manifest.md": manifest_page(),
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or compare them; return the exit status."""
+    stale = [p for p, text in pages().items() if not p.exists() or p.read_text() != text]
+    if "--check" in arguments:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not current: run python docs/generate.py")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(pages()[path])
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
