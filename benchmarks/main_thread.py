@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.session import Question, make_subject
+from dearmpi.bench.benchmark import Question, make_subject
 from dearmpi.engine.bucket import bucket
 from dearmpi.engine.iteration import hooks
 from dearmpi.engine.iteration.backprop import Backprop

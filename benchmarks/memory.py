@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.memory import peak_bytes, start_peak
+from dearmpi.bench.process_memory import peak_bytes, start_peak
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.profile import profile_workload

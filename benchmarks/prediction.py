@@ -24,13 +24,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.contest import hold_contest
+from dearmpi.bench.benchmark import Question, make_subject
+from dearmpi.bench.comparison import hold_contest
 from dearmpi.bench.gloo import NUM_IN_FLIGHT, calibrate_all_reduce
 from dearmpi.bench.length import Length
-from dearmpi.bench.method import BAYES, Entrant, Method, Setup, read_config
-from dearmpi.bench.session import Question, make_subject
-from dearmpi.bench.subject import Subject
-from dearmpi.bench.table import align
+from dearmpi.bench.method import Entrant, Method, Setup
+from dearmpi.bench.own_methods import BAYES, read_config
+from dearmpi.bench.workload_model import Subject
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
@@ -39,6 +39,7 @@ from dearmpi.plan.data.schedule import Conduct
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.plan.rivals import methods as simulated
+from dearmpi.report.draw.text import align
 
 METHODS = "serial,wfbp,dear,planned,ddp:8,ddp"
 HEADER = ("method", "predicted s", "measured s", "error")

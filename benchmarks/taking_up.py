@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.memory import reuse_pages
+from dearmpi.bench.process_memory import reuse_pages
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.engine.setup import self_planning
 from dearmpi.plan.data.workload import read_workload

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.session import Question, make_subject
-from dearmpi.bench.subject import Subject
+from dearmpi.bench.benchmark import Question, make_subject
+from dearmpi.bench.workload_model import Subject
 from dearmpi.comm.world import World
 from dearmpi.engine.trace.layers import LayerSpans
 from dearmpi.plan.data.workload import is_workload

@@ -255,7 +255,7 @@ def test_imports_point_one_way() -> None:
             f"{TYPES}    from dearmpi.cli import main",
             "train imports dearmpi.cli",
         ),
-        ("report/page/page.py", "import torch", "report imports torch"),
+        ("report/page/html.py", "import torch", "report imports torch"),
         ("helpers/things.py", "", "helpers is no part of the design"),
         ("engine/helpers/things.py", "", "helpers is no room of engine"),
         ("engine/bucket/a.py", "from dearmpi.engine.update import b", "bucket imports dearmpi."),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.bench.group import PATIENCE_S
+from dearmpi.bench.gloo import PATIENCE_S
 from dearmpi.bench.method import Method
 from dearmpi.bench.result import Result
 from dearmpi.engine.setup.self_planning import LEAST_STEPS

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, get_type_hints
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
-from dearmpi.config import CommDtype, EngineConfig, check_choice
-from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.engine.setup.checks import check_parameters
-from dearmpi.engine.setup.settings import check_plan
-from dearmpi.engine.setup.spec import optimized_parameters
-from dearmpi.errors import ConfigError
+from dearmpi.config import CommDtype, check_choice
+from dearmpi.errors import CommError, ConfigError
 
-ALONE = "alone"
-SCHEDULES = ("serial", "wfbp", "dear")
-PLANNED = "planned"
-BAYES = "bayes"
-OURS = (*SCHEDULES, PLANNED, BAYES)
-_OF_DEVICES = ("cuda_buffers", "update_on")
 _MOST_CAP_MB = 65536  # as the engine's own
 
 
@@ -130,101 +121,6 @@ class Method:
         return self.factory(setup)
 
 
-def alone(setup: Setup) -> Entrant:
-    """Plain torch without any communication: each rank trains by itself."""
-    return Entrant(setup.model, setup.make_optimizer(setup.model.parameters()))
-
-
-def ours(name: str) -> Factory:
-    """This package's engine with the schedule ``name``, or by a plan that it makes for itself."""
-
-    def enter(setup: Setup) -> Entrant:
-        planned = name == PLANNED
-        schedule = {} if planned else {"schedule": name}
-        optimizer = DistributedOptimizer(
-            setup.make_optimizer(setup.model.parameters()),
-            setup.model,
-            world=setup.world,
-            config=read_config({**schedule, "eager": "true", **setup.options}),
-            plan="auto" if planned else None,
-        )
-        return Entrant(
-            setup.model,
-            optimizer,
-            is_tuning=lambda: optimizer.is_planning,
-            finish=optimizer.synchronize,
-            close=optimizer.close,
-            describe=lambda: (
-                "" if optimizer.plan is None else f"{optimizer.plan.summary()} predicted"
-            ),
-        )
-
-    return enter
-
-
-def check_precision(setup: Setup) -> None:
-    """Raise ConfigError for the engine's settings that have no effect on the model's parameters."""
-    optimizer = setup.make_optimizer(setup.model.parameters())
-    names = optimized_parameters(optimizer, setup.model)
-    check_parameters(optimizer, names, config=read_config(setup.options))
-
-
-def read_config(options: Mapping[str, str]) -> EngineConfig:
-    """The engine's settings from text. A bare number, under the name ``cap``, is the bucket cap.
-
-    Raises ConfigError for a setting that does not exist, or a value that it cannot have.
-    """
-    kinds = get_type_hints(EngineConfig)
-    values: dict[str, Any] = {}
-    for given, text in options.items():
-        name = "bucket_cap_mb" if given == "cap" else given
-        if name not in kinds:
-            raise ConfigError(
-                f"the engine has no setting {given!r}; it has {', '.join(sorted(kinds))}"
-            )
-        if name in values:
-            raise ConfigError(
-                f"the bucket cap is given twice, as cap={options['cap']} and as "
-                f"bucket_cap_mb={options['bucket_cap_mb']}; leave out one of the two"
-            )
-        values[name] = _read_value(name, text, kinds[name])
-    return EngineConfig(**values)
-
-
-def refuse_settings(name: str, options: Mapping[str, str]) -> None:
-    """Raise ConfigError for settings that do not exist or fit, or without effect on ``name``."""
-    if "schedule" in options:
-        raise ConfigError(
-            f"its name says the schedule; leave schedule={options['schedule']} out, or take a "
-            f"method by that name, one of {', '.join(SCHEDULES)}"
-        )
-    config = read_config(options)
-    for setting in _OF_DEVICES:
-        value = getattr(config, setting)
-        if value != getattr(EngineConfig(), setting):
-            raise ConfigError(
-                f"{setting} is {value!r}, but models are measured on the host, where it has no "
-                "effect; leave it out"
-            )
-    if name == PLANNED:
-        check_plan("auto", config)
-
-
-def _read_value(name: str, text: str, kind: object) -> object:
-    try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if kind in (int, int | None):
-            return int(text)
-        if kind in (float, float | None):
-            return float(text)
-    except (KeyError, ValueError):
-        words: dict[object, str] = {bool: "true or false", float | None: "a number"}
-        kind_text = words.get(kind, "a whole number")
-        raise ConfigError(f"{name} is {text!r}; it must be {kind_text}") from None
-    return text
-
-
 def asked_options(comm_dtype: CommDtype) -> dict[str, str]:
     """The options of a method that is to send ``comm_dtype``, as all are."""
     return {} if comm_dtype == "fp32" else {"comm_dtype": comm_dtype}
@@ -271,3 +167,54 @@ def read_cap(text: str) -> float:
             f"{_MOST_CAP_MB}"
         )
     return cap
+
+
+# Found in what a rank says that only lost the others: gloo's connections, or Horovod's thread.
+_AFTERMATH = ("gloo", "horovod has been shut down")
+
+
+def problem_of(error: BaseException) -> str:
+    """What went wrong on this rank, in a line; what the error holds, such as a model, is let go."""
+    lines = str(error).strip().splitlines()
+    traceback.clear_frames(error.__traceback__)
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def agree_on(world: World, problem: str) -> str:
+    """The problem that came first, as far as one can tell, with its rank; empty where no rank has
+    any (collective).
+    """
+    problems = {rank: text for rank, text in enumerate(world.all_gather_text(problem)) if text}
+    if not problems:
+        return ""
+    first = min(problems, key=lambda rank: (_is_aftermath(problems[rank]), rank))
+    return problems[first] if world.size == 1 else f"rank {first}: {problems[first]}"
+
+
+def find_missing(
+    world: World, methods: Sequence[Method], tell: Callable[[str], None]
+) -> dict[str, str]:
+    """By label, why a method that cannot be found on every rank is out (collective). ``tell`` is
+    given a line on each: measuring the others takes long.
+    """
+    missing: dict[str, str] = {}
+    for method in methods:
+        problem = agree_on(world, _look_for(world, method))
+        if problem:
+            missing[method.label] = problem
+            tell(f"{method.label} is out: {problem}")
+    return missing
+
+
+def _look_for(world: World, method: Method) -> str:
+    try:
+        method.find(world)
+    except CommError:
+        raise  # nothing can go on
+    except (Exception, SystemExit) as error:  # somebody else's module, which may do anything
+        return problem_of(error)
+    return ""
+
+
+def _is_aftermath(problem: str) -> bool:
+    return any(words in problem.lower() for words in _AFTERMATH)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dearmpi.config import CommDtype
-from dearmpi.report.draw.unit import count_text
+from dearmpi.report.draw.text import count_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dearmpi.cli.combination import given_flags, refuse_useless
-from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import (
+from dearmpi.cli.options import engine_option, given_flags, refuse_useless
+from dearmpi.cli.output_files import (
     OUT,
     check_apart,
     check_place,
-    measure_together,
     write,
     write_file,
 )
+from dearmpi.cli.ranks import measure_together
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -174,11 +173,9 @@ def _measure(
 def _measure_methods(
     world: World, console: Console, given: dict[str, Any], *, json_path: Path | None
 ) -> tuple[list[str], Contents, int]:
+    from dearmpi.bench.benchmark import Question, answer
     from dearmpi.bench.length import Length
-    from dearmpi.bench.picture import draw
-    from dearmpi.bench.record import result_json
-    from dearmpi.bench.session import Question, answer
-    from dearmpi.bench.table import describe_result
+    from dearmpi.bench.output import describe_result, draw, result_json
     from dearmpi.train.ranks.agreement import together
 
     with together(world):
@@ -213,7 +210,7 @@ def _measure_collectives(
     world: World, console: Console, given: dict[str, Any]
 ) -> tuple[list[str], Contents, int]:
     from dearmpi.bench.collectives import describe_collectives, measure_collectives
-    from dearmpi.bench.record import collectives_json
+    from dearmpi.bench.output import collectives_json
     from dearmpi.train.ranks.agreement import together
 
     with together(world):

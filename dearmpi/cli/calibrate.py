@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_place, measure_together, write
+from dearmpi.cli.options import engine_option
+from dearmpi.cli.output_files import OUT, check_place, write
+from dearmpi.cli.ranks import measure_together
 from dearmpi.config import ReduceScatter
 from dearmpi.errors import ConfigError, MeasurementError
 
@@ -76,7 +77,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
 
 def describe_calibration(result: Calibration) -> list[str]:
     """Lines: where it was measured, a table of times, and what was fitted."""
-    from dearmpi.bench.table import align
+    from dearmpi.report.draw.text import align
 
     names = (f"reduce-scatter {result.algorithm}", "all-gather")
     halves = list(zip(names, (result.reduce_scatter, result.all_gather), result.fits, strict=True))

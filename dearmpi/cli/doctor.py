@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.failure import complain, end_run, is_first_process, process_name
-from dearmpi.cli.measurement import check_writable, write_file
-from dearmpi.cli.rank_log import rank_log
+from dearmpi.cli.failure import complain, is_first_process, process_name
+from dearmpi.cli.output_files import check_writable, write_file
+from dearmpi.cli.ranks import end_run, rank_log
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
@@ -53,10 +53,10 @@ def doctor(run_folder: Path | None, json_path: Path | None) -> int:
 
     console = Console(speaks=is_first_process() and json_path != _STANDARD_OUTPUT, needed=True)
     try:
-        import_module("dearmpi.cli.session")  # all that a run needs
+        import_module("dearmpi.cli.run_session")  # all that a run needs
         from dearmpi.doctor.examination import Examination, examine, probe_devices
         from dearmpi.doctor.facts import cuda_devices
-        from dearmpi.doctor.launch import open_world
+        from dearmpi.doctor.launcher import open_world
     except Exception as error:  # libraries with compiled parts fail at import in many ways
         return _tell_broken_packages(error, console, json_path)
     verdicts = probe_devices() if is_first_process() else ()

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import os
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dearmpi.cli.rank_log import RankLog
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.stack import origin_of
 from dearmpi.comm.process.launch import announced_rank, announced_size
-from dearmpi.errors import UNNAMED, CommError, ConfigError, DearError, LaunchError
+from dearmpi.errors import UNNAMED, ConfigError, DearError, LaunchError
 
 if TYPE_CHECKING:
-    from dearmpi.comm.world import World
+    pass
 
 INTERRUPTED = 130
-# A rank whose communication broke was likely left by another, which will say why.
-_GRACE_OF_VICTIMS_S = 3.0
-# Where all ranks fail alike, rank 0 says it for them and ends the job meanwhile.
-_GRACE_OF_OTHERS_S = 1.0
 
 
 def exit_code(error: BaseException) -> int:
@@ -31,24 +25,6 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return _status(error)
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-
-
-def end_run(world: World, error: BaseException, log: RankLog) -> int:
-    """Tell of ``error`` and return the exit code, or end the whole job where others may wait."""
-    from dearmpi.train.ranks.agreement import is_agreed
-
-    log.write_exception(error)
-    code = exit_code(error)
-    if is_agreed(error) or world.size == 1:
-        if world.is_root:
-            complain(describe(error, log.path))
-        return code
-    if isinstance(error, CommError):
-        time.sleep(_GRACE_OF_VICTIMS_S)
-    elif not world.is_root:
-        time.sleep(_GRACE_OF_OTHERS_S)
-    complain(describe(error, log.path), prefix=f"[rank {world.rank} on {world.host}] ")
-    world.abort(code)
 
 
 def complain_alone(error: DearError) -> None:

@@ -12,18 +12,16 @@ import click
 import dearmpi
 from dearmpi.cli.bench import bench
 from dearmpi.cli.calibrate import calibrate
-from dearmpi.cli.checkpoint import checkpoint
 from dearmpi.cli.doctor import doctor
 from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
+from dearmpi.cli.options import CONTEXT
 from dearmpi.cli.plan import plan
 from dearmpi.cli.profile import profile
-from dearmpi.cli.report import report
 from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
-from dearmpi.cli.settings import CONTEXT
+from dearmpi.cli.run_output import checkpoint, report, trace
 from dearmpi.cli.simulate import simulate
 from dearmpi.cli.slurm import slurm
-from dearmpi.cli.trace import trace
 from dearmpi.errors import ConfigError, DearError
 
 

@@ -10,12 +10,19 @@ import click
 
 from dearmpi.cli.calibrate import NO_TIME_PER_BYTE
 from dearmpi.cli.console import Console
-from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
-from dearmpi.cli.picture import check_picture, picture_option, write_picture
+from dearmpi.cli.options import engine_option
+from dearmpi.cli.output_files import (
+    OUT,
+    check_apart,
+    check_picture,
+    check_writable,
+    picture_option,
+    write_file,
+    write_picture,
+)
 from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError, MeasurementError
-from dearmpi.report.draw.unit import count_text
+from dearmpi.report.draw.text import count_text
 from dearmpi.version import describe_other_version
 
 if TYPE_CHECKING:
@@ -167,7 +174,7 @@ def _draw(
 ) -> None:
     """The iteration that ``plan`` is simulated to take."""
     from dearmpi.plan.simulate.timeline import simulate
-    from dearmpi.report.draw.plan import draw_plan
+    from dearmpi.report.draw.tracks import draw_plan
 
     layout = plan.layout(profile.workload.params(), costs.world_size)
     timeline = simulate(profile, layout, plan.conduct, costs)

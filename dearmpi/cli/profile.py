@@ -10,21 +10,18 @@ from typing import TYPE_CHECKING
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.measurement import OUT, check_apart, check_place, write
+from dearmpi.cli.options import RunCommand, setting_options
+from dearmpi.cli.output_files import OUT, check_apart, check_place, write
 from dearmpi.cli.run import carry_out_together, read_sources
-from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.settings import PLANNING, SETTINGS
 from dearmpi.train.settings.sources import without
 
 if TYPE_CHECKING:
-    from dearmpi.cli.rank_log import RankLog
+    from dearmpi.cli.ranks import RankLog
     from dearmpi.comm.world import World
-    from dearmpi.plan.model.profile import ModelProfile
     from dearmpi.train.settings.sources import Source
 
-_HEADER = ("layer", "tensors", "MB", "feed-forward ms", "backprop ms", "ready ms")
-_MOST_ROWS = 40
 _OF_A_RUN = (
     *("run_folder", "name", "resume", "max_time_s", "checkpoint_interval", "keep"),
     *("log_interval", "eval_interval", "tensorboard", "trace"),
@@ -54,7 +51,7 @@ def _profile(
         return [without(source, _OF_A_RUN) for source in read_sources(given, os.environ, config)]
 
     def carry_out(world: World, sources: Sequence[Source], _log: RankLog) -> int:
-        from dearmpi.bench.layer_times import measure_layers
+        from dearmpi.bench.layer_times import describe_profile, measure_layers
         from dearmpi.train.ranks.agreement import together
 
         with together(world, root_only=True):
@@ -122,47 +119,3 @@ def check_lengths(num_warmup: int, num_batches: int) -> None:
             f"{num_warmup} warm-up batches and {num_batches} that count; at least 0 and 1 are "
             "needed"
         )
-
-
-def describe_profile(profile: ModelProfile) -> list[str]:
-    """Lines: what was measured, and a table of the layers, or of the slowest if there are many."""
-    from dearmpi.bench.table import align
-    from dearmpi.report.draw.unit import count_text
-
-    workload = profile.workload
-    rows = _rows(profile)
-    seconds = [times.feed_forward_s + times.backprop_s for times in profile.times]
-    slowest = sorted(sorted(range(len(rows)), key=lambda i: -seconds[i])[:_MOST_ROWS])
-    num_bytes = sum(spec.nbytes for spec in workload.params())
-    lines = [
-        f"{workload.name}: {len(rows)} layers, {workload.num_tensors} tensors, "
-        f"{num_bytes / 1e6:.1f} MB, batch size {workload.batch_size} per rank, "
-        f"{count_text(profile.world_size, 'rank')}, {profile.device}",
-        f"feed-forward {profile.feed_forward_s * 1e3:.2f} ms, backprop "
-        f"{profile.backprop_s * 1e3:.2f} ms; {workload.source}, waits left out",
-        "",
-        *align([_HEADER, *(rows[place] for place in slowest)]),
-    ]
-    if len(slowest) < len(rows):
-        rest_s = sum(seconds) - sum(seconds[place] for place in slowest)
-        lines.append(f"and {len(rows) - len(slowest)} faster ones, {rest_s * 1e3:.3f} ms in all")
-    return lines
-
-
-def _rows(profile: ModelProfile) -> list[tuple[str, ...]]:
-    """A row per layer. Backprop goes from the last to the first, which is ready at its end."""
-    rows: list[tuple[str, ...]] = []
-    ready_s = profile.backprop_s
-    for layer, times in profile.layers():
-        rows.append(
-            (
-                layer.name or "(the model itself)",
-                str(len(layer.params)),
-                f"{sum(spec.nbytes for spec in layer.params) / 1e6:.3f}",
-                f"{times.feed_forward_s * 1e3:.3f}",
-                f"{times.backprop_s * 1e3:.3f}",
-                f"{ready_s * 1e3:.3f}",
-            )
-        )
-        ready_s -= times.backprop_s
-    return rows

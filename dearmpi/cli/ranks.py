@@ -2,16 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dearmpi.cli.failure import complain_alone, end_run, exit_code
-from dearmpi.cli.rank_log import rank_log
-from dearmpi.errors import DearError
+from dearmpi.cli.console import Console
+from dearmpi.cli.failure import complain, complain_alone, describe, exit_code
+from dearmpi.comm.api import safe_output
+from dearmpi.errors import CommError, DearError
 
 if TYPE_CHECKING:
-    from dearmpi.cli.rank_log import RankLog
+    from dearmpi.comm.watchdog.watchdog import StallLimits
     from dearmpi.comm.world import World
+
+# A rank whose communication broke was likely left by another, which will say why.
+_GRACE_OF_VICTIMS_S = 3.0
+
+
+# Where all ranks fail alike, rank 0 says it for them and ends the job meanwhile.
+_GRACE_OF_OTHERS_S = 1.0
+
+
+@dataclass(slots=True)
+class RankLog:
+    """Where this rank's warnings and exceptions go.
+
+    path: the log's file; None until ``open``.
+    """
+
+    logger: logging.Logger
+    path: Path | None = None
+
+    def open(self, path: Path, first_line: str) -> None:
+        """Also write to the file at ``path``, from here on. Raises DearError where that fails."""
+        try:
+            handler = _LogFile(path, mode="a", encoding="utf-8")
+        except OSError as error:
+            raise DearError(f"cannot write {path}: {error.strerror}") from error
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger().addHandler(handler)
+        self.path = path
+        self.logger.info(first_line)
+
+    def write_exception(self, error: BaseException) -> None:
+        """Write ``error`` with its traceback."""
+        if self.path is not None:
+            self.logger.error("%s", error, exc_info=error)
+
+
+class _LogFile(logging.FileHandler):
+    """A file of which a rank's end does not depend: that it cannot be written is told, once."""
+
+    _is_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # a mistake in who called
+            super().handleError(record)
+        elif not self._is_told:
+            self._is_told = True
+            safe_output.write(
+                f"dear-train: warning: cannot write {self.baseFilename}: {error.strerror}; what "
+                "follows may be missing there"
+            )
+
+    def close(self) -> None:
+        with suppress(OSError):  # of what is left to write
+            super().close()
+
+
+@contextmanager
+def rank_log(*, speaks: bool) -> Iterator[RankLog]:
+    """Inside, warnings are logged; where ``speaks``, they are told on the console as well.
+
+    Logging is one for the whole process; it is put back as it was at the end.
+    """
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    handler: logging.Handler = (
+        logging.StreamHandler(sys.stderr) if speaks else logging.NullHandler()
+    )
+    handler.setLevel(logging.WARNING)
+    handler.addFilter(lambda record: record.exc_info is None)  # failures are told in another way
+    root.addHandler(handler)
+    logger = logging.getLogger("dearmpi")
+    logger.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield RankLog(logger)
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        for added in [other for other in root.handlers if other not in before]:
+            root.removeHandler(added)
+            added.close()
 
 
 def on_ranks(
@@ -39,3 +129,36 @@ def on_ranks(
             if isinstance(error, SystemExit) and exit_code(error) == 0:
                 raise  # as a program does that has come to its end
             return end_run(world, error, log)
+
+
+def end_run(world: World, error: BaseException, log: RankLog) -> int:
+    """Tell of ``error`` and return the exit code, or end the whole job where others may wait."""
+    from dearmpi.train.ranks.agreement import is_agreed
+
+    log.write_exception(error)
+    code = exit_code(error)
+    if is_agreed(error) or world.size == 1:
+        if world.is_root:
+            complain(describe(error, log.path))
+        return code
+    if isinstance(error, CommError):
+        time.sleep(_GRACE_OF_VICTIMS_S)
+    elif not world.is_root:
+        time.sleep(_GRACE_OF_OTHERS_S)
+    complain(describe(error, log.path), prefix=f"[rank {world.rank} on {world.host}] ")
+    world.abort(code)
+
+
+def measure_together(
+    measure: Callable[[World, Console], int], *, stall_limits: StallLimits | None = None
+) -> int:
+    """Connect the ranks and call ``measure`` on all; a failure ends as that of a run.
+
+    Returns the exit code.
+    """
+    from dearmpi.comm.lifecycle import connect
+
+    def carry_out(world: World, _log: RankLog) -> int:
+        return measure(world, Console(speaks=world.is_root, launched=world.size > 1))
+
+    return on_ranks(carry_out, connect=partial(connect, stall_limits=stall_limits))

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dearmpi.cli.failure import is_first_process
+from dearmpi.cli.options import RunCommand, setting_options
 from dearmpi.cli.ranks import on_ranks
-from dearmpi.cli.settings import RunCommand, setting_options
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.sources import Source, make_source, merge, read_environment, read_file
 
 if TYPE_CHECKING:
-    from dearmpi.cli.rank_log import RankLog
+    from dearmpi.cli.ranks import RankLog
     from dearmpi.comm.watchdog.watchdog import StallLimits
     from dearmpi.comm.world import World
     from dearmpi.train.ranks.stop import StopRequest
@@ -81,7 +81,7 @@ def run_together(read: ReadSources) -> int:
     with StopRequest() as stop:
 
         def train(world: World, sources: Sequence[Source], log: RankLog) -> int:
-            from dearmpi.cli.session import run_session
+            from dearmpi.cli.run_session import run_session
 
             return run_session(world, sources, stop=stop, log=log, command=sys.argv)
 

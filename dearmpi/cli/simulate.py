@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dearmpi.cli.combination import given_flags, refuse_useless
-from dearmpi.cli.engine_option import engine_option
-from dearmpi.cli.measurement import OUT, check_apart, check_writable, write_file
-from dearmpi.cli.picture import check_picture, picture_option, write_picture
+from dearmpi.cli.options import engine_option, given_flags, refuse_useless
+from dearmpi.cli.output_files import (
+    OUT,
+    check_apart,
+    check_picture,
+    check_writable,
+    picture_option,
+    write_file,
+    write_picture,
+)
 from dearmpi.errors import ConfigError
 from dearmpi.version import describe_other_version
 
@@ -124,10 +130,10 @@ def _check_combination(context: click.Context) -> None:
 
 
 def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
-    from dearmpi.bench.table import align
     from dearmpi.plan.model.cost import MOST_RANKS
     from dearmpi.plan.rivals.comparison import compare
-    from dearmpi.report.draw.comparison import comparison_rows, describe_comparison
+    from dearmpi.report.draw.curves import comparison_rows, describe_comparison
+    from dearmpi.report.draw.text import align
 
     world_size, picture_path = given["world_size"], given["picture_path"]
     if not 1 <= world_size <= MOST_RANKS:
@@ -228,7 +234,7 @@ def _read_methods(names: Sequence[str]) -> list[SimulatedMethod]:
 def _draw(console: Console, comparison: Comparison, others: Sequence[Network], path: Path) -> None:
     """The same methods over other numbers of ranks, and over ``others``, of other bandwidths."""
     from dearmpi.plan.rivals.comparison import compare
-    from dearmpi.report.draw.comparison import draw_comparisons
+    from dearmpi.report.draw.curves import draw_comparisons
 
     methods = [row.method for row in comparison.rows]
     profile, network = comparison.profile, comparison.network
@@ -244,10 +250,10 @@ def _draw(console: Console, comparison: Comparison, others: Sequence[Network], p
 
 
 def _compare_paper(console: Console) -> Sequence[Gain]:
-    from dearmpi.bench.table import align
     from dearmpi.plan.model.network import PRESETS
     from dearmpi.plan.rivals.paper import CAPS_MB, DEVICE, PARTITION_NUMEL, WORLD_SIZE, paper_gains
-    from dearmpi.report.draw.comparison import describe_gains, gain_rows
+    from dearmpi.report.draw.curves import describe_gains, gain_rows
+    from dearmpi.report.draw.text import align
 
     console.say(
         f"{WORLD_SIZE} ranks. {DEVICE}.",

@@ -11,12 +11,11 @@ from typing import Any
 from dearmpi.bench.collectives import Overlap
 from dearmpi.comm.process.launch import Library
 from dearmpi.comm.world import World
-from dearmpi.doctor import launch
-from dearmpi.doctor.cores import is_crowded, judge_cores
-from dearmpi.doctor.device import judge_devices
+from dearmpi.doctor import launcher as launch
 from dearmpi.doctor.facts import RankFacts, cuda_devices, gather_facts
 from dearmpi.doctor.finding import Finding, exit_code, ok
 from dearmpi.doctor.folder import FolderTrial, judge_folder, try_folder
+from dearmpi.doctor.hardware import is_crowded, judge_cores, judge_devices
 from dearmpi.doctor.network import (
     Network,
     judge_network,
@@ -25,8 +24,7 @@ from dearmpi.doctor.network import (
     measure_network,
 )
 from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
-from dearmpi.doctor.tcp import gather_algorithms, judge_tcp
-from dearmpi.doctor.transport import judge_transport
+from dearmpi.doctor.transport import gather_algorithms, judge_tcp, judge_transport
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.tune.device_probe import Verdict, probe, share_verdicts
 

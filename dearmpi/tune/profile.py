@@ -19,9 +19,8 @@ from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.workload import Workload
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile, parse_profile
 from dearmpi.torch_internals import number_of_backprop
-from dearmpi.tune.layers import build_layers, find_homes
+from dearmpi.tune.layers import Leg, Pass, build_layers, find_homes, summarize
 from dearmpi.tune.own_hook import OwnHook
-from dearmpi.tune.passes import Leg, Pass, summarize
 from dearmpi.tune.stopwatch import Mark, Stopwatch, no_wait, stopwatch_for
 
 

@@ -17,7 +17,7 @@ from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.search.planner import plan_of
 from dearmpi.plan.simulate.timeline import simulate
 from dearmpi.report.draw import svg
-from dearmpi.report.draw.plan import draw_plan
+from dearmpi.report.draw.tracks import draw_plan
 
 FOLDER = Path(__file__).parent
 

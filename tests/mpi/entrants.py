@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dearmpi.bench.method import Entrant, Factory, Setup, backpropagate
-from dearmpi.bench.peers import ddp
+from dearmpi.bench.torch_methods import ddp
 
 
 def plug_in(setup: Setup) -> Entrant:

@@ -14,22 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dearmpi.bench import contest as bench_contest
-from dearmpi.bench import session
+from dearmpi.bench import benchmark as session
+from dearmpi.bench import comparison as bench_contest
+from dearmpi.bench.benchmark import Question, answer
 from dearmpi.bench.collectives import describe_collectives, measure_collectives
-from dearmpi.bench.group import leave_group
+from dearmpi.bench.gloo import leave_group
 from dearmpi.bench.method import Entrant, Method, Setup
-from dearmpi.bench.peers import read_method
-from dearmpi.bench.plug_in import plug_in
-from dearmpi.bench.record import collectives_json, result_json
+from dearmpi.bench.method_names import plug_in, read_method
+from dearmpi.bench.output import collectives_json, describe_result, result_json
 from dearmpi.bench.result import LinkTimes, Result
-from dearmpi.bench.session import Question, answer
-from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World
 from dearmpi.errors import DearError
 from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.data.workload import LayerSpec, Workload, float_layer, read_workload
-from tests.mpi.contests import SHORT, contest
+from tests.mpi.comparisons import SHORT, contest
 
 pytestmark = pytest.mark.ranks(1, 2)
 

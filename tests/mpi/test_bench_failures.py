@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dearmpi.bench import group, peers
+from dearmpi.bench import gloo as group
+from dearmpi.bench import torch_methods as peers
 from dearmpi.bench.method import Entrant, Method, Setup
-from dearmpi.bench.peers import read_method
-from dearmpi.bench.plug_in import plug_in
+from dearmpi.bench.method_names import plug_in, read_method
+from dearmpi.bench.output import describe_result
 from dearmpi.bench.result import Result
-from dearmpi.bench.table import describe_result
 from dearmpi.comm.world import World
-from tests.mpi.contests import contest
+from tests.mpi.comparisons import contest
 from tests.mpi.entrants import (
     fails_in_backprop,
     fails_to_close,

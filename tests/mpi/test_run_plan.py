@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.cli.rank_log import rank_log
-from dearmpi.cli.session import run_session
+from dearmpi.cli.ranks import rank_log
+from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
 from dearmpi.plan.data.plan import Plan, read_plan
 from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN

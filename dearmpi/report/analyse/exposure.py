@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dearmpi.engine.trace.span import Span, Track
-from dearmpi.report.read.interval import Interval, intersect, total, union
-from dearmpi.report.read.recording import Recording, Window, spans_by_window
+from dearmpi.report.read.recording import (
+    Interval,
+    Recording,
+    Window,
+    intersect,
+    spans_by_window,
+    total,
+    union,
+)
 
 _NETWORK = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
 

@@ -21,8 +21,15 @@ from dearmpi.plan.data.workload import LayerSpec, Workload
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile
 from dearmpi.plan.simulate.timeline import Timeline, simulate
-from dearmpi.report.read.interval import Interval, subtract, total, union
-from dearmpi.report.read.recording import Recording, Window, spans_by_window
+from dearmpi.report.read.recording import (
+    Interval,
+    Recording,
+    Window,
+    spans_by_window,
+    subtract,
+    total,
+    union,
+)
 
 _TRACKS = {
     "compute": Track.COMPUTE,

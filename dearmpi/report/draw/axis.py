@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dearmpi.report.draw.shape import Box, Label, Shape, text_width
 
 _EASY = (1.0, 2.0, 5.0, 10.0)
 _MOST_DECIMALS, _MOST_ZEROS = 6, 7  # of ticks that are written without a power of ten
@@ -59,3 +62,29 @@ def tick_text(value: float, step: float) -> str:
         return "0"
     num_digits = math.floor(math.log10(abs(value)) + 1e-9) - power + 1
     return f"{value:.{min(17, max(1, num_digits))}g}"
+
+
+_LINE, _SWATCH, _GAP = 20.0, 12.0, 18.0
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One entry."""
+
+    name: str
+    colour: str
+    hatched: bool = False
+
+
+def draw_legend(keys: Sequence[Key], *, width: float, top: float) -> tuple[list[Shape], float]:
+    """Entries side by side in as many lines as ``width`` asks for, and where they end below."""
+    shapes: list[Shape] = []
+    x, y = 0.0, top
+    for key in keys:
+        needed = _SWATCH + 6 + text_width(key.name)
+        if x > 0 and x + needed > width:
+            x, y = 0.0, y + _LINE
+        shapes.append(Box(x, y, _SWATCH, _SWATCH, key.colour, key.hatched))
+        shapes.append(Label(x + _SWATCH + 6, y + 10.5, key.name))
+        x += needed + _GAP
+    return shapes, y + _LINE + 4 if keys else top

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.report.draw.axis import Axis, tick_step, tick_text
-from dearmpi.report.draw.legend import Key, draw_legend
+from dearmpi.report.draw.axis import Axis, Key, draw_legend, tick_step, tick_text
 from dearmpi.report.draw.shape import (
     Anchor,
     Box,
@@ -14,9 +13,12 @@ from dearmpi.report.draw.shape import (
     Line,
     Picture,
     Shape,
+    bucket_colour,
     label_within,
+    on_bucket_colour,
     text_width,
 )
+from dearmpi.report.draw.text import size_text
 
 _STEP, _BAR, _GAP = 26.0, 15.0, 8.0
 
@@ -79,3 +81,27 @@ def _draw_bar(
         shapes.append(label_within(room, 0, y - 5, bar.label))
         shapes.append(Label(width, y - 5, bar.note, "end", "faint"))
     return shapes
+
+
+_HEIGHT = 34.0
+
+
+def draw_strip(name: str, title: str, sizes: Sequence[int], *, width: float) -> Picture:
+    """Buckets of ``sizes`` bytes (at least one), in feed-forward order from the left."""
+    shapes: list[Shape] = [
+        Label(0, 12, "first layers", colour="faint"),
+        Label(width, 12, "last layers", "end", "faint"),
+    ]
+    x, all_bytes = 0.0, sum(sizes)
+    for bucket, size in enumerate(sizes):
+        extent = width * size / all_bytes
+        hint = f"bucket {bucket}: {size_text(size)}"
+        shapes.append(Box(x, 20, extent - 0.7, _HEIGHT, bucket_colour(bucket), hint=hint))
+        lines = [text for text in (str(bucket), size_text(size)) if text_width(text) < extent - 4]
+        for row, text in enumerate(lines):
+            y = 20 + _HEIGHT / 2 + 4 + (row - (len(lines) - 1) / 2) * 14
+            colour = on_bucket_colour(bucket)
+            shapes.append(Label(x + extent / 2, y, text, "middle", colour))
+        x += extent
+    total = f"{len(sizes)} buckets, {size_text(all_bytes)} in all"
+    return Picture(name, title, width, 84, (*shapes, Label(0, 76, total, colour="faint")))

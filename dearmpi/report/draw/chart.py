@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.report.draw.axis import Axis, axis_over, tick_step, tick_text
-from dearmpi.report.draw.legend import Key, draw_legend
+from dearmpi.report.draw.axis import Axis, Key, axis_over, draw_legend, tick_step, tick_text
 from dearmpi.report.draw.shape import Box, Label, Line, Picture, Shape, text_width
 
 _MOST_POINTS = 300

@@ -7,8 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from dearmpi.errors import ConfigError
-from dearmpi.report.draw.palette import LIGHT
-from dearmpi.report.draw.shape import MARGIN, Box, Label, Line, Picture
+from dearmpi.report.draw.shape import LIGHT, MARGIN, Box, Label, Line, Picture
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

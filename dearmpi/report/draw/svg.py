@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from dearmpi.report.draw.palette import DARK, LIGHT
-from dearmpi.report.draw.shape import MARGIN, Box, Label, Line, Picture, Shape
+from dearmpi.report.draw.shape import DARK, LIGHT, MARGIN, Box, Label, Line, Picture, Shape
 
 _STRIPES = (
     '<pattern id="stripes" width="6" height="6" patternUnits="userSpaceOnUse" '

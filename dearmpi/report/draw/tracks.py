@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dearmpi.engine.trace.span import Span, Track
-from dearmpi.report.draw.axis import Axis, tick_step, tick_text
-from dearmpi.report.draw.legend import Key, draw_legend
-from dearmpi.report.draw.palette import bucket_colour, on_bucket_colour
+from dearmpi.plan.data.plan import Plan
+from dearmpi.plan.simulate.timeline import Timeline
+from dearmpi.report.analyse.replica import replica_spans
+from dearmpi.report.draw.axis import Axis, Key, draw_legend, tick_step, tick_text
 from dearmpi.report.draw.shape import (
     Anchor,
     Box,
@@ -16,12 +17,13 @@ from dearmpi.report.draw.shape import (
     Line,
     Picture,
     Shape,
+    bucket_colour,
     label_within,
+    on_bucket_colour,
     text_width,
 )
-from dearmpi.report.draw.unit import time_text, time_unit
-from dearmpi.report.read.interval import Interval, subtract, union
-from dearmpi.report.read.recording import Window
+from dearmpi.report.draw.text import count_text, time_text, time_unit
+from dearmpi.report.read.recording import Interval, Window, subtract, total, union
 
 _ROW, _BETWEEN, _HEAD, _TAIL = 22.0, 4.0, 20.0, 12.0
 _NAMES = ("compute", "reduce-scatter", "all-gather")
@@ -176,3 +178,30 @@ def _draw_network(group: TrackGroup, track: Track, x: Axis, y: float) -> list[Sh
             colour = on_bucket_colour(bucket)
             shapes.append(Label(middle, place, text, "middle", colour, size))
     return shapes
+
+
+_WIDTH = 900.0
+
+
+def draw_plan(plan: Plan, timeline: Timeline, *, micro_batches: int = 1) -> Picture:
+    """``timeline``, which ``plan`` gives, from the end of one backprop to that of the next.
+
+    micro_batches: of an iteration, of which the timeline is one; nothing travels between others.
+    """
+    length, ranks = time_text(timeline.iteration_s), count_text(plan.world_size, "rank")
+    spans, window = replica_spans(timeline)
+    waits_s = total(part for s in spans if s.track is Track.WAIT and (part := window.clip(s)))
+    hands_over = any(s.name.startswith("H") for s in timeline.spans)
+    group = TrackGroup(
+        f"simulated {'iteration' if micro_batches == 1 else 'micro-batch'} over {ranks}: {length}"
+        + (", backprop with handing buckets over" if hands_over else ""),
+        spans,
+        window,
+        f"waits {time_text(waits_s)}",
+    )
+    what = f"One iteration of {length}"
+    if micro_batches > 1:
+        whole = time_text(plan.prediction.iteration_s)
+        what = f"An iteration of {whole}, of which the last micro-batch: {length}"
+    title = f"{what} over {ranks}, simulated"
+    return draw_tracks("plan", title, [group], width=_WIDTH)

@@ -7,8 +7,8 @@ from enum import Enum
 from statistics import median
 
 from dearmpi.report.analyse.figures import Figures
-from dearmpi.report.draw.unit import share_text, time_text
-from dearmpi.report.read.straggler import WORTH
+from dearmpi.report.draw.text import share_text, time_text
+from dearmpi.report.read.pace import WORTH
 
 UNMEASURED = "Nothing was measured: neither metrics nor traces tell of a step."
 """What is said in place of a verdict where there is none."""

@@ -8,12 +8,11 @@ from pathlib import Path
 from dearmpi.errors import ConfigError
 from dearmpi.report.analyse.figures import measure
 from dearmpi.report.draw import png
-from dearmpi.report.page.course import course_sections
+from dearmpi.report.page.html import WIDE, Section, draw_page
+from dearmpi.report.page.iteration import overlap_sections
 from dearmpi.report.page.limit import Verdict, judge
-from dearmpi.report.page.overlap import overlap_sections
-from dearmpi.report.page.page import WIDE, draw_page
-from dearmpi.report.page.section import Section
-from dearmpi.report.read.run import read_run
+from dearmpi.report.page.steps import course_sections
+from dearmpi.report.read.run_files import read_run
 
 _PICTURES = (
     *("iteration", "ranks", "buckets", "layout"),

@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from dearmpi.errors import DataError
-from dearmpi.report.read.pace import Pace
-from dearmpi.report.read.straggler import SlowRanks
+from dearmpi.report.read.pace import Pace, SlowRanks
 
 
 @dataclass(frozen=True, slots=True)

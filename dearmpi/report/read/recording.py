@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
 
 from dearmpi.engine.trace.span import Span, Track
-from dearmpi.report.read.interval import Interval
 from dearmpi.report.read.trace import Event, Traces
 from dearmpi.report.read.trace_writer import SLOT_STRIDE
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval], *, gap_s: float = 0.0) -> list[Interval]:
+    """What at least one of them covers, in order; gaps of up to ``gap_s`` are closed."""
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1] + gap_s:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def subtract(intervals: Iterable[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """What is left of ``intervals`` outside of ``holes``, which are in order and apart."""
+    left = []
+    highs = [high for _, high in holes]
+    for start, stop in intervals:
+        for place in range(bisect_right(highs, start), len(holes)):
+            low, high = holes[place]
+            if low >= stop:
+                break
+            if low > start:
+                left.append((start, low))
+            start = high
+        if start < stop:
+            left.append((start, stop))
+    return left
+
+
+def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What both cover; each of them is in order and apart."""
+    return subtract(some, subtract(some, others))
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """The sum of their lengths."""
+    return sum(stop - start for start, stop in intervals)
+
 
 _OF_BUCKETS = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
 

@@ -14,8 +14,7 @@ from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.tune.bayes import BayesianSearch
-from dearmpi.tune.search import SearchSpace, Trial
-from dearmpi.tune.shared import SharedSearch
+from dearmpi.tune.search import SearchSpace, SharedSearch, Trial
 
 
 class PlanFile:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dearmpi.cli.rank_log import rank_log
-from dearmpi.cli.session import run_session
+from dearmpi.cli.ranks import rank_log
+from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
 from dearmpi.train import checkpoint
 from dearmpi.train.ranks.stop import StopRequest

@@ -9,18 +9,20 @@ from torch import nn
 from torch.optim import SGD
 
 from dearmpi import DistributedOptimizer
+from dearmpi.bench.benchmark import Question
 from dearmpi.bench.length import Length
-from dearmpi.bench.memory import peak_bytes, start_peak
-from dearmpi.bench.method import Setup, read_config, read_options
-from dearmpi.bench.peers import METHOD_NAMES, block_name, blocks_of, read_method
-from dearmpi.bench.plug_in import plug_in
+from dearmpi.bench.method import Method, Setup, find_missing, read_options
+from dearmpi.bench.method_names import METHOD_NAMES, plug_in, read_method
+from dearmpi.bench.own_methods import alone, read_config
+from dearmpi.bench.process_memory import peak_bytes, start_peak
 from dearmpi.bench.replay import ReplayModel
-from dearmpi.bench.session import Question
+from dearmpi.bench.torch_methods import block_name, blocks_of
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.profile import profile_workload
+from tests.fakes.ranks import run_ranks
 
 
 @pytest.mark.parametrize("name", METHOD_NAMES)
@@ -202,3 +204,18 @@ def test_a_dtype_for_all_methods_yields_to_their_own() -> None:
 def test_a_method_that_cannot_send_so_is_refused(text: str, comm_dtype: Any) -> None:
     with pytest.raises(ConfigError, match=f"{text} is not measured as {comm_dtype} here"):
         read_method(text, comm_dtype=comm_dtype)
+
+
+def test_what_one_rank_lacks_is_missing_on_all() -> None:
+    def rank(world: World) -> tuple[dict[str, str], list[str]]:
+        def find(asked: World) -> None:
+            if asked.rank == 1:
+                raise ImportError("libmine.so: no such file\nand more")
+
+        methods = [Method("mine:make", alone, find=find), Method("other", alone)]
+        told: list[str] = []
+        return find_missing(world, methods, told.append), told
+
+    problem = "rank 1: ImportError: libmine.so: no such file"
+    expected = ({"mine:make": problem}, [f"mine:make is out: {problem}"])
+    assert run_ranks(2, rank) == [expected] * 2

@@ -9,12 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from dearmpi.bench.collectives import Overlap
-from dearmpi.bench.picture import draw
-from dearmpi.bench.record import result_json
+from dearmpi.bench.output import describe_result, draw, result_json
 from dearmpi.bench.result import Block, Bounds, Iteration, LinkTimes, Result, Row, quartiles
-from dearmpi.bench.table import align, describe_result
 from dearmpi.config import CommDtype
 from dearmpi.report.draw.shape import MARGIN, text_width
+from dearmpi.report.draw.text import align
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

@@ -14,7 +14,8 @@ import dearmpi.comm.backends
 from dearmpi.cli.main import main
 from dearmpi.comm import lifecycle
 from dearmpi.comm.process.launch import Library
-from dearmpi.doctor import examination, launch
+from dearmpi.doctor import examination
+from dearmpi.doctor import launcher as launch
 from dearmpi.errors import CommError
 
 LIBRARY = Library("MPICH", "5.0.2", "4.1.2", "mpich", "MPI_THREAD_MULTIPLE")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.cli.failure import describe, end_run, exit_code
-from dearmpi.cli.rank_log import RankLog, rank_log
-from dearmpi.cli.ranks import on_ranks
+from dearmpi.cli.failure import describe, exit_code
+from dearmpi.cli.ranks import RankLog, end_run, on_ranks, rank_log
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, ConfigError, DataError, NonFiniteLossError

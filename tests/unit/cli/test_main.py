@@ -10,8 +10,8 @@ import torch
 
 import dearmpi
 from dearmpi.cli.main import main
+from dearmpi.cli.options import setting_options
 from dearmpi.cli.run import read_sources
-from dearmpi.cli.settings import setting_options
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint import Snapshot

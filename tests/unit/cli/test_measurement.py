@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dearmpi.bench.layer_times import describe_profile
 from dearmpi.cli.calibrate import describe_calibration
 from dearmpi.cli.main import main
-from dearmpi.cli.measurement import check_writable, write_file
-from dearmpi.cli.profile import describe_profile
+from dearmpi.cli.output_files import check_writable, write_file
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.cli.terminal import count_columns, launcher_terminal
+from dearmpi.cli.console import count_columns, launcher_terminal
 
 
 def add_process(

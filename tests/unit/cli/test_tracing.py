@@ -10,11 +10,10 @@ import pytest
 import yaml
 
 from dearmpi.cli.main import main
-from dearmpi.cli.rank_log import rank_log
-from dearmpi.cli.session import run_session
+from dearmpi.cli.ranks import rank_log
+from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
-from dearmpi.report.read.trace import trace_path
-from dearmpi.report.read.trace_merge import merge
+from dearmpi.report.read.trace import merge, trace_path
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.stop import StopRequest
 from dearmpi.train.settings.sources import make_source, read_file

@@ -10,15 +10,13 @@ import pytest
 
 from dearmpi.bench.collectives import Overlap
 from dearmpi.comm.process.launch import Library
-from dearmpi.doctor import launch
-from dearmpi.doctor.cores import abbreviate, is_crowded, judge_cores
-from dearmpi.doctor.device import judge_devices
+from dearmpi.doctor import launcher as launch
 from dearmpi.doctor.facts import RankFacts, read_quota, relevant
 from dearmpi.doctor.finding import Finding, exit_code
+from dearmpi.doctor.hardware import abbreviate, is_crowded, judge_cores, judge_devices
 from dearmpi.doctor.network import Link, Network, judge_network, judge_overlap
 from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
-from dearmpi.doctor.tcp import algorithms_in_use, judge_tcp
-from dearmpi.doctor.transport import judge_transport
+from dearmpi.doctor.transport import algorithms_in_use, judge_tcp, judge_transport
 from dearmpi.train.ranks.device import VisibleGpus
 from dearmpi.tune.device_probe import OPERATIONS, Verdict
 from tests.unit.doctor.ranks import rank

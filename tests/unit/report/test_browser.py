@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.report.draw.palette import DARK, LIGHT
+from dearmpi.report.draw.shape import DARK, LIGHT
 from dearmpi.report.page.report import write_report
 from tests.unit.report.example_run import ExampleRun
 

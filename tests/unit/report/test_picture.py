@@ -17,13 +17,21 @@ from dearmpi.plan.model.profile import profile_workload
 from dearmpi.plan.rivals.comparison import compare
 from dearmpi.plan.rivals.methods import parse_method
 from dearmpi.report.draw import png, svg
-from dearmpi.report.draw.axis import Axis, axis_over, tick_step, tick_text
+from dearmpi.report.draw.axis import Axis, Key, axis_over, draw_legend, tick_step, tick_text
 from dearmpi.report.draw.bars import Bar, draw_bars
 from dearmpi.report.draw.chart import Series, draw_chart
-from dearmpi.report.draw.comparison import draw_comparisons
-from dearmpi.report.draw.legend import Key, draw_legend
-from dearmpi.report.draw.palette import DARK, LIGHT, bucket_colour
-from dearmpi.report.draw.shape import DASHES, Box, Label, Line, Picture, text_width
+from dearmpi.report.draw.curves import draw_comparisons
+from dearmpi.report.draw.shape import (
+    DARK,
+    DASHES,
+    LIGHT,
+    Box,
+    Label,
+    Line,
+    Picture,
+    bucket_colour,
+    text_width,
+)
 from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
 from dearmpi.report.read.recording import Window
 

@@ -6,9 +6,8 @@ from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.tune.calibrate import calibrate
+from dearmpi.tune.calibrate import LADDER, Run, Rung, calibrate, climb
 from dearmpi.tune.calibration import Calibration
-from dearmpi.tune.ladder import Rung
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 
@@ -45,7 +44,7 @@ def test_sizes_go_as_far_as_the_time_allows(
     monkeypatch: pytest.MonkeyPatch, budget_s: float, num_sizes: int
 ) -> None:
     ladder = tuple(Rung(2**8 * 4**number, length=2) for number in range(4))
-    monkeypatch.setattr("dearmpi.tune.ladder.LADDER", ladder)
+    monkeypatch.setattr("dearmpi.tune.calibrate.LADDER", ladder)
     for result in run_ranks(2, lambda world: measure(world, budget_s)):
         sizes = [times.nbytes for times in result.all_gather]
         assert sizes == [2**8 * 4**n for n in range(num_sizes)]
@@ -69,7 +68,7 @@ def test_what_new_connections_lose_is_over_after_the_warm_up(
 ) -> None:
     # Few operations and short ones: this wire takes the time that it says.
     ladder = (Rung(2**8, length=1), Rung(2**10, length=1))
-    monkeypatch.setattr("dearmpi.tune.ladder.LADDER", ladder)
+    monkeypatch.setattr("dearmpi.tune.calibrate.LADDER", ladder)
     calls: list[str] = []
 
     def on_a_new_connection(label: str, nbytes: int) -> float:
@@ -102,3 +101,45 @@ def test_a_world_of_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="start several with mpirun"):
         calibrate(world, RING)
     world.close()
+
+
+def prepare(numel: int, count: int) -> Run:
+    """Operations that take a second per MiB and a millisecond more, without taking it."""
+    return lambda num, window: num * (1e-3 + 4 * numel / 2**20) / window
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "least_mb", "most_mb"),
+    [
+        (1.0, 0.5, 0.5),  # twice the second rung would take 9 s
+        (27.0, 2.9, 3.0),  # 9 operations of 2.999 s
+        (63.0, 4.0, 4.0),  # twice that would take 72 s
+        (1000.0, 32.0, 32.0),
+    ],
+)
+def test_the_last_size_is_as_large_as_the_time_allows(
+    budget_s: float, least_mb: float, most_mb: float
+) -> None:
+    world = World(AloneCollectives(), progress="poll")
+    (times,) = climb(world, [prepare], budget_s=budget_s)
+    assert least_mb <= times[-1].nbytes / 2**20 <= most_mb
+    assert [one.nbytes for one in times[:2]] == [rung.nbytes for rung in LADDER[:2]]
+    for one in times:
+        assert one.alone_s == pytest.approx(1e-3 + one.nbytes / 2**20)
+        assert one.pair_s == pytest.approx(one.alone_s)
+    world.close()
+
+
+def test_the_slowest_rank_counts() -> None:
+    """All ranks plan for its link, whichever of them it is."""
+
+    def rank(world: World) -> list[float]:
+        def prepare_here(numel: int, count: int) -> Run:
+            run = prepare(numel, count)
+            return lambda num, window: run(num, window) * (1 + world.rank)
+
+        (times,) = climb(world, [prepare_here], budget_s=27.0)
+        return [one.alone_s / (1e-3 + one.nbytes / 2**20) for one in times]
+
+    for factors in run_ranks(2, rank):
+        assert factors == pytest.approx([2.0] * len(factors)) and len(factors) >= 2

@@ -13,8 +13,14 @@ from dearmpi.comm.world import World
 from dearmpi.config import MIB
 from dearmpi.errors import ConfigError, DearError, UsageError
 from dearmpi.tune.bayes import BayesianSearch, expected_improvement
-from dearmpi.tune.search import GridSearch, RandomSearch, Search, SearchSpace, write_trials
-from dearmpi.tune.shared import SharedSearch
+from dearmpi.tune.search import (
+    GridSearch,
+    RandomSearch,
+    Search,
+    SearchSpace,
+    SharedSearch,
+    write_trials,
+)
 from tests.fakes.ranks import run_ranks
 
 KINDS = (BayesianSearch, GridSearch, RandomSearch)

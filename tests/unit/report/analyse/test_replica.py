@@ -15,8 +15,7 @@ from dearmpi.plan.simulate.timeline import Timeline
 from dearmpi.report.analyse.figures import exposure_of, measure
 from dearmpi.report.analyse.replica import conduct_of, replica_spans, replicate
 from dearmpi.report.read.history import History
-from dearmpi.report.read.interval import total, union
-from dearmpi.report.read.recording import Recording, Window, record
+from dearmpi.report.read.recording import Recording, Window, record, total, union
 from dearmpi.report.read.trace import read_traces
 from tests.unit.report.example_run import ExampleRun
 

@@ -8,7 +8,7 @@ import pytest
 
 from dearmpi.report.analyse.figures import Figures, RankTimes
 from dearmpi.report.page.limit import Limit, judge
-from dearmpi.report.read.straggler import WORTH
+from dearmpi.report.read.pace import WORTH
 
 EVEN = (RankTimes(0, "n0", 1.0, 0.05), RankTimes(1, "n1", 1.0, 0.06))
 FIGURES = Figures(

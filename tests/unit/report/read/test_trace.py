@@ -13,8 +13,7 @@ import pytest
 from dearmpi.cli.main import main
 from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError
-from dearmpi.report.read.trace import read_trace, read_traces, trace_path
-from dearmpi.report.read.trace_merge import merge
+from dearmpi.report.read.trace import merge, read_trace, read_traces, trace_path
 from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
 
 HEADER = TraceHeader(

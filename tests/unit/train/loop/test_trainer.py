@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dearmpi import SyncBatchNorm
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError
-from dearmpi.report.read.straggler import find_stragglers
+from dearmpi.report.read.pace import find_stragglers
 from dearmpi.train import checkpoint
 from dearmpi.train.loop.job import check_position
 from dearmpi.train.loop.trainer import Trainer

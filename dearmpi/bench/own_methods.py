@@ -1,0 +1,183 @@
+"""Searched: this engine with the bucket cap that a Bayesian search finds, as the paper does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+from dearmpi.bench.method import (
+    Entrant,
+    Factory,
+    Setup,
+)
+from dearmpi.config import MIB, EngineConfig
+from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.setup.checks import check_parameters
+from dearmpi.engine.setup.settings import check_plan
+from dearmpi.engine.setup.spec import optimized_parameters
+from dearmpi.errors import ConfigError
+from dearmpi.train.run.planning import NUM_TRIALS, CapSearch
+
+ALONE = "alone"
+SCHEDULES = ("serial", "wfbp", "dear")
+PLANNED = "planned"
+BAYES = "bayes"
+OURS = (*SCHEDULES, PLANNED, BAYES)
+_OF_DEVICES = ("cuda_buffers", "update_on")
+
+
+def alone(setup: Setup) -> Entrant:
+    """Plain torch without any communication: each rank trains by itself."""
+    return Entrant(setup.model, setup.make_optimizer(setup.model.parameters()))
+
+
+def ours(name: str) -> Factory:
+    """This package's engine with the schedule ``name``, or by a plan that it makes for itself."""
+
+    def enter(setup: Setup) -> Entrant:
+        planned = name == PLANNED
+        schedule = {} if planned else {"schedule": name}
+        optimizer = DistributedOptimizer(
+            setup.make_optimizer(setup.model.parameters()),
+            setup.model,
+            world=setup.world,
+            config=read_config({**schedule, "eager": "true", **setup.options}),
+            plan="auto" if planned else None,
+        )
+        return Entrant(
+            setup.model,
+            optimizer,
+            is_tuning=lambda: optimizer.is_planning,
+            finish=optimizer.synchronize,
+            close=optimizer.close,
+            describe=lambda: (
+                "" if optimizer.plan is None else f"{optimizer.plan.summary()} predicted"
+            ),
+        )
+
+    return enter
+
+
+def check_precision(setup: Setup) -> None:
+    """Raise ConfigError for the engine's settings that have no effect on the model's parameters."""
+    optimizer = setup.make_optimizer(setup.model.parameters())
+    names = optimized_parameters(optimizer, setup.model)
+    check_parameters(optimizer, names, config=read_config(setup.options))
+
+
+def read_config(options: Mapping[str, str]) -> EngineConfig:
+    """The engine's settings from text. A bare number, under the name ``cap``, is the bucket cap.
+
+    Raises ConfigError for a setting that does not exist, or a value that it cannot have.
+    """
+    kinds = get_type_hints(EngineConfig)
+    values: dict[str, Any] = {}
+    for given, text in options.items():
+        name = "bucket_cap_mb" if given == "cap" else given
+        if name not in kinds:
+            raise ConfigError(
+                f"the engine has no setting {given!r}; it has {', '.join(sorted(kinds))}"
+            )
+        if name in values:
+            raise ConfigError(
+                f"the bucket cap is given twice, as cap={options['cap']} and as "
+                f"bucket_cap_mb={options['bucket_cap_mb']}; leave out one of the two"
+            )
+        values[name] = _read_value(name, text, kinds[name])
+    return EngineConfig(**values)
+
+
+def refuse_settings(name: str, options: Mapping[str, str]) -> None:
+    """Raise ConfigError for settings that do not exist or fit, or without effect on ``name``."""
+    if "schedule" in options:
+        raise ConfigError(
+            f"its name says the schedule; leave schedule={options['schedule']} out, or take a "
+            f"method by that name, one of {', '.join(SCHEDULES)}"
+        )
+    config = read_config(options)
+    for setting in _OF_DEVICES:
+        value = getattr(config, setting)
+        if value != getattr(EngineConfig(), setting):
+            raise ConfigError(
+                f"{setting} is {value!r}, but models are measured on the host, where it has no "
+                "effect; leave it out"
+            )
+    if name == PLANNED:
+        check_plan("auto", config)
+
+
+def _read_value(name: str, text: str, kind: object) -> object:
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind in (int, int | None):
+            return int(text)
+        if kind in (float, float | None):
+            return float(text)
+    except (KeyError, ValueError):
+        words: dict[object, str] = {bool: "true or false", float | None: "a number"}
+        kind_text = words.get(kind, "a whole number")
+        raise ConfigError(f"{name} is {text!r}; it must be {kind_text}") from None
+    return text
+
+
+class SearchedSteps:
+    """``optimizer``, whose steps ``search`` times."""
+
+    def __init__(self, optimizer: DistributedOptimizer, search: CapSearch) -> None:
+        self._optimizer, self._search = optimizer, search
+
+    def zero_grad(self) -> None:
+        """As the optimizer does."""
+        self._optimizer.zero_grad()
+
+    def step(self) -> Any:
+        """A step of the optimizer, after which the search may lay out other buckets."""
+        result = self._optimizer.step()
+        self._search.stepped()
+        return result
+
+
+def bayes(setup: Setup) -> Entrant:
+    """DeAR's order with the best of ten caps, which are tried in iterations that do not count."""
+    check_bayes(setup)
+    entrant = ours("dear")(setup)
+    optimizer = entrant.optimizer
+    assert isinstance(optimizer, DistributedOptimizer)
+    search = CapSearch(optimizer, setup.world)
+    return replace(
+        entrant,
+        optimizer=SearchedSteps(optimizer, search),
+        is_tuning=lambda: search.best is None,
+        describe=lambda: _describe(search),
+    )
+
+
+def check_bayes(setup: Setup) -> None:
+    """Raise ConfigError where nothing can be searched for."""
+    check_precision(setup)
+    if setup.world.size == 1:
+        raise ConfigError(
+            "one rank sends nothing, so that no bucket cap is better than another; start several "
+            "with mpirun, or leave bayes out"
+        )
+
+
+def refuse_cap(options: Mapping[str, str]) -> None:
+    """Raise ConfigError where a bucket cap is given, which the search is to find."""
+    given = [name for name in ("cap", "bucket_cap_mb") if name in options]
+    if given:
+        raise ConfigError(
+            f"bayes searches for the bucket cap, but {options[given[0]]} MiB is given; leave it "
+            f"out, or measure dear:{options[given[0]]}"
+        )
+
+
+def _describe(search: CapSearch) -> str:
+    if (best := search.best) is None:
+        return ""
+    return (
+        f"{best.cap_bytes / MIB:.3g} MiB, the best of {NUM_TRIALS} caps, "
+        f"{best.seconds:.4f} s in its trial"
+    )

@@ -1,0 +1,98 @@
+"""Opening: what a run says before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
+from dearmpi.report.draw.text import count_text
+from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN, Job
+from dearmpi.train.ranks.device import DeviceChoice
+from dearmpi.train.ranks.threads import ThreadChoice
+from dearmpi.train.run.planning import NUM_TRIALS, STEPS_PER_TRIAL
+
+
+def describe_start(
+    job: Job, threads: ThreadChoice, device: DeviceChoice, folder: Path
+) -> list[str]:
+    """What runs, where and with what."""
+    settings, task, world = job.settings, job.task, job.world
+    num_hosts = len(set(world.hosts))
+    num_parameters = sum(p.numel() for p in task.model.parameters())
+    lines = [
+        f"{task.name} on {count_text(world.size, 'rank')}, {count_text(num_hosts, 'host')}; torch "
+        f"threads per rank: {threads.count} ({threads.reason})",
+        _describe_device(job, device),
+        *task.notes,
+        f"model: {num_parameters:,} parameters; {settings.optimizer}, lr {settings.lr:g}, "
+        f"{settings.lr_schedule}; {settings.precision}",
+    ]
+    if world.size > 1:
+        num_buckets = len(job.optimizer.layout)
+        lines.append(
+            f"communication: schedule {job.optimizer.schedule.name}, gather {settings.gather}, "
+            f"reduce-scatter {settings.reduce_scatter}, {count_text(num_buckets, 'bucket')}, "
+            f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
+            "hidden: share of it that computation covered"
+        )
+    lines.extend(_describe_planning(job))
+    if settings.workers:
+        workers = count_text(settings.workers, "worker")
+        lines.append(f"data: loaded ahead by {workers} beside each rank")
+    lines.append(_describe_length(job))
+    if job.start_step:
+        lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")
+    return [*lines, f"run folder: {folder}"]
+
+
+def _describe_device(job: Job, device: DeviceChoice) -> str:
+    """Where rank 0's tensors are, and why; told of a host too, on which a GPU may lie idle."""
+    said = f"tensors on {device.device}: {device.reason}"
+    if job.world.size > 1 and device.device.type != "cpu":
+        said += f"; to MPI {job.optimizer.way_to_mpi}"
+    return said
+
+
+def _describe_length(job: Job) -> str:
+    batch_size, num_samples = job.settings.batch_size, job.batches.num_samples
+    samples = f"{batch_size} samples"
+    if batch_size > num_samples:
+        samples = f"{num_samples} samples, all that there are, for a batch size of {batch_size}"
+    epochs = job.total_steps / job.batches.steps_per_epoch
+    return f"length: {job.total_steps} steps of {samples} ({epochs:.2f} epochs)"
+
+
+def _describe_rest(job: Job) -> str:
+    if job.start_step < job.total_steps:
+        return ""
+    return (
+        ": nothing is left to train; --epochs and --max-steps count from the run's beginning, so "
+        f"give more than the {job.start_step} steps that it has"
+    )
+
+
+def _describe_planning(job: Job) -> list[str]:
+    """A line on a plan that is made while training; none where none was asked for nor is made."""
+    plan, optimizer = job.settings.plan, job.optimizer
+    if plan in ("auto", "bayes") and job.world.size == 1:
+        return [f"plan {plan} has no effect: one rank sends nothing"]
+    num_left = job.total_steps - job.start_step
+    if plan == "bayes":
+        line = f"plan: bayes, {NUM_TRIALS} bucket caps are tried for {STEPS_PER_TRIAL} steps each"
+        if num_left <= NUM_TRIALS * STEPS_PER_TRIAL:
+            line += f"; the run ends with that, since {num_left} steps are left"
+        return [line]
+    if plan in (None, "auto") and optimizer.plan is not None:
+        return ["plan: auto, the one that this run has made before"]
+    if optimizer.is_planning:
+        default = "" if plan == "auto" else ", the default over several hosts"
+        return [
+            f"plan: auto{default}; made from the times of the first {NUM_WARMUP + NUM_PROFILED} "
+            f"steps, and taken up after {MOST_STEPS} at the latest"
+        ]
+    if plan == "auto":
+        return [
+            f"plan: none, since auto pays from {LEAST_STEPS_TO_PLAN} steps on, and "
+            f"{num_left} are left"
+        ]
+    return []

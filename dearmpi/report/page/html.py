@@ -1,0 +1,159 @@
+"""Page: a run's report as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from dearmpi.report.analyse.figures import Figures
+from dearmpi.report.draw import svg
+from dearmpi.report.draw.shape import Picture
+from dearmpi.report.draw.text import digits, share_text, time_text
+from dearmpi.report.page.limit import UNMEASURED, Verdict
+from dearmpi.report.read.run_files import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A picture that can be drawn at any width, and what its numbers say, as plain text.
+
+    table: rows of cells, the first of them the heading; empty where there is none.
+    """
+
+    heading: str
+    draw: Callable[[float], Picture]
+    caption: str
+    table: tuple[tuple[str, ...], ...] = ()
+
+
+WIDE, NARROW = 920.0, 340.0
+
+_STYLE = """
+html{background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif;
+-webkit-text-size-adjust:100%}
+body{max-width:920px;margin:0 auto;padding:16px 10px 48px}
+h1{font-size:1.5rem;line-height:1.25;overflow-wrap:anywhere;margin:.3em 0}
+h2{font-size:1.15rem;margin:2.2em 0 .6em}
+.verdict{font-size:1.15rem;border-left:5px solid var(--first);padding:.1em 0 .1em .7em;margin:1em 0}
+.verdict.lost{border-color:var(--lost)}
+.facts{display:flex;flex-wrap:wrap;gap:10px 28px;margin:1.2em 0;padding:0}
+.facts div{min-width:4.5em}
+dt{color:var(--faint);font-size:.85rem}
+dd{margin:0;font-size:1.1rem;overflow-wrap:anywhere}
+.hidden{position:absolute}
+figure{margin:0}
+figure svg{display:block;width:100%;height:auto}
+.narrow{display:none}
+figcaption,.notes{color:var(--faint);font-size:.92rem;margin-top:.5em}
+details{margin-top:.5em;font-size:.9rem}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{text-align:right;padding:2px 14px 2px 0;white-space:nowrap}
+th{color:var(--faint);font-weight:normal}
+code{font-size:.85rem;overflow-wrap:anywhere}
+@media (max-width:640px){.wide{display:none}.narrow{display:block}}
+"""
+
+
+def draw_page(
+    run: Run,
+    figures: Figures | None,
+    verdict: Verdict | None,
+    sections: Sequence[Section],
+) -> str:
+    """The page. Without figures it says what is missing."""
+    title = f"{escape(run.name)}: run report"
+    parts = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        '<link rel="icon" href="data:,">',
+        f"<title>{title}</title>\n<style>\n{svg.style()}{_STYLE}</style>\n</head>\n<body>",
+        svg.definitions(),
+        f"<h1>{escape(run.name)}</h1>",
+        _draw_verdict(verdict),
+        _draw_facts(_facts(run, figures)),
+        *map(_draw_section, sections),
+        _draw_notes(run.notes),
+        _draw_origin(run),
+        "</body>\n</html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _draw_verdict(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return f'<p class="verdict lost">{UNMEASURED}</p>'
+    kind = "verdict lost" if verdict.lost_s > 0 else "verdict"
+    return f'<p class="{kind}">{escape(verdict.sentence)}</p>'
+
+
+def _facts(run: Run, figures: Figures | None) -> list[tuple[str, str]]:
+    facts = []
+    if "task" in run.settings:
+        facts.append(("task", str(run.settings["task"])))
+    if run.num_ranks is not None:
+        facts.append(("ranks", str(run.num_ranks)))
+    if run.hosts:
+        facts.append(("hosts", str(len(set(run.hosts)))))
+    if run.history.rows:
+        facts.append(("steps", f"{run.history.rows[-1].step:,}"))
+    if figures is not None:
+        facts.append(("step time", time_text(figures.step_s)))
+    rate = run.history.typical(lambda row: row.samples_per_s)
+    if rate is not None:
+        facts.append(("throughput", f"{digits(rate)} samples/s"))
+    if figures is not None and figures.hidden_share is not None:
+        hidden = f"{share_text(figures.hidden_share)} hidden"
+        facts.append(("communication", f"{time_text(figures.communication_s)} per step, {hidden}"))
+    return facts
+
+
+def _draw_facts(facts: Sequence[tuple[str, str]]) -> str:
+    items = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    return f'<dl class="facts">{"".join(items)}</dl>'
+
+
+def _draw_section(section: Section) -> str:
+    drawings = "".join(
+        f'<div class="{kind}">{svg.element(section.draw(width))}</div>'
+        for kind, width in (("wide", WIDE), ("narrow", NARROW))
+    )
+    return (
+        f"<h2>{escape(section.heading)}</h2>\n<figure>{drawings}"
+        f"<figcaption>{escape(section.caption)}</figcaption></figure>{_draw_table(section.table)}"
+    )
+
+
+def _draw_table(table: Sequence[Sequence[str]]) -> str:
+    if not table:
+        return ""
+    head, *rows = (
+        "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(["th"] + ["td"] * len(table), table, strict=False)
+    )
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return (
+        f'<details><summary>Numbers</summary><div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n'
+        "</table></div></details>"
+    )
+
+
+def _draw_notes(notes: Sequence[str]) -> str:
+    if not notes:
+        return ""
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<h2>What is missing</h2>\n<ul class="notes">{items}</ul>'
+
+
+def _draw_origin(run: Run) -> str:
+    """How the run was started, so that it can be started again."""
+    command = run.environment.get("command")
+    if not isinstance(command, list):
+        return ""
+    program, *arguments = map(str, command or ["?"])
+    words = shlex.join([program.rpartition("/")[2], *arguments])
+    started = escape(str(run.environment.get("started", "")))
+    return f"<h2>Started</h2>\n<p>{started}</p>\n<p><code>{escape(words)}</code></p>"

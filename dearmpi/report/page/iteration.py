@@ -1,0 +1,232 @@
+"""Overlap: sections on an iteration, its ranks and its buckets, from what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dearmpi.config import EngineConfig
+from dearmpi.engine.trace.span import Track
+from dearmpi.plan.simulate.timeline import Timeline
+from dearmpi.report.analyse.exposure import BucketTime
+from dearmpi.report.analyse.figures import Figures, exposure_of, least_waiting_of
+from dearmpi.report.analyse.replica import conduct_of, replica_spans, replicate
+from dearmpi.report.draw.axis import Key
+from dearmpi.report.draw.bars import Bar, draw_bars, draw_strip
+from dearmpi.report.draw.shape import Picture
+from dearmpi.report.draw.text import share_text, size_text, time_text, time_unit
+from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
+from dearmpi.report.page.html import Section
+from dearmpi.report.read.recording import Window, total, union
+from dearmpi.report.read.run_files import Run
+
+MOST_TRACKS = 4
+MOST_BARS = 24
+_SEEN = 0.005  # of a step; what is less is no wider than a line
+
+
+def overlap_sections(run: Run, figures: Figures) -> list[Section]:
+    """The sections for which there are figures, most telling first."""
+    found = (_iteration(run, figures), _ranks(figures), _exposure(run, figures), _layout(run))
+    return [section for section in found if section is not None]
+
+
+def _iteration(run: Run, figures: Figures) -> Section | None:
+    recording = run.recording
+    window = recording.typical()
+    if window is None:
+        return None
+    times = {one.rank: one for one in figures.ranks}
+    ranks = _choose_ranks(sorted(recording.spans), figures)
+
+    groups = [
+        TrackGroup(
+            times[rank].label if rank in times else f"rank {rank}",
+            recording.spans[rank],
+            window,
+            f"waited {time_text(_waited(run, rank, window))}",
+        )
+        for rank in ranks
+    ]
+    caption = (
+        f"Iteration {window.iteration}, of median length among those recorded: "
+        f"{time_text(window.length_s)}. It begins where the last rank ended the backprop before. "
+        "Blank is what the main thread does besides, such as to hand over a step or to evaluate."
+    )
+    if len(ranks) < len(recording.spans):
+        caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
+    timeline = _replica(run, figures)
+    if timeline is not None:
+        exposed = f"waits {time_text(timeline.exposed_s)}"
+        groups.append(TrackGroup("simulated", *replica_spans(timeline), exposed))
+        caption += (
+            " Simulated, with these buckets, a link that carries what this one did while it was "
+            f"busy, and no rank late: {time_text(timeline.iteration_s)}."
+        )
+    title = f"Iteration {window.iteration} of {run.name}, by rank"
+    return Section(
+        "One iteration",
+        lambda width: draw_tracks("iteration", title, groups, width=width),
+        caption,
+    )
+
+
+def _replica(run: Run, figures: Figures) -> Timeline | None:
+    """What the rank that waits least would have taken, as the run was set up."""
+    conduct = conduct_of(
+        run.recording,
+        window=_window(run),
+        plan=run.plan,
+        eager=not run.settings.get("max_grad_norm"),
+        gather="gradients" if run.settings.get("gather") == "gradients" else "parameters",
+    )
+    rank = least_waiting_of(run.recording, figures.ranks)
+    return None if conduct is None else replicate(run.recording, rank, conduct)
+
+
+def _window(run: Run) -> int:
+    window = run.settings.get("window")
+    return window if isinstance(window, int) and window > 0 else EngineConfig().window
+
+
+def _choose_ranks(ranks: list[int], figures: Figures) -> list[int]:
+    """At most ``MOST_TRACKS`` ranks: the slowest, the first, and others evenly spread."""
+    if len(ranks) <= MOST_TRACKS:
+        return ranks
+    stride = (len(ranks) - 1) / (MOST_TRACKS - 2)
+    spread = [ranks[round(place * stride)] for place in range(MOST_TRACKS - 1)]
+    return sorted({*spread, figures.slowest.rank} & set(ranks))
+
+
+def _waited(run: Run, rank: int, window: Window) -> float:
+    waits = [span for span in run.recording.spans[rank] if span.track is Track.WAIT]
+    clipped = (window.clip(span) for span in waits)
+    return total(union(part for part in clipped if part is not None))
+
+
+def _ranks(figures: Figures) -> Section | None:
+    if len(figures.ranks) < 2:
+        return None
+    unit = time_unit(figures.step_s)
+    keys = [Key("computes", "plain"), Key("waits for communication", "lost", hatched=True)]
+    if figures.data_s > _SEEN * figures.step_s:
+        keys.append(Key("loads data", "data"))
+    ranks = figures.ranks
+    if len(ranks) > MOST_BARS:
+        by_compute = sorted(ranks, key=lambda times: -times.compute_s)
+        ranks = tuple(by_compute[: MOST_BARS // 2] + by_compute[-MOST_BARS // 2 :])
+
+    def draw(width: float) -> Picture:
+        bars = [
+            Bar(
+                times.label,
+                tuple(map(unit.of, (times.compute_s, times.wait_s, times.data_s)))[: len(keys)],
+                f"waits {time_text(times.wait_s)}",
+            )
+            for times in ranks
+        ]
+        title = "What each rank does in a step"
+        return draw_bars("ranks", title, bars, keys=keys, unit=f"{unit.name} per step", width=width)
+
+    some = (
+        ""
+        if ranks == figures.ranks
+        else (
+            f" Shown are the {MOST_BARS // 2} slowest and the {MOST_BARS // 2} fastest of "
+            f"{len(figures.ranks)}."
+        )
+    )
+    return Section("Ranks", draw, _compare_ranks(figures) + some)
+
+
+def _compare_ranks(figures: Figures) -> str:
+    slowest, stragglers = figures.slowest, figures.stragglers
+    if stragglers is None:
+        label = slowest.label[0].upper() + slowest.label[1:]
+        return (
+            f"{label} computes longest, {time_text(slowest.compute_s)}; no rank is so much slower "
+            "all the time that it holds the others up."
+        )
+    is_one = len(stragglers.places) == 1
+    return (
+        f"{figures.name(stragglers)} {'computes' if is_one else 'compute'} for "
+        f"{time_text(stragglers.busy_s)}; that is {time_text(stragglers.excess_s)} more than the "
+        f"median of the others, who wait {time_text(stragglers.waited_s)} longer."
+    )
+
+
+def _exposure(run: Run, figures: Figures) -> Section | None:
+    rank = least_waiting_of(run.recording, figures.ranks)
+    exposure = exposure_of(run.recording, rank)
+    if exposure is None or not exposure.buckets:
+        return None
+    groups = _group(exposure.buckets)
+    unit = time_unit(max(group[1].network_s for group in groups))
+    keys = (Key("hidden behind computation", "first"), Key("exposed", "lost", hatched=True))
+
+    def draw(width: float) -> Picture:
+        bars = [
+            Bar(
+                label,
+                (unit.of(times.hidden_s), unit.of(times.exposed_s)),
+                f"{share_text(times.hidden_s / (times.network_s or 1.0))} hidden",
+            )
+            for label, times in groups
+        ]
+        title = "Hidden and exposed communication by bucket"
+        name = f"{unit.name} of the network per iteration"
+        return draw_bars("buckets", title, bars, keys=keys, unit=name, width=width)
+
+    waited_s, idle_s = exposure.waited_s, exposure.idle_s
+    caption = (
+        f"Rank {rank}, which waits least, waits {time_text(waited_s)} per iteration: "
+        f"{time_text(exposure.first_s)} for the first bucket at the boundary, "
+        f"{time_text(idle_s)} while nothing was in flight. Buckets that were in flight together "
+        "share that time equally."
+    )
+    table = _tabulate(exposure.buckets, run.recording.bucket_bytes)
+    return Section("Hidden and exposed communication", draw, caption, table)
+
+
+def _tabulate(buckets: Sequence[BucketTime], sizes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """A head, and a row for each bucket that was on the network. sizes: in bytes, by bucket."""
+    rows = tuple(
+        (
+            str(one.bucket),
+            size_text(sizes[one.bucket]) if one.bucket < len(sizes) else "",
+            time_text(one.network_s),
+            time_text(one.exposed_s),
+            share_text(one.hidden_s / one.network_s),
+        )
+        for one in buckets
+        if one.network_s > 0
+    )
+    return (("bucket", "size", "network", "exposed", "hidden"), *rows)
+
+
+def _group(buckets: tuple[BucketTime, ...]) -> list[tuple[str, BucketTime]]:
+    """At most ``MOST_BARS`` labelled sums of neighbouring buckets."""
+    size = -(-len(buckets) // MOST_BARS)
+    groups = []
+    for start in range(0, len(buckets), size):
+        part = buckets[start : start + size]
+        first, last = part[0].bucket, part[-1].bucket
+        label = f"bucket {first}" if first == last else f"buckets {first} to {last}"
+        network_s = sum(one.network_s for one in part)
+        exposed_s = sum(one.exposed_s for one in part)
+        groups.append((label, BucketTime(first, network_s, exposed_s)))
+    return groups
+
+
+def _layout(run: Run) -> Section | None:
+    sizes = [size for size in run.recording.bucket_bytes if size > 0]
+    if not sizes:
+        return None
+    caption = (
+        f"Schedule {run.recording.schedule}. {len(sizes)} buckets of {size_text(min(sizes))} to "
+        f"{size_text(max(sizes))}, in feed-forward order."
+    )
+    return Section(
+        "Buckets",
+        lambda width: draw_strip("layout", "The model's buckets", sizes, width=width),
+        caption,
+    )
