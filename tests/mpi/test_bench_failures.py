@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dearmpi.bench import gloo
-from dearmpi.bench import torch_methods
+from dearmpi.bench import gloo, torch_methods
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.method_names import plug_in, read_method
 from dearmpi.bench.output import describe_result
