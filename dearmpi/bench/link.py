@@ -1,4 +1,4 @@
-"""Communication alone: a plan's collectives with nothing to hide them behind."""
+"""Communication alone: the collectives of a plan, and one plain TCP stream."""
 
 from __future__ import annotations
 

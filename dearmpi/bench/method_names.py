@@ -1,4 +1,4 @@
-"""Plug-in: a method of the user's own, from a module that is imported by its name."""
+"""Methods by name: reads ``--methods`` and ``--method`` and returns what to measure."""
 
 from __future__ import annotations
 

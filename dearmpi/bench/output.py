@@ -1,4 +1,4 @@
-"""A benchmark's result as text."""
+"""A benchmark's result as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searched: this engine with the bucket cap that a Bayesian search finds, as the paper does it."""
+"""Methods of this package: one per schedule, by a plan, or with a searched bucket cap."""
 
 from __future__ import annotations
 

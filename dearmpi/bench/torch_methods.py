@@ -1,4 +1,4 @@
-"""Peers: others' ways to train, as they come and with options of theirs; torch's are here."""
+"""Methods of torch itself: DistributedDataParallel and fully_shard, with their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of ``dear-train run``, made from the settings of a run."""
+"""Command-line options that several commands share, made from the settings of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurement: a command that all ranks carry out, and the file that rank 0 then writes."""
+"""Files that a command writes: checked before it measures, written by rank 0 at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dear-train report: a page with pictures of a run."""
+"""Commands on what a run has written: report, trace merge, checkpoint show and export."""
 
 from __future__ import annotations
 

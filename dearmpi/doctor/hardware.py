@@ -1,4 +1,4 @@
-"""Cores: whether each host has as many as its ranks and their threads want."""
+"""Hardware: whether the cores of each host suffice, and what MPI does on device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transport: what carries messages between hosts, as far as it was chosen by hand."""
+"""Transport: what carries messages between hosts, and how TCP shares the network."""
 
 from __future__ import annotations
 

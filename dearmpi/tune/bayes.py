@@ -1,4 +1,4 @@
-"""Bayesian search: the next cap is where a Gaussian process expects the most of a trial."""
+"""Bayesian search: a Gaussian process predicts which bucket cap to try next."""
 
 from __future__ import annotations
 
