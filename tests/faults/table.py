@@ -112,10 +112,10 @@ FAULTS = (
     ),
     Fault(
         "buffers of ranks without batches count in the mean",
-        "engine/sync/model_buffers.py",
-        "                if self._rank not in ranks:\n                    precise.zero_()\n",
         "",
-        (f"{ENGINE}/test_join.py",),
+        "        if not counts:\n            sums.zero_()\n",
+        "",
+        (f"{ENGINE}/agreement/test_join.py",),
     ),
     Fault(
         "optimizer state that was gathered once is handed out for ever",
