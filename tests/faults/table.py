@@ -112,7 +112,7 @@ FAULTS = (
     ),
     Fault(
         "buffers of ranks without batches count in the mean",
-        "",
+        "engine/sync/model_buffers.py",
         "        if not counts:\n            sums.zero_()\n",
         "",
         (f"{ENGINE}/agreement/test_join.py",),
