@@ -615,6 +615,24 @@ _TRAIN: dict[str, ErrorCode] = {
     ),
 }
 
-_TOOLS: dict[str, ErrorCode] = {}  # bench, report, doctor, tune and the command line
+# bench, report, doctor, tune and the command line
+_TOOLS: dict[str, ErrorCode] = {
+    "no-traces": ErrorCode(
+        "The run folder holds no trace, or its traces hold nothing yet.",
+        "Record some with dear-train run --trace START:STOP.",
+    ),
+    "not-a-trace": ErrorCode(
+        "A file among the traces was not written by dear-train run --trace.",
+        "Remove the file from the trace folder, or record the traces again.",
+    ),
+    "output-is-input": ErrorCode(
+        "A command would overwrite a file that it reads.",
+        "Name another file to write.",
+    ),
+    "traces-of-two-runs": ErrorCode(
+        "The trace folder holds traces of two runs.",
+        "Remove the traces of the other run.",
+    ),
+}
 
 CODES: dict[str, ErrorCode] = {**_SETTINGS, **_COMM, **_ENGINE, **_PLAN, **_TRAIN, **_TOOLS}

@@ -26,7 +26,8 @@ def check_pillow() -> None:
     except (ImportError, OSError, TypeError) as error:  # TypeError: sizes came with 10.1
         raise ConfigError(
             "PNG pictures need Pillow 10.1 or newer, with FreeType: pip install 'dearmpi[images]'; "
-            "SVG pictures need nothing"
+            "SVG pictures need nothing",
+            code="library-missing",
         ) from error
 
 

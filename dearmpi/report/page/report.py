@@ -63,7 +63,9 @@ def write_report(run_folder: Path, destination: Path) -> Report:
         _remove_others(destination / "report", pictures)
     except OSError as error:
         place = error.filename or destination  # a full disk names no file
-        raise ConfigError(f"cannot write {place}: {error.strerror}; see --out") from error
+        raise ConfigError(
+            f"cannot write {place}: {error.strerror}; see --out", code="cannot-write"
+        ) from error
     return Report(page, pictures, verdict, notes)
 
 

@@ -118,7 +118,7 @@ def read_history(path: Path) -> History:
     except FileNotFoundError:
         return History(notes=(f"There are no metrics: {path.name} is missing.",))
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {error.strerror}", code="unreadable-file") from error
     rows = [_parse(line) for line in lines]
     good = {row.step: row for row in rows if row is not None}
     notes = []

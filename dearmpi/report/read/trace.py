@@ -83,7 +83,9 @@ def read_traces(run_folder: Path) -> Traces:
     there is no trace at all, for a file that is no trace, and for one of another run.
     """
     if not os.path.isdir(run_folder):  # Path.is_dir fails where it may not look
-        raise ConfigError(f"{run_folder} is no folder; name the folder of a run")
+        raise ConfigError(
+            f"{run_folder} is no folder; name the folder of a run", code="file-missing"
+        )
     traces: list[Trace] = []
     notes: list[str] = []
     found = find_traces(run_folder)
@@ -100,7 +102,8 @@ def read_traces(run_folder: Path) -> Traces:
     if not traces:
         begun = "traces, but nothing is in them" if found else "no traces"
         raise ConfigError(
-            f"{run_folder} has {begun}; record some with dear-train run --trace START:STOP"
+            f"{run_folder} has {begun}; record some with dear-train run --trace START:STOP",
+            code="no-traces",
         )
     run, name = traces[0].run, run_folder.resolve().name
     if run != name:
@@ -125,7 +128,9 @@ def read_trace(path: Path) -> Trace | None:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read the trace {path}: {error.strerror}", code="unreadable-file"
+        ) from error
     events, torn = parse_events(text, path)
     facts = {event["name"]: event.get("args", {}) for event in events if event.get("ph") == "M"}
     if not events:
@@ -146,7 +151,9 @@ def read_trace(path: Path) -> Trace | None:
     except (KeyError, TypeError, ValueError) as error:
         if torn:
             return None
-        raise ConfigError(f"{path} is no trace of dear-train: it does not say its run") from error
+        raise ConfigError(
+            f"{path} is no trace of dear-train: it does not say its run", code="not-a-trace"
+        ) from error
 
 
 def parse_events(text: str, path: Path) -> tuple[list[Event], bool]:
@@ -158,7 +165,9 @@ def parse_events(text: str, path: Path) -> tuple[list[Event], bool]:
     if isinstance(whole, list) and all(_is_event(event) for event in whole):
         return whole, False
     if whole is not None or not "[".startswith(text[:1]):
-        raise ConfigError(f"{path} is no trace: it does not hold an array of events")
+        raise ConfigError(
+            f"{path} is no trace: it does not hold an array of events", code="not-a-trace"
+        )
     events = []
     for line in text[1:].split("\n"):  # one event to a line
         try:
@@ -181,7 +190,8 @@ def _check_run(trace: Trace, others: list[Trace]) -> None:
         if trace.run_id != other.run_id:
             raise ConfigError(
                 f"{trace.path} is of run {trace.run} ({trace.run_id}), {other.path.name} of run "
-                f"{other.run} ({other.run_id}); remove the one that does not belong here"
+                f"{other.run} ({other.run_id}); remove the one that does not belong here",
+                code="traces-of-two-runs",
             )
 
 
@@ -208,7 +218,9 @@ def merge(run_folder: Path, out: Path | None = None) -> Merged:
     traces = read_traces(run_folder)
     path = out or merged_path(run_folder)
     if path.resolve() in (trace.resolve() for trace in find_traces(run_folder).values()):
-        raise ConfigError(f"{path} is a trace that is to be merged; see --out")
+        raise ConfigError(
+            f"{path} is a trace that is to be merged; see --out", code="output-is-input"
+        )
     temporary = path.with_name(f".{path.name}.writing")
     num_events = 0
     try:
@@ -220,7 +232,9 @@ def merge(run_folder: Path, out: Path | None = None) -> Merged:
     except OSError as error:
         with suppress(OSError):  # what cannot be written can likely not be removed
             temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error.strerror}; see --out") from error
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; see --out", code="cannot-write"
+        ) from error
     within_us = sorted((trace.uncertainty_us for trace in traces.traces), reverse=True)
     return Merged(path, len(traces.traces), num_events, sum(within_us[:2]), traces.notes)
 
