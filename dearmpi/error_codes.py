@@ -633,6 +633,58 @@ _TOOLS: dict[str, ErrorCode] = {
         "The trace folder holds traces of two runs.",
         "Remove the traces of the other run.",
     ),
+    "one-rank-only": ErrorCode(
+        "A measurement of communication was started with one rank, which has none.",
+        "Start several ranks with `mpirun`.",
+    ),
+    "setting-missing": ErrorCode(
+        "A value was given without another that belongs to it, or none was given.",
+        "Give the values that the message names together.",
+    ),
+    "address-not-reached": ErrorCode(
+        "Ranks cannot reach rank 0 over TCP at the address by which its host knows itself.",
+        "Correct the host names, or export the address as the message says.",
+    ),
+    "unknown-method": ErrorCode(
+        "`dear-train bench` knows no method of that name.",
+        "Choose one of the names in the message, or give your own with `--method`.",
+    ),
+    "unknown-method-option": ErrorCode(
+        "A method of `dear-train bench` has no such option.",
+        "Use one of the options that the message lists.",
+    ),
+    "method-misfit": ErrorCode(
+        "A method cannot send in the format that was chosen.",
+        "Leave the method out, or give the format to the other methods one by one.",
+    ),
+    "unknown-sbatch-option": ErrorCode(
+        "An option was passed on that `sbatch` does not have under that name.",
+        "Give its long name, without dashes.",
+    ),
+    "unknown-command": ErrorCode(
+        "`dear-train` has no such command or option.",
+        "Call `dear-train --help`.",
+    ),
+    "measurement-flawed": ErrorCode(
+        "Measured times contradict each other or are no numbers above zero.",
+        "Measure again on a quiet machine.",
+    ),
+    "measurement-too-short": ErrorCode(
+        "Too few iterations were seen to decide anything.",
+        "Measure more iterations.",
+    ),
+    "command-not-started": ErrorCode(
+        "The command to run could not be started.",
+        "Check its path and its permissions.",
+    ),
+    "job-not-submitted": ErrorCode(
+        "`sbatch` is missing here or refused the job.",
+        "Read the reason in the message; submit from a login node of the cluster.",
+    ),
+    "plan-not-found": ErrorCode(
+        "The process that searches for a plan ended with an error.",
+        'Read the reason in the message, or leave out `plan="auto"`.',
+    ),
 }
 
 CODES: dict[str, ErrorCode] = {**_SETTINGS, **_COMM, **_ENGINE, **_PLAN, **_TRAIN, **_TOOLS}

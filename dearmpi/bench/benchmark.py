@@ -56,18 +56,28 @@ class Question:
     def __post_init__(self) -> None:
         times = (self.feed_forward_s, self.backprop_s)
         if self.ratio is not None and times != (None, None):
-            raise ConfigError("a ratio sets the compute time; give either it or the times")
+            raise ConfigError(
+                "a ratio sets the compute time; give either it or the times",
+                code="settings-contradict",
+            )
         if self.ratio is not None and not 0.01 <= self.ratio <= 100:
-            raise ConfigError(f"ratio is {self.ratio}; it must be from 0.01 to 100")
+            raise ConfigError(
+                f"ratio is {self.ratio}; it must be from 0.01 to 100", code="out-of-range"
+            )
         if (times[0] is None) != (times[1] is None):
-            raise ConfigError("feed-forward and backprop time must be given together")
+            raise ConfigError(
+                "feed-forward and backprop time must be given together", code="setting-missing"
+            )
         for seconds in times:
             if seconds is not None and not 0 < seconds <= 3600:
                 raise ConfigError(
-                    f"a compute time is {seconds} s; it must be above 0, at most 3600"
+                    f"a compute time is {seconds} s; it must be above 0, at most 3600",
+                    code="out-of-range",
                 )
         if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"batch size is {self.batch_size}; it must be at least 1")
+            raise ConfigError(
+                f"batch size is {self.batch_size}; it must be at least 1", code="out-of-range"
+            )
 
     def read_methods(self) -> list[Method]:
         """All methods, in order. Raises ConfigError for one that does not exist or comes twice."""
@@ -77,10 +87,14 @@ class Question:
         ]
         labels = [method.label for method in methods if method.label != "alone"]
         if not labels:
-            raise ConfigError("no method to measure; give some, such as dear,ddp")
+            raise ConfigError(
+                "no method to measure; give some, such as dear,ddp", code="setting-missing"
+            )
         for label in labels:
             if labels.count(label) > 1:
-                raise ConfigError(f"method {label} is given {labels.count(label)} times")
+                raise ConfigError(
+                    f"method {label} is given {labels.count(label)} times", code="given-twice"
+                )
         return [method for method in methods if method.label != "alone"]
 
 
@@ -120,7 +134,7 @@ def _check_methods(world: World, subject: Subject, methods: Sequence[Method]) ->
             try:
                 method.check(Setup(world, model, subject.make_optimizer, method.options))
             except ConfigError as error:
-                raise ConfigError(f"method {method.label!r}: {error}") from error
+                raise ConfigError(f"method {method.label!r}: {error}", code=error.code) from error
 
 
 def make_subject(world: World, question: Question, tell: Tell) -> Subject:
@@ -146,7 +160,8 @@ def _make_task_subject(world: World, question: Question) -> Subject:
     if question.ratio is not None or question.feed_forward_s is not None:
         raise ConfigError(
             f"the compute time of {question.workload} is real and cannot be set; leave out the "
-            f"ratio and the times, or replay one of {', '.join(workload_names())}"
+            f"ratio and the times, or replay one of {', '.join(workload_names())}",
+            code="setting-without-effect",
         )
     seed_all(0)
     try:
@@ -154,7 +169,8 @@ def _make_task_subject(world: World, question: Question) -> Subject:
     except TaskError as error:
         raise TaskError(
             f"{error}; beside tasks, workloads are {', '.join(workload_names())} and "
-            "equal:MB[:LAYERS]"
+            "equal:MB[:LAYERS]",
+            code=error.code,
         ) from error
     default = task.defaults.get("batch_size", 16)
     assert isinstance(default, int)
@@ -165,14 +181,16 @@ def _make_task_subject(world: World, question: Question) -> Subject:
 def _read_profile(question: Question) -> ModelProfile:
     if question.ratio is not None or question.feed_forward_s is not None:
         raise ConfigError(
-            f"the compute times stand in {question.workload}; leave out the ratio and the times"
+            f"the compute times stand in {question.workload}; leave out the ratio and the times",
+            code="setting-without-effect",
         )
     profile = read_profile(question.workload)
     measured = profile.workload.batch_size
     if question.batch_size not in (None, measured):
         raise ConfigError(
             f"the times in {question.workload} are of {measured} samples per rank, and the batch "
-            f"size is {question.batch_size}; leave it out, or profile that batch size"
+            f"size is {question.batch_size}; leave it out, or profile that batch size",
+            code="samples-misfit",
         )
     return profile
 
@@ -209,7 +227,8 @@ def _communication_s(world: World, workload: Workload, comm_dtype: CommDtype, te
     if world.size == 1:
         raise ConfigError(
             "one rank has no communication to set the compute time by; give --feed-forward-s and "
-            "--backprop-s, or start several ranks with mpirun"
+            "--backprop-s, or start several ranks with mpirun",
+            code="one-rank-only",
         )
     tell("measuring communication alone")
     profile = profile_workload(workload, feed_forward_s=0, backprop_s=0)

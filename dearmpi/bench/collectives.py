@@ -94,7 +94,9 @@ def measure_collectives(
     wire_dtype: in what to send the fp32 buffers.
     """
     if world.size == 1:
-        raise ConfigError("one rank has no collectives; start several with mpirun")
+        raise ConfigError(
+            "one rank has no collectives; start several with mpirun", code="one-rank-only"
+        )
     choose_threads(world, requested=None, progress_thread=world.has_progress_thread)
     compute_on_one_core(world)
     wire = measure_wire(world)

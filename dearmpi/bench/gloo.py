@@ -58,7 +58,8 @@ def _open_store(address: str, size: int, patience: timedelta) -> TCPStore:
         said = str(error).strip().splitlines()
         raise ConfigError(
             f"rank 0 cannot be reached at {address} ({said[0] if said else 'no reason'}); "
-            f"{ADDRESS_CURE}"
+            f"{ADDRESS_CURE}",
+            code="address-not-reached",
         ) from error
 
 

@@ -39,11 +39,14 @@ class Length:
         if self.num_warmup < 1:
             raise ConfigError(
                 f"{self.num_warmup} warm-up iterations; at least 1 is needed, since an iteration "
-                "begins with the gathers of the one before"
+                "begins with the gathers of the one before",
+                code="out-of-range",
             )
         if self.num_batches < 1 or self.num_rounds < 1:
             raise ConfigError(
-                f"{self.num_rounds} rounds of {self.num_batches} iterations; both must be 1 or more"
+                f"{self.num_rounds} rounds of {self.num_batches} iterations; both must be at "
+                "least 1",
+                code="out-of-range",
             )
 
 

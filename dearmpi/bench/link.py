@@ -100,10 +100,13 @@ def root_address(one_host: bool) -> str:
         address = socket.gethostbyname(name)
     except OSError as error:
         raise ConfigError(
-            f"{name} does not know its own address ({error}); {ADDRESS_CURE}"
+            f"{name} does not know its own address ({error}); {ADDRESS_CURE}",
+            code="address-not-reached",
         ) from error
     if address.startswith("127."):
-        raise ConfigError(f"{name} knows itself as {address} only; {ADDRESS_CURE}")
+        raise ConfigError(
+            f"{name} knows itself as {address} only; {ADDRESS_CURE}", code="address-not-reached"
+        )
     return address
 
 
@@ -132,7 +135,8 @@ def measure_wire(world: World, *, seconds: float = 1.0) -> float:
                 _send((host, int(port)), (1 + _NUM_STRETCHES) * seconds)
         except OSError as error:
             raise ConfigError(
-                f"a plain TCP stream to rank 0 at {host}, port {port}: {error}; {ADDRESS_CURE}"
+                f"a plain TCP stream to rank 0 at {host}, port {port}: {error}; {ADDRESS_CURE}",
+                code="address-not-reached",
             ) from error
     return world.all_reduce([rate], "max")[0]
 
@@ -141,7 +145,10 @@ def _listen(address: str) -> socket.socket:
     try:
         server = socket.create_server((address, 0))
     except OSError as error:
-        raise ConfigError(f"rank 0 cannot listen at {address} ({error}); {ADDRESS_CURE}") from error
+        raise ConfigError(
+            f"rank 0 cannot listen at {address} ({error}); {ADDRESS_CURE}",
+            code="address-not-reached",
+        ) from error
     server.settimeout(_PATIENCE_S)
     return server
 
@@ -159,7 +166,10 @@ def _receive(server: socket.socket, seconds: float) -> float:
                 rates.append(8 * total / took)
                 start, total = start + took, 0
     if len(rates) < 2:
-        raise ConfigError(f"the stream to rank 0 ended after {len(rates)} stretches of {seconds} s")
+        raise ConfigError(
+            f"the stream to rank 0 ended after {len(rates)} stretches of {seconds} s",
+            code="address-not-reached",
+        )
     return statistics.median(rates[1:])
 
 

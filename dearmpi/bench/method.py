@@ -135,7 +135,8 @@ def read_options(parts: Iterable[str], *, label: str) -> dict[str, str]:
             name, value = "cap", part
         if not name or not value or name in options:
             raise ConfigError(
-                f"method {label!r}: cannot read {part!r}; write NAME[:CAP_MB][:OPTION=VALUE]"
+                f"method {label!r}: cannot read {part!r}; write NAME[:CAP_MB][:OPTION=VALUE]",
+                code="malformed-value",
             )
         options[name] = value
     return options
@@ -145,7 +146,10 @@ def refuse_unknown(options: Mapping[str, str], known: Sequence[str]) -> None:
     """Raise ConfigError for options that a method does not have; ``known`` are those it has."""
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ConfigError(f"it has no option {', '.join(unknown)}; it has {', '.join(known)}")
+        raise ConfigError(
+            f"it has no option {', '.join(unknown)}; it has {', '.join(known)}",
+            code="unknown-method-option",
+        )
 
 
 def read_flag(options: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -164,7 +168,8 @@ def read_cap(text: str) -> float:
     if not 0 <= cap <= _MOST_CAP_MB:
         raise ConfigError(
             f"the bucket cap is {text!r}; it must be a number of MiB, 0 or more and at most "
-            f"{_MOST_CAP_MB}"
+            f"{_MOST_CAP_MB}",
+            code="malformed-value",
         )
     return cap
 

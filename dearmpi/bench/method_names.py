@@ -96,16 +96,20 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
     if name not in METHOD_NAMES:
         raise ConfigError(
             f"there is no method {name!r}; choose from {', '.join(METHOD_NAMES)}, or give your own "
-            "with --method module:factory"
+            "with --method module:factory",
+            code="unknown-method",
         )
     if name == ALONE and parts:
-        raise ConfigError(f"method {text!r}: alone has no options, since it sends nothing")
+        raise ConfigError(
+            f"method {text!r}: alone has no options, since it sends nothing",
+            code="unknown-method-option",
+        )
     options = {**asked_options(comm_dtype), **read_options(parts, label=text)}
     _refuse_dtype(name, options, comm_dtype)
     try:
         return _make_method(name, text, options)
     except ConfigError as error:
-        raise ConfigError(f"method {text!r}: {error}") from error
+        raise ConfigError(f"method {text!r}: {error}", code=error.code) from error
 
 
 def _refuse_dtype(name: str, options: Mapping[str, str], comm_dtype: CommDtype) -> None:
@@ -114,7 +118,8 @@ def _refuse_dtype(name: str, options: Mapping[str, str], comm_dtype: CommDtype) 
     if name in _PEERS and is_asked and comm_dtype not in _PEERS[name].sends:
         raise ConfigError(
             f"method {name} is not measured as {comm_dtype} here; leave it out, or give comm_dtype "
-            f"to the others one by one, as in dear:comm_dtype={comm_dtype}"
+            f"to the others one by one, as in dear:comm_dtype={comm_dtype}",
+            code="method-misfit",
         )
 
 
@@ -157,7 +162,9 @@ def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
     """
     module, colon, attribute = text.partition(":")
     if not (module and colon and attribute):
-        raise ConfigError(f"--method {text!r} is not of the form module:factory")
+        raise ConfigError(
+            f"--method {text!r} is not of the form module:factory", code="malformed-value"
+        )
 
     def find(world: World) -> None:
         with _working_folder() as folder:

@@ -77,12 +77,14 @@ def read_config(options: Mapping[str, str]) -> EngineConfig:
         name = "bucket_cap_mb" if given == "cap" else given
         if name not in kinds:
             raise ConfigError(
-                f"the engine has no setting {given!r}; it has {', '.join(sorted(kinds))}"
+                f"the engine has no setting {given!r}; it has {', '.join(sorted(kinds))}",
+                code="unknown-method-option",
             )
         if name in values:
             raise ConfigError(
                 f"the bucket cap is given twice, as cap={options['cap']} and as "
-                f"bucket_cap_mb={options['bucket_cap_mb']}; leave out one of the two"
+                f"bucket_cap_mb={options['bucket_cap_mb']}; leave out one of the two",
+                code="given-twice",
             )
         values[name] = _read_value(name, text, kinds[name])
     return EngineConfig(**values)
@@ -93,7 +95,8 @@ def refuse_settings(name: str, options: Mapping[str, str]) -> None:
     if "schedule" in options:
         raise ConfigError(
             f"its name says the schedule; leave schedule={options['schedule']} out, or take a "
-            f"method by that name, one of {', '.join(SCHEDULES)}"
+            f"method by that name, one of {', '.join(SCHEDULES)}",
+            code="settings-contradict",
         )
     config = read_config(options)
     for setting in _OF_DEVICES:
@@ -101,7 +104,8 @@ def refuse_settings(name: str, options: Mapping[str, str]) -> None:
         if value != getattr(EngineConfig(), setting):
             raise ConfigError(
                 f"{setting} is {value!r}, but models are measured on the host, where it has no "
-                "effect; leave it out"
+                "effect; leave it out",
+                code="setting-without-effect",
             )
     if name == PLANNED:
         check_plan("auto", config)
@@ -118,7 +122,9 @@ def _read_value(name: str, text: str, kind: object) -> object:
     except (KeyError, ValueError):
         words: dict[object, str] = {bool: "true or false", float | None: "a number"}
         kind_text = words.get(kind, "a whole number")
-        raise ConfigError(f"{name} is {text!r}; it must be {kind_text}") from None
+        raise ConfigError(
+            f"{name} is {text!r}; it must be {kind_text}", code="malformed-value"
+        ) from None
     return text
 
 
@@ -160,7 +166,8 @@ def check_bayes(setup: Setup) -> None:
     if setup.world.size == 1:
         raise ConfigError(
             "one rank sends nothing, so that no bucket cap is better than another; start several "
-            "with mpirun, or leave bayes out"
+            "with mpirun, or leave bayes out",
+            code="one-rank-only",
         )
 
 
@@ -170,7 +177,8 @@ def refuse_cap(options: Mapping[str, str]) -> None:
     if given:
         raise ConfigError(
             f"bayes searches for the bucket cap, but {options[given[0]]} MiB is given; leave it "
-            f"out, or measure dear:{options[given[0]]}"
+            f"out, or measure dear:{options[given[0]]}",
+            code="settings-contradict",
         )
 
 

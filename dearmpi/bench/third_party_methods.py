@@ -80,7 +80,8 @@ def horovod_variables(options: Mapping[str, str]) -> dict[str, str]:
     comm_dtype = options.get("comm_dtype", "fp32")
     if comm_dtype not in HOROVOD_SENDS:
         raise ConfigError(
-            f"comm_dtype is {comm_dtype!r}; Horovod compresses to fp16, and to nothing else"
+            f"comm_dtype is {comm_dtype!r}; Horovod compresses to fp16, and to nothing else",
+            code="method-misfit",
         )
     # A threshold that was once given holds for all later starts in the process unless it is given
     # again: so one is always given, and no method leaves its own to another.
@@ -181,7 +182,10 @@ def deepspeed_config(options: Mapping[str, str]) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": int(stage)}
     if "cap" in options:
         if stage == "0":
-            raise ConfigError("ZeRO's stage 0 has no bucket cap; leave it out, or take stage 1")
+            raise ConfigError(
+                "ZeRO's stage 0 has no bucket cap; leave it out, or take stage 1",
+                code="setting-without-effect",
+            )
         elements = int(read_cap(options["cap"]) * (1 << 20)) // _FP32_BYTES
         zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
     return {

@@ -59,7 +59,9 @@ def read_ddp(options: Mapping[str, str]) -> _DdpSettings:
 
 def read_ddp_bf16(options: Mapping[str, str]) -> _DdpSettings:
     if options.get("comm_dtype", "bf16") != "bf16":
-        raise ConfigError("ddp-bf16 sends bf16; take ddp with another comm_dtype")
+        raise ConfigError(
+            "ddp-bf16 sends bf16; take ddp with another comm_dtype", code="method-misfit"
+        )
     return read_ddp({**options, "comm_dtype": "bf16"})
 
 
@@ -126,7 +128,10 @@ def read_fsdp2(options: Mapping[str, str]) -> _Fsdp2Settings:
 
 def check_fsdp2(setup: Setup) -> None:
     if "reuse_pages" in setup.options and not isinstance(setup.model, ReplayModel):
-        raise ConfigError("reuse_pages has an effect on replayed models only; leave it out")
+        raise ConfigError(
+            "reuse_pages has an effect on replayed models only; leave it out",
+            code="setting-without-effect",
+        )
 
 
 def blocks_of(model: nn.Module) -> list[list[nn.Module]]:

@@ -32,14 +32,16 @@ def check_time_limit(limit: str, *, warned: bool) -> None:
     found = next(filter(None, (re.fullmatch(form, limit) for form in _FORMS)), None)
     if found is None:
         raise ConfigError(
-            f"time is {limit!r}, which sbatch does not take; write minutes, or [D-]HH:MM:SS"
+            f"time is {limit!r}, which sbatch does not take; write minutes, or [D-]HH:MM:SS",
+            code="malformed-value",
         )
     seconds = sum(int(number or 0) * _UNITS[unit] for unit, number in found.groupdict().items())
     if warned and 0 < seconds <= WARNING_S:  # 0 asks for no limit
         raise ConfigError(
             f"time is {limit}, {seconds} s, but the job is told to save and stop {WARNING_S} s "
             "before its end: it would come no further than a step. Give it more, or a later "
-            "warning, as in --sbatch-option signal=B:USR1@20"
+            "warning, as in --sbatch-option signal=B:USR1@20",
+            code="out-of-range",
         )
 
 
@@ -78,17 +80,20 @@ class BatchScript:
         for name, value in self.options.items():
             if not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"{name!r} is no option of sbatch; give its long name, without dashes"
+                    f"{name!r} is no option of sbatch; give its long name, without dashes",
+                    code="unknown-sbatch-option",
                 )
             if value is not None and not _VALUE.fullmatch(value):
                 raise ConfigError(
                     f"{name} is {value!r}, which cannot stand in a batch script; use letters, "
-                    "digits and . , : + @ % / = ( ) [ ] | & * ! ? ~ - _"
+                    "digits and . , : + @ % / = ( ) [ ] | & * ! ? ~ - _",
+                    code="malformed-value",
                 )
         if _CORES_OF_DEVICES in self.options:
             raise ConfigError(
                 f"{_CORES_OF_DEVICES} gives cores to devices, but here ranks have them, and sbatch "
-                "takes one or the other; give --cpus-per-task, the cores of a rank"
+                "takes one or the other; give --cpus-per-task, the cores of a rank",
+                code="settings-contradict",
             )
         if self.options.get("time"):
             check_time_limit(str(self.options["time"]), warned="signal" not in self.options)

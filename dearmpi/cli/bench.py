@@ -155,7 +155,9 @@ def _measure(
     console.needed = json_path is None  # a file has it all
     with together(world, root_only=True):
         if picture_path is not None and picture_path.suffix != ".svg":
-            raise ConfigError(f"--picture is {picture_path}; its name must end in .svg")
+            raise ConfigError(
+                f"--picture is {picture_path}; its name must end in .svg", code="malformed-value"
+            )
         outputs = {"--json": json_path, "--picture": picture_path}
         if world.is_root:
             check_apart(outputs, {"--workload": given["workload"]})
@@ -216,9 +218,13 @@ def _measure_collectives(
     with together(world):
         sizes_mb = _read_sizes(given["sizes_mb"])
         if given["num_iters"] < 1:
-            raise ConfigError(f"--num-iters is {given['num_iters']}; it must be 1 or more")
+            raise ConfigError(
+                f"--num-iters is {given['num_iters']}; it must be 1 or more", code="out-of-range"
+            )
         if world.size == 1:
-            raise ConfigError("one rank has no collectives; start several with mpirun")
+            raise ConfigError(
+                "one rank has no collectives; start several with mpirun", code="one-rank-only"
+            )
     result = measure_collectives(
         world,
         sizes_mb,
@@ -233,9 +239,14 @@ def _read_sizes(text: str) -> list[float]:
     try:
         sizes = [float(part) for part in _split(text)]
     except ValueError:
-        raise ConfigError(f"--sizes-mb is {text!r}; write numbers, such as 1,4,25") from None
+        raise ConfigError(
+            f"--sizes-mb is {text!r}; write numbers, such as 1,4,25", code="malformed-value"
+        ) from None
     if not sizes or not all(0 < size <= 2000 for size in sizes):
-        raise ConfigError(f"--sizes-mb is {text!r}; sizes must be above 0 and at most 2000 MB")
+        raise ConfigError(
+            f"--sizes-mb is {text!r}; sizes must be above 0 and at most 2000 MB",
+            code="out-of-range",
+        )
     return sizes
 
 

@@ -57,9 +57,13 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
         with together(world):
             check_place(world, out)
             if not 0 < seconds < math.inf:
-                raise ConfigError(f"--seconds is {seconds}; it must be above 0, and finite")
+                raise ConfigError(
+                    f"--seconds is {seconds}; it must be above 0, and finite", code="out-of-range"
+                )
             if world.size == 1:
-                raise ConfigError("one rank has no collectives; start several with mpirun")
+                raise ConfigError(
+                    "one rank has no collectives; start several with mpirun", code="one-rank-only"
+                )
         compute_on_one_core(world)  # as training does
         result = tuning.calibrate(
             world,

@@ -80,7 +80,7 @@ def _refuse(error: click.ClickException) -> int:
     hint = "" if context is None else f"\n{context.get_usage()}"
 
     def refuse() -> NoReturn:
-        raise ConfigError(f"{error.format_message()}{hint}")
+        raise ConfigError(f"{error.format_message()}{hint}", code="unknown-command")
 
     return run_together(refuse)
 

@@ -33,11 +33,15 @@ def check_writable(path: Path | None) -> None:
         return
     if os.path.exists(path):  # not Path.exists, which fails where it may not look
         if not os.access(path, os.W_OK):
-            raise ConfigError(f"cannot write {path}: it is not yours to write; name another file")
+            raise ConfigError(
+                f"cannot write {path}: it is not yours to write; name another file",
+                code="cannot-write",
+            )
     elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise ConfigError(
             f"cannot write {path}: {path.absolute().parent} is no folder that can be written to; "
-            "make it or name another"
+            "make it or name another",
+            code="cannot-write",
         )
 
 
@@ -54,7 +58,10 @@ def check_apart(
             continue  # a device takes all
         place = os.path.realpath(out)
         if place in known:
-            raise ConfigError(f"{flag} is {out}, which {known[place]} too; name another file")
+            raise ConfigError(
+                f"{flag} is {out}, which {known[place]} too; name another file",
+                code="output-is-input",
+            )
         known[place] = f"{flag} writes"
 
 
@@ -65,7 +72,9 @@ def write_file(path: Path, content: str | bytes) -> None:
     except OSError as error:
         is_full = error.errno in durable.DISK_FULL
         cure = "make room there, or name another file" if is_full else "name another file"
-        raise ConfigError(f"cannot write {path}: {error.strerror}; {cure}") from error
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; {cure}", code="cannot-write"
+        ) from error
 
 
 def write(world: World, console: Console, path: Path | None, text: str) -> None:
@@ -92,7 +101,9 @@ def check_picture(path: Path | None) -> None:
     drawn.
     """
     if path is not None and path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--picture is {path}; its name must end in .svg or .png")
+        raise ConfigError(
+            f"--picture is {path}; its name must end in .svg or .png", code="malformed-value"
+        )
     check_writable(path)
     if path is not None and path.suffix == ".png":
         from dearmpi.report.draw import png

@@ -118,7 +118,7 @@ def plan(
     profile = read_profile(profile_path)
     calibration = read_calibration(calibration_path)
     if calibration.flaw is not None:
-        raise MeasurementError(f"{calibration_path}: {calibration.flaw}")
+        raise MeasurementError(f"{calibration_path}: {calibration.flaw}", code="measurement-flawed")
     costs = _costs(calibration, world_size)
     _check_samples(profile_path, profile, costs.world_size, samples_per_rank)
     costs = costs.sent_as(comm_dtype, profile.workload.params())
@@ -144,7 +144,8 @@ def _costs(calibration: Calibration, world_size: int | None) -> Costs:
     if world_size is not None and not 2 <= world_size <= MOST_RANKS:
         raise ConfigError(
             f"--world-size is {world_size}; it must be from 2, since one sends nothing, to "
-            f"{MOST_RANKS}"
+            f"{MOST_RANKS}",
+            code="out-of-range",
         )
     return calibration.costs.at(world_size or calibration.world_size).with_typical_overheads()
 
@@ -158,14 +159,16 @@ def _check_samples(path: Path, profile: ModelProfile, num_ranks: int, given: int
     if given is not None and given != measured:
         raise ConfigError(
             f"--samples-per-rank is {given}, but {path} was measured with {samples} per rank and "
-            "micro-batch; profile with as many as the run will have"
+            "micro-batch; profile with as many as the run will have",
+            code="samples-misfit",
         )
     if given is None and profile.world_size != num_ranks:
         raise ConfigError(
             f"{path} was measured on {count_text(profile.world_size, 'rank')}, and the plan is for "
             f"{num_ranks}, among which a run divides its batch; profile on {num_ranks}, or, if "
             f"each of them will have {samples} per micro-batch, as this profile, give "
-            f"--samples-per-rank {measured}"
+            f"--samples-per-rank {measured}",
+            code="samples-misfit",
         )
 
 

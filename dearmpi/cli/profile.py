@@ -103,12 +103,14 @@ def check_flags(given: Mapping[str, object]) -> None:
         if given[name] not in (None, ()):
             raise ConfigError(
                 f"--{SETTINGS[name].flag} has no effect on a profile, which trains for "
-                "--num-warmup-batches and --num-batches steps and keeps nothing; leave it out"
+                "--num-warmup-batches and --num-batches steps and keeps nothing; leave it out",
+                code="setting-without-effect",
             )
     if given["plan"] in PLANNING:
         raise ConfigError(
             f"--plan {given['plan']} has no effect on a profile, which is over before a plan is "
-            "found; leave it out, or name the file of one"
+            "found; leave it out, or name the file of one",
+            code="setting-without-effect",
         )
 
 
@@ -117,5 +119,6 @@ def check_lengths(num_warmup: int, num_batches: int) -> None:
     if num_warmup < 0 or num_batches < 1:
         raise ConfigError(
             f"{num_warmup} warm-up batches and {num_batches} that count; at least 0 and 1 are "
-            "needed"
+            "needed",
+            code="out-of-range",
         )

@@ -44,7 +44,9 @@ class RankLog:
         try:
             handler = _LogFile(path, mode="a", encoding="utf-8")
         except OSError as error:
-            raise DearError(f"cannot write {path}: {error.strerror}") from error
+            raise DearError(
+                f"cannot write {path}: {error.strerror}", code="cannot-write"
+            ) from error
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
         self.path = path

@@ -78,7 +78,9 @@ def run_forwarding(command: Sequence[str]) -> int:
             child.send_signal(signal.SIGUSR1)
         code = child.wait()
     except OSError as error:
-        raise ConfigError(f"cannot start {command[0]}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot start {command[0]}: {error.strerror}", code="command-not-started"
+        ) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

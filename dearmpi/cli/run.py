@@ -69,7 +69,7 @@ def read_sources(
 def check_config(config: str | None) -> None:
     """Raise ConfigError for a name that names no file, as of a shell's variable that is not set."""
     if config == "":
-        raise ConfigError("--config is empty; name a file, or leave it out")
+        raise ConfigError("--config is empty; name a file, or leave it out", code="malformed-value")
 
 
 def run_together(read: ReadSources) -> int:

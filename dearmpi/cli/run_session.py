@@ -167,5 +167,6 @@ def _explained(folder: RunFolder) -> Iterator[None]:
         yield
     except OSError as error:
         raise DearError(
-            f"cannot write traces in {folder.trace}: {error}; mend that, or leave out --trace"
+            f"cannot write traces in {folder.trace}: {error}; mend that, or leave out --trace",
+            code="cannot-write",
         ) from error

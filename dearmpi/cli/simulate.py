@@ -137,7 +137,10 @@ def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
 
     world_size, picture_path = given["world_size"], given["picture_path"]
     if not 1 <= world_size <= MOST_RANKS:
-        raise ConfigError(f"--world-size is {world_size}; it must be from 1 to {MOST_RANKS} ranks")
+        raise ConfigError(
+            f"--world-size is {world_size}; it must be from 1 to {MOST_RANKS} ranks",
+            code="out-of-range",
+        )
     profile = _read_profile(given)
     has_nodes = given["ranks_per_node"] is not None
     network = _with_nodes(_read_network(given["network"], between_nodes=has_nodes), given)
@@ -164,7 +167,8 @@ def _read_profile(given: dict[str, Any]) -> ModelProfile:
     if given["workload"].endswith(".json"):
         raise ConfigError(
             f"there is no workload {given['workload']!r}; give a file of dear-train profile by "
-            "--profile"
+            "--profile",
+            code="unknown-choice",
         )
     workload = read_workload(given["workload"])
     feed_forward_s, backprop_s = given["feed_forward_s"], given["backprop_s"]
@@ -172,7 +176,9 @@ def _read_profile(given: dict[str, Any]) -> ModelProfile:
         return paper_profile(workload)
     if feed_forward_s is None or backprop_s is None:
         missing = "--feed-forward-s" if feed_forward_s is None else "--backprop-s"
-        raise ConfigError(f"{missing} is missing; give both times or neither")
+        raise ConfigError(
+            f"{missing} is missing; give both times or neither", code="setting-missing"
+        )
     return profile_workload(workload, feed_forward_s=feed_forward_s, backprop_s=backprop_s)
 
 
@@ -188,7 +194,8 @@ def _read_network(text: str, *, between_nodes: bool) -> Network:
         raise ConfigError(
             f"there is no network {text!r}, nor a file of that name; choose one of "
             f"{', '.join(preset.name for preset in PRESETS)}, write alpha,beta, or name a file of "
-            "dear-train calibrate"
+            "dear-train calibrate",
+            code="unknown-choice",
         )
     calibration = read_calibration(text)
     host, most = Counter(calibration.hosts).most_common(1)[0]
@@ -196,7 +203,8 @@ def _read_network(text: str, *, between_nodes: bool) -> Network:
         raise ConfigError(
             f"{text} was measured with {most} ranks on {host}, so that what joins those is in it "
             "already; leave out --ranks-per-node and --node-network, or calibrate with one rank on "
-            "each node"
+            "each node",
+            code="settings-contradict",
         )
     source = [f"measured with {calibration.world_size} ranks, {calibration.library}"]
     source += describe_other_version("it", calibration.version)
@@ -212,7 +220,7 @@ def _with_nodes(network: Network, given: dict[str, Any]) -> Network:
         return network
     if num_ranks is None or text is None:
         missing = "--ranks-per-node" if num_ranks is None else "--node-network"
-        raise ConfigError(f"{missing} is missing; give both, or neither")
+        raise ConfigError(f"{missing} is missing; give both, or neither", code="setting-missing")
     return network.with_node(parse_node(text, num_ranks))
 
 
@@ -222,12 +230,15 @@ def _read_methods(names: Sequence[str]) -> list[SimulatedMethod]:
     if list(names) == ["all"]:
         return list(METHODS)
     if "all" in names:
-        raise ConfigError("--method all has all methods already; leave out the others, or all")
+        raise ConfigError(
+            "--method all has all methods already; leave out the others, or all",
+            code="settings-contradict",
+        )
     methods = [parse_method(name) for name in names]
     for method in methods:
         count = sum(method.name == other.name for other in methods)
         if count > 1:
-            raise ConfigError(f"method {method.name} is given {count} times")
+            raise ConfigError(f"method {method.name} is given {count} times", code="given-twice")
     return methods
 
 

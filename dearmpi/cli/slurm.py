@@ -140,7 +140,8 @@ def _tell_missing(missing: Sequence[str], folder: Path, *, submit: bool) -> None
     if submit and missing:
         raise ConfigError(
             f"{'; '.join(missing)}; a job submitted here runs in {folder}: correct the path, or "
-            "leave out --submit where the file is yet to come"
+            "leave out --submit where the file is yet to come",
+            code="file-missing",
         )
     for one in missing:
         complain(f"warning: {one}; there must be one where the job runs, or it ends at its start")
@@ -159,7 +160,9 @@ def _parse_others(words: tuple[str, ...], *, taken: Container[str]) -> dict[str,
     for word in words:
         name, equals, value = word.partition("=")
         if name in parsed or name in taken:
-            raise ConfigError(f"sbatch's option {name} is given twice; give it once")
+            raise ConfigError(
+                f"sbatch's option {name} is given twice; give it once", code="given-twice"
+            )
         parsed[name] = value if equals else None
     return parsed
 
@@ -173,8 +176,11 @@ def _submit(script: BatchScript) -> str:
     except OSError as error:
         raise LaunchError(
             f"cannot start sbatch: {error.strerror}; submit from a login node of the cluster, or "
-            "leave out --submit and take the script there"
+            "leave out --submit and take the script there",
+            code="job-not-submitted",
         ) from error
     if done.returncode:
-        raise LaunchError(f"sbatch refused the job: {done.stderr.strip()}")
+        raise LaunchError(
+            f"sbatch refused the job: {done.stderr.strip()}", code="job-not-submitted"
+        )
     return "\n".join(filter(None, (done.stderr.strip(), done.stdout.strip())))  # warnings first

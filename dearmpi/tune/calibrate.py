@@ -121,7 +121,10 @@ def calibrate(
     Raises ConfigError in a world of one, in which nothing is sent.
     """
     if world.size == 1:
-        raise ConfigError("one rank has no collectives to measure; start several with mpirun")
+        raise ConfigError(
+            "one rank has no collectives to measure; start several with mpirun",
+            code="one-rank-only",
+        )
     channels = {window: world.open_channel("trial", window=window) for window in WINDOWS}
     operations = (algorithms.start_reduce_scatter, algorithms.start_all_gather)
     prepared = [partial(_prepare, world, channels, operation) for operation in operations]

@@ -58,7 +58,8 @@ class Calibration:
         if self.algorithm not in get_args(ReduceScatter):
             raise ConfigError(
                 f"the reduce-scatters were of the kind {self.algorithm!r}; it must be one of "
-                f"{', '.join(get_args(ReduceScatter))}"
+                f"{', '.join(get_args(ReduceScatter))}",
+                code="unknown-choice",
             )
         _ = self.costs  # the fits look at every time
 
@@ -123,7 +124,8 @@ def parse_calibration(text: str, place: str) -> Calibration:
         raise ConfigError(
             f"{place} has format {form}, written by dearmpi {data.text('version', 'unknown')}; "
             f"this is dearmpi {__version__}, which reads format {FORMAT}: measure the link "
-            "again with dear-train calibrate"
+            "again with dear-train calibrate",
+            code="other-format-version",
         )
     hosts = data.texts("hosts")
     if data.integer("world_size", least=2) != len(hosts):
@@ -144,7 +146,9 @@ def parse_calibration(text: str, place: str) -> Calibration:
             version=data.text("version"),
         )
     except ConfigError as error:
-        raise error if place in str(error) else ConfigError(f"{place}: {error}") from None
+        raise (
+            error if place in str(error) else ConfigError(f"{place}: {error}", code=error.code)
+        ) from None
 
 
 def read_calibration(path: str | Path) -> Calibration:

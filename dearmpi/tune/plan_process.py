@@ -121,7 +121,7 @@ class PlanProcess:
             if code == 0:
                 return Plan.from_json(_read(self._out), "the plan")
             if code == _REFUSED:
-                raise ConfigError(_read(self._complaint).strip())
+                raise ConfigError(_read(self._complaint).strip(), code="plan-not-found")
             return self._request.carry_out()  # somebody has ended the process
         finally:
             self.close()

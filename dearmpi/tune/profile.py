@@ -61,12 +61,15 @@ class LayerTimer:
         waited: seconds of waiting so far, such as ``lambda: optimizer.waited_s``; on the CPU only.
         """
         if num_warmup < 0:
-            raise ConfigError(f"{num_warmup} warm-up passes; give 0 or more")
+            raise ConfigError(f"{num_warmup} warm-up passes; give 0 or more", code="out-of-range")
         self._model = model
         wanted = set(model.parameters() if params is None else params)
         self._names = {p: name for name, p in model.named_parameters() if p in wanted and p.numel()}
         if not any(param.requires_grad for param in self._names):
-            raise ConfigError("no parameter of the model requires grad: there is no backprop")
+            raise ConfigError(
+                "no parameter of the model requires grad: there is no backprop",
+                code="nothing-to-train",
+            )
         self._stopwatch = stopwatch or stopwatch_for(model, waited)
         self._num_warmup = num_warmup
         self._passes: list[Pass] = []
@@ -108,7 +111,8 @@ class LayerTimer:
             raise UsageError(
                 f"{len(passes)} passes through the model were seen, of which the first "
                 f"{self._num_warmup} do not count; train for more iterations, and with "
-                "torch.compile profile the model before it is compiled"
+                "torch.compile profile the model before it is compiled",
+                code="measurement-too-short",
             )
         self._stopwatch.settle()
         specs = [spec_of(param, name) for param, name in self._names.items()]

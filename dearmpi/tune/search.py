@@ -28,7 +28,8 @@ class SearchSpace:
         if not 0 < self.lowest_bytes <= self.start_bytes <= self.highest_bytes:
             raise ConfigError(
                 f"a search from {self.lowest_bytes} to {self.highest_bytes} bytes cannot start at "
-                f"{self.start_bytes}; the start must lie between, and all must be above 0"
+                f"{self.start_bytes}; the start must lie between, and all must be above 0",
+                code="out-of-range",
             )
 
     def cap_bytes(self, share: float) -> int:
@@ -51,7 +52,8 @@ class Trial:
         if not 0 < self.seconds < math.inf:
             raise ConfigError(
                 f"an iteration with buckets of {self.cap_bytes} bytes took {self.seconds} s; the "
-                "time must be a number above 0"
+                "time must be a number above 0",
+                code="measurement-flawed",
             )
 
 
@@ -63,7 +65,10 @@ class Search(ABC):
 
     def __init__(self, space: SearchSpace | None = None, *, num_trials: int) -> None:
         if num_trials < 1:
-            raise ConfigError(f"a search of {num_trials} trials finds nothing; give 1 at least")
+            raise ConfigError(
+                f"a search of {num_trials} trials finds nothing; give 1 at least",
+                code="out-of-range",
+            )
         self.space = space or SearchSpace()
         self.num_trials = num_trials
         self._trials: list[Trial] = []
@@ -82,7 +87,9 @@ class Search(ABC):
     def best(self) -> Trial:
         """The fastest trial; the earliest of several. Raises UsageError before the first."""
         if not self._trials:
-            raise UsageError("nothing was observed yet: no cap is the best")
+            raise UsageError(
+                "nothing was observed yet: no cap is the best", code="measurement-too-short"
+            )
         return min(self._trials, key=lambda trial: trial.seconds)
 
     def suggest(self) -> int:
@@ -133,7 +140,9 @@ def write_trials(path: Path, search: Search) -> None:
             writer.writerows((*row[:3], "*" if row[3] else "") for row in rows)
         os.replace(partial, path)
     except OSError as error:
-        raise DearError(f"cannot write the search's log {path}: {error}") from error
+        raise DearError(
+            f"cannot write the search's log {path}: {error}", code="cannot-write"
+        ) from error
 
 
 class SharedSearch:

@@ -16,8 +16,6 @@ from dearmpi.errors import ConfigError, DearError
 from tests.codes import raises
 
 PACKAGE = Path(errors.__file__).parent
-# Packages whose errors have no codes yet.
-WITHOUT = ("bench", "cli", "tune")
 ERRORS = {
     name
     for name, value in vars(errors).items()
@@ -39,11 +37,7 @@ def _made(path: Path) -> Iterator[tuple[int, str | None]]:
 
 
 def _files() -> list[Path]:
-    return [
-        path
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0].removesuffix(".py") not in (*WITHOUT, "errors")
-    ]
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "errors.py"]
 
 
 def test_every_error_is_made_with_a_known_code() -> None:
