@@ -204,9 +204,6 @@ def test_a_group_of_some_ranks_is_refused_with_what_to_do(group: Any) -> None:
     """In the place of a world, wherever one is taken."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     kind = type(group).__name__
-    told = (
-        f"world is of type {kind}, not a World; leave it out.* are not supported yet; start a job"
-    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for take in (
         lambda: DistributedOptimizer(optimizer, model, world=group),
@@ -215,7 +212,7 @@ def test_a_group_of_some_ranks_is_refused_with_what_to_do(group: Any) -> None:
         lambda: convert_sync_batchnorm(model, group),
         lambda: SyncBatchNorm(2, world=group),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with raises(ConfigError, "wrong-type", f"world is of type {kind}", "dearmpi.connect()"):
             take()
-    with pytest.raises(ConfigError, match=f"progress is of type {kind}, not 'thread' or 'poll'"):
+    with raises(ConfigError, "wrong-type", f"progress is of type {kind}", "'thread'", "'poll'"):
         connect(group)
