@@ -223,7 +223,7 @@ def test_a_closure_given_to_step(gather: Gather, world: World) -> None:
 
 def test_lbfgs_is_refused_with_the_reason(gather: Gather, world: World) -> None:
     model = layers()
-    with raises(ConfigError, "trial-step-failed"):
+    with raises(ConfigError, "trial-step-failed", "closure"):
         DistributedOptimizer(
             torch.optim.LBFGS(model.parameters()), model, world=world, gather=gather
         )

@@ -226,7 +226,7 @@ def test_a_grad_scaler_inside_join_is_refused(gather: str, world: World) -> None
     scaler = dearmpi.GradScaler("cpu")
     with optimizer.join():
         scaler.scale(side.loss(model, 0)).backward()
-        with raises(UsageError, "join-misused"):
+        with raises(UsageError, "join-misused", "scaling gradients", "inside join"):
             scaler.step(optimizer)
         optimizer.step()
     side.close()

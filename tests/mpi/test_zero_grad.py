@@ -85,7 +85,7 @@ def test_reading_halfway_through_an_eager_step_is_refused_not_waited_for(world: 
         bucket_cap_mb=1e-5,
     )
     model(torch.ones(2, 4, dtype=torch.float64), odd=True).sum().backward()
-    with raises(UsageError, "parameters-read-too-early"):
+    with raises(UsageError, "parameters-read-too-early", "read between backward and step"):
         model.state_dict()
     optimizer.step()
     model.state_dict()

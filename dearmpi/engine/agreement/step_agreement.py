@@ -1,4 +1,4 @@
-"""Roll call: what ranks tell each other in every step, in one small reduction.
+"""Step agreement: what ranks tell each other in every step, in one small reduction.
 
 A number of two bytes for each thing, of which the largest over ranks counts. Where ranks must be
 alike, its negative is told as well: the largest of that tells the smallest.
@@ -97,7 +97,7 @@ class StepAgreement:
 
     @cached_property
     def told(self) -> Tensor:
-        """To be reduced in place to the largest of each number. Made when the driving thread first
+        """To be reduced in place to the largest of each number. Made when the progress thread first
         asks for it, of what held when the roll was called: the main thread has better to do.
         """
         present = bytearray()

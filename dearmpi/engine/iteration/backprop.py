@@ -126,7 +126,7 @@ class Backprop:
         """An iteration begins, ``joined``: of a rank that has no batches left."""
         self._waiting.until_finished()
         known = self._state.deferred.are_known
-        self._waiting.until(known, "the roll call of the step before the last")
+        self._waiting.until(known, "the step agreement of the step before the last")
         self._side.make_current_wait()  # gradients go where updates have read
         if self._state.joining.is_open and not joined:
             self._state.joining.attend(True)

@@ -127,7 +127,7 @@ class EngineState:
             "reduce-scatter", window=window, wrap=side.wrap_for_device
         )
         self.gathers = world.open_channel("all-gather", window=window, wrap=side.wrap_for_device)
-        self.control = world.open_channel("roll call", window=1)
+        self.control = world.open_channel("step agreement", window=1)
         self.clock = CommunicationClock(spans)
         self.clock.watch(reduces=self.reduces, gathers=self.gathers)
         self.joining = Joining(self.control, rank=world.rank, size=world.size)

@@ -100,7 +100,7 @@ class Pipeline:
         state.deferred.note(iteration)
         # The answer may come when the next iteration has begun: not every bucket waits for it.
         state.control.submit(
-            "roll call",
+            "step agreement",
             lambda collectives: collectives.start_all_reduce(agreement.told, "max"),
             lambda: self._agreed(iteration, agreement),
         )

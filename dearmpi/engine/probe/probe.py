@@ -129,7 +129,7 @@ def resident_scalars(optimizer: Optimizer) -> tuple[frozenset[str], ...]:
     """
     if device_of_optimizer(optimizer).type == "cpu":
         return tuple(frozenset() for _ in optimizer.param_groups)
-    with torch.device("cpu"):  # as on the driving thread, where no default of the user's holds
+    with torch.device("cpu"):  # as on the progress thread, where no default of the user's holds
         return tuple(_resident_scalars_of(optimizer, group) for group in optimizer.param_groups)
 
 

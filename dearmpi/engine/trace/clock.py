@@ -35,7 +35,7 @@ class IterationTimes:
 
 
 class CommunicationClock:
-    """Adds up both; the main thread waits, the driving thread posts and finishes."""
+    """Adds up both; the main thread waits, the progress thread posts and finishes."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans

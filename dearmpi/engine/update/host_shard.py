@@ -1,7 +1,7 @@
 """Host shard: a device's shard in pinned host memory, where the optimizer steps on the CPU.
 
 Before a step gradients and parameters are copied here, and after it the parameters back. For the
-first the driving thread waits, by polling; for the second nobody does.
+first the progress thread waits, by polling; for the second nobody does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Course: sections on how a run went from step to step, from its metrics."""
+"""Steps: sections on how a run went from step to step, from its metrics."""
 
 from __future__ import annotations
 

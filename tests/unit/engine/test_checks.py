@@ -51,7 +51,7 @@ def standing_hub() -> tuple[FakeHub, FakeClock]:
 
 
 def assert_reader_is_named(model: Model) -> None:
-    with raises(UsageError, "read-of-stale-parameter"):
+    with raises(UsageError, "read-of-stale-parameter", "module reader", "first"):
         model(torch.ones(2, 8))
 
 

@@ -274,7 +274,7 @@ def test_prodigy_trains_on_one_rank_and_is_refused_on_several(size: int, gather:
     def rank(world: World) -> list[Tensor]:
         if world.size == 1:
             return train_plainly(world)
-        with raises(ConfigError, "optimizer-couples-buckets"):
+        with raises(ConfigError, "optimizer-couples-buckets", "Prodigy changes 'd"):
             model = build()
             DistributedOptimizer(make(model), model, world=world, gather=gather)
         return []

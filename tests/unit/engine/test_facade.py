@@ -139,7 +139,7 @@ def test_an_attribute_that_is_set_on_the_wrapped_optimizer_is_not_set_in_vain(ga
         optimizer, inner, model = make_factored(world, gather=gather)
         step(optimizer, model)
         inner.factor = torch.zeros(2)
-        with raises(UsageError, "optimizer-changed"):
+        with raises(UsageError, "optimizer-changed", "factor was set"):
             step(optimizer, model)
 
     run_ranks(2, rank)
@@ -151,7 +151,7 @@ def test_an_attribute_that_is_set_on_the_distributed_optimizer_is_not_set_in_vai
 ) -> None:
     def rank(world: World) -> None:
         optimizer, _, model = make_factored(world)
-        with raises(UsageError, "optimizer-changed"):
+        with raises(UsageError, "optimizer-changed", "factor was set"):
             optimizer.factor = torch.zeros(2)
         optimizer.note = "of the script"
         torch.optim.lr_scheduler.StepLR(optimizer, 9)

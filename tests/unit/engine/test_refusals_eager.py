@@ -22,7 +22,7 @@ def test_an_eager_second_backprop_is_refused() -> None:
         training = Training(Case(eager=True, cap_mb=1.0), world)
         training.step(0)
         training.backward(1)
-        with raises(UsageError, "eager-forbids"):
+        with raises(UsageError, "eager-forbids", "eager"):
             training.backward(2)
 
     run_ranks(2, rank)
@@ -38,7 +38,7 @@ def test_an_eager_backprop_of_a_layer_in_two_reentrant_checkpoints_is_told_apart
         hidden = torch.ones(1, 3, requires_grad=True)
         for _ in range(2):
             hidden = checkpoint(model, hidden, use_reentrant=True)
-        with raises(UsageError, "eager-forbids", "use_reentrant"):
+        with raises(UsageError, "eager-forbids", "use_reentrant", "use_reentrant=False"):
             hidden.sum().backward()
             optimizer.step()
 
@@ -90,7 +90,7 @@ def test_eager_options_are_not_set_too_late(gather: Any, rate: float | torch.Ten
             (group,) = optimizer.param_groups
             model(torch.ones(1, 3)).sum().backward()
             before, group["lr"] = group["lr"], group["lr"] * factor
-            with raises(UsageError, "eager-forbids", "group 0"):
+            with raises(UsageError, "eager-forbids", "group 0", "lr in param group 0"):
                 optimizer.step()
             group["lr"] = before
             optimizer.step()

@@ -40,7 +40,7 @@ def test_buckets_stay_inside_join(act: str) -> None:
             "state_dict": optimizer.state_dict,
             "add_param_group": lambda: optimizer.add_param_group({"params": [model[1].weight]}),
         }
-        with optimizer.join(), raises(UsageError, "join-misused"):
+        with optimizer.join(), raises(UsageError, "join-misused", "inside join"):
             acts[act]()
         assert len(optimizer.param_groups) == 1
         optimizer.close()
@@ -98,7 +98,7 @@ def test_a_cap_that_is_refused_leaves_the_settings_as_they_are() -> None:
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = DistributedOptimizer(inner, model, world=world, eager=True)
         model(torch.ones(1, 3)).sum().backward()
-        with raises(UsageError, "eager-forbids", "eager=True"):
+        with raises(UsageError, "eager-forbids", "eager=True", "promises a step"):
             optimizer.fuse(7.0)
         assert optimizer.config.bucket_cap_mb is None
         optimizer.step()
@@ -132,7 +132,7 @@ def test_a_script_module_is_refused_by_name(size: int) -> None:
 
     def rank(world: World) -> None:
         model = nn.Sequential(nn.Linear(3, 2), scripts[world.rank])
-        with raises(ConfigError, "module-not-served", "module 1"):
+        with raises(ConfigError, "module-not-served", "module 1", "is a script"):
             DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, world=world)
         inner = torch.optim.SGD(model[0].parameters(), lr=0.1)  # as with a teacher's network
         optimizer = DistributedOptimizer(inner, model, world=world, check_every=1)

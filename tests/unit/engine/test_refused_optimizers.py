@@ -159,7 +159,7 @@ def test_an_optimizer_that_clips_large_or_small_tensors_is_refused(
 
     def rank(world: World) -> None:
         model = nn.Linear(3, 2)
-        with raises(ConfigError, "optimizer-needs-whole-tensors"):
+        with raises(ConfigError, "optimizer-needs-whole-tensors", "treat every element by itself"):
             DistributedOptimizer(Clipping(model.parameters(), *limits), model, world=world)
         inner = Clipping(model.parameters(), *limits)
         DistributedOptimizer(inner, model, world=world, gather="gradients").close()
@@ -196,7 +196,7 @@ def test_an_optimizer_that_looks_at_angles_or_at_filters_is_refused(make: Make) 
 
     def rank(world: World) -> None:
         model = nn.Linear(3, 2)
-        with raises(ConfigError, "optimizer-needs-whole-tensors"):
+        with raises(ConfigError, "optimizer-needs-whole-tensors", "treat every element by itself"):
             DistributedOptimizer(make(model.parameters()), model, world=world)
         inner = make(model.parameters())
         DistributedOptimizer(inner, model, world=world, gather="gradients").close()
@@ -224,7 +224,7 @@ def test_a_step_that_was_replaced_on_the_instance_is_refused(gather: Any, schedu
         inner.step = MethodType(step, inner)
         if scheduled:
             torch.optim.lr_scheduler.StepLR(inner, 1)
-        with raises(ConfigError, "optimizer-changed", "SGD"):
+        with raises(ConfigError, "optimizer-changed", "SGD", "replaced on the instance"):
             DistributedOptimizer(inner, model, world=world, gather=gather)
 
     run_ranks(2, rank)

@@ -241,7 +241,7 @@ def refuse_a_gradient_of_no_sync(optimizer: Any, model: Any, world: World) -> No
 def refuse_inside_join(optimizer: Any, model: Any, world: World) -> None:
     with optimizer.join():
         loss(model, world).backward()
-        with raises(UsageError, "join-misused", "optimizer.clip_grad_norm_"):
+        with raises(UsageError, "join-misused", "optimizer.clip_grad_norm_", "inside join()"):
             clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 

@@ -220,7 +220,7 @@ def test_eager_options_changed_in_place_are_not_set_too_late(make_scales: Any) -
         optimizer = DistributedOptimizer(Scaled([group], lr=1.0), model, world=world, eager=True)
         model(torch.ones(1, 1)).sum().backward()
         set_in_place(optimizer.param_groups[0], 0.5)
-        with raises(UsageError, "eager-forbids", "group 0"):
+        with raises(UsageError, "eager-forbids", "group 0", "scales"):
             optimizer.step()
         set_in_place(optimizer.param_groups[0], 1.0)
         optimizer.step()
