@@ -36,6 +36,7 @@ _POLLS_UNASKED = (
 # MPI may have failed on this rank because another one has ended. The other prints the reason and
 # ends the job first: launchers may take 2 s to reach all hosts.
 _GRACE_OF_VICTIMS_S = 3.0
+_FINALISATION_ALONE_S = 4.0
 
 
 class _Process:
@@ -122,7 +123,11 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
         from dearmpi.comm.backends.alone import AloneCollectives
 
         return World(AloneCollectives(), progress="poll")
-    check_launch(collectives.size, os.environ)
+    try:
+        check_launch(collectives.size, os.environ)
+    except LaunchError as error:
+        _limit_end_alone(error.exit_code)
+        raise
     if not mpi.supports_threads():
         if progress != "poll" and collectives.size > 1 and collectives.rank == 0:
             safe_output.write(f"[rank 0 on {collectives.hosts[0]}] {_POLLS_UNASKED}")
@@ -154,6 +159,29 @@ def limit_end(world: World, limits: StallLimits) -> Deadline:
             f"{', '.join(dict.fromkeys(world.hosts))}"
         ),
     )
+
+
+def _limit_end_alone(exit_code: int) -> None:
+    """End this process with ``exit_code`` at the latest _FINALISATION_ALONE_S after its program.
+
+    MPI started without its launcher may not come to an end: the finalisation has hung in a step of
+    SLURM without PMI.
+    """
+    deadline = Deadline(
+        StallLimits(warning_s=_FINALISATION_ALONE_S / 2, abort_s=_FINALISATION_ALONE_S),
+        origin=os.uname().nodename,
+        what="MPI's finalisation",
+        advice="the process ends without it",
+        exit_code=exit_code,
+    )
+
+    def finalize() -> None:
+        from dearmpi.comm.backends import mpi
+
+        with deadline:
+            mpi.finalize()
+
+    atexit.register(finalize)
 
 
 def leave(world: World, deadline: Deadline | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 import dearmpi
 from tests.forks import forked
-from tests.job import Ended, run_job
+from tests.job import Ended, clean_environment, run_job
 
 ROOT = Path(dearmpi.__file__).parents[1]
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
@@ -96,6 +97,16 @@ if world.is_root or "all" in sys.argv:
     sys.exit(3)
 """
 
+ALONE = """
+import sys, threading
+import dearmpi
+from dearmpi.cli.main import main
+from dearmpi.comm.backends import mpi
+
+mpi.finalize = threading.Event().wait
+sys.exit(main(["run", "--task", "digits"]))
+"""
+
 
 def run(script: str, *arguments: str, folder: Path, ranks: int = 2) -> Ended:
     path = folder / "script.py"
@@ -156,3 +167,18 @@ def test_a_script_at_whose_end_ranks_exit_with_a_status_ends_with_it(
 ) -> None:
     ended = run(EXIT, who, folder=tmp_path)
     assert ended.returncode == 3 and "[rank " not in ended.output, ended.output
+
+
+def test_a_process_outside_its_launchers_world_ends_though_mpi_does_not(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=clean_environment() | {"SLURM_STEP_NUM_TASKS": "2", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "[launcher-mismatch]" in ended.stderr
+    assert "gave up after waiting 4 s for MPI's finalisation" in ended.stderr

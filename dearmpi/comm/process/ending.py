@@ -15,16 +15,25 @@ _STEP_S = 1.0
 
 
 class Deadline:
-    """Ends this process with StallError's exit code if the ``with`` block lasts too long.
+    """Ends this process with ``exit_code`` if the ``with`` block lasts too long.
 
     limits: seconds until a warning, and until the end. origin, what, advice: "[origin] has waited
-        30 s for what: advice", on standard error.
+        30 s for what: advice", on standard error. exit_code: default StallError's.
     The thread that ends the process starts at once, since none can start while Python shuts down.
     A call in the block must release the interpreter's lock.
     """
 
-    def __init__(self, limits: StallLimits, *, origin: str, what: str, advice: str) -> None:
+    def __init__(
+        self,
+        limits: StallLimits,
+        *,
+        origin: str,
+        what: str,
+        advice: str,
+        exit_code: int = StallError.exit_code,
+    ) -> None:
         self._limits, self._origin, self._what, self._advice = limits, origin, what, advice
+        self._exit_code = exit_code
         self._entered, self._left = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="dearmpi-deadline", daemon=True).start()
 
@@ -49,7 +58,7 @@ class Deadline:
             return
         self._write(f"gave up after waiting {abort_s:.0f} s for {self._what}")
         safe_output.flush()
-        os._exit(StallError.exit_code)
+        os._exit(self._exit_code)
 
     def _is_left_within(self, seconds: float) -> bool:
         """Whether the block ends within ``seconds``, without time in which the job is suspended."""
