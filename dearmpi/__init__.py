@@ -16,6 +16,7 @@ from dearmpi.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dearmpi.comm.lifecycle import connect
+    from dearmpi.comm.watchdog.watchdog import StallLimits
     from dearmpi.comm.world import World
     from dearmpi.config import EngineConfig
     from dearmpi.engine.optimizer import DistributedOptimizer
@@ -28,6 +29,7 @@ __all__ = [
     "DistributedOptimizer",
     "EngineConfig",
     "GradScaler",
+    "StallLimits",
     "SyncBatchNorm",
     "World",
     "broadcast_buffers",
@@ -41,6 +43,7 @@ _HOMES = {
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",
     "GradScaler": "dearmpi.engine.scaler",
+    "StallLimits": "dearmpi.comm.watchdog.watchdog",
     "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",
     "World": "dearmpi.comm.world",
     "broadcast_buffers": "dearmpi.engine.sync.model_tensors",

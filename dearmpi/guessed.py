@@ -83,7 +83,6 @@ PACKAGE = _by_name(
         "new_group process_set ProcessSet add_process_set": _ONE_WORLD,
         "Plan": "write from dearmpi.plan.data.plan import Plan",
         "read_plan load_plan": "write from dearmpi.plan.data.plan import read_plan",
-        "StallLimits": "write from dearmpi.comm.watchdog.watchdog import StallLimits",
         "DearError ConfigError ArgumentError TaskError LaunchError MismatchError DataError "
         "CheckpointError NonFiniteLossError DeviceError UsageError CommError StallError "
         "ReplicaMismatchError WireRangeError": "import it from dearmpi.errors",
@@ -212,7 +211,9 @@ SETTINGS = _by_name(
         "sharding_strategy zero_stage stage reshard_after_forward shard": _SHARDED,
         "optimizer_class lr momentum weight_decay betas eps nesterov": _INNER,
         "progress": "give it to connect: dearmpi.connect(progress=...)",
-        "stall_limits timeout": "give it to connect: dearmpi.connect(stall_limits=...)",
+        "stall_limits timeout": (
+            "give it to connect: dearmpi.connect(stall_limits=dearmpi.StallLimits(...))"
+        ),
     }
 )
 """Arguments of DistributedOptimizer."""
@@ -222,7 +223,7 @@ CONNECTION = _by_name(
         "backend init_method rank world_size size comm ranks store local_rank": (
             "leave it out: the launcher, such as mpirun -n 4, decides"
         ),
-        "timeout": "give stall_limits=StallLimits(...), from dearmpi.comm.watchdog.watchdog",
+        "timeout": "give stall_limits=dearmpi.StallLimits(warning_s, abort_s)",
         "mode progress_mode": 'give progress="thread" or "poll"',
     }
 )
