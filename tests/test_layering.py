@@ -49,7 +49,7 @@ BELOW: dict[str, frozenset[str]] = {
 # What each room, or file beside the rooms, may import of its part, besides itself.
 _ENGINE_BASE = frozenset({"bucket", "device", "refusal"})
 _REPORT = frozenset({"read", "analyse", "draw"})
-_FILES = frozenset({"durable", "file_checks"})
+_FILES = frozenset({"disk"})
 _TASKS = _FILES | {"tasks", "settings"}
 ROOMS: dict[str, dict[str, frozenset[str]]] = {
     "comm": {
@@ -101,8 +101,7 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
     },
     "train": {
         "settings": frozenset(),
-        "durable": frozenset(),
-        "file_checks": frozenset(),
+        "disk": frozenset(),
         "ranks": frozenset({"settings"}),
         "metrics": _FILES,
         "checkpoint": _FILES,

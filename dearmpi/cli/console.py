@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from dearmpi.train.durable import DISK_FULL
+from dearmpi.train.disk import DISK_FULL
 
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun")
 # With these the launcher writes something before each line.

@@ -12,7 +12,7 @@ from click.decorators import FC
 
 from dearmpi.cli.console import Console
 from dearmpi.errors import ConfigError
-from dearmpi.train import durable
+from dearmpi.train import disk
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
@@ -70,7 +70,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        is_full = error.errno in durable.DISK_FULL
+        is_full = error.errno in disk.DISK_FULL
         cure = "make room there, or name another file" if is_full else "name another file"
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; {cure}", code="cannot-write"

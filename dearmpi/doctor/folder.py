@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dearmpi.comm.world import World
 from dearmpi.doctor.finding import Finding, fail, ok, warn
-from dearmpi.train import durable
+from dearmpi.train import disk
 
 _SAMPLE_BYTES = 16 * 1024 * 1024
 _SLOW_BYTES_S = 20e6
@@ -54,14 +54,14 @@ def try_folder(world: World, root: Path) -> FolderTrial:
                 scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
                 bytes_s = _write_speed(scratch / "sample")
                 free_bytes = shutil.disk_usage(scratch).free
-                durable.write_text(scratch / "replaced", _BEFORE)
+                disk.write_text(scratch / "replaced", _BEFORE)
             except OSError as problem:
                 error = problem.strerror or str(problem)
         place = Path(world.broadcast_text(str(scratch or "")))
         before = read(place / "replaced")
         world.barrier()
         if scratch is not None and not error:
-            durable.write_text(scratch / "replaced", _AFTER)
+            disk.write_text(scratch / "replaced", _AFTER)
         world.barrier()
         readings = zip(
             world.all_gather_text(before),
@@ -136,5 +136,5 @@ def _write_speed(path: Path) -> float:
     sample = os.urandom(_SAMPLE_BYTES)
     start = time.perf_counter()
     path.write_bytes(sample)
-    durable.sync_file(path)
+    disk.sync_file(path)
     return _SAMPLE_BYTES / (time.perf_counter() - start)

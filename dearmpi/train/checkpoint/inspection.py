@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.train import durable
+from dearmpi.train import disk
 from dearmpi.train.checkpoint.manifest import short
 from dearmpi.train.checkpoint.store import load, verify
 from dearmpi.train.checkpoint.survey import list_checkpoints, list_runs, resolve, survey
@@ -91,7 +91,7 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
     temporary = destination.with_name(f".{destination.name}.writing")
     try:
         _write_model(temporary, model, suffix=destination.suffix)
-        durable.sync_file(temporary)
+        disk.sync_file(temporary)
         temporary.replace(destination)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError
-from dearmpi.train.file_checks import file_bytes
+from dearmpi.train.disk import file_bytes
 
 FILE_NAME = "manifest.json"
 FORMAT = "dearmpi checkpoint"

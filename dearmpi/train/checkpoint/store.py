@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 import dearmpi
 from dearmpi.errors import CheckpointError
-from dearmpi.train import durable
+from dearmpi.train import disk
 from dearmpi.train.checkpoint import manifest, part_file
 from dearmpi.train.checkpoint.manifest import FileRecord, Manifest, part_name
 from dearmpi.train.checkpoint.part import (
@@ -99,7 +99,7 @@ class PendingCheckpoint:
                 groups=list(head.groups),
                 meta=dict(head.meta),
             )
-            durable.write_text(self.folder / manifest.FILE_NAME, manifest.to_text(record))
+            disk.write_text(self.folder / manifest.FILE_NAME, manifest.to_text(record))
             _put_in_place(self.folder, self.target)
             name_latest(self.run_folder, self.target)
         _remove_replaced(self.target)
@@ -205,7 +205,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         _remove_replaced(target)
         target.rename(target.with_name(target.name + REPLACED))
     temporary.rename(target)
-    durable.sync_folder(target.parent)
+    disk.sync_folder(target.parent)
 
 
 def _remove_replaced(target: Path) -> None:
@@ -219,7 +219,7 @@ def _remove_replaced(target: Path) -> None:
 
 
 def _save_error(error: OSError, target: Path, num_bytes: int) -> CheckpointError:
-    if error.errno not in durable.DISK_FULL:
+    if error.errno not in disk.DISK_FULL:
         return CheckpointError(
             f"cannot save {target}: {error}; earlier checkpoints are untouched", code="cannot-write"
         )

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.errors import CheckpointError
-from dearmpi.train import durable
+from dearmpi.train import disk
 from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import Manifest
-from dearmpi.train.file_checks import is_folder, is_there, mode_of
+from dearmpi.train.disk import is_folder, is_there, mode_of
 
 # A checkpoint that is being replaced by one of the same step is complete until that one is.
 FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -86,7 +86,7 @@ def go_back(run_folder: Path, checkpoint: Path) -> None:
 
 def name_latest(run_folder: Path, checkpoint: Path) -> None:
     """Make ``latest`` name ``checkpoint``. Raises OSError where it cannot be written."""
-    durable.write_text(run_folder / "latest", f"checkpoints/{checkpoint.name}\n")
+    disk.write_text(run_folder / "latest", f"checkpoints/{checkpoint.name}\n")
 
 
 def find_latest(run_folder: Path) -> Path | None:

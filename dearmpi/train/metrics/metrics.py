@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from dearmpi.errors import ConfigError, DearError, UsageError
-from dearmpi.train import durable
+from dearmpi.train import disk
 from dearmpi.train.metrics.step_times import LISTS, SUMMARY, RankTimes, rank_columns
 
 Number = int | float | None
@@ -84,9 +84,9 @@ class MetricsLog:
             known = [name for row in old[:1] for name in row if name not in COLUMNS]
             self._columns = (*COLUMNS, *dict.fromkeys([*known, *extra]))
             self.last_step = max((int(row["step"]) for row in old), default=-1)
-            durable.write_text(csv, self._csv_text(old))
+            disk.write_text(csv, self._csv_text(old))
             kept = [line for line in _read_lines(jsonl) if _wanted(_parse(line), resume_step)]
-            durable.write_text(jsonl, "".join(line + "\n" for line in kept))
+            disk.write_text(jsonl, "".join(line + "\n" for line in kept))
             self._csv: BinaryIO = open(csv, "ab", buffering=0)  # noqa: SIM115
             self._jsonl: BinaryIO = open(jsonl, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:

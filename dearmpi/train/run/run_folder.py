@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
-from dearmpi.train import durable
-from dearmpi.train.file_checks import is_folder, is_there
+from dearmpi.train import disk
+from dearmpi.train.disk import is_folder, is_there
 from dearmpi.train.run.folder_lock import FolderLock
 
 
@@ -236,7 +236,7 @@ class RunFolder:
 
 def _write(path: Path, text: str) -> None:
     try:
-        durable.write_text(path, text)
+        disk.write_text(path, text)
     except OSError as error:
         raise DearError(
             f"cannot write {path}: {error.strerror}; make the run folder writable",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import DataError, TaskError
-from dearmpi.train.file_checks import files_below, folders_in, is_folder
+from dearmpi.train.disk import files_below, folders_in, is_folder
 from dearmpi.train.tasks.image_models import (
     ImageShape,
     build_vision_model,

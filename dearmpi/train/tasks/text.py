@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import DataError
-from dearmpi.train.file_checks import files_below, is_file, is_folder
+from dearmpi.train.disk import files_below, is_file, is_folder
 
 CHUNK_BYTES = 4096
 MIN_CHUNKS = 20

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.train import checkpoint, durable
+from dearmpi.train import checkpoint, disk
 from dearmpi.train.checkpoint import Snapshot, inspection
 from tests.codes import raises
 
@@ -92,7 +92,7 @@ def test_an_export_that_fails_leaves_the_old_file(
     def fail(path: Path) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(durable, "sync_file", fail)
+    monkeypatch.setattr(disk, "sync_file", fail)
     with raises(CheckpointError, "cannot-write"):
         inspection.export(run, destination, overwrite=True)
     assert destination.read_text() == "precious"

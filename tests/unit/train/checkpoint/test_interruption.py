@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dearmpi.errors import CheckpointError
-from dearmpi.train import checkpoint, durable
+from dearmpi.train import checkpoint, disk
 from dearmpi.train.checkpoint import Snapshot, part_file, store
 from dearmpi.train.checkpoint.survey import name_latest
 from tests.codes import raises
@@ -66,7 +66,7 @@ def kill_at(patch: pytest.MonkeyPatch, point: str, nth: int) -> None:
     owner: Any = {
         "write_part": part_file,
         "fsync": os,
-        "write_text": durable,
+        "write_text": disk,
         "rename": Path,
         "remove": store,
     }[point]
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_on_the_disk_before_latest_names_it(
         return note
 
     monkeypatch.setattr(Path, "rename", noting("rename", Path.rename))
-    monkeypatch.setattr(durable, "sync_folder", noting("sync", durable.sync_folder))
+    monkeypatch.setattr(disk, "sync_folder", noting("sync", disk.sync_folder))
     monkeypatch.setattr(store, "name_latest", noting("name the latest in", name_latest))
     checkpoint.save(tmp_path, make_snapshot(10))
     folder = ".writing-step-00000010"
@@ -115,7 +115,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
     path = checkpoint.save(tmp_path, make_snapshot(10))
     before = content_of(tmp_path)
     with monkeypatch.context() as patch:
-        owner: Any = {"write_part": part_file, "fsync": os, "mkdir": Path}.get(point, durable)
+        owner: Any = {"write_part": part_file, "fsync": os, "mkdir": Path}.get(point, disk)
 
         def fail(*args: Any, **options: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dearmpi.errors import ConfigError
-from dearmpi.train import durable
+from dearmpi.train import disk
 from dearmpi.train.run.environment import describe_environment, git_commit
 from dearmpi.train.run.run_folder import RunFolder, free_name
 from tests.codes import raises
@@ -116,7 +116,7 @@ def test_a_text_is_replaced_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.yaml"
-    durable.write_text(path, "old")
+    disk.write_text(path, "old")
 
     def fail(descriptor: int) -> None:
         raise OSError("disk full")
@@ -124,10 +124,10 @@ def test_a_text_is_replaced_whole_or_not_at_all(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         with pytest.raises(OSError, match="disk full"):
-            durable.write_text(path, "new")
+            disk.write_text(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["config.yaml"]
-    durable.write_text(path, "new\r\n\u00e9")
+    disk.write_text(path, "new\r\n\u00e9")
     assert path.read_bytes() == "new\r\n\u00e9".encode()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.train import checkpoint, durable
+from dearmpi.train import checkpoint, disk
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import go_back
 from dearmpi.train.ranks.agreement import AgreedError
@@ -146,7 +146,7 @@ def test_a_full_disk_is_told_of_without_a_traceback(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     run = make_run(tmp_path, "a", 3, 6)
-    monkeypatch.setattr(durable, "write_text", fail)
+    monkeypatch.setattr(disk, "write_text", fail)
     with raises(CheckpointError, "cannot-write", "a/latest"):
         go_back(run, run / "checkpoints" / "step-00000003")
     monkeypatch.setattr(Path, "touch", fail)
