@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dearmpi.cli.options import engine_option, given_flags, refuse_useless
-from dearmpi.cli.output_files import (
+from dearmpi.cli.endings import measure_together
+from dearmpi.cli.flags import (
     OUT,
     check_apart,
     check_place,
+    engine_option,
+    given_flags,
+    refuse_useless,
     write,
     write_file,
 )
-from dearmpi.cli.ranks import measure_together
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:

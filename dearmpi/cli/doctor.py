@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.failure import complain, is_first_process, process_name
-from dearmpi.cli.output_files import check_writable, write_file
-from dearmpi.cli.ranks import end_run, rank_log
+from dearmpi.cli.endings import complain, end_run, is_first_process, process_name, rank_log
+from dearmpi.cli.flags import check_writable, write_file
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World

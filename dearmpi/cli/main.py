@@ -11,12 +11,11 @@ import click
 
 import dearmpi
 from dearmpi.cli.bench import bench
-from dearmpi.cli.calibrate import calibrate
 from dearmpi.cli.doctor import doctor
-from dearmpi.cli.failure import INTERRUPTED, complain, exit_code
-from dearmpi.cli.options import CONTEXT
+from dearmpi.cli.endings import INTERRUPTED, complain, exit_code
+from dearmpi.cli.flags import CONTEXT
+from dearmpi.cli.measure import calibrate, profile
 from dearmpi.cli.plan import plan
-from dearmpi.cli.profile import profile
 from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
 from dearmpi.cli.run_output import checkpoint, report, trace

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dearmpi.cli.calibrate import NO_TIME_PER_BYTE
 from dearmpi.cli.console import Console
-from dearmpi.cli.options import engine_option
-from dearmpi.cli.output_files import (
+from dearmpi.cli.flags import (
     OUT,
     check_apart,
     check_picture,
     check_writable,
+    engine_option,
     picture_option,
     write_file,
     write_picture,
 )
+from dearmpi.cli.measure import NO_TIME_PER_BYTE
 from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError, MeasurementError
 from dearmpi.report.draw.text import count_text

@@ -16,7 +16,7 @@ from types import FrameType
 
 import click
 
-from dearmpi.cli.failure import complain
+from dearmpi.cli.endings import complain
 from dearmpi.errors import ConfigError
 
 EXIT_PREEMPTED = 75  # as in train.stop, which would bring torch in

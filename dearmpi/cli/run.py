@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dearmpi.cli.failure import is_first_process
-from dearmpi.cli.options import RunCommand, setting_options
-from dearmpi.cli.ranks import on_ranks
+from dearmpi.cli.endings import is_first_process, on_ranks
+from dearmpi.cli.flags import RunCommand, setting_options
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.sources import Source, make_source, merge, read_environment, read_file
 
 if TYPE_CHECKING:
-    from dearmpi.cli.ranks import RankLog
+    from dearmpi.cli.endings import RankLog
     from dearmpi.comm.watchdog.watchdog import StallLimits
     from dearmpi.comm.world import World
     from dearmpi.train.ranks.stop import StopRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.output_files import OUT, check_writable
+from dearmpi.cli.flags import OUT, check_writable
 
 
 @click.command()

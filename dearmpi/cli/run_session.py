@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.console_listener import Narrator, describe_outcome, describe_stop
-from dearmpi.cli.ranks import RankLog
+from dearmpi.cli.endings import RankLog
 from dearmpi.cli.start_banner import describe_start
 from dearmpi.comm.clock_offset import ClockOffset
 from dearmpi.comm.world import World

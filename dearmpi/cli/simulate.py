@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dearmpi.cli.options import engine_option, given_flags, refuse_useless
-from dearmpi.cli.output_files import (
+from dearmpi.cli.flags import (
     OUT,
     check_apart,
     check_picture,
     check_writable,
+    engine_option,
+    given_flags,
     picture_option,
+    refuse_useless,
     write_file,
     write_picture,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.cli.ranks import rank_log
+from dearmpi.cli.endings import rank_log
 from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
 from dearmpi.plan.data.plan import Plan, read_plan

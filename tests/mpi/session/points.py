@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dearmpi.cli.ranks import rank_log
+from dearmpi.cli.endings import rank_log
 from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
 from dearmpi.train import checkpoint

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dearmpi.cli.flags import check_apart
 from dearmpi.cli.main import main
-from dearmpi.cli.output_files import check_apart
 
 REPLAY = ["--feed-forward-s", "0.001", "--backprop-s", "0.002"]
 

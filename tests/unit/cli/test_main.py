@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dearmpi
+from dearmpi.cli.flags import setting_options
 from dearmpi.cli.main import main
-from dearmpi.cli.options import setting_options
 from dearmpi.cli.run import read_sources
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dearmpi.bench.layer_times import describe_profile
-from dearmpi.cli.calibrate import describe_calibration
+from dearmpi.cli.flags import check_writable, write_file
 from dearmpi.cli.main import main
-from dearmpi.cli.output_files import check_writable, write_file
+from dearmpi.cli.measure import describe_calibration
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from dearmpi.cli.ranks import rank_log
+from dearmpi.cli.endings import rank_log
 from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.cli.batch_script import BatchScript, Launcher
 from dearmpi.cli.main import main
+from dearmpi.cli.slurm import BatchScript, Launcher
 from dearmpi.errors import ConfigError
 
 NASTY = ["--task", "my task.py:make", "--data", "'; touch spoiled; $(touch spoiled) `x` \"*\n#"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dearmpi.cli.endings import rank_log
 from dearmpi.cli.main import main
-from dearmpi.cli.ranks import rank_log
 from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
 from dearmpi.report.read.trace import merge, trace_path

@@ -1,10 +1,14 @@
-"""Ranks: a command that all of them carry out, and how it ends."""
+"""Endings: a command that all ranks carry out, and how it ends where it cannot go on, so that its
+first cause is the one that is seen.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.failure import complain, complain_alone, describe, exit_code
 from dearmpi.comm.api import safe_output
-from dearmpi.errors import CommError, DearError
+from dearmpi.comm.api.stack import origin_of
+from dearmpi.comm.process.launch import announced_rank, announced_size
+from dearmpi.errors import UNNAMED, CommError, ConfigError, DearError, LaunchError
 
 if TYPE_CHECKING:
     from dearmpi.comm.watchdog.watchdog import StallLimits
@@ -23,8 +28,6 @@ if TYPE_CHECKING:
 
 # A rank whose communication broke was likely left by another, which will say why.
 _GRACE_OF_VICTIMS_S = 3.0
-
-
 # Where all ranks fail alike, rank 0 says it for them and ends the job meanwhile.
 _GRACE_OF_OTHERS_S = 1.0
 
@@ -164,3 +167,74 @@ def measure_together(
         return measure(world, Console(speaks=world.is_root, launched=world.size > 1))
 
     return on_ranks(carry_out, connect=partial(connect, stall_limits=stall_limits))
+
+
+INTERRUPTED = 130
+
+
+def exit_code(error: BaseException) -> int:
+    """What the process ends with."""
+    if isinstance(error, DearError):
+        return error.exit_code
+    if isinstance(error, SystemExit):
+        return _status(error)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def complain_alone(error: DearError) -> None:
+    """Tell of ``error`` where there is no world in which to agree on who does.
+
+    Wrong settings and a wrong launch are met by every rank, and told by the first of them; anything
+    else may be met by one alone.
+    """
+    if announced_size(os.environ) > 1 and not isinstance(error, (ConfigError, LaunchError)):
+        complain(_told(error), prefix=f"{process_name()} ")
+    elif is_first_process():
+        complain(_told(error))
+
+
+def complain(message: str, *, prefix: str = "dear-train: ") -> None:
+    """Print ``message`` on standard error, each line with ``prefix``, at once."""
+    safe_output.flush()
+    safe_output.write("\n".join(f"{prefix}{line}" for line in message.splitlines()))
+
+
+def describe(error: BaseException, log: Path | None) -> str:
+    """The message of an error raised on purpose; of any other also where it came from."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, DearError):
+        return _told(error)
+    if isinstance(error, SystemExit):
+        where = "" if log is None else f"; the traceback is in {log}"
+        return (
+            f"error: ended itself, and with it the job, by sys.exit({error.code!r}) "
+            f"({origin_of(error)}){where}"
+        )
+    if log is None:
+        return "error: " + "".join(traceback.format_exception(error)).rstrip()
+    message = "".join(traceback.format_exception_only(error)).rstrip()
+    return f"error: {message} ({origin_of(error)}); the traceback is in {log}"
+
+
+def _told(error: DearError) -> str:
+    """The message, and the code by which the reference of errors is searched."""
+    code = "" if error.code == UNNAMED else f" [{error.code}]"
+    return f"error: {error}{code}"
+
+
+def is_first_process() -> bool:
+    """Whether the launcher calls this process rank 0; so does a process without a launcher."""
+    return announced_rank(os.environ) == "0"
+
+
+def process_name() -> str:
+    """``[rank 1 on n2]``, as the launcher calls this process."""
+    return f"[rank {announced_rank(os.environ)} on {os.uname().nodename}]"
+
+
+def _status(error: SystemExit) -> int:
+    """What a process ends with by ``error``: as in Python, 1 where a message is given."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    return 1

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.cli.failure import describe, exit_code
-from dearmpi.cli.ranks import RankLog, end_run, on_ranks, rank_log
+from dearmpi.cli.endings import RankLog, describe, end_run, exit_code, on_ranks, rank_log
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, ConfigError, DataError, NonFiniteLossError
