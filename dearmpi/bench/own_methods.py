@@ -17,7 +17,7 @@ from dearmpi.engine.setup.checks import check_parameters
 from dearmpi.engine.setup.settings import check_plan
 from dearmpi.engine.setup.spec import optimized_parameters
 from dearmpi.errors import ConfigError
-from dearmpi.train.run.planning import NUM_TRIALS, CapSearch
+from dearmpi.train.loop.planning import NUM_TRIALS, CapSearch
 
 ALONE = "alone"
 SCHEDULES = ("serial", "wfbp", "dear")

@@ -16,8 +16,8 @@ from dearmpi.report.draw.text import count_text
 from dearmpi.report.read.pace import WORTH, Pace, SlowRanks, Stragglers, name_ranks
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import Job
+from dearmpi.train.loop.planning import CapSearch, PlanFile
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
-from dearmpi.train.run.planning import CapSearch, PlanFile
 from dearmpi.train.run.tracing import Tracing
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.version import describe_other_version

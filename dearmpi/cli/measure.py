@@ -64,7 +64,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
         from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
         from dearmpi.engine.device.comm_stream import compute_on_one_core
         from dearmpi.train.ranks.agreement import together
-        from dearmpi.train.run.session import mpi_library
+        from dearmpi.train.run.environment import mpi_library
         from dearmpi.tune import calibrate as tuning
 
         console.needed = out is None

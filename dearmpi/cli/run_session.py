@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from pathlib import Path
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.console_listener import Narrator, describe_outcome, describe_stop
 from dearmpi.cli.endings import RankLog
-from dearmpi.cli.start_banner import describe_start
-from dearmpi.comm.clock_offset import ClockOffset
 from dearmpi.comm.world import World
-from dearmpi.engine.trace.span import Span
-from dearmpi.errors import DearError
-from dearmpi.report.read.trace import find_traces, merged_path, trace_path
-from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
+from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
+from dearmpi.report.draw.text import count_text
 from dearmpi.train.loop.evaluation import Outcome
-from dearmpi.train.loop.job import Job
+from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN, Job
+from dearmpi.train.loop.planning import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch, PlanFile
+from dearmpi.train.loop.session import Session, open_metrics, open_session, own_folder
 from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.ranks.agreement import together
+from dearmpi.train.ranks.device import DeviceChoice
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
-from dearmpi.train.run.planning import CapSearch, PlanFile
+from dearmpi.train.ranks.threads import ThreadChoice
 from dearmpi.train.run.run_folder import RunFolder
-from dearmpi.train.run.session import Session, open_metrics, open_session, own_folder
-from dearmpi.train.run.tracing import Tracing
+from dearmpi.train.run.tracing import open_tracing
 from dearmpi.train.settings.sources import Source, describe_overruled
 
 
@@ -67,7 +63,8 @@ def _run(
 def _train(session: Session, folder: RunFolder, console: Console, stop: StopRequest) -> Outcome:
     job = session.job
     metrics = open_metrics(job, folder)
-    tracing = None if session.untraced else open_tracing(job, folder)
+    window = None if session.untraced else job.settings.trace
+    tracing = open_tracing(job.task.model, job.optimizer, window, folder)
     searches = job.settings.plan == "bayes" and job.world.size > 1
     search = CapSearch(job.optimizer, job.world, log=folder.bucket_caps) if searches else None
     narrator = Narrator(job, console, metrics, tracing, PlanFile(job, folder), search)
@@ -92,81 +89,87 @@ def _train(session: Session, folder: RunFolder, console: Console, stop: StopRequ
             metrics.close()
 
 
-@dataclass(frozen=True, slots=True)
-class RankTrace:
-    """A trace file that knows what it is of.
-
-    make_header: asked at the beginning, since buckets may be laid out anew before.
-    """
-
-    writer: TraceWriter
-    make_header: Callable[[], TraceHeader]
-
-    def begin(self, clock: ClockOffset, origin_s: float) -> None:
-        """Say what the trace is of, and by which clock."""
-        self.writer.begin(
-            replace(
-                self.make_header(),
-                origin_s=origin_s,
-                offset_s=clock.offset_s,
-                uncertainty_s=clock.uncertainty_s,
-            )
+def describe_start(
+    job: Job, threads: ThreadChoice, device: DeviceChoice, folder: Path
+) -> list[str]:
+    """What runs, where and with what."""
+    settings, task, world = job.settings, job.task, job.world
+    num_hosts = len(set(world.hosts))
+    num_parameters = sum(p.numel() for p in task.model.parameters())
+    lines = [
+        f"{task.name} on {count_text(world.size, 'rank')}, {count_text(num_hosts, 'host')}; torch "
+        f"threads per rank: {threads.count} ({threads.reason})",
+        _describe_device(job, device),
+        *task.notes,
+        f"model: {num_parameters:,} parameters; {settings.optimizer}, lr {settings.lr:g}, "
+        f"{settings.lr_schedule}; {settings.precision}",
+    ]
+    if world.size > 1:
+        num_buckets = len(job.optimizer.layout)
+        lines.append(
+            f"communication: schedule {job.optimizer.schedule.name}, gather {settings.gather}, "
+            f"reduce-scatter {settings.reduce_scatter}, {count_text(num_buckets, 'bucket')}, "
+            f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
+            "hidden: share of it that computation covered"
         )
-
-    def add(self, span: Span) -> None:
-        """Keep ``span``."""
-        self.writer.add(span)
-
-    def flush(self) -> None:
-        """Write what was added."""
-        self.writer.flush()
-
-    def close(self) -> None:
-        """Write the rest."""
-        self.writer.close()
+    lines.extend(_describe_planning(job))
+    if settings.workers:
+        workers = count_text(settings.workers, "worker")
+        lines.append(f"data: loaded ahead by {workers} beside each rank")
+    lines.append(_describe_length(job))
+    if job.start_step:
+        lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")
+    return [*lines, f"run folder: {folder}"]
 
 
-def open_tracing(job: Job, folder: RunFolder) -> Tracing | None:
-    """What records the iterations that are to be traced, if any (collective).
-
-    Traces of an earlier part of the run go, merged ones too. Raises AgreedError where a file cannot
-    be made.
-    """
-    window, world = job.settings.trace, job.world
-    if window is None:
-        return None
-    run_id = world.broadcast_text(uuid.uuid4().hex[:12])
-    with together(world, root_only=True), _explained(folder):
-        if world.is_root:
-            for path in find_traces(folder.path).values():
-                path.unlink()
-            merged_path(folder.path).unlink(missing_ok=True)
-    optimizer = job.optimizer
-
-    def make_header() -> TraceHeader:
-        return TraceHeader(
-            run=folder.path.name,
-            run_id=run_id,
-            rank=world.rank,
-            world_size=world.size,
-            host=world.host,
-            iterations=window,
-            schedule=optimizer.schedule.name,
-            bucket_bytes=tuple(bucket.nbytes for bucket in optimizer.layout),
-        )
-
-    with together(world), _explained(folder):
-        writer = TraceWriter(trace_path(folder.path, world.rank))
-    return Tracing(job, window, RankTrace(writer, make_header))
+def _describe_device(job: Job, device: DeviceChoice) -> str:
+    """Where rank 0's tensors are, and why; told of a host too, on which a GPU may lie idle."""
+    said = f"tensors on {device.device}: {device.reason}"
+    if job.world.size > 1 and device.device.type != "cpu":
+        said += f"; to MPI {job.optimizer.way_to_mpi}"
+    return said
 
 
-@contextmanager
-def _explained(folder: RunFolder) -> Iterator[None]:
-    """Inside, a file that cannot be made or removed is told of in a sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise DearError(
-            f"cannot write traces in {folder.trace}: {error}; mend that, or leave out --trace",
-            code="cannot-write",
-        ) from error
+def _describe_length(job: Job) -> str:
+    batch_size, num_samples = job.settings.batch_size, job.batches.num_samples
+    samples = f"{batch_size} samples"
+    if batch_size > num_samples:
+        samples = f"{num_samples} samples, all that there are, for a batch size of {batch_size}"
+    epochs = job.total_steps / job.batches.steps_per_epoch
+    return f"length: {job.total_steps} steps of {samples} ({epochs:.2f} epochs)"
+
+
+def _describe_rest(job: Job) -> str:
+    if job.start_step < job.total_steps:
+        return ""
+    return (
+        ": nothing is left to train; --epochs and --max-steps count from the run's beginning, so "
+        f"give more than the {job.start_step} steps that it has"
+    )
+
+
+def _describe_planning(job: Job) -> list[str]:
+    """A line on a plan that is made while training; none where none was asked for nor is made."""
+    plan, optimizer = job.settings.plan, job.optimizer
+    if plan in ("auto", "bayes") and job.world.size == 1:
+        return [f"plan {plan} has no effect: one rank sends nothing"]
+    num_left = job.total_steps - job.start_step
+    if plan == "bayes":
+        line = f"plan: bayes, {NUM_TRIALS} bucket caps are tried for {STEPS_PER_TRIAL} steps each"
+        if num_left <= NUM_TRIALS * STEPS_PER_TRIAL:
+            line += f"; the run ends with that, since {num_left} steps are left"
+        return [line]
+    if plan in (None, "auto") and optimizer.plan is not None:
+        return ["plan: auto, the one that this run has made before"]
+    if optimizer.is_planning:
+        default = "" if plan == "auto" else ", the default over several hosts"
+        return [
+            f"plan: auto{default}; made from the times of the first {NUM_WARMUP + NUM_PROFILED} "
+            f"steps, and taken up after {MOST_STEPS} at the latest"
+        ]
+    if plan == "auto":
+        return [
+            f"plan: none, since auto pays from {LEAST_STEPS_TO_PLAN} steps on, and "
+            f"{num_left} are left"
+        ]
+    return []

@@ -19,7 +19,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-import dearmpi
 from dearmpi.errors import CheckpointError
 from dearmpi.train import disk
 from dearmpi.train.checkpoint import manifest, part_file
@@ -43,6 +42,7 @@ from dearmpi.train.checkpoint.survey import (
     remove,
     remove_leftovers,
 )
+from dearmpi.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PendingCheckpoint:
                 step=self.step,
                 serial=next_serial(self.target.parent),
                 written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                dearmpi=dearmpi.__version__,
+                dearmpi=__version__,
                 files={part_name(rank): file for rank, file in enumerate(files)},
                 model=list(head.model),
                 aliases=dict(head.aliases),

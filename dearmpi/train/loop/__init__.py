@@ -1,3 +1,3 @@
-"""The training loop: a job, its steps, evaluation, learning rate and saving. Begin with `trainer`.
-May import data, metrics, ranks, settings, tasks and checkpoint.
+"""The training loop: how a run starts, its job, steps, evaluation, learning rate and plan. Begin
+with `session` and `trainer`. May import all other rooms of the trainer.
 """

@@ -28,6 +28,7 @@ from dearmpi.train.loop.precision import convert_model, device_of_model
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
 from dearmpi.train.ranks.random_state import restore_random_state, seed_all
+from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
 
@@ -56,6 +57,25 @@ class Job:
     total_steps: int
     loading: BatchLoader
     evaluator: Evaluator | None
+
+    def state(self) -> TrainingState:
+        """What its checkpoints are made of."""
+        return TrainingState(
+            self.task.model, self.optimizer, self._meta, self.start_step, self.settings.keep
+        )
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        epoch, step_in_epoch = self.position(step)
+        return {
+            "task": self.task.name,
+            "epoch": epoch,
+            "step_in_epoch": step_in_epoch,
+            "num_samples": self.batches.num_samples,
+            "data_digest": self.task.data_digest,
+            "world_size": self.world.size,
+            "lr_factor": self.curve.factor(step),
+            "config": self.settings.as_plain(),
+        }
 
     def position(self, step: int) -> tuple[int, int]:
         """Epoch and step within it of step number ``step``, from 0."""

@@ -14,22 +14,18 @@ evaluation under way is broken off, unless it is the last.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from dearmpi.engine.trace.span import Track
 from dearmpi.errors import NonFiniteLossError
 from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
-from dearmpi.train.loop.saving import Saver, synchronize
 from dearmpi.train.loop.stepping import Due, StepResult, Timetable, coming_batches, take_step
 from dearmpi.train.metrics.metrics import MetricsRow
-from dearmpi.train.metrics.step_times import Meter, Sums, TimesExchange
-from dearmpi.train.metrics.step_totals import StepTotal, StepTotals
-from dearmpi.train.ranks.agreement import AgreedError, is_agreed
+from dearmpi.train.ranks.agreement import is_agreed
+from dearmpi.train.run.saving import Saver
+from dearmpi.train.run.steps import RunSteps
 
 MOST_SKIPS = 100  # in a row: then nothing is learned any more, and somebody should look
 
@@ -58,18 +54,20 @@ class Trainer:
     ) -> None:
         self._job, self._listener, self._stop_requested = job, listener, stop_requested
         self._timetable = Timetable.of(job)
-        self._totals = StepTotals(job.world)
-        self._times = TimesExchange(job.world)
-        self._meter = Meter()
-        self._began_s = time.perf_counter()
-        self._saver = Saver(job, folder, saved=listener.saved, check_own=check_own)
-        self._step = self._row_step = job.start_step
+        state = job.state()
+        self._steps = RunSteps(
+            state,
+            Saver(state, folder, saved=listener.saved, check_own=check_own),
+            stop_requested=stop_requested,
+            skips_bad=job.settings.on_nan == "skip",
+            cure="lower --lr, clip with --max-grad-norm, or skip such steps with --on-nan skip",
+        )
+        self._row_step = job.start_step
         self._last: StepResult | None = None
-        self._losses: list[float] = []
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         self._evaluation: Evaluation | None = None
-        self._stopping = False
+        self._broken_off = False
         self._num_skipped = self._skips_in_a_row = 0
 
     def run(self) -> Outcome:
@@ -83,59 +81,48 @@ class Trainer:
                 self._take_turn()
             self._finish()
         except Exception as error:
-            if is_agreed(error) or self._job.world.size == 1:  # else others would have to take part
-                self._end_saving(error)
+            self._steps.fail(error)
             if is_agreed(error):
-                self._close()
+                self._job.optimizer.close()
             raise
         finally:
             self._job.loading.close()
         outcome = self._outcome()
-        self._close()
+        self._steps.close()
+        self._job.optimizer.close()
         return outcome
 
     def _take_turn(self) -> None:
         self._take_step()
         if self._due.save:
-            self._save()
+            self._steps.save()
         if self._due.end or self._due.evaluation:
-            self._saver.finish()
+            self._steps.saver.finish()
         if self._due.row:
-            self._read_all_totals()
+            self._steps.read_all_totals()
             if not self._stopping:  # what is due then comes at the end
                 self._measure(evaluate=self._due.evaluation)
 
     def _take_step(self) -> None:
         """Phases 1 and 2."""
-        begin_s, waited_s = time.perf_counter(), self._job.world.progress.waited_s
+        self._steps.begin()
         model = self._job.task.model
         if not model.training:  # else parts that the task keeps in evaluation mode stay so
             model.train()
         self._last = take_step(self._job, self._step)
-        self._step += 1
         self._count_skip(self._last)
-        self._totals.post(
-            self._step,
-            loss=self._last.loss,
-            stop=self._stop_requested(),
-            num_saved=self._saver.num_done,
-            step_s=time.perf_counter() - begin_s,
+        self._steps.end(
+            self._last.loss,
+            num_samples=self._samples_of_step(),
+            data_s=self._last.data_s,
+            row_due=self._timetable.after(self._step + 1).row,
         )
-        self._read_totals(pending=self._totals.delay)
-        seconds = time.perf_counter() - begin_s
-        times = self._job.optimizer.times
-        sums = Sums(1, self._samples_of_step(), seconds, times.exposed_s, times.communication_s)
-        sums.waited_s = self._job.world.progress.waited_s - waited_s
-        sums.data_s = self._last.data_s
-        self._meter.add(sums)
-        if self._due.row:
-            self._times.share(self._meter.means())
         self._listener.stepped(self._step)
 
     def _samples_of_step(self) -> int:
-        """Samples of the step just taken, over all ranks."""
+        """Samples of the step just taken, which is not counted yet, over all ranks."""
         batches = self._job.batches
-        _, index = self._job.position(self._step - 1)
+        _, index = self._job.position(self._step)
         return min(batches.batch_size, batches.num_samples - index * batches.batch_size)
 
     def _count_skip(self, result: StepResult) -> None:
@@ -143,39 +130,19 @@ class Trainer:
         self._num_skipped += result.skipped
         if self._skips_in_a_row >= MOST_SKIPS:
             raise NonFiniteLossError(
-                f"{MOST_SKIPS} steps in a row were skipped, up to step {self._step}, because "
+                f"{MOST_SKIPS} steps in a row were skipped, up to step {self._step + 1}, because "
                 "the loss or gradient was not finite; resume from a checkpoint with a lower "
                 "--lr",
                 code="not-finite",
             )
 
-    def _read_totals(self, *, pending: int) -> None:
-        """Phase 2, for all steps but the last ``pending``."""
-        with self._job.optimizer.spans.span(Track.WAIT, "the totals of all ranks"):
-            totals = self._totals.read(pending=pending)
-        for total in totals:
-            self._stopping = self._stopping or total.num_stops > 0
-            if not total.num_bad:
-                self._losses.append(total.loss)
-            elif self._job.settings.on_nan == "stop":
-                raise NonFiniteLossError(self._explain_loss(total), code="not-finite")
-            self._saver.advance(total.num_saved)
+    @property
+    def _step(self) -> int:
+        return self._steps.step
 
-    def _read_all_totals(self) -> None:
-        begin_s = time.perf_counter()
-        self._read_totals(pending=0)
-        self._meter.wait(time.perf_counter() - begin_s)  # a slower rank's time is the run's
-
-    def _explain_loss(self, total: StepTotal) -> str:
-        self._saver.finish()
-        kept = "no checkpoint was written"
-        if self._saver.saved_step:
-            kept = f"the last checkpoint is that of step {self._saver.saved_step}"
-        return (
-            f"the loss of step {total.step} is not finite on "
-            f"{total.describe_bad(self._job.world.hosts)}; {kept}: lower --lr, clip with "
-            "--max-grad-norm, or skip such steps with --on-nan skip"
-        )
+    @property
+    def _stopping(self) -> bool:
+        return self._steps.stopping or self._broken_off
 
     @property
     def _due(self) -> Due:
@@ -186,7 +153,14 @@ class Trainer:
         evaluation = self._evaluate() if evaluate else None
         if evaluate and evaluation is None:  # broken off: the row comes once the state is saved
             return
-        row = self._make_row(evaluation)
+        assert self._last is not None
+        row = self._steps.make_row(
+            epoch=self._job.position(self._step - 1)[0],
+            learning_rate=self._last.lr,
+            grad_norm=self._last.grad_norm,
+            eval_loss=None if evaluation is None else evaluation.loss,
+            extra=None if evaluation is None else evaluation.metrics,
+        )
         if row.loss is not None:
             self._first_loss = row.loss if self._first_loss is None else self._first_loss
             self._last_loss = row.loss
@@ -196,52 +170,19 @@ class Trainer:
     def _evaluate(self) -> Evaluation | None:
         """None where a rank requested a stop meanwhile; the last evaluation is always completed."""
         assert self._job.evaluator is not None
-        self._catch_up()
+        self._steps.catch_up()
         stop_requested = (lambda: False) if self._due.end else self._stop_requested
         found = self._job.evaluator.run(self._job.world, stop_requested=stop_requested)
         self._evaluation = found or self._evaluation
-        self._stopping = self._stopping or found is None
+        self._broken_off = self._broken_off or found is None
         return found
-
-    def _catch_up(self) -> None:
-        begin_s = time.perf_counter()
-        synchronize(self._job)
-        self._meter.wait(time.perf_counter() - begin_s)
-
-    def _make_row(self, evaluation: Evaluation | None) -> MetricsRow:
-        assert self._last is not None
-        sums = self._meter.lap()
-        losses, self._losses = self._losses, []
-        num_steps = max(1, sums.num_steps)
-        return MetricsRow(
-            step=self._step,
-            epoch=self._job.position(self._step - 1)[0],
-            elapsed_s=time.perf_counter() - self._began_s,
-            loss=math.fsum(losses) / len(losses) if losses else None,
-            learning_rate=self._last.lr,
-            grad_norm=self._last.grad_norm,
-            samples_per_s=sums.samples_per_s,
-            step_s=sums.per_step.step_s,
-            exposed_s=sums.exposed_s / num_steps,
-            communication_s=sums.communication_s / num_steps,
-            eval_loss=None if evaluation is None else evaluation.loss,
-            extra={} if evaluation is None else evaluation.metrics,
-            ranks=self._times.read(),
-        )
-
-    def _save(self) -> None:
-        """Phase 3."""
-        self._read_all_totals()
-        with self._job.optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
-            self._catch_up()
-            self._saver.start(self._step)
 
     def _finish(self) -> None:
         """Save and evaluate as due at the end, or after a request to stop."""
-        self._read_all_totals()
-        if self._step > self._saver.started_step:
-            self._save()
-        self._saver.finish()
+        self._steps.read_all_totals()
+        if self._step > self._steps.saver.started_step:
+            self._steps.save()
+        self._steps.saver.finish()
         if self._step > self._row_step:
             self._measure(evaluate=self._due.end and self._due.evaluation)
         elif self._evaluation is None and self._due.evaluation and not self._stopping:
@@ -255,16 +196,9 @@ class Trainer:
             row = MetricsRow(self._step, epoch, eval_loss=found.loss, extra=found.metrics)
             self._listener.measured(row)
 
-    def _end_saving(self, error: Exception) -> None:
-        """A failure of all ranks does not keep a checkpoint under way from being completed."""
-        try:
-            self._saver.finish()
-        except AgreedError as other:
-            error.add_note(f"and the checkpoint under way was not written: {other}")
-
     def _outcome(self) -> Outcome:
         """How it went, over all ranks (collective)."""
-        steady = self._meter.steady
+        steady = self._steps.meter.steady
         exposed_s, busy_s = self._job.world.all_reduce([steady.exposed_s, steady.communication_s])
         return Outcome(
             step=self._step,
@@ -272,17 +206,9 @@ class Trainer:
             first_loss=self._first_loss,
             last_loss=self._last_loss,
             evaluation=self._evaluation,
-            train_s=self._meter.seconds,
-            elapsed_s=time.perf_counter() - self._began_s,
+            train_s=self._steps.meter.seconds,
+            elapsed_s=self._steps.elapsed_s,
             samples_per_s=steady.samples_per_s,
             hidden_share=None if busy_s <= 0 else max(0.0, 1.0 - exposed_s / busy_s),
             num_skipped=self._num_skipped,
         )
-
-    def _close(self) -> None:
-        """Give the channels back; every rank is here."""
-        self._job.optimizer.synchronize()
-        self._saver.close()
-        self._totals.close()
-        self._times.close()
-        self._job.optimizer.close()

@@ -1,3 +1,3 @@
-"""A run on disk and how it starts: its folder, environment, plan and trace. Begin with `session`.
-May import all other rooms of the trainer.
+"""A run, whatever its loop: folder, environment, steps, checkpoints, trace. Begin with `run`, which
+is what a script of one's own sees of it. May import all other rooms but the loop.
 """

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import dearmpi
+from dearmpi import version
 from dearmpi.comm.messages.ranks import first_difference, name_ranks
 from dearmpi.errors import MismatchError
 from dearmpi.train.ranks.agreement import TextWorld
@@ -41,14 +41,14 @@ CURES = {
 }
 
 
-def code_fingerprint(folder: Path = Path(dearmpi.__file__).parent) -> str:
+def code_fingerprint(folder: Path = Path(version.__file__).parent) -> str:
     """Return dearmpi's version and a hash of all Python sources in ``folder``."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         source = path.read_bytes()
         digest.update(f"{path.relative_to(folder)}\0{len(source)}\0".encode())
         digest.update(source)
-    return f"{dearmpi.__version__}+{digest.hexdigest()[:NUM_DIGITS]}"
+    return f"{version.__version__}+{digest.hexdigest()[:NUM_DIGITS]}"
 
 
 def argument_fingerprints(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -166,7 +166,6 @@ def describe_environment(
     *,
     world_size: int,
     hosts: Sequence[str],
-    mpi_library: str,
     command: Sequence[str],
     folder: Path,
     threads_reason: str,
@@ -174,7 +173,7 @@ def describe_environment(
 ) -> dict[str, Any]:
     """Return plain data about this run.
 
-    hosts: the host of each rank. mpi_library: as MPI itself names it. command: the command line.
+    hosts: the host of each rank. command: the command line.
     folder: the user's working folder, whose git commit is noted if it has one. threads_reason: why
     torch has as many threads as it has.
     """
@@ -185,9 +184,9 @@ def describe_environment(
         "git_commit": git_commit(folder),
         "world_size": world_size,
         "hosts": list(hosts),
-        "mpi_library": mpi_library.strip(),
+        "mpi_library": mpi_library().strip(),
         "versions": {
-            "dearmpi": dearmpi.__version__,
+            "dearmpi": version.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
@@ -241,3 +240,12 @@ def _read_reference(git: Path, name: str) -> str | None:
             if reference == name:
                 return commit
     return None
+
+
+def mpi_library() -> str:
+    """Which MPI library is in use, as it names itself."""
+    try:
+        from dearmpi.comm.backends import mpi
+    except (ImportError, RuntimeError):
+        return "none"
+    return mpi.describe()

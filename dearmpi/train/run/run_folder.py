@@ -32,6 +32,16 @@ from dearmpi.train.disk import is_folder, is_there
 from dearmpi.train.run.folder_lock import FolderLock
 
 
+class _Entry:
+    """The path of one file or folder in a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, _: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths of one run. Rank 0 creates it; the others open it afterwards.
@@ -41,6 +51,19 @@ class RunFolder:
 
     path: Path
     lock: FolderLock | None = None
+
+    lock_file = _Entry("in-use-by")
+    config = _Entry("config.yaml")
+    environment = _Entry("env.json")
+    metrics_csv = _Entry("metrics.csv")
+    metrics_jsonl = _Entry("metrics.jsonl")
+    begun_from = _Entry("begun-from")
+    plan = _Entry("plan.json")
+    bucket_caps = _Entry("bucket_caps.csv")
+    logs = _Entry("logs")
+    trace = _Entry("trace")
+    checkpoints = _Entry("checkpoints")
+    latest = _Entry("latest")
 
     @classmethod
     def create(cls, root: Path, name: str, *, resume: bool = False) -> RunFolder:
@@ -98,54 +121,6 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether a run was started here. Raises ConfigError for an unreadable path."""
         return is_folder(self.checkpoints, ConfigError)
-
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "in-use-by"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "env.json"
-
-    @property
-    def metrics_csv(self) -> Path:
-        return self.path / "metrics.csv"
-
-    @property
-    def metrics_jsonl(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def begun_from(self) -> Path:
-        return self.path / "begun-from"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def bucket_caps(self) -> Path:
-        return self.path / "bucket_caps.csv"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def latest(self) -> Path:
-        return self.path / "latest"
 
     def check_own(self) -> None:
         """Raise CheckpointError if the job that had the folder, by this rank, has it no more."""

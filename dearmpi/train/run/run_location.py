@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dearmpi.errors import CheckpointError, ConfigError, DearError, TaskError
 from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
 from dearmpi.train.disk import is_folder, is_there
 from dearmpi.train.ranks.agreement import together
+from dearmpi.train.run.folder_lock import FolderLock, lock_folder
 from dearmpi.train.run.run_folder import RunFolder, free_name
 
 
@@ -50,21 +52,12 @@ def agree_on_location(world: World, chosen: Mapping[str, Any], *, default_root: 
     with together(world, root_only=True):
         if world.is_root:
             location = find_location(chosen, default_root=default_root)
-            text = json.dumps(
-                [
-                    str(location.root),
-                    location.name,
-                    None if location.checkpoint is None else str(location.checkpoint),
-                    location.continued,
-                    location.notes,
-                    None if location.begun_from is None else str(location.begun_from),
-                    location.goes_on,
-                ]
-            )
-    root, name, checkpoint, continued, notes, begun_from, goes_on = json.loads(
-        world.broadcast_text(text)
-    )
-    found, begun = (None if path is None else Path(path) for path in (checkpoint, begun_from))
+            text = json.dumps(asdict(location), default=str)
+    sent = json.loads(world.broadcast_text(text))
+    paths = ("root", "checkpoint", "begun_from")
+    sent |= {name: None if sent[name] is None else Path(sent[name]) for name in paths}
+    location = RunLocation(**sent | {"notes": tuple(sent["notes"]), "found_in": Path.cwd()})
+    found = location.checkpoint
     with together(world):
         if found is not None and not is_folder(found, CheckpointError):
             raise CheckpointError(
@@ -72,7 +65,7 @@ def agree_on_location(world: World, chosen: Mapping[str, Any], *, default_root: 
                 "checkpoint there; give a --run-folder that all hosts share",
                 code="run-folder-not-shared",
             )
-    return RunLocation(Path(root), name, found, continued, tuple(notes), begun, goes_on)
+    return location
 
 
 def check_shared(world: World, folder: Path) -> None:
@@ -106,6 +99,26 @@ def _make(mark: Path) -> None:
             f"cannot write {mark}: {error.strerror}; make the run folder writable",
             code="cannot-write",
         ) from error
+
+
+@contextmanager
+def hold_folder(
+    world: World, path: Path, *, resume: bool, prepare: Callable[[RunFolder], None]
+) -> Iterator[RunFolder]:
+    """Make the run folder at ``path`` (collective); inside, no other job has it.
+
+    resume: it may hold the earlier part of the run. prepare: fills it, on rank 0, once it is held.
+    Raises AgreedError on all ranks where it cannot be made, is not free, or not every rank sees it.
+    """
+    lock: FolderLock | None = None
+    with ExitStack() as held:
+        with together(world, root_only=True):
+            if world.is_root:
+                folder = RunFolder.create(path.parent, path.name, resume=resume)
+                lock = held.enter_context(lock_folder(folder.lock_file))
+                prepare(folder)
+        check_shared(world, path)
+        yield replace(RunFolder.open(path), lock=lock)
 
 
 def find_location(chosen: Mapping[str, Any], *, default_root: str) -> RunLocation:

@@ -1,54 +1,57 @@
-"""Tracing: records some iterations of a job, and costs nothing in the others."""
+"""Tracing: records some iterations of a run, and costs nothing in the others."""
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
-from dearmpi.comm.clock_offset import ClockOffset, measure_clock
-from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
+from torch import nn
+
+from dearmpi.comm.clock_offset import measure_clock
+from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.trace.layers import LayerSpans
-from dearmpi.engine.trace.span import Recorder, Span
-from dearmpi.train.loop.job import Job
-from dearmpi.train.run.planning import NUM_TRIALS, STEPS_PER_TRIAL
-
-
-class TraceFile(Recorder, Protocol):
-    """The file of spans: ``begin`` sets the clock, ``flush`` is called between iterations.
-
-    clock: of times that are counted from ``origin_s`` on.
-    """
-
-    def begin(self, clock: ClockOffset, origin_s: float) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
+from dearmpi.engine.trace.span import Span
+from dearmpi.errors import DearError
+from dearmpi.report.read.trace import find_traces, merged_path, trace_path
+from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
+from dearmpi.train.ranks.agreement import together
+from dearmpi.train.run.run_folder import RunFolder
 
 
 class Tracing:
-    """Records the iterations ``window`` of ``job``: the first, and the one before which it stops.
+    """Records the iterations ``window`` of ``model``: the first, and the one before which it stops.
 
     The all-gathers of the last one run during the one after it, and are recorded too.
+    make_header: called when recording begins, since buckets may be laid out anew before.
     """
 
-    def __init__(self, job: Job, window: tuple[int, int], file: TraceFile) -> None:
-        self._job = job
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: DistributedOptimizer,
+        window: tuple[int, int],
+        writer: TraceWriter,
+        make_header: Callable[[], TraceHeader],
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
         self._start, self._stop = window
-        self._file = file
+        self._writer, self._make_header = writer, make_header
         self._layers: LayerSpans | None = None
         self._recording = False
 
     def begin_iteration(self, iteration: int) -> None:
         """Iteration number ``iteration``, from 1, comes next (collective at the first one)."""
-        spans = self._job.optimizer.spans
+        spans = self._optimizer.spans
         spans.iteration = iteration
         if self._start <= iteration < self._stop and not self._recording:
             self._begin()
         if not self._recording:
             return
         spans.recorder = self
-        self._file.flush()
+        self._writer.flush()
         if iteration >= self._stop:
             self._detach()
         if iteration > self._stop:
@@ -57,19 +60,27 @@ class Tracing:
     def add(self, span: Span) -> None:
         """Record ``span`` if it belongs to the iterations that are wanted."""
         if span.iteration < self._stop:
-            self._file.add(span)
+            self._writer.add(span)
 
     def close(self) -> None:
         """Stop recording. Safe to call twice."""
         self._detach()
-        self._job.optimizer.spans.recorder = None
+        self._optimizer.spans.recorder = None
         self._recording = False
-        self._file.close()
+        self._writer.close()
 
     def _begin(self) -> None:
         origin_s = time.perf_counter()
-        self._file.begin(measure_clock(self._job.world, origin_s=origin_s), origin_s)
-        self._layers = LayerSpans(self._job.task.model, self._job.optimizer.spans)
+        clock = measure_clock(self._optimizer.world, origin_s=origin_s)
+        self._writer.begin(
+            replace(
+                self._make_header(),
+                origin_s=origin_s,
+                offset_s=clock.offset_s,
+                uncertainty_s=clock.uncertainty_s,
+            )
+        )
+        self._layers = LayerSpans(self._model, self._optimizer.spans)
         self._recording = True
 
     def _detach(self) -> None:
@@ -78,31 +89,51 @@ class Tracing:
             self._layers = None
 
 
-def why_untraceable(window: tuple[int, int], job: Job) -> str:
-    """Empty, unless ``job`` takes none of the iterations in ``window``, or lays out its buckets
-    anew in between.
+def open_tracing(
+    model: nn.Module,
+    optimizer: DistributedOptimizer,
+    window: tuple[int, int] | None,
+    folder: RunFolder,
+) -> Tracing | None:
+    """What records the iterations of ``window``, if there is one (collective).
+
+    Traces of an earlier part of the run go, merged ones too. Raises AgreedError where a file cannot
+    be made.
     """
-    first, last = job.start_step + 1, job.total_steps
-    start, stop = window
-    if start > last or stop <= first:
-        return (
-            f"trace is {start}:{stop}, but this run takes the iterations {first} to {last}; "
-            "choose some of them"
+    if window is None:
+        return None
+    world = optimizer.world
+    run_id = world.broadcast_text(uuid.uuid4().hex[:12])
+    with together(world, root_only=True), _explained(folder):
+        if world.is_root:
+            for path in find_traces(folder.path).values():
+                path.unlink()
+            merged_path(folder.path).unlink(missing_ok=True)
+
+    def make_header() -> TraceHeader:
+        return TraceHeader(
+            run=folder.path.name,
+            run_id=run_id,
+            rank=world.rank,
+            world_size=world.size,
+            host=world.host,
+            iterations=window,
+            schedule=optimizer.schedule.name,
+            bucket_bytes=tuple(bucket.nbytes for bucket in optimizer.layout),
         )
-    if job.world.size == 1:
-        return ""
-    searched = job.start_step + NUM_TRIALS * STEPS_PER_TRIAL
-    if job.settings.plan == "bayes" and start <= searched:
-        return (
-            f"trace is {start}:{stop}, but plan bayes tries buckets until iteration {searched}; "
-            f"record from {searched + 1} on"
-        )
-    measured = job.start_step + NUM_WARMUP + NUM_PROFILED  # a plan may be taken up after this one
-    planned = job.start_step + MOST_STEPS
-    if job.optimizer.is_planning and start <= planned and stop > measured + 1:
-        return (
-            f"trace is {start}:{stop}, but plan auto lays out other buckets between iterations "
-            f"{measured + 1} and {planned + 1}; record {planned + 1}:{planned + 1 + stop - start}, "
-            f"or end at {measured + 1}"
-        )
-    return ""
+
+    with together(world), _explained(folder):
+        writer = TraceWriter(trace_path(folder.path, world.rank))
+    return Tracing(model, optimizer, window, writer, make_header)
+
+
+@contextmanager
+def _explained(folder: RunFolder) -> Iterator[None]:
+    """Inside, a file that cannot be made or removed is told of in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DearError(
+            f"cannot write traces in {folder.trace}: {error}; mend that, or leave out --trace",
+            code="cannot-write",
+        ) from error

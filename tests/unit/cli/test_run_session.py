@@ -19,12 +19,12 @@ from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
 from dearmpi.train import checkpoint
+from dearmpi.train.loop import session
+from dearmpi.train.loop.session import open_session
 from dearmpi.train.metrics import step_totals as tally
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.device import DeviceChoice
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
-from dearmpi.train.run import session
-from dearmpi.train.run.session import open_session
 from dearmpi.train.settings.sources import make_source
 from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task

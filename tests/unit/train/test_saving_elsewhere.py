@@ -12,7 +12,7 @@ import pytest
 
 from dearmpi.comm.world import World
 from dearmpi.train import checkpoint
-from dearmpi.train.loop import saving
+from dearmpi.train.run import saving
 from dearmpi.train.settings.settings import RunSettings
 from tests.unit.train.points import SGD, make_job, train
 

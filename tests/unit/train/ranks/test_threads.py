@@ -10,6 +10,7 @@ import torch
 
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
+from dearmpi.train.loop.session import open_session
 from dearmpi.train.ranks.threads import (
     RankCores,
     ThreadChoice,
@@ -17,7 +18,6 @@ from dearmpi.train.ranks.threads import (
     find_crowded,
     share_of_cores,
 )
-from dearmpi.train.run.session import open_session
 from dearmpi.train.settings.sources import make_source
 from tests.fakes.ranks import run_ranks
 

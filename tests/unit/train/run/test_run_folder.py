@@ -135,7 +135,6 @@ def test_the_environment_is_plain_data_without_secrets(tmp_path: Path) -> None:
     environment = describe_environment(
         world_size=2,
         hosts=["a", "b"],
-        mpi_library="MPICH 5\n",
         command=["dear-train", "run"],
         folder=tmp_path,
         threads_reason="as asked for",

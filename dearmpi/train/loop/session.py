@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,11 +19,11 @@ import yaml
 
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import go_back
 from dearmpi.train.loop.job import Job, check_position, prepare, share_samples
 from dearmpi.train.loop.optimizers import OptimizerChoice, choose_optimizer
+from dearmpi.train.loop.planning import why_untraceable
 from dearmpi.train.metrics.metrics import MetricsLog
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.device import DeviceChoice, allow_deterministic_only, choose_device
@@ -38,16 +38,15 @@ from dearmpi.train.run.environment import (
     model_fingerprints,
     model_lines,
 )
-from dearmpi.train.run.folder_lock import FolderLock, lock_folder
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.run_location import (
     RunLocation,
     agree_on_location,
     check_reachable,
-    check_shared,
     check_unchanged,
+    hold_folder,
 )
-from dearmpi.train.run.tracing import why_untraceable
+from dearmpi.train.run.saving import load_together
 from dearmpi.train.settings.settings import RunSettings, check_resumable
 from dearmpi.train.settings.sources import (
     BEFORE_THE_TASK,
@@ -102,7 +101,7 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
     """
     compare(world, {"code": code_fingerprint(), **argument_fingerprints(merge(sources))})
     location = agree_on_location(world, merge(sources), default_root=RunSettings().run_folder)
-    snapshot = None if location.checkpoint is None else _load(world, location.checkpoint)
+    snapshot = None if location.checkpoint is None else load_together(world, location.checkpoint)
     with together(world):
         if snapshot is not None:
             stored = _stored_source(snapshot, origin=str(location.checkpoint))
@@ -145,18 +144,6 @@ def _compare_built(world: World, settings: RunSettings, task: Task) -> None:
     fingerprints = argument_fingerprints(settings.as_plain()) | data_fingerprints(task)
     state = task.model.state_dict()
     compare(world, fingerprints | model_fingerprints(state), model_lines(state))
-
-
-def _load(world: World, path: Path) -> Snapshot:
-    """What all ranks go on from; each verifies a share of its files (collective).
-
-    All files are verified before any is read, so that one rank reports a damaged file by its
-    checksum.
-    """
-    with together(world):
-        record = checkpoint.verify(path, rank=world.rank, size=world.size)
-    with together(world):
-        return checkpoint.read(path, record)
 
 
 def _stored_source(snapshot: Snapshot, *, origin: str) -> Source:
@@ -206,19 +193,20 @@ def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
     job has it.
     """
     world, location = session.job.world, session.location
-    lock: FolderLock | None = None
-    with ExitStack() as held:
-        with together(world, root_only=True):
-            if world.is_root:
-                check_reachable(location)
-                folder = RunFolder.create(location.root, location.name, resume=location.continued)
-                lock = held.enter_context(lock_folder(folder.lock_file))
-                check_unchanged(location)
-                if location.checkpoint is not None:
-                    go_back(folder.path, location.checkpoint)
-                _describe(session, folder, command)
-        check_shared(world, location.root / location.name)
-        yield replace(RunFolder.open(location.root / location.name), lock=lock)
+
+    def prepare(folder: RunFolder) -> None:
+        check_unchanged(location)
+        if location.checkpoint is not None:
+            go_back(folder.path, location.checkpoint)
+        _describe(session, folder, command)
+
+    with together(world, root_only=True):
+        if world.is_root:
+            check_reachable(location)
+    with hold_folder(
+        world, location.root / location.name, resume=location.continued, prepare=prepare
+    ) as folder:
+        yield folder
 
 
 def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> None:
@@ -230,7 +218,6 @@ def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> No
         describe_environment(
             world_size=world.size,
             hosts=world.hosts,
-            mpi_library=mpi_library(),
             command=command,
             folder=Path.cwd(),
             threads_reason=session.threads.reason,
@@ -251,12 +238,3 @@ def open_metrics(job: Job, folder: RunFolder) -> MetricsLog | None:
             resume_step=job.start_step if folder.metrics_csv.exists() else None,
             tensorboard=job.settings.tensorboard,
         )
-
-
-def mpi_library() -> str:
-    """Which MPI library is in use."""
-    try:
-        from dearmpi.comm.backends import mpi
-    except (ImportError, RuntimeError):
-        return "none"
-    return mpi.describe()

@@ -23,12 +23,12 @@ from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.checkpoint.part import CheckpointPart, CopyBuffer, TensorPiece
 from dearmpi.train.loop.job import Job, prepare
 from dearmpi.train.loop.optimizers import choose_optimizer
-from dearmpi.train.loop.saving import Saver, check_finite, synchronize
 from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.run.run_folder import RunFolder
+from dearmpi.train.run.saving import Saver, check_finite
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
 from tests.codes import raises
@@ -123,8 +123,8 @@ def saved_again(folder: Path, known: Snapshot, size: int, gather: str, cap_mb: f
 
     def work(world: World) -> None:
         job = make_job(world, known, max_steps=3, gather=gather, bucket_cap_mb=cap_mb)
-        saver = Saver(job, folder, saved=lambda _: None)
-        synchronize(job)
+        saver = Saver(job.state(), folder, saved=lambda _: None)
+        job.state().synchronize()
         saver.start(3)
         saver.finish()
         saver.close()
@@ -193,7 +193,7 @@ def test_a_copy_is_saved_whatever_the_next_steps_do(
 
     def work(world: World) -> None:
         job = make_job(world)
-        saver = Saver(job, tmp_path, saved=lambda _: None)
+        saver = Saver(job.state(), tmp_path, saved=lambda _: None)
         saver.start(1)
         expected = {name: t.clone() for name, t in job.task.model.state_dict().items()}
         with torch.no_grad():

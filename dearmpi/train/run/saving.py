@@ -1,4 +1,4 @@
-"""Saving: a job's state as a checkpoint, while it trains on.
+"""Saving: the state of training as a checkpoint, while it goes on.
 
 A checkpoint has two stages: every rank writes its part; then rank 0 commits. Each runs on a thread
 beside training, which talks to no other rank: the ranks learn from the totals of a step how far all
@@ -14,14 +14,16 @@ import threading
 import warnings
 from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dearmpi.comm.world import World
+from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.sync.model_tensors import broadcast_buffers
 from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError, NonFiniteLossError
@@ -30,11 +32,52 @@ from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.checkpoint.part import CheckpointPart, CopyBuffer, Head, make_head, make_part
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import left_over
-from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.agreement import share_failure, together
 from dearmpi.train.ranks.random_state import capture_random_state
 
 _NICENESS = 10  # of the writing thread, so that training has the cores first
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What checkpoints are made of.
+
+    meta: plain data of the state after so many steps, the same on all ranks.
+    start_step: optimizer steps taken before. keep: checkpoints that stay.
+    """
+
+    model: nn.Module
+    optimizer: DistributedOptimizer
+    meta: Callable[[int], dict[str, Any]]
+    start_step: int = 0
+    keep: int = 3
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.optimizer.world
+
+    def synchronize(self) -> None:
+        """Make parameters and buffers current and the same on all ranks (collective).
+
+        Buffers are rank 0's: each rank's own statistics, as of BatchNorm, have seen only its
+        samples.
+        """
+        self.optimizer.synchronize()
+        broadcast_buffers(self.model, self.world)
+
+    def part(self, step: int) -> tuple[Snapshot, CheckpointPart]:
+        """The state after ``step`` steps that is the same on all ranks, and this rank's part of
+        the checkpoint. Nothing is copied; parameters must be current.
+        """
+        local = self.optimizer.local_state()
+        names = checkpoint.parameter_names(self.model, self.optimizer.param_groups)
+        _, groups = checkpoint.optimizer_by_name({"state": {}, "param_groups": local.groups}, names)
+        random = [capture_random_state()]
+        model = dict(self.model.state_dict())
+        snapshot = Snapshot(step, model, local.whole, groups, self.meta(step), random)
+        rank, size = self.world.rank, self.world.size
+        return snapshot, make_part(snapshot, shards=local.pieces, rank=rank, size=size)
 
 
 class SaveStage(Enum):
@@ -46,7 +89,7 @@ class SaveStage(Enum):
 
 
 class Saver:
-    """Saves the state of ``job`` to the run folder at ``folder``; its methods are collective.
+    """Saves ``state`` to the run folder at ``folder``; its methods are collective.
 
     saved: called on every rank with the folder of a checkpoint, on rank 0, once it is complete.
     check_own: called on rank 0 before anything in the folder is changed; raises where the folder is
@@ -57,21 +100,21 @@ class Saver:
 
     def __init__(
         self,
-        job: Job,
+        state: TrainingState,
         folder: Path,
         *,
         saved: Callable[[Path | None], None],
         check_own: Callable[[], None] = lambda: None,
     ) -> None:
-        self._job, self._folder, self._saved, self._check_own = job, folder, saved, check_own
-        self.started_step = self.saved_step = job.start_step
+        self._state, self._folder, self._saved, self._check_own = state, folder, saved, check_own
+        self.started_step = self.saved_step = state.start_step
         self._stage = SaveStage.IDLE
         self._copy = CopyBuffer()
         self._thread = ThreadPoolExecutor(1, "dearmpi-saving", _be_nice)
         self._work: Future[Any] | None = None
         self._num_begun = 0
         self._head: Head | None = None
-        named = job.task.model.named_parameters(remove_duplicate=False)
+        named = state.model.named_parameters(remove_duplicate=False)
         self._trained = frozenset(name for name, _ in named)
 
     @property
@@ -81,16 +124,16 @@ class Saver:
         return self._num_begun - under_way
 
     def start(self, step: int) -> None:
-        """Begin to save the state after ``step`` steps; parameters and buffers must be current
-        (``synchronize``). Waits for the checkpoint before it, if that is still being written.
+        """Begin to save the state after ``step`` steps, once a checkpoint under way is written.
+        Parameters and buffers must be current (``TrainingState.synchronize``).
         """
         self._end_stages()
         draft = self._draft(step)
-        with together(self._job.world):  # once, since each time waits for the slowest rank
-            snapshot, part = take_part(self._job, step)
-            self._head = make_head(snapshot) if self._job.world.is_root else None
+        with together(self._state.world):  # once, since each time waits for the slowest rank
+            snapshot, part = self._state.part(step)
+            self._head = make_head(snapshot) if self._state.world.is_root else None
             copied = self._copy.copy(part)
-            if self._job.world.is_root:
+            if self._state.world.is_root:
                 self._check_own()
                 self._prune()  # a resumed run may keep fewer than its earlier part did
                 draft.begin()
@@ -102,13 +145,14 @@ class Saver:
 
         num_done: the sum of the ranks' ``num_done`` in the totals of a step.
         """
-        if self._stage is not SaveStage.IDLE and num_done == self._job.world.size * self._num_begun:
+        is_over = num_done == self._state.world.size * self._num_begun
+        if is_over and not self._is_idle:
             self._end_stage()
 
     def finish(self) -> None:
         """Wait until nothing is being written any more."""
         if not self._is_idle:
-            with self._job.optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
+            with self._state.optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
                 self._end_stages()
 
     def close(self) -> None:
@@ -135,7 +179,7 @@ class Saver:
         assert self._work is not None
         stage, self._stage = self._stage, SaveStage.IDLE
         failure = self._work.exception()
-        draft, world = self._draft(self.started_step), self._job.world
+        draft, world = self._draft(self.started_step), self._state.world
         try:
             share_failure(
                 world,
@@ -157,7 +201,7 @@ class Saver:
 
     def _write(self, draft: checkpoint.PendingCheckpoint, part: CheckpointPart) -> FileRecord:
         check_finite(part, draft.step, self._trained)
-        return draft.write(part, rank=self._job.world.rank)
+        return draft.write(part, rank=self._state.world.rank)
 
     def _commit(self, draft: checkpoint.PendingCheckpoint, files: list[FileRecord]) -> Path | None:
         if self._head is None:
@@ -174,7 +218,7 @@ class Saver:
 
     def _prune(self) -> None:
         try:
-            checkpoint.prune(self._folder, self._job.settings.keep)
+            checkpoint.prune(self._folder, self._state.keep)
         except OSError as error:  # such as a file that somebody reads over NFS
             warnings.warn(left_over(error), stacklevel=1)
         except CheckpointError as error:
@@ -182,39 +226,6 @@ class Saver:
                 f"old checkpoints are kept for now: {error}; the next save looks for them again",
                 stacklevel=1,
             )
-
-
-def synchronize(job: Job) -> None:
-    """Make parameters and buffers current and the same on all ranks (collective).
-
-    Buffers are rank 0's: each rank's own statistics, as of BatchNorm, have seen only its samples.
-    """
-    job.optimizer.synchronize()
-    broadcast_buffers(job.task.model, job.world)
-
-
-def take_part(job: Job, step: int) -> tuple[Snapshot, CheckpointPart]:
-    """The state after ``step`` steps that is the same on all ranks, and this rank's part of the
-    checkpoint. Nothing is copied; parameters must be current.
-    """
-    local = job.optimizer.local_state()
-    names = checkpoint.parameter_names(job.task.model, job.optimizer.param_groups)
-    _, groups = checkpoint.optimizer_by_name({"state": {}, "param_groups": local.groups}, names)
-    epoch, step_in_epoch = job.position(step)
-    meta = {
-        "task": job.task.name,
-        "epoch": epoch,
-        "step_in_epoch": step_in_epoch,
-        "num_samples": job.batches.num_samples,
-        "data_digest": job.task.data_digest,
-        "world_size": job.world.size,
-        "lr_factor": job.curve.factor(step),
-        "config": job.settings.as_plain(),
-    }
-    model = dict(job.task.model.state_dict())
-    snapshot = Snapshot(step, model, local.whole, groups, meta, [capture_random_state()])
-    part = make_part(snapshot, shards=local.pieces, rank=job.world.rank, size=job.world.size)
-    return snapshot, part
 
 
 def check_finite(part: CheckpointPart, step: int, names: Container[str]) -> None:
@@ -245,3 +256,15 @@ def _be_nice() -> None:
     with contextlib.suppress(OSError):  # a system that forbids it
         niceness = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
         os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def load_together(world: World, path: Path) -> Snapshot:
+    """What all ranks go on from; each verifies a share of its files (collective).
+
+    All files are verified before any is read, so that one rank reports a damaged file by its
+    checksum.
+    """
+    with together(world):
+        record = checkpoint.verify(path, rank=world.rank, size=world.size)
+    with together(world):
+        return checkpoint.read(path, record)

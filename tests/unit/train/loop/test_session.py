@@ -14,9 +14,9 @@ from dearmpi.comm.world import World
 from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.data.data import MicroBatch
+from dearmpi.train.loop import session
+from dearmpi.train.loop.session import open_session
 from dearmpi.train.ranks.agreement import AgreedError
-from dearmpi.train.run import session
-from dearmpi.train.run.session import open_session
 from dearmpi.train.settings.sources import make_source
 from tests.fakes.ranks import run_ranks
 from tests.unit.train.checkpoint.example_snapshot import flip_byte, make_snapshot, save_in_parts

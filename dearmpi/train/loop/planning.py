@@ -1,4 +1,6 @@
-"""Planning while a run trains: the paper's search for a bucket size, and the plan file."""
+"""Planning while a run trains: the paper's search for a bucket size, the plan file, and which
+iterations a plan leaves to be traced.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,10 @@ import time
 from pathlib import Path
 from statistics import median
 
-from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import MIB
+from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
 from dearmpi.plan.data.plan import Plan
 from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.agreement import together
@@ -101,3 +104,33 @@ def _space(model_bytes: int) -> SearchSpace:
     highest = min(paper.highest_bytes, model_bytes)
     lowest, start = min(paper.lowest_bytes, highest), min(paper.start_bytes, highest)
     return SearchSpace(lowest, highest, start)
+
+
+def why_untraceable(window: tuple[int, int], job: Job) -> str:
+    """Empty, unless ``job`` takes none of the iterations in ``window``, or lays out its buckets
+    anew in between.
+    """
+    first, last = job.start_step + 1, job.total_steps
+    start, stop = window
+    if start > last or stop <= first:
+        return (
+            f"trace is {start}:{stop}, but this run takes the iterations {first} to {last}; "
+            "choose some of them"
+        )
+    if job.world.size == 1:
+        return ""
+    searched = job.start_step + NUM_TRIALS * STEPS_PER_TRIAL
+    if job.settings.plan == "bayes" and start <= searched:
+        return (
+            f"trace is {start}:{stop}, but plan bayes tries buckets until iteration {searched}; "
+            f"record from {searched + 1} on"
+        )
+    measured = job.start_step + NUM_WARMUP + NUM_PROFILED  # a plan may be taken up after this one
+    planned = job.start_step + MOST_STEPS
+    if job.optimizer.is_planning and start <= planned and stop > measured + 1:
+        return (
+            f"trace is {start}:{stop}, but plan auto lays out other buckets between iterations "
+            f"{measured + 1} and {planned + 1}; record {planned + 1}:{planned + 1 + stop - start}, "
+            f"or end at {measured + 1}"
+        )
+    return ""
