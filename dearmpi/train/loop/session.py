@@ -204,7 +204,7 @@ def own_folder(session: Session, command: Sequence[str]) -> Iterator[RunFolder]:
         if world.is_root:
             check_reachable(location)
     with hold_folder(
-        world, location.root / location.name, resume=location.continued, prepare=prepare
+        world, location.root, location.name, resume=location.continued, prepare=prepare
     ) as folder:
         yield folder
 

@@ -103,9 +103,9 @@ def _make(mark: Path) -> None:
 
 @contextmanager
 def hold_folder(
-    world: World, path: Path, *, resume: bool, prepare: Callable[[RunFolder], None]
+    world: World, root: Path, name: str, *, resume: bool, prepare: Callable[[RunFolder], None]
 ) -> Iterator[RunFolder]:
-    """Make the run folder at ``path`` (collective); inside, no other job has it.
+    """Make the run folder ``root/name`` (collective); inside, no other job has it.
 
     resume: it may hold the earlier part of the run. prepare: fills it, on rank 0, once it is held.
     Raises AgreedError on all ranks where it cannot be made, is not free, or not every rank sees it.
@@ -114,11 +114,11 @@ def hold_folder(
     with ExitStack() as held:
         with together(world, root_only=True):
             if world.is_root:
-                folder = RunFolder.create(path.parent, path.name, resume=resume)
+                folder = RunFolder.create(root, name, resume=resume)
                 lock = held.enter_context(lock_folder(folder.lock_file))
                 prepare(folder)
-        check_shared(world, path)
-        yield replace(RunFolder.open(path), lock=lock)
+        check_shared(world, root / name)
+        yield replace(RunFolder.open(root / name), lock=lock)
 
 
 def find_location(chosen: Mapping[str, Any], *, default_root: str) -> RunLocation:
