@@ -19,8 +19,8 @@ from collections import defaultdict
 import numpy as np
 
 from dearmpi.comm.lifecycle import connect
-from dearmpi.comm.messages.host import HostBuffer
-from dearmpi.comm.progress import backoff
+from dearmpi.comm.messages.values import HostBuffer
+from dearmpi.comm.progress import sleeping as backoff
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.benchmark import Question, make_subject
+from dearmpi.bench.benchmark import BenchmarkSettings, make_workload_model
 from dearmpi.engine.bucket import bucket
 from dearmpi.engine.iteration import hooks
 from dearmpi.engine.iteration.backprop import Backprop
@@ -92,7 +92,7 @@ def clock_seconds() -> float:
 def main() -> None:
     name, count = [*sys.argv[1:], *("bytes-lm", "40")[len(sys.argv) - 1 :]]
     world = connect()
-    subject = make_subject(world, Question(name, ()), lambda _: None)
+    subject = make_workload_model(world, BenchmarkSettings(name, ()), lambda _: None)
     model, watch = subject.build(), Stopwatch()
     for owner, method, title in _ENTRIES:
         watch.attach(owner, method, title)

@@ -23,14 +23,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.all_reduce_cost import NUM_IN_FLIGHT, calibrate_all_reduce
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.benchmark import Question, make_subject
-from dearmpi.bench.comparison import hold_contest
-from dearmpi.bench.gloo import NUM_IN_FLIGHT, calibrate_all_reduce
-from dearmpi.bench.length import Length
+from dearmpi.bench.benchmark import BenchmarkSettings, make_workload_model
+from dearmpi.bench.comparison import Length, compare_methods
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.own_methods import BAYES, read_config
-from dearmpi.bench.workload_model import Subject
+from dearmpi.bench.workload_model import WorkloadModel
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
@@ -39,7 +38,7 @@ from dearmpi.plan.data.schedule import Conduct
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.plan.rivals import methods as simulated
-from dearmpi.report.draw.text import align
+from dearmpi.report.draw.units import align
 
 METHODS = "serial,wfbp,dear,planned,ddp:8,ddp"
 HEADER = ("method", "predicted s", "measured s", "error")
@@ -92,7 +91,9 @@ def measure(given: argparse.Namespace) -> None:
     """Predict and measure (collective)."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of nameless addresses
     length = Length(num_warmup=3, num_batches=given.iterations, num_rounds=1)
-    question = Question(given.workload, given.methods.split(","), ratio=given.ratio, length=length)
+    question = BenchmarkSettings(
+        given.workload, given.methods.split(","), ratio=given.ratio, length=length
+    )
     methods = question.read_methods()
     if any(method.label.partition(":")[0] == BAYES for method in methods):
         raise SystemExit("bayes cannot be predicted: its buckets follow from what is measured")
@@ -103,12 +104,12 @@ def measure(given: argparse.Namespace) -> None:
     peers = {m.label: simulated.parse_method(m.label) for m in methods if m.uses_group}
     world = connect()
     tell = print if world.is_root else lambda _: None
-    subject = make_subject(world, question, tell)
+    subject = make_workload_model(world, question, tell)
     profile, costs = profile_subject(world, subject)
     all_reduce = calibrate_all_reduce(world) if peers else LinkModel(0.0, 0.0)
     followed: dict[str, simulated.SimulationSetup] = {}
     watched = [watch(method, profile, costs, followed) for method in methods]
-    result = hold_contest(world, subject, watched, length=length, tell=tell)
+    result = compare_methods(world, subject, watched, length=length, tell=tell)
     outcomes = []
     for method, row in zip(methods, result.rows, strict=True):
         if row.error:
@@ -138,7 +139,7 @@ def refuse_unlike_the_profile(methods: Sequence[Method]) -> None:
             )
 
 
-def profile_subject(world: World, subject: Subject) -> tuple[ModelProfile, Costs]:
+def profile_subject(world: World, subject: WorkloadModel) -> tuple[ModelProfile, Costs]:
     """What ``plan="auto"`` measures in its first iterations (collective)."""
     model = subject.build()
     optimizer = DistributedOptimizer(

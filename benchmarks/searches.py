@@ -11,17 +11,36 @@ search cost beyond iterations with the plan, in iterations, at five steps for ea
 from __future__ import annotations
 
 import argparse
+import random
 
 from benchmarks.planned import assumed_costs, by_default, communication_of, planned, timed
 from dearmpi.config import MIB
 from dearmpi.plan.data.workload import read_workload, workload_names
 from dearmpi.plan.model.cost import Costs
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.tune.bayes import BayesianSearch
-from dearmpi.tune.search import GridSearch, RandomSearch, Search, SearchSpace
+from dearmpi.tune.search import BayesianSearch, Search, SearchSpace
 
 STEPS_PER_TRIAL = 5
 COLUMNS = ("default", "grid", "random", "bayes", "plan", "lost")
+
+
+class GridSearch(Search):
+    """Caps in equal ratios from the lowest to the highest, the smallest first."""
+
+    def _next_cap(self) -> int:
+        return self.space.cap_bytes(len(self._trials) / max(1, self.num_trials - 1))
+
+
+class RandomSearch(Search):
+    """Caps drawn at random, every ratio as likely as any other; the same for the same seed."""
+
+    def __init__(self, space: SearchSpace | None = None, *, num_trials: int, seed: int = 0) -> None:
+        super().__init__(space, num_trials=num_trials)
+        self._seed = seed
+
+    def _next_cap(self) -> int:
+        draw = random.Random(f"{self._seed} {len(self._trials)}")
+        return self.space.cap_bytes(draw.random())
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dearmpi import DistributedOptimizer, connect
-from dearmpi.bench.benchmark import Question, make_subject
-from dearmpi.bench.workload_model import Subject
+from dearmpi.bench.benchmark import BenchmarkSettings, make_workload_model
+from dearmpi.bench.workload_model import WorkloadModel
 from dearmpi.comm.world import World
 from dearmpi.engine.trace.layers import LayerSpans
 from dearmpi.plan.data.workload import is_workload
@@ -42,7 +42,7 @@ _RESAMPLES = 4000
 class Training:
     """Iterations of ``subject``, with and without somebody who listens."""
 
-    def __init__(self, world: World, subject: Subject) -> None:
+    def __init__(self, world: World, subject: WorkloadModel) -> None:
         self._model, self._loss = subject.build(), subject.losses()
         self.optimizer = DistributedOptimizer(
             subject.make_optimizer(self._model.parameters()), self._model, world=world
@@ -73,8 +73,8 @@ def main() -> None:
     name, num_pairs = [*sys.argv[1:], *("bytes-lm", "200")[len(sys.argv) - 1 :]]
     world = connect()
     times = _COMPUTE_S if is_workload(name) else (None, None)
-    question = Question(name, (), feed_forward_s=times[0], backprop_s=times[1])
-    subject = make_subject(world, question, lambda _: None)
+    question = BenchmarkSettings(name, (), feed_forward_s=times[0], backprop_s=times[1])
+    subject = make_workload_model(world, question, lambda _: None)
     training = Training(world, subject)
     header = TraceHeader("r", "0", world.rank, world.size, world.host, (1, 2), "dear", ())
     with tempfile.TemporaryDirectory() as folder:

@@ -239,7 +239,7 @@ def test_imports_point_one_way() -> None:
         ("plan/data/layout.py", "import numpy", "plan imports numpy"),
         ("plan/data/layout.py", "import torch.nn", "plan imports torch"),
         ("config.py", "def f():\n    import dearmpi.plan", "config imports dearmpi.plan"),
-        ("tune/profile.py", "from dearmpi.engine import x", "tune imports dearmpi.engine.x"),
+        ("tune/layer_timer.py", "from dearmpi.engine import x", "tune imports dearmpi.engine.x"),
         (
             "engine/iteration/engine.py",
             "from dearmpi import connect",

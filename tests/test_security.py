@@ -21,7 +21,7 @@ PICKLING_METHODS = {"bcast", "gather", "allgather", "scatter", "alltoall", "allr
 OWN_BYTES = {
     "dearmpi/train/data/loading.py": "torch.load without weights_only=True",
     # What a script sends from one rank of its job to others.
-    "dearmpi/comm/messages/encoding.py": "pickle",
+    "dearmpi/comm/messages/values.py": "pickle",
 }
 
 

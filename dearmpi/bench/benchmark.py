@@ -1,4 +1,4 @@
-"""Session: a benchmark from what was asked for to its result."""
+"""Benchmark: from its settings to its result."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from dearmpi.bench.comparison import Keep, Tell, buckets_of, hold_contest
-from dearmpi.bench.length import LINK_WARM_UP_S, Length
+from dearmpi.bench.comparison import LINK_WARM_UP_S, Keep, Length, Tell, buckets_of, compare_methods
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.method import Method, Setup, find_missing
 from dearmpi.bench.method_names import plug_in, read_method
 from dearmpi.bench.process_memory import reuse_pages
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.bench.result import Result
-from dearmpi.bench.workload_model import ReplaySubject, Subject, task_subject
+from dearmpi.bench.workload_model import ReplayedModel, WorkloadModel, task_model
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.errors import ConfigError, TaskError
 from dearmpi.plan.data.workload import Workload, is_workload, read_workload, workload_names
 from dearmpi.plan.model.profile import ModelProfile, profile_workload, read_profile
-from dearmpi.report.draw.text import time_text
+from dearmpi.report.draw.units import time_text
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.threads import choose_threads
@@ -33,7 +32,7 @@ _PROFILE_SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class BenchmarkSettings:
     """What to measure.
 
     workload: a replayed model, the file of a measured profile, or a task of ``dear-train run``.
@@ -98,8 +97,8 @@ class Question:
         return [method for method in methods if method.label != "alone"]
 
 
-def answer(
-    world: World, question: Question, tell: Tell, *, keep: Keep = lambda result: None
+def run_benchmark(
+    world: World, settings: BenchmarkSettings, tell: Tell, *, keep: Keep = lambda result: None
 ) -> Result:
     """Measure (collective). ``tell`` is given lines as things happen, ``keep`` what there is after
     each block.
@@ -107,37 +106,37 @@ def answer(
     Raises AgreedError on all ranks for what cannot be measured.
     """
     with together(world):
-        methods = question.read_methods()
+        methods = settings.read_methods()
     missing = find_missing(world, methods, tell)
-    subject = make_subject(world, question, tell)
-    _check_methods(world, subject, methods)
-    return hold_contest(
+    workload = make_workload_model(world, settings, tell)
+    _check_methods(world, workload, methods)
+    return compare_methods(
         world,
-        subject,
+        workload,
         methods,
-        length=question.length,
+        length=settings.length,
         tell=tell,
         keep=keep,
-        comm_dtype=question.comm_dtype,
+        comm_dtype=settings.comm_dtype,
         missing=missing,
     )
 
 
-def _check_methods(world: World, subject: Subject, methods: Sequence[Method]) -> None:
-    """Raise AgreedError on all ranks for a method that cannot train this subject (collective).
+def _check_methods(world: World, workload: WorkloadModel, methods: Sequence[Method]) -> None:
+    """Raise AgreedError on all ranks for a method that cannot train this workload (collective).
 
     Now, before hours are spent on the others.
     """
     with together(world):
-        model = subject.build()
+        model = workload.build()
         for method in methods:
             try:
-                method.check(Setup(world, model, subject.make_optimizer, method.options))
+                method.check(Setup(world, model, workload.make_optimizer, method.options))
             except ConfigError as error:
                 raise ConfigError(f"method {method.label!r}: {error}", code=error.code) from error
 
 
-def make_subject(world: World, question: Question, tell: Tell) -> Subject:
+def make_workload_model(world: World, settings: BenchmarkSettings, tell: Tell) -> WorkloadModel:
     """The work that is asked for, and torch's threads set for it (collective).
 
     Raises AgreedError on all ranks for what cannot be measured.
@@ -145,27 +144,27 @@ def make_subject(world: World, question: Question, tell: Tell) -> Subject:
     threads = choose_threads(world, requested=None, progress_thread=world.has_progress_thread)
     tell(f"torch threads per rank: {threads.count} ({threads.reason})")
     with together(world):
-        workload = read_workload(question.workload) if is_workload(question.workload) else None
-        profile = _read_profile(question) if question.workload.endswith(_PROFILE_SUFFIX) else None
+        workload = read_workload(settings.workload) if is_workload(settings.workload) else None
+        profile = _read_profile(settings) if settings.workload.endswith(_PROFILE_SUFFIX) else None
         if workload is None and profile is None:
-            return _make_task_subject(world, question)
+            return _make_task_model(world, settings)
     if workload is not None:
-        profile = _divide_time(world, question, workload, tell)
+        profile = _divide_time(world, settings, workload, tell)
     assert profile is not None
     reuse_pages()
-    return _make_replay(world, question, profile, tell)
+    return _make_replay(world, settings, profile, tell)
 
 
-def _make_task_subject(world: World, question: Question) -> Subject:
-    if question.ratio is not None or question.feed_forward_s is not None:
+def _make_task_model(world: World, settings: BenchmarkSettings) -> WorkloadModel:
+    if settings.ratio is not None or settings.feed_forward_s is not None:
         raise ConfigError(
-            f"the compute time of {question.workload} is real and cannot be set; leave out the "
+            f"the compute time of {settings.workload} is real and cannot be set; leave out the "
             f"ratio and the times, or replay one of {', '.join(workload_names())}",
             code="setting-without-effect",
         )
     seed_all(0)
     try:
-        task = build_task(question.workload, {})
+        task = build_task(settings.workload, {})
     except TaskError as error:
         raise TaskError(
             f"{error}; beside tasks, workloads are {', '.join(workload_names())} and "
@@ -174,33 +173,35 @@ def _make_task_subject(world: World, question: Question) -> Subject:
         ) from error
     default = task.defaults.get("batch_size", 16)
     assert isinstance(default, int)
-    batch_size = question.batch_size or default
-    return task_subject(task, batch_size=batch_size, rank=world.rank, world_size=world.size)
+    batch_size = settings.batch_size or default
+    return task_model(task, batch_size=batch_size, rank=world.rank, world_size=world.size)
 
 
-def _read_profile(question: Question) -> ModelProfile:
-    if question.ratio is not None or question.feed_forward_s is not None:
+def _read_profile(settings: BenchmarkSettings) -> ModelProfile:
+    if settings.ratio is not None or settings.feed_forward_s is not None:
         raise ConfigError(
-            f"the compute times stand in {question.workload}; leave out the ratio and the times",
+            f"the compute times stand in {settings.workload}; leave out the ratio and the times",
             code="setting-without-effect",
         )
-    profile = read_profile(question.workload)
+    profile = read_profile(settings.workload)
     measured = profile.workload.batch_size
-    if question.batch_size not in (None, measured):
+    if settings.batch_size not in (None, measured):
         raise ConfigError(
-            f"the times in {question.workload} are of {measured} samples per rank, and the batch "
-            f"size is {question.batch_size}; leave it out, or profile that batch size",
+            f"the times in {settings.workload} are of {measured} samples per rank, and the batch "
+            f"size is {settings.batch_size}; leave it out, or profile that batch size",
             code="samples-misfit",
         )
     return profile
 
 
-def _divide_time(world: World, question: Question, workload: Workload, tell: Tell) -> ModelProfile:
+def _divide_time(
+    world: World, settings: BenchmarkSettings, workload: Workload, tell: Tell
+) -> ModelProfile:
     """``workload`` with the times asked for, or those that give the ratio."""
-    feed_forward_s, backprop_s = question.feed_forward_s, question.backprop_s
+    feed_forward_s, backprop_s = settings.feed_forward_s, settings.backprop_s
     if feed_forward_s is None or backprop_s is None:
-        compute_s = _communication_s(world, workload, question.comm_dtype, tell) / (
-            question.ratio or 1.0
+        compute_s = _communication_s(world, workload, settings.comm_dtype, tell) / (
+            settings.ratio or 1.0
         )
         feed_forward_s = compute_s * _FEED_FORWARD_SHARE
         backprop_s = compute_s - feed_forward_s
@@ -208,15 +209,15 @@ def _divide_time(world: World, question: Question, workload: Workload, tell: Tel
 
 
 def _make_replay(
-    world: World, question: Question, profile: ModelProfile, tell: Tell
-) -> ReplaySubject:
+    world: World, settings: BenchmarkSettings, profile: ModelProfile, tell: Tell
+) -> ReplayedModel:
     tell(
         f"compute time: feed-forward {time_text(profile.feed_forward_s)}, "
         f"backprop {time_text(profile.backprop_s)}"
     )
-    return ReplaySubject(
+    return ReplayedModel(
         profile,
-        batch_size=question.batch_size or profile.workload.batch_size,
+        batch_size=settings.batch_size or profile.workload.batch_size,
         rank=world.rank,
         world_size=world.size,
     )

@@ -1,4 +1,4 @@
-"""Contest: the methods in turn, round by round, each with a fresh model on the same work.
+"""Comparison: the methods in turn, round by round, each with a fresh model on the same work.
 
 A method that fails on any rank is out on all of them, and the others go on. Only where one of this
 package's own fails on some ranks while it trains must all of them end: the others wait in MPI for
@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from dearmpi.bench.gloo import join_group, leave_group
-from dearmpi.bench.length import LINK_WARM_UP_S, Length, least_tuning, least_warming
+from dearmpi.bench.gloo import PATIENCE_S, join_group, leave_group
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.method import Entrant, Method, Setup, agree_on, problem_of
 from dearmpi.bench.method_names import read_method
 from dearmpi.bench.own_methods import ALONE
 from dearmpi.bench.process_memory import peak_bytes, start_peak
-from dearmpi.bench.result import Block, Iteration, Result, Row
-from dearmpi.bench.workload_model import Subject
+from dearmpi.bench.result import Block, MeasuredIteration, Result, Row
+from dearmpi.bench.workload_model import WorkloadModel
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.setup.self_planning import LEAST_STEPS
 from dearmpi.errors import CommError, ConfigError, UsageError
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.train.ranks.agreement import is_agreed
@@ -38,9 +40,9 @@ Keep = Callable[[Result], None]
 _LINK_REPEATS = 3  # of communication alone in each round
 
 
-def hold_contest(
+def compare_methods(
     world: World,
-    subject: Subject,
+    workload: WorkloadModel,
     methods: Sequence[Method],
     *,
     length: Length,
@@ -56,8 +58,8 @@ def hold_contest(
     from the start.
     """
     config = EngineConfig(comm_dtype=comm_dtype)
-    buckets = buckets_of(world, subject.build())
-    result = _blank(world, subject, methods, buckets, comm_dtype, missing)
+    buckets = buckets_of(world, workload.build())
+    result = _blank(world, workload, methods, buckets, comm_dtype, missing)
     alone = read_method(ALONE)
     num_tuning = least_tuning(methods)
     entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
@@ -69,7 +71,7 @@ def hold_contest(
         turns = entries if number % 2 == 0 else entries[::-1]  # so that no drift favours one
         for method, row in turns:
             if not row.error:
-                _run_block(world, _Trial(world, subject, method, length, num_tuning), row)
+                _run_block(world, _Trial(world, workload, method, length, num_tuning), row)
                 tell(_describe(result, row, number))
                 keep(result)
             if number == 0 and method is alone:  # the first of all, which itself sends nothing
@@ -80,7 +82,7 @@ def hold_contest(
 
 def _blank(
     world: World,
-    subject: Subject,
+    workload: WorkloadModel,
     methods: Sequence[Method],
     buckets: Sequence[Bucket],
     comm_dtype: CommDtype,
@@ -88,10 +90,10 @@ def _blank(
 ) -> Result:
     """What is known before anything is measured."""
     return Result(
-        subject=subject.name,
-        unit=subject.unit,
-        batch_size=subject.batch_size,
-        units_per_sample=subject.units_per_sample,
+        subject=workload.name,
+        unit=workload.unit,
+        batch_size=workload.batch_size,
+        units_per_sample=workload.units_per_sample,
         world_size=world.size,
         hosts=len(set(world.hosts)),
         alone=Row(ALONE),
@@ -147,17 +149,17 @@ class _Trial:
     def __init__(
         self,
         world: World,
-        subject: Subject,
+        workload: WorkloadModel,
         method: Method,
         length: Length,
         least_tuning: int,
     ) -> None:
-        self._world, self._subject, self._method = world, subject, method
+        self._world, self._workload, self._method = world, workload, method
         self._length, self._least_tuning = length, least_tuning
         self._model: nn.Module | None = None
         self._entrant: Entrant | None = None
         self._num_tuning = 0
-        self.iterations: list[Iteration] = []
+        self.iterations: list[MeasuredIteration] = []
         self.cpu_s = 0.0
 
     def attempt(self, phase: Callable[[], None]) -> str:
@@ -184,11 +186,11 @@ class _Trial:
 
     def enter(self) -> None:
         """Build the model and make it ready."""
-        self._model = self._subject.build()
+        self._model = self._workload.build()
         setup = Setup(
             world=self._world,
             model=self._model,
-            make_optimizer=self._subject.make_optimizer,
+            make_optimizer=self._workload.make_optimizer,
             options=self._method.options,
         )
         self._entrant = self._method.enter(setup)
@@ -196,7 +198,7 @@ class _Trial:
     def measure(self) -> None:
         """Tune and warm up, then take the time of each iteration."""
         assert self._entrant is not None
-        loss = self._subject.losses()
+        loss = self._workload.losses()
         while self._entrant.is_tuning() or self._num_tuning < self._least_tuning:
             _iterate(self._entrant, loss)
             self._num_tuning += 1
@@ -219,7 +221,7 @@ class _Trial:
             return
         length = self._length
         steps = self._num_tuning + length.num_warmup + length.num_batches
-        problem = self._subject.problem(self._model, steps, comm_dtype=self._method.comm_dtype)
+        problem = self._workload.problem(self._model, steps, comm_dtype=self._method.comm_dtype)
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")
 
@@ -232,7 +234,6 @@ class _Trial:
             return f"cannot describe itself: {error}"
 
     def leave(self) -> None:
-        """Drop everything."""
         entrant, self._entrant, self._model = self._entrant, None, None
         if entrant is not None:
             with contextlib.suppress(Exception):
@@ -246,7 +247,7 @@ def _fails_on_all(error: BaseException) -> bool:
     return is_agreed(error) or isinstance(error, (ConfigError, UsageError, ImportError))
 
 
-def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> Iteration:
+def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> MeasuredIteration:
     start = time.perf_counter()
     entrant.optimizer.zero_grad()
     value = loss(entrant.model)
@@ -254,11 +255,72 @@ def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> Iteration
     entrant.backward(value)
     back = time.perf_counter()
     entrant.optimizer.step()
-    return Iteration(fed - start, back - fed, time.perf_counter() - back)
+    return MeasuredIteration(fed - start, back - fed, time.perf_counter() - back)
 
 
-def _average(world: World, iterations: Sequence[Iteration]) -> tuple[Iteration, ...]:
+def _average(
+    world: World, iterations: Sequence[MeasuredIteration]
+) -> tuple[MeasuredIteration, ...]:
     """The mean over ranks of each iteration's parts (collective)."""
     parts = [part for i in iterations for part in (i.feed_forward_s, i.backprop_s, i.step_s)]
     means = [total / world.size for total in world.all_reduce(parts)]
-    return tuple(Iteration(*means[i : i + 3]) for i in range(0, len(means), 3))
+    return tuple(MeasuredIteration(*means[i : i + 3]) for i in range(0, len(means), 3))
+
+
+# New TCP connections carry up to a fifth less for a second or two. Those of MPI are as old as the
+# job, those of gloo as the block, in which only a part of the time is communication.
+LINK_WARM_UP_S = 2.0
+BLOCK_WARM_UP_S = 4.0
+_MOST_WARMING = 1000  # iterations; with ten times as many, sums in fp32 could no longer be judged
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long to measure: ``num_rounds`` blocks of ``num_batches`` iterations for each method.
+
+    num_warmup: iterations before each block that do not count, after those of ``least_tuning`` and
+        ``least_warming``.
+    warm_up_s: for how long connections between hosts are used before a block, at least.
+    patience_s: how long a rank waits for others inside a peer before it gives the peer up.
+    """
+
+    num_warmup: int = 3
+    num_batches: int = 5
+    num_rounds: int = 3
+    warm_up_s: float = BLOCK_WARM_UP_S
+    patience_s: float = PATIENCE_S
+
+    def __post_init__(self) -> None:
+        if self.num_warmup < 1:
+            raise ConfigError(
+                f"{self.num_warmup} warm-up iterations; at least 1 is needed, since an iteration "
+                "begins with the gathers of the one before",
+                code="out-of-range",
+            )
+        if self.num_batches < 1 or self.num_rounds < 1:
+            raise ConfigError(
+                f"{self.num_rounds} rounds of {self.num_batches} iterations; both must be at "
+                "least 1",
+                code="out-of-range",
+            )
+
+
+def least_tuning(methods: Sequence[Method]) -> int:
+    """Iterations before the warm-up that every method has at least.
+
+    Those in which one tunes itself warm it up as well, so the others get as many as a plan takes.
+    """
+    return LEAST_STEPS if any(method.tunes_itself for method in methods) else 0
+
+
+def least_warming(result: Result, length: Length) -> int:
+    """Iterations before the warm-up that make every method's connections as fast as they get.
+
+    By the least that an iteration takes, from what is known of computation and communication alone;
+    a thousand at most. 0 where all ranks are on one host, whose processes know no such beginning.
+    """
+    bounds = result.bounds
+    if bounds is None or result.hosts == 1:
+        return 0
+    num = min(_MOST_WARMING, math.ceil(length.warm_up_s / bounds.absolute_s))
+    return max(0, num - length.num_warmup)

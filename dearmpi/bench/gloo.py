@@ -5,22 +5,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import time
-from collections import deque
 from datetime import timedelta
-from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dearmpi.bench.link import ADDRESS_CURE, root_address
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.plan.model.cost import LinkModel
 from dearmpi.train.ranks.agreement import together
-from dearmpi.tune.calibrate import Run, climb
-from dearmpi.tune.calibration import fit_sizes
 
 # A rank that fails leaves the others waiting inside gloo for as long as this.
 PATIENCE_S = 60.0
@@ -81,35 +74,3 @@ def leave_group(*others: object, failed: bool) -> None:
     dist.destroy_process_group()
     gc.collect()  # models in cycles
     del group
-
-
-NUM_IN_FLIGHT = 2  # threads that carry out a process group's collectives, unless told otherwise
-
-
-def calibrate_all_reduce(world: World, *, budget_s: float = 4.0) -> LinkModel:
-    """Alone and with two in flight, at sizes as large as ``budget_s`` allows (collective)."""
-    join_group(world)
-    (times,) = climb(world, [partial(_prepare, world)], budget_s=budget_s)
-    leave_group(failed=False)
-    return fit_sizes(times).link
-
-
-def _prepare(world: World, numel: int, count: int) -> Run:
-    # Filled, since a page that nobody has written to is slow at first.
-    buffers = [torch.empty(numel).fill_(0.0) for _ in range(count)]
-
-    def run(num: int, window: int) -> float:
-        world.barrier()
-        begin = time.perf_counter()
-        under_way: deque[dist.Work] = deque()
-        for buffer in buffers[:num]:
-            if len(under_way) == window:
-                under_way.popleft().wait()
-            work = dist.all_reduce(buffer, async_op=True)
-            assert work is not None
-            under_way.append(work)
-        for work in under_way:
-            work.wait()
-        return time.perf_counter() - begin
-
-    return run

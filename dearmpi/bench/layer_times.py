@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from dearmpi.comm.world import World
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.report.draw.text import align, count_text
+from dearmpi.report.draw.units import align, count_text
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.session import open_session
 from dearmpi.train.loop.stepping import take_step
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.settings.settings import PLANNING
 from dearmpi.train.settings.sources import Source, make_source, merge
-from dearmpi.tune.profile import LayerTimer, slowest_profile
+from dearmpi.tune.layer_timer import LayerTimer, slowest_profile
 
 _HEADER = ("layer", "tensors", "MB", "feed-forward ms", "backprop ms", "ready ms")
 _MOST_ROWS = 40

@@ -12,8 +12,12 @@ from functools import partial
 import torch
 
 from dearmpi.bench.result import LinkTimes
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.algorithms.selection import Start, run_all, select_reduce_scatter
+from dearmpi.comm.algorithms.registry import (
+    CollectiveAlgorithms,
+    Start,
+    run_all,
+    select_reduce_scatter,
+)
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.device.comm_stream import compute_on_one_core
@@ -154,12 +158,12 @@ def _listen(address: str) -> socket.socket:
 
 
 def _receive(server: socket.socket, seconds: float) -> float:
-    peer, _ = server.accept()
+    connection, _ = server.accept()
     rates = []
-    with peer:
-        peer.settimeout(_PATIENCE_S)
+    with connection:
+        connection.settimeout(_PATIENCE_S)
         start, total = time.perf_counter(), 0
-        while data := peer.recv(4 * len(_CHUNK)):
+        while data := connection.recv(4 * len(_CHUNK)):
             total += len(data)
             took = time.perf_counter() - start
             if took >= seconds:
@@ -174,7 +178,7 @@ def _receive(server: socket.socket, seconds: float) -> float:
 
 
 def _send(place: tuple[str, int], seconds: float) -> None:
-    with socket.create_connection(place, timeout=_PATIENCE_S) as peer:
+    with socket.create_connection(place, timeout=_PATIENCE_S) as connection:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            peer.sendall(_CHUNK)
+            connection.sendall(_CHUNK)

@@ -18,31 +18,12 @@ from dearmpi.errors import CommError, ConfigError
 _MOST_CAP_MB = 65536  # as the engine's own
 
 
-class Steps(Protocol):
+class BenchOptimizer(Protocol):
     """What the benchmark needs of an optimizer."""
 
     def step(self) -> Any: ...
 
     def zero_grad(self) -> Any: ...
-
-
-def backpropagate(loss: Tensor) -> None:
-    """Backprop in plain torch."""
-    loss.backward()
-
-
-def never() -> bool:
-    """Of a method that has nothing to tune."""
-    return False
-
-
-def do_nothing() -> None:
-    """Where there is nothing to do."""
-
-
-def say_nothing() -> str:
-    """Of a method that has nothing to tell."""
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +38,12 @@ class Entrant:
     """
 
     model: nn.Module
-    optimizer: Steps
-    backward: Callable[[Tensor], None] = backpropagate
-    is_tuning: Callable[[], bool] = never
-    finish: Callable[[], None] = do_nothing
-    close: Callable[[], None] = do_nothing
-    describe: Callable[[], str] = say_nothing
+    optimizer: BenchOptimizer
+    backward: Callable[[Tensor], object] = lambda loss: loss.backward()
+    is_tuning: Callable[[], bool] = lambda: False
+    finish: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
+    describe: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +60,6 @@ class Setup:
 
 
 Factory = Callable[[Setup], Entrant]
-
-
-def accept(setup: Setup) -> None:
-    """Of a method whose options have an effect on any model and any number of ranks."""
-
-
-def no_package(world: World) -> None:
-    """Of a method that needs nothing besides this package and torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +81,8 @@ class Method:
     uses_group: bool = True
     waits_in_mpi: bool = False
     tunes_itself: bool = False
-    check: Callable[[Setup], None] = accept
-    find: Callable[[World], object] = no_package
+    check: Callable[[Setup], object] = lambda setup: None
+    find: Callable[[World], object] = lambda world: None
 
     @property
     def comm_dtype(self) -> CommDtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -14,9 +14,7 @@ from dearmpi.bench.method import (
     Factory,
     Method,
     Setup,
-    accept,
     asked_options,
-    no_package,
     read_options,
 )
 from dearmpi.bench.own_methods import (
@@ -56,34 +54,34 @@ from dearmpi.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
-    """read: raises ConfigError for options that do not exist or fit; the factory reads by it, too.
+class _OtherMethod:
+    """method: under its name, with the options that the name implies. sends: what it can send.
 
-    sends: in what it can be asked to send. options: those that its name implies. check, find: as
-    those of a method.
+    read: raises ConfigError for options that do not exist or fit; the factory reads by it, too.
     """
 
-    factory: Factory
+    method: Method
     read: Callable[[Mapping[str, str]], object]
     sends: tuple[str, ...] = engine_setting("comm_dtype").choices
-    options: Mapping[str, str] = field(default_factory=dict)
-    uses_group: bool = True
-    check: Callable[[Setup], None] = accept
-    find: Callable[[World], object] = no_package
 
 
-_PEERS: Mapping[str, _Peer] = {
-    "ddp": _Peer(ddp, read_ddp),
-    "ddp-bf16": _Peer(
-        ddp_bf16, read_ddp_bf16, sends=("fp32", "bf16"), options={"comm_dtype": "bf16"}
-    ),
-    "fsdp2": _Peer(fsdp2, read_fsdp2, sends=("fp32",), check=check_fsdp2),
-    "deepspeed": _Peer(deepspeed, deepspeed_config, find=find_deepspeed),
-    "horovod": _Peer(
-        horovod, horovod_variables, sends=HOROVOD_SENDS, uses_group=False, find=find_horovod
-    ),
+_OTHER_METHODS: Mapping[str, _OtherMethod] = {
+    other.method.label: other
+    for other in (
+        _OtherMethod(Method("ddp", ddp), read_ddp),
+        _OtherMethod(
+            Method("ddp-bf16", ddp_bf16, {"comm_dtype": "bf16"}), read_ddp_bf16, ("fp32", "bf16")
+        ),
+        _OtherMethod(Method("fsdp2", fsdp2, check=check_fsdp2), read_fsdp2, ("fp32",)),
+        _OtherMethod(Method("deepspeed", deepspeed, find=find_deepspeed), deepspeed_config),
+        _OtherMethod(
+            Method("horovod", horovod, uses_group=False, find=find_horovod),
+            horovod_variables,
+            HOROVOD_SENDS,
+        ),
+    )
 }
-METHOD_NAMES = (ALONE, *OURS, *_PEERS)
+METHOD_NAMES = (ALONE, *OURS, *_OTHER_METHODS)
 
 
 def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
@@ -113,9 +111,9 @@ def read_method(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
 
 
 def _refuse_dtype(name: str, options: Mapping[str, str], comm_dtype: CommDtype) -> None:
-    """Raise ConfigError for a peer that is not made to send as all methods are to."""
+    """Raise ConfigError for another method that is not made to send as all methods are to."""
     is_asked = options.get("comm_dtype", "fp32") == comm_dtype
-    if name in _PEERS and is_asked and comm_dtype not in _PEERS[name].sends:
+    if name in _OTHER_METHODS and is_asked and comm_dtype not in _OTHER_METHODS[name].sends:
         raise ConfigError(
             f"method {name} is not measured as {comm_dtype} here; leave it out, or give comm_dtype "
             f"to the others one by one, as in dear:comm_dtype={comm_dtype}",
@@ -127,18 +125,11 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
     """Raises ConfigError for wrong options here, before hours are spent on other methods."""
     if name == ALONE:
         return Method(label, alone, options, uses_group=False)
-    if name in _PEERS:
-        peer = _PEERS[name]
-        options = {**peer.options, **options}
-        peer.read(options)
-        return Method(
-            label,
-            peer.factory,
-            options,
-            uses_group=peer.uses_group,
-            check=peer.check,
-            find=peer.find,
-        )
+    if name in _OTHER_METHODS:
+        other = _OTHER_METHODS[name]
+        options = {**other.method.options, **options}
+        other.read(options)
+        return replace(other.method, label=label, options=options)
     refuse_settings(name, options)
     if name == BAYES:
         refuse_cap(options)

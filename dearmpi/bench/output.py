@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 import dearmpi
-from dearmpi.bench.collectives import CollectivesResult
+from dearmpi.bench.collective_times import CollectivesResult
 from dearmpi.bench.result import Bounds, Result, Row, quartiles
 from dearmpi.report.draw import svg
 from dearmpi.report.draw.axis import Axis
 from dearmpi.report.draw.shape import DASHES, Box, Label, Line, Picture, Shape, text_width
-from dearmpi.report.draw.text import TimeUnit, align, count_text, time_unit
+from dearmpi.report.draw.units import TimeUnit, align, count_text, time_unit
 
 
 def describe_result(result: Result) -> list[str]:
@@ -143,7 +143,7 @@ def _cells(result: Result, row: Row, bounds: Bounds | None, unit: TimeUnit) -> t
 _WIDTH, _RIGHT, _GAP = 728, 74, 8
 _TOP, _STEP, _BAR, _BOTTOM = 60, 30, 18, 24
 _LEAST = 300  # pixels of the longest bar, however long the labels
-_OURS, _PEER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
+_OURS, _OTHER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
 _NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 _OUR_NAMES = ("serial", "wfbp", "dear", "planned", "bayes")
 
@@ -192,7 +192,7 @@ def _draw_row(row: Row, top: float, axis: Axis, unit: TimeUnit, *, is_alone: boo
     shapes: list[Shape] = [Label(axis.start - _GAP, middle + 4, row.name, "end")]
     if not row.blocks:
         return [*shapes, Label(axis.start + 6, middle + 4, "failed", colour=_BOUND)]
-    colour = _OURS if row.label.partition(":")[0] in _OUR_NAMES else _PEER
+    colour = _OURS if row.label.partition(":")[0] in _OUR_NAMES else _OTHER
     end = axis.place(row.median_s)
     low, high = (axis.place(value) for value in quartiles(row.totals()))
     return [
@@ -220,7 +220,6 @@ def result_json(result: Result) -> str:
 
 
 def collectives_json(result: CollectivesResult) -> str:
-    """``result`` as JSON."""
     plain = asdict(result)
     for row, times in zip(plain["rows"], result.rows, strict=True):
         row["overlap"] |= {"imb": times.overlap.imb, "osu": times.overlap.osu}

@@ -135,7 +135,6 @@ class SearchedSteps:
         self._optimizer, self._search = optimizer, search
 
     def zero_grad(self) -> None:
-        """As the optimizer does."""
         self._optimizer.zero_grad()
 
     def step(self) -> Any:

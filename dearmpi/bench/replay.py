@@ -22,7 +22,7 @@ _ROOT = "itself"  # the layer of parameters that belong to no part of the model
 _MOST_DEBT_S = 0.010  # what the operating system adds to a sleep; a longer delay is no such thing
 
 
-class Pace:
+class Pacer:
     """Spends given times so that they add up, although every sleep lasts a little too long.
 
     What one sleep took too long, the next ones are shorter. Delays beyond ``_MOST_DEBT_S`` are
@@ -39,7 +39,6 @@ class Pace:
         self._debt_s = 0.0
 
     def now(self) -> float:
-        """Seconds on this pace's clock."""
         return self._clock()
 
     def spend(self, seconds: float, *, since: float) -> None:
@@ -52,10 +51,10 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LayerWork:
     """What a layer does instead of computing. gradient: of all elements of its gradients."""
 
-    pace: Pace
+    pace: Pacer
     feed_forward_s: float
     backprop_s: float
     gradient: float
@@ -68,7 +67,7 @@ class ReplayLayer(nn.Module):
     parameters and modules.
     """
 
-    def __init__(self, spec: LayerSpec, work: Work) -> None:
+    def __init__(self, spec: LayerSpec, work: LayerWork) -> None:
         super().__init__()
         self._work = work
         self._used: tuple[str, ...] = ()
@@ -100,7 +99,7 @@ class ReplayLayer(nn.Module):
 
 class _Spend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, work: Work, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, work: LayerWork, *params: Tensor) -> Tensor:
         start = work.pace.now()
         ctx.work, ctx.like = work, [(param.shape, param.dtype) for param in params]
         outputs = inputs.clone()
@@ -109,7 +108,7 @@ class _Spend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        work: Work = ctx.work
+        work: LayerWork = ctx.work
         start = work.pace.now()
         made = [
             torch.full(shape, work.gradient, dtype=dtype) if needed else None
@@ -126,14 +125,14 @@ class ReplayModel(nn.Module):
     """
 
     def __init__(
-        self, profile: ModelProfile, *, gradient: float = 1.0, pace: Pace | None = None
+        self, profile: ModelProfile, *, gradient: float = 1.0, pace: Pacer | None = None
     ) -> None:
         super().__init__()
-        pace = pace or Pace()
+        pace = pace or Pacer()
         self._order: list[ReplayLayer] = []
         params: dict[str, nn.Parameter] = {}
         for spec, times in profile.layers():
-            work = Work(pace, times.feed_forward_s, times.backprop_s, gradient)
+            work = LayerWork(pace, times.feed_forward_s, times.backprop_s, gradient)
             layer = ReplayLayer(spec, work)
             own = layer.parameters(recurse=False)
             params |= dict(zip((param.name for param in spec.params), own, strict=True))

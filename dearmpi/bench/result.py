@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dearmpi.config import CommDtype
-from dearmpi.report.draw.text import count_text
+from dearmpi.report.draw.units import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,11 @@ class LinkTimes:
 
     @property
     def total_s(self) -> float:
-        """Both, one after the other."""
         return self.reduce_scatter_s + self.all_gather_s
 
 
 @dataclass(frozen=True, slots=True)
-class Iteration:
+class MeasuredIteration:
     """Seconds of one iteration, the mean over ranks, and of its parts on the main thread."""
 
     feed_forward_s: float
@@ -33,7 +32,6 @@ class Iteration:
 
     @property
     def total_s(self) -> float:
-        """From step to step."""
         return self.feed_forward_s + self.backprop_s + self.step_s
 
 
@@ -47,14 +45,13 @@ class Block:
     note: what the method says of itself.
     """
 
-    iterations: tuple[Iteration, ...]
+    iterations: tuple[MeasuredIteration, ...]
     cpu_s: float
     peak_bytes: int | None
     note: str = ""
 
     @property
     def mean_s(self) -> float:
-        """Seconds of an iteration."""
         return statistics.fmean(one.total_s for one in self.iterations)
 
 
@@ -77,8 +74,7 @@ class Row:
             return self.label
         return f"{self.label} ({count_text(len(self.blocks), 'round')}, then failed)"
 
-    def iterations(self) -> list[Iteration]:
-        """Of all rounds."""
+    def iterations(self) -> list[MeasuredIteration]:
         return [one for block in self.blocks for one in block.iterations]
 
     def totals(self) -> list[float]:
@@ -87,7 +83,6 @@ class Row:
 
     @property
     def median_s(self) -> float:
-        """Seconds of an iteration."""
         return statistics.median(self.totals())
 
     @property
@@ -128,12 +123,10 @@ class Bounds:
 
     @property
     def compute_s(self) -> float:
-        """Feed-forward and backprop."""
         return self.feed_forward_s + self.backprop_s
 
     @property
     def communication_s(self) -> float:
-        """Reduce-scatters and all-gathers."""
         return self.reduce_scatter_s + self.all_gather_s
 
     @property

@@ -1,4 +1,4 @@
-"""Guests: Horovod and DeepSpeed, which are packages of their own, where they are installed.
+"""Third-party methods: Horovod and DeepSpeed, where they are installed.
 
 Each leaves the process to the methods after it: its threads are ended, its groups are gone, and
 the environment variables that were set for it are as before.
@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dearmpi.bench.gloo import PATIENCE_S
-from dearmpi.bench.method import Entrant, Setup, do_nothing, read_cap, refuse_unknown
+from dearmpi.bench.method import Entrant, Setup, read_cap, refuse_unknown
 from dearmpi.comm.world import World
 from dearmpi.config import check_choice, engine_setting
 from dearmpi.errors import ConfigError
@@ -121,7 +121,7 @@ class _EngineSteps:
     """DeepSpeed's engine steps by itself; it clears the gradients as it does."""
 
     step: Callable[[], Any]
-    zero_grad: Callable[[], Any] = do_nothing
+    zero_grad: Callable[[], Any] = lambda: None
 
 
 def deepspeed(setup: Setup) -> Entrant:

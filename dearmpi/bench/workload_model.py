@@ -1,4 +1,4 @@
-"""Subject: the work that every method does, the very same for each."""
+"""WorkloadModel: the work that every method does, the very same for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROUNDED_OFF: Mapping[str, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 _NUM_BATCHES = 4
 
 
-class Subject(Protocol):
+class WorkloadModel(Protocol):
     """A model to be built anew for each method, and what to do with it.
 
     batch_size: samples per rank and iteration. unit: what is counted, such as ``img``.
@@ -46,13 +46,9 @@ class Subject(Protocol):
     @property
     def units_per_sample(self) -> int: ...
 
-    def build(self) -> nn.Module:
-        """A fresh model."""
-        ...
+    def build(self) -> nn.Module: ...
 
-    def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer for ``params``."""
-        ...
+    def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer: ...
 
     def losses(self) -> Callable[[nn.Module], Tensor]:
         """A function that gives the loss of a model on the next batch at every call."""
@@ -67,7 +63,7 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaySubject:
+class ReplayedModel:
     """A replayed workload. Each rank has gradients of its own, whose mean is known."""
 
     profile: ModelProfile
@@ -78,16 +74,13 @@ class ReplaySubject:
 
     @property
     def name(self) -> str:
-        """Name of the workload."""
         return f"{self.profile.workload.name} (replay)"
 
     @property
     def unit(self) -> str:
-        """What a sample is."""
         return self.profile.workload.unit
 
     def build(self) -> nn.Module:
-        """The model, with parameters of zero."""
         return ReplayModel(self.profile, gradient=self._scale * (1.0 + self.rank))
 
     def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
@@ -95,7 +88,6 @@ class ReplaySubject:
         return SGD(params, lr=_LEARNING_RATE)
 
     def losses(self) -> Callable[[nn.Module], Tensor]:
-        """The loss; there is no data."""
 
         def loss(model: nn.Module) -> Tensor:
             outputs: Tensor = model(torch.zeros(1, requires_grad=True))
@@ -146,7 +138,7 @@ class ReplaySubject:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskSubject:
+class TaskModel:
     """A task of ``dear-train run``, on a few batches that each rank goes round.
 
     model: never trained itself.
@@ -161,34 +153,30 @@ class TaskSubject:
     loss: Callable[[nn.Module, Any], Tensor]
 
     def build(self) -> nn.Module:
-        """A copy of the task's model."""
         return deepcopy(self.model)
 
     def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
-        """SGD with momentum."""
         return SGD(params, lr=_LEARNING_RATE, momentum=0.9)
 
     def losses(self) -> Callable[[nn.Module], Tensor]:
-        """The task's loss, on one batch after the other."""
         batches = cycle(self.batches)
         return lambda model: self.loss(model, next(batches))
 
     def problem(self, model: nn.Module, num_steps: int, *, comm_dtype: CommDtype = "fp32") -> str:
-        """Look for what is not finite."""
         for name, param in model.named_parameters():
             if not bool(param.detach().isfinite().all()):
                 return f"{name} is not finite after {num_steps} steps"
         return ""
 
 
-def task_subject(task: Task, *, batch_size: int, rank: int, world_size: int) -> TaskSubject:
-    """The subject of a task; each rank takes samples of its own."""
+def task_model(task: Task, *, batch_size: int, rank: int, world_size: int) -> TaskModel:
+    """The workload model of a task; each rank takes samples of its own."""
     length, batches = len(task.train_data), []
     for number in range(_NUM_BATCHES):
         first = (number * world_size + rank) * batch_size
         samples = [task.train_data[(first + i) % length] for i in range(batch_size)]
         batches.append(collate(task, samples))
-    return TaskSubject(
+    return TaskModel(
         model=task.model,
         name=task.name,
         batch_size=batch_size,

@@ -177,13 +177,13 @@ def _measure(
 def _measure_methods(
     world: World, console: Console, given: dict[str, Any], *, json_path: Path | None
 ) -> tuple[list[str], Contents, int]:
-    from dearmpi.bench.benchmark import Question, answer
-    from dearmpi.bench.length import Length
+    from dearmpi.bench.benchmark import BenchmarkSettings, run_benchmark
+    from dearmpi.bench.comparison import Length
     from dearmpi.bench.output import describe_result, draw, result_json
     from dearmpi.train.ranks.agreement import together
 
     with together(world):
-        question = Question(
+        benchmark = BenchmarkSettings(
             workload=given["workload"],
             methods=_split(given["methods"]),
             plug_ins=given["plug_ins"],
@@ -205,7 +205,7 @@ def _measure_methods(
             if world.is_root and json_path is not None:
                 write_file(json_path, result_json(result))
 
-    result = answer(world, question, console.say, keep=keep)
+    result = run_benchmark(world, benchmark, console.say, keep=keep)
     contents = Contents(result_json(result), draw(result))
     return describe_result(result), contents, 1 if result.problems() else 0
 
@@ -213,7 +213,7 @@ def _measure_methods(
 def _measure_collectives(
     world: World, console: Console, given: dict[str, Any]
 ) -> tuple[list[str], Contents, int]:
-    from dearmpi.bench.collectives import describe_collectives, measure_collectives
+    from dearmpi.bench.collective_times import describe_collectives, measure_collectives
     from dearmpi.bench.output import collectives_json
     from dearmpi.train.ranks.agreement import together
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
 from dearmpi.engine.setup.self_planning import Pause
-from dearmpi.report.draw.text import count_text
+from dearmpi.report.draw.units import count_text
 from dearmpi.report.read.pace import WORTH, Pace, SlowRanks, Stragglers, name_ranks
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import Job

@@ -95,7 +95,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
 
 def describe_calibration(result: Calibration) -> list[str]:
     """Lines: where it was measured, a table of times, and what was fitted."""
-    from dearmpi.report.draw.text import align
+    from dearmpi.report.draw.units import align
 
     names = (f"reduce-scatter {result.algorithm}", "all-gather")
     halves = list(zip(names, (result.reduce_scatter, result.all_gather), result.fits, strict=True))

@@ -22,7 +22,7 @@ from dearmpi.cli.flags import (
 from dearmpi.cli.measure import NO_TIME_PER_BYTE
 from dearmpi.config import CommDtype, Gather
 from dearmpi.errors import ConfigError, MeasurementError
-from dearmpi.report.draw.text import count_text
+from dearmpi.report.draw.units import count_text
 from dearmpi.version import describe_other_version
 
 if TYPE_CHECKING:

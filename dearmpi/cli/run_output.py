@@ -56,7 +56,7 @@ def merge(run: Path, out: Path | None) -> None:
 
     Open it at https://ui.perfetto.dev or in chrome://tracing.
     """
-    from dearmpi.report.draw.text import count_text
+    from dearmpi.report.draw.units import count_text
     from dearmpi.report.read.trace import merge as merge_traces
 
     check_writable(out)
@@ -81,7 +81,7 @@ def show(path: Path) -> None:
 
     Of a folder of runs, such as `runs`, list the runs and the newest checkpoint of each.
     """
-    from dearmpi.report.draw.text import align
+    from dearmpi.report.draw.units import align
     from dearmpi.train.checkpoint.inspection import describe, describe_runs
 
     rows = describe_runs(path)

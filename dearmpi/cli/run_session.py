@@ -10,7 +10,7 @@ from dearmpi.cli.console_listener import Narrator, describe_outcome, describe_st
 from dearmpi.cli.endings import RankLog
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
-from dearmpi.report.draw.text import count_text
+from dearmpi.report.draw.units import count_text
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.loop.planning import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch, PlanFile

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from dearmpi.cli.console import Console
     from dearmpi.plan.model.network import Network
     from dearmpi.plan.model.profile import ModelProfile
-    from dearmpi.plan.rivals.comparison import Comparison
     from dearmpi.plan.rivals.methods import SimulatedMethod
     from dearmpi.plan.rivals.paper import Gain
+    from dearmpi.plan.rivals.side_by_side import Comparison
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
 _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -133,9 +133,9 @@ def _check_combination(context: click.Context) -> None:
 
 def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
     from dearmpi.plan.model.cost import MOST_RANKS
-    from dearmpi.plan.rivals.comparison import compare
+    from dearmpi.plan.rivals.side_by_side import compare
     from dearmpi.report.draw.curves import comparison_rows, describe_comparison
-    from dearmpi.report.draw.text import align
+    from dearmpi.report.draw.units import align
 
     world_size, picture_path = given["world_size"], given["picture_path"]
     if not 1 <= world_size <= MOST_RANKS:
@@ -246,7 +246,7 @@ def _read_methods(names: Sequence[str]) -> list[SimulatedMethod]:
 
 def _draw(console: Console, comparison: Comparison, others: Sequence[Network], path: Path) -> None:
     """The same methods over other numbers of ranks, and over ``others``, of other bandwidths."""
-    from dearmpi.plan.rivals.comparison import compare
+    from dearmpi.plan.rivals.side_by_side import compare
     from dearmpi.report.draw.curves import draw_comparisons
 
     methods = [row.method for row in comparison.rows]
@@ -266,7 +266,7 @@ def _compare_paper(console: Console) -> Sequence[Gain]:
     from dearmpi.plan.model.network import PRESETS
     from dearmpi.plan.rivals.paper import CAPS_MB, DEVICE, PARTITION_NUMEL, WORLD_SIZE, paper_gains
     from dearmpi.report.draw.curves import describe_gains, gain_rows
-    from dearmpi.report.draw.text import align
+    from dearmpi.report.draw.units import align
 
     console.say(
         f"{WORLD_SIZE} ranks. {DEVICE}.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.world import World
 
 

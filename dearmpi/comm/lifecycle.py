@@ -14,11 +14,17 @@ from types import TracebackType
 from typing import ClassVar
 
 from dearmpi.comm.api import safe_output
+from dearmpi.comm.api.call import origin_of
 from dearmpi.comm.api.collectives import Collectives
-from dearmpi.comm.api.stack import origin_of
 from dearmpi.comm.process.ending import Deadline
-from dearmpi.comm.process.launch import announced_size, check_launch, limit_start
-from dearmpi.comm.process.workers import advise_on_workers, keep_from_mpi, refuse_workers
+from dearmpi.comm.process.launch import (
+    advise_on_workers,
+    announced_size,
+    check_launch,
+    keep_from_mpi,
+    limit_start,
+    refuse_workers,
+)
 from dearmpi.comm.watchdog.absence import CURE
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World

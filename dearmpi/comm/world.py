@@ -33,8 +33,7 @@ from dearmpi.comm.api.collectives import (
     even_shards,
 )
 from dearmpi.comm.api.requests import Chain
-from dearmpi.comm.messages.encoding import decode, encode, pack, unpack
-from dearmpi.comm.messages.exchange import (
+from dearmpi.comm.messages.collective_calls import (
     Steps,
     broadcast_bytes,
     duplicate,
@@ -43,7 +42,15 @@ from dearmpi.comm.messages.exchange import (
     reduce_values,
     run_alike,
 )
-from dearmpi.comm.messages.host import HostBuffer, flat_numbers, plain_numbers
+from dearmpi.comm.messages.values import (
+    HostBuffer,
+    decode,
+    encode,
+    flat_numbers,
+    pack,
+    plain_numbers,
+    unpack,
+)
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.progress.progress import Progress
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog

@@ -8,25 +8,33 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dearmpi.bench.collectives import Overlap
+from dearmpi.bench.collective_times import Overlap
 from dearmpi.comm.process.launch import Library
 from dearmpi.comm.world import World
 from dearmpi.doctor import launcher as launch
 from dearmpi.doctor.facts import RankFacts, cuda_devices, gather_facts
 from dearmpi.doctor.finding import Finding, exit_code, ok
 from dearmpi.doctor.folder import FolderTrial, judge_folder, try_folder
-from dearmpi.doctor.hardware import is_crowded, judge_cores, judge_devices
-from dearmpi.doctor.network import (
-    Network,
+from dearmpi.doctor.host_network import (
+    MeasuredNetwork,
+    gather_algorithms,
     judge_network,
     judge_overlap,
+    judge_tcp,
+    judge_transport,
     measure_hiding,
     measure_network,
 )
-from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
-from dearmpi.doctor.transport import gather_algorithms, judge_tcp, judge_transport
+from dearmpi.doctor.machine import (
+    is_crowded,
+    judge_cores,
+    judge_devices,
+    judge_extras,
+    judge_software,
+    judge_workers,
+)
 from dearmpi.train.settings.settings import RunSettings
-from dearmpi.tune.device_probe import Verdict, probe, share_verdicts
+from dearmpi.tune.device_probe import ProbeVerdict, probe, share_verdicts
 
 
 @dataclass(slots=True)
@@ -41,8 +49,8 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
     library: Library | None = None
     ranks: Sequence[RankFacts] = ()
-    verdicts: Sequence[Verdict] = ()
-    network: Network | None = None
+    verdicts: Sequence[ProbeVerdict] = ()
+    network: MeasuredNetwork | None = None
     overlap_bytes: int = 0
     overlap: Overlap | None = None
     folder: FolderTrial | None = None
@@ -70,11 +78,13 @@ class Examination:
         }
 
 
-def _plain(found: Library | Network | Overlap | FolderTrial | None) -> dict[str, Any] | None:
+def _plain(
+    found: Library | MeasuredNetwork | Overlap | FolderTrial | None,
+) -> dict[str, Any] | None:
     return None if found is None else asdict(found)
 
 
-def probe_devices() -> tuple[Verdict, ...]:
+def probe_devices() -> tuple[ProbeVerdict, ...]:
     """What MPI does on this host's device memory, if there is any; before MPI is initialised."""
     return probe() if cuda_devices() else ()
 
@@ -85,7 +95,7 @@ def examine(
     settings: RunSettings,
     *,
     joined: bool,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[ProbeVerdict],
 ) -> None:
     """Run all checks (collective). All ranks get the same findings.
 

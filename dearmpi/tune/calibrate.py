@@ -9,8 +9,7 @@ from functools import partial
 
 import torch
 
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, Operation
-from dearmpi.comm.algorithms.selection import run_all
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, Operation, run_all
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.cuts import even_cuts

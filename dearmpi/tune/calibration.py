@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 from dearmpi.config import ReduceScatter
 from dearmpi.errors import ConfigError
-from dearmpi.plan.data.fields import Fields, read_fields, read_text
+from dearmpi.plan.data.fields import Fields, check_format, errors_name, read_fields, read_text
 from dearmpi.plan.model.cost import Costs, LinkFit, fit_link
 from dearmpi.version import __version__
 
@@ -65,7 +65,6 @@ class Calibration:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that measured."""
         return len(self.hosts)
 
     @property
@@ -87,7 +86,6 @@ class Calibration:
 
     @property
     def costs(self) -> Costs:
-        """What a plan is judged by."""
         reduce_scatter, all_gather = self.fits
         return Costs(
             self.world_size,
@@ -119,21 +117,15 @@ def parse_calibration(text: str, place: str) -> Calibration:
     wrong, and for samples too few to fit.
     """
     data = read_fields(text, place, mark="hosts")
-    form = data.integer("format")
-    if form != FORMAT:
-        raise ConfigError(
-            f"{place} has format {form}, written by dearmpi {data.text('version', 'unknown')}; "
-            f"this is dearmpi {__version__}, which reads format {FORMAT}: measure the link "
-            "again with dear-train calibrate",
-            code="other-format-version",
-        )
+    cure = "measure the link again with dear-train calibrate"
+    check_format(data, place, current=FORMAT, cure=cure, default=None)
     hosts = data.texts("hosts")
     if data.integer("world_size", least=2) != len(hosts):
         raise data.problem(
             "hosts", f"has {len(hosts)} names for {data.integer('world_size')} ranks"
         )
     algorithm: Any = data.text("algorithm")
-    try:
+    with errors_name(place):
         return Calibration(
             hosts,
             data.text("library"),
@@ -145,10 +137,6 @@ def parse_calibration(text: str, place: str) -> Calibration:
             main_thread_s=data.number("main_thread_s", 0.0),
             version=data.text("version"),
         )
-    except ConfigError as error:
-        raise (
-            error if place in str(error) else ConfigError(f"{place}: {error}", code=error.code)
-        ) from None
 
 
 def read_calibration(path: str | Path) -> Calibration:

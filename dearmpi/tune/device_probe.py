@@ -44,7 +44,7 @@ _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProbeVerdict:
     """Whether ``operation`` worked on device memory; where not, the end of what was printed."""
 
     operation: str
@@ -55,10 +55,10 @@ class Verdict:
 class _Process:
     """MPI can be tried once in a process, before it is initialised there."""
 
-    verdicts: ClassVar[tuple[Verdict, ...]] = ()
+    verdicts: ClassVar[tuple[ProbeVerdict, ...]] = ()
 
 
-def probe_devices(*, always: bool = True) -> tuple[Verdict, ...]:
+def probe_devices(*, always: bool = True) -> tuple[ProbeVerdict, ...]:
     """Find out what MPI does on CUDA memory, for ``cuda_buffers`` to go by; nothing without any.
 
     Call it before ``connect()``, on rank 0 at least; it takes seconds, in which others wait.
@@ -88,31 +88,31 @@ def _claims_cuda() -> bool:
     return asked.stdout.strip().endswith("True")
 
 
-def known_verdicts() -> tuple[Verdict, ...]:
+def known_verdicts() -> tuple[ProbeVerdict, ...]:
     """What this process has found out; none before ``probe_devices``."""
     return _Process.verdicts
 
 
-def share_verdicts(world: World, verdicts: Sequence[Verdict]) -> list[Verdict]:
+def share_verdicts(world: World, verdicts: Sequence[ProbeVerdict]) -> list[ProbeVerdict]:
     """Rank 0's on every rank (collective)."""
     text = world.broadcast_text(json.dumps([asdict(verdict) for verdict in verdicts]))
-    return [Verdict(**plain) for plain in json.loads(text)]
+    return [ProbeVerdict(**plain) for plain in json.loads(text)]
 
 
-def probe(device: str = "cuda", *, program: Sequence[str] = _PROGRAM) -> tuple[Verdict, ...]:
+def probe(device: str = "cuda", *, program: Sequence[str] = _PROGRAM) -> tuple[ProbeVerdict, ...]:
     """Try every operation. Must be called before this process initialises MPI.
 
     program: run with the device and operations as arguments; rank 0 prints ``ready to try`` once
         connected, and ``works: NAME`` for each that does, before any rank tries the next.
     """
-    verdicts: list[Verdict] = []
+    verdicts: list[ProbeVerdict] = []
     while left := OPERATIONS[len(verdicts) :]:
         output = _run([*program, device, *left])
         num_works = output.count(_WORKS)
-        verdicts += [Verdict(name, works=True) for name in left[:num_works]]
+        verdicts += [ProbeVerdict(name, works=True) for name in left[:num_works]]
         # What never got so far as to try would fail in the same way each time.
         culprits = left[num_works : num_works + 1] if _READY in output else left
-        verdicts += [Verdict(name, works=False, output=output[-2000:]) for name in culprits]
+        verdicts += [ProbeVerdict(name, works=False, output=output[-2000:]) for name in culprits]
     return tuple(verdicts)
 
 

@@ -43,7 +43,6 @@ class PlanRequest:
     standing: Plan | None = None
 
     def to_json(self) -> str:
-        """The whole as text."""
         return json.dumps(
             {
                 "profile": self.profile.to_json(),
@@ -73,7 +72,6 @@ class PlanRequest:
 
 
 def parse_request(text: str) -> PlanRequest:
-    """What ``PlanRequest.to_json`` wrote."""
     plain: dict[str, Any] = json.loads(text)
     links = {key: LinkModel(**plain["costs"][key]) for key in ("reduce_scatter", "all_gather")}
     return PlanRequest(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import math
 import os
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from dearmpi.comm.world import World
 from dearmpi.config import MIB
@@ -75,12 +78,10 @@ class Search(ABC):
 
     @property
     def trials(self) -> Sequence[Trial]:
-        """What was observed, in order."""
         return tuple(self._trials)
 
     @property
     def is_done(self) -> bool:
-        """Whether all trials have been observed."""
         return len(self._trials) >= self.num_trials
 
     @property
@@ -102,25 +103,6 @@ class Search(ABC):
 
     @abstractmethod
     def _next_cap(self) -> int: ...
-
-
-class GridSearch(Search):
-    """Caps in equal ratios from the lowest to the highest, the smallest first."""
-
-    def _next_cap(self) -> int:
-        return self.space.cap_bytes(len(self._trials) / max(1, self.num_trials - 1))
-
-
-class RandomSearch(Search):
-    """Caps drawn at random, every ratio as likely as any other; the same for the same seed."""
-
-    def __init__(self, space: SearchSpace | None = None, *, num_trials: int, seed: int = 0) -> None:
-        super().__init__(space, num_trials=num_trials)
-        self._seed = seed
-
-    def _next_cap(self) -> int:
-        draw = random.Random(f"{self._seed} {len(self._trials)}")
-        return self.space.cap_bytes(draw.random())
 
 
 def write_trials(path: Path, search: Search) -> None:
@@ -158,7 +140,6 @@ class SharedSearch:
 
     @property
     def is_done(self) -> bool:
-        """Whether all trials have been observed."""
         return self._search.is_done
 
     @property
@@ -168,7 +149,6 @@ class SharedSearch:
 
     @property
     def trials(self) -> Sequence[Trial]:
-        """What was observed, in order."""
         return self._search.trials
 
     def suggest(self) -> int:
@@ -186,3 +166,124 @@ class SharedSearch:
         self._search.observe(cap_bytes, slowest)
         if self._log is not None and self._world.is_root:
             write_trials(self._log, self._search)
+
+
+Vector = npt.NDArray[np.float64]
+
+_LENGTH_SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)
+_NOISES = (1e-4, 1e-2, 1e-1, 0.5)
+_FEWEST_TO_FIT = 4  # fewer points fit anything
+
+
+def matern(distance: Vector) -> Vector:
+    """The Matern kernel with smoothness 5/2 (Rasmussen and Williams, 4.17), length scale 1."""
+    scaled = math.sqrt(5.0) * np.abs(distance)
+    kernel: Vector = (1.0 + scaled + scaled**2 / 3.0) * np.exp(-scaled)
+    return kernel
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianProcess:
+    """What is known of a function of mean 0 and variance 1 after ``values`` at ``places``.
+
+    length_scale: in units of the places. noise: variance of what is added to each value.
+    """
+
+    places: Vector
+    values: Vector
+    length_scale: float = 2.0
+    noise: float = 1e-2
+
+    def predict(self, at: Vector) -> tuple[Vector, Vector]:
+        """Mean and standard deviation of the function at each of ``at`` (ibid., algorithm 2.1)."""
+        factor = self._factor()
+        cross = self._kernel(self.places, at)
+        mean: Vector = cross.T @ self._weights(factor)
+        explained = np.linalg.solve(factor, cross)
+        variance = 1.0 - np.sum(explained**2, axis=0)
+        return mean, np.sqrt(np.maximum(variance, 0.0))
+
+    def log_likelihood(self) -> float:
+        """How well the kernel explains the values (ibid., 2.30)."""
+        factor = self._factor()
+        fit = float(self.values @ self._weights(factor))
+        volume = float(np.sum(np.log(np.diag(factor))))
+        return -fit / 2 - volume - len(self.values) * math.log(2 * math.pi) / 2
+
+    def _kernel(self, one: Vector, other: Vector) -> Vector:
+        return matern((one[:, None] - other[None, :]) / self.length_scale)
+
+    def _factor(self) -> Vector:
+        """The lower Cholesky factor of the covariance of the values."""
+        covariance = self._kernel(self.places, self.places)
+        return np.asarray(np.linalg.cholesky(covariance + self.noise * np.eye(len(self.places))))
+
+    def _weights(self, factor: Vector) -> Vector:
+        weights: Vector = np.linalg.solve(factor.T, np.linalg.solve(factor, self.values))
+        return weights
+
+
+def fit(places: Sequence[float], values: Sequence[float]) -> GaussianProcess:
+    """The process whose length scale and noise make ``values`` most likely, out of a small grid."""
+    x, y = np.array(places, dtype=np.float64), np.array(values, dtype=np.float64)
+    if len(x) < _FEWEST_TO_FIT:
+        return GaussianProcess(x, y)
+    tried = [GaussianProcess(x, y, *both) for both in product(_LENGTH_SCALES, _NOISES)]
+    return max(tried, key=GaussianProcess.log_likelihood)
+
+
+XI = 0.1  # the paper's; in standard deviations of the speeds observed
+_NUM_CANDIDATES = 129
+_NUM_TRIALS = 10
+
+
+class BayesianSearch(Search):
+    """The paper's search: expected improvement over one variable.
+
+    The process models speed (one over the time of an iteration) over the logarithm of the cap, in
+    units of eighths of the way from lowest to highest: octaves, for 1 to 256 MiB. The first trial
+    is the start, and no candidate is drawn at random, so every search is repeatable.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace | None = None,
+        *,
+        num_trials: int = _NUM_TRIALS,
+        xi: float = XI,
+    ) -> None:
+        super().__init__(space, num_trials=num_trials)
+        self._xi = xi
+
+    def _next_cap(self) -> int:
+        if not self._trials:
+            return self.space.start_bytes
+        shares = np.linspace(0.0, 1.0, _NUM_CANDIDATES)
+        speeds = np.array([1.0 / trial.seconds for trial in self._trials])
+        values = (speeds - speeds.mean()) / (speeds.std() or 1.0)
+        process = fit([8.0 * self._share(trial.cap_bytes) for trial in self._trials], list(values))
+        mean, deviation = process.predict(8.0 * shares)
+        expected = expected_improvement(mean, deviation, best=float(values.max()), xi=self._xi)
+        # Where nothing is expected anywhere, what is known least is tried.
+        chosen = max(range(_NUM_CANDIDATES), key=lambda i: (expected[i], deviation[i]))
+        return self.space.cap_bytes(float(shares[chosen]))
+
+    def _share(self, cap_bytes: int) -> float:
+        """Where ``cap_bytes`` lies between lowest and highest: ``SearchSpace.cap_bytes`` undone."""
+        space = self.space
+        whole = math.log(space.highest_bytes / space.lowest_bytes)
+        return math.log(cap_bytes / space.lowest_bytes) / whole if whole else 0.0
+
+
+def expected_improvement(mean: Vector, deviation: Vector, *, best: float, xi: float) -> Vector:
+    """How far a trial is expected to exceed ``best + xi``, counting those that do not as 0.
+
+    mean, deviation: of what is known about each candidate (Jones et al., 1998, equation 15).
+    """
+    gain = mean - best - xi
+    certain = np.maximum(gain, 0.0)
+    scaled = gain / np.maximum(deviation, 1e-12)
+    density = np.exp(-(scaled**2) / 2) / math.sqrt(2 * math.pi)
+    below = np.array([(1 + math.erf(z / math.sqrt(2))) / 2 for z in scaled])
+    uncertain: Vector = gain * below + deviation * density
+    return np.where(deviation > 1e-12, uncertain, certain)

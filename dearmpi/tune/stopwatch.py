@@ -30,7 +30,6 @@ class Stopwatch(Protocol):
 
 
 def no_wait() -> float:
-    """Where nothing is waited for."""
     return 0.0
 
 
@@ -51,11 +50,10 @@ class HostStopwatch:
         """Nothing is outstanding."""
 
     def seconds(self, start: Mark, stop: Mark) -> float:
-        """Their difference."""
         return float(stop - start)
 
 
-class Event(Protocol):
+class TimingEvent(Protocol):
     """What is needed of ``torch.cuda.Event``."""
 
     def synchronize(self) -> None: ...
@@ -63,21 +61,21 @@ class Event(Protocol):
     def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
-def record_event(device: torch.device) -> Event:
+def record_event(device: torch.device) -> TimingEvent:
     """An event on the stream in use on ``device``, which need not be the thread's own device."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
-    recorded: Event = event
+    recorded: TimingEvent = event
     return recorded
 
 
 class DeviceStopwatch:
     """For models on a device: marks are events on the stream in use, and nobody waits."""
 
-    def __init__(self, record: Callable[[], Event]) -> None:
+    def __init__(self, record: Callable[[], TimingEvent]) -> None:
         """``record``: makes an event that is recorded now."""
         self._record = record
-        self._last: dict[int, Event] = {}
+        self._last: dict[int, TimingEvent] = {}
 
     def mark(self) -> Mark:
         """An event in the order of the kernels."""
@@ -91,7 +89,6 @@ class DeviceStopwatch:
             event.synchronize()
 
     def seconds(self, start: Mark, stop: Mark) -> float:
-        """What the device's own clock says."""
         return float(start.elapsed_time(stop)) / 1e3
 
 

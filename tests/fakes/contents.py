@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dearmpi.comm.api.collectives import Buffer
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.cuts import even_cuts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dearmpi.tune.profile import LayerTimer
+from dearmpi.tune.layer_timer import LayerTimer
 from tests.gpu.machine import FOLDER, IS_DRY, device, say
 from tests.gpu.models import ABSENT, WORKLOADS, Workload
 

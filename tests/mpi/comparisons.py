@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dearmpi.bench.comparison import hold_contest
-from dearmpi.bench.length import Length
+from dearmpi.bench.comparison import Length, compare_methods
 from dearmpi.bench.method import Method
 from dearmpi.bench.result import Result
-from dearmpi.bench.workload_model import ReplaySubject
+from dearmpi.bench.workload_model import ReplayedModel
 from dearmpi.comm.world import World
 from dearmpi.plan.data.workload import Workload, read_workload
 from dearmpi.plan.model.profile import profile_workload
@@ -25,7 +24,7 @@ def contest(
     compute_s: float = 0.006,
 ) -> tuple[Result, list[str]]:
     lines: list[str] = []
-    subject = ReplaySubject(
+    subject = ReplayedModel(
         profile_workload(
             workload or read_workload("equal:0.1:4"),
             feed_forward_s=compute_s / 3,
@@ -36,4 +35,4 @@ def contest(
         world_size=world.size,
     )
     length = replace(SHORT, num_rounds=num_rounds, patience_s=patience_s)
-    return hold_contest(world, subject, methods, length=length, tell=lines.append), lines
+    return compare_methods(world, subject, methods, length=length, tell=lines.append), lines

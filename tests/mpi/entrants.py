@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dearmpi.bench.method import Entrant, Factory, Setup, backpropagate
+from dearmpi.bench.method import Entrant, Factory, Setup
 from dearmpi.bench.torch_methods import ddp
 
 
@@ -38,7 +38,7 @@ def fails_in_backprop(rank: int, *, at: int) -> Factory:
             calls.append(loss)
             if setup.world.rank == rank and len(calls) == at:
                 raise FloatingPointError("broken in two\nwith details below")
-            backpropagate(loss)
+            loss.backward()
 
         return Entrant(entrant.model, entrant.optimizer, backward=backward)
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dearmpi.bench import benchmark as session
 from dearmpi.bench import comparison as bench_contest
-from dearmpi.bench.benchmark import Question, answer
-from dearmpi.bench.collectives import describe_collectives, measure_collectives
+from dearmpi.bench.benchmark import BenchmarkSettings, run_benchmark
+from dearmpi.bench.collective_times import describe_collectives, measure_collectives
 from dearmpi.bench.gloo import leave_group
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.method_names import plug_in, read_method
@@ -78,10 +78,10 @@ def test_what_is_there_is_kept_after_each_block(world: World) -> None:
     """For a rank that the system kills takes the whole job with it."""
     seen = []
     methods = ["dear", "wfbp"]
-    question = Question(
+    question = BenchmarkSettings(
         "equal:0.1:4", methods, feed_forward_s=0.002, backprop_s=0.004, length=SHORT
     )
-    answer(
+    run_benchmark(
         world,
         question,
         lambda line: None,
@@ -178,8 +178,8 @@ def test_the_ratio_sets_the_compute_time(world: World, monkeypatch: pytest.Monke
     lines: list[str] = []
     trials = [LinkTimes(0.0, 0.001), LinkTimes(0.010, 0.020), LinkTimes(1.0, 2.0)]
     monkeypatch.setattr(session, "measure_link", lambda *_, **__: trials)
-    question = Question("equal:1:4", ["dear"], ratio=0.5, length=SHORT, batch_size=7)
-    result = answer(world, question, lines.append)
+    question = BenchmarkSettings("equal:1:4", ["dear"], ratio=0.5, length=SHORT, batch_size=7)
+    result = run_benchmark(world, question, lines.append)
     (said,) = [line for line in lines if line.startswith("compute time")]
     # Communication is half of it, and backprop twice the feed-forward.
     assert said == "compute time: feed-forward 20.0 ms, backprop 40.0 ms"
@@ -214,8 +214,10 @@ def test_a_real_task_is_measured(world: World, tmp_path: Any) -> None:
         "    loss = lambda model, batch: model(batch).square().mean()\n"
         "    return Task('tiny', nn.Linear(3, 2), data, loss, unit='images')\n"
     )
-    question = Question(f"{tmp_path}/tiny.py:make", ["dear", "ddp"], length=SHORT, batch_size=3)
-    result = answer(world, question, lambda line: None)
+    question = BenchmarkSettings(
+        f"{tmp_path}/tiny.py:make", ["dear", "ddp"], length=SHORT, batch_size=3
+    )
+    result = run_benchmark(world, question, lambda line: None)
     assert (result.subject, result.unit) == ("tiny", "image")
     assert not [row.error for row in result.rows if row.error]
 
@@ -223,19 +225,19 @@ def test_a_real_task_is_measured(world: World, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        (Question("resnet51", ["dear"]), ("resnet51", "bert_base")),
-        (Question("equal:1", ["deer"]), ("deer", "wfbp")),
-        (Question("equal:1", ["dear:window=x"]), ("window", "x")),
-        (Question("digits", ["dear"], ratio=1.0), ("digits", "ratio")),
-        (Question("equal:1", ["alone:8"]), ("alone:8", "no options")),
+        (BenchmarkSettings("resnet51", ["dear"]), ("resnet51", "bert_base")),
+        (BenchmarkSettings("equal:1", ["deer"]), ("deer", "wfbp")),
+        (BenchmarkSettings("equal:1", ["dear:window=x"]), ("window", "x")),
+        (BenchmarkSettings("digits", ["dear"], ratio=1.0), ("digits", "ratio")),
+        (BenchmarkSettings("equal:1", ["alone:8"]), ("alone:8", "no options")),
     ],
     ids=["workload", "method", "option", "ratio", "alone"],
 )
 def test_a_question_without_answer_is_refused_on_all_ranks(
-    world: World, question: Question, words: tuple[str, ...]
+    world: World, question: BenchmarkSettings, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(DearError) as caught:
-        answer(world, question, lambda line: None)
+        run_benchmark(world, question, lambda line: None)
     assert all(word in str(caught.value) for word in words)
 
 
@@ -253,17 +255,19 @@ def test_what_a_model_leaves_without_effect_is_refused_before_anything_is_measur
 ) -> None:
     time_s = None if workload == "digits" else 0.001
     methods = ["dear", method]
-    question = Question(workload, methods, feed_forward_s=time_s, backprop_s=time_s, length=SHORT)
+    question = BenchmarkSettings(
+        workload, methods, feed_forward_s=time_s, backprop_s=time_s, length=SHORT
+    )
     kept: list[Result] = []
     with pytest.raises(DearError, match=f"method '{method}': .*{words}"):
-        answer(world, question, lambda line: None, keep=kept.append)
+        run_benchmark(world, question, lambda line: None, keep=kept.append)
     assert not kept
 
 
 @pytest.mark.ranks(1)
 def test_one_rank_has_no_communication_to_set_the_time_by(world: World) -> None:
     with pytest.raises(DearError, match="--feed-forward-s"):
-        answer(world, Question("equal:1", ["dear"], ratio=1.0), lambda line: None)
+        run_benchmark(world, BenchmarkSettings("equal:1", ["dear"], ratio=1.0), lambda line: None)
 
 
 @pytest.mark.ranks(2)

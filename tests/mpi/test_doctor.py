@@ -9,8 +9,8 @@ import pytest
 
 from dearmpi.cli.main import main
 from dearmpi.comm.world import World
-from dearmpi.doctor.network import measure_hiding, measure_network
-from dearmpi.tune.device_probe import OPERATIONS, Verdict, probe
+from dearmpi.doctor.host_network import measure_hiding, measure_network
+from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict, probe
 
 
 @pytest.mark.ranks(2)
@@ -55,7 +55,7 @@ def test_every_link_is_measured(world: World) -> None:
 
 @pytest.mark.ranks(1)
 def test_operations_are_tried_by_two_processes() -> None:
-    assert probe("cpu") == tuple(Verdict(name, works=True) for name in OPERATIONS)
+    assert probe("cpu") == tuple(ProbeVerdict(name, works=True) for name in OPERATIONS)
 
 
 @pytest.mark.ranks(1)

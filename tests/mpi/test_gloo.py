@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from dearmpi.bench.gloo import calibrate_all_reduce
+from benchmarks.all_reduce_cost import calibrate_all_reduce
 from dearmpi.comm.world import World
 
 pytestmark = pytest.mark.ranks(2, 3)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dearmpi.comm.world import World
-from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.lazy_device import LazyDevice, put_on
 from tests.mpi.oracle import Case, assert_same, train
 
@@ -42,7 +42,10 @@ DIRECT = [
 
 
 def train_on_lazy_device(
-    case: Case, world: World, monkeypatch: pytest.MonkeyPatch, verdicts: tuple[Verdict, ...] = ()
+    case: Case,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    verdicts: tuple[ProbeVerdict, ...] = (),
 ) -> int:
     """Compare; returns the number of copies."""
     expected = train(case)
@@ -72,5 +75,5 @@ def test_training_with_updates_on_the_host_equals_one_process(
 def test_an_mpi_that_takes_device_memory_needs_no_copies(
     case: Case, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works = tuple(Verdict(operation, works=True) for operation in OPERATIONS)
+    works = tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS)
     assert train_on_lazy_device(case, world, monkeypatch, works) == 0

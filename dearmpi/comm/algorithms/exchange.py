@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar
 
-from dearmpi.comm.algorithms.algorithm import Transport
+from dearmpi.comm.algorithms.algorithm import MessagePassing
 from dearmpi.comm.algorithms.ring import RingAlgorithm
 from dearmpi.comm.algorithms.scratch import ScratchRequest, add_in_order, copy
 from dearmpi.comm.api.collectives import Buffer, Request
@@ -21,7 +21,7 @@ class ExchangeAlgorithm:
     library_adds: ClassVar[bool] = False
     all_gather: ClassVar[ReduceScatter] = "ring"
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: MessagePassing) -> None:
         self._transport = transport
         self._ring = RingAlgorithm(transport)
 
@@ -40,5 +40,4 @@ class ExchangeAlgorithm:
         return ScratchRequest(scratch, request, held=held, finish=finish)
 
     def start_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
-        """Around a ring."""
         return self._ring.start_all_gather(buffer, cuts)

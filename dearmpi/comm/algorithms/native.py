@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar
 
-from dearmpi.comm.algorithms.algorithm import Transport
+from dearmpi.comm.algorithms.algorithm import MessagePassing
 from dearmpi.comm.algorithms.scratch import ScratchRequest, copy
 from dearmpi.comm.api.collectives import Buffer, Request
 from dearmpi.config import ReduceScatter
@@ -18,7 +18,7 @@ class NativeAlgorithm:
     library_adds: ClassVar[bool] = True
     all_gather: ClassVar[ReduceScatter] = "native"
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: MessagePassing) -> None:
         self._transport = transport
 
     def start_reduce_scatter(self, buffer: Buffer, cuts: Cuts, *, carrier: Buffer) -> Request:

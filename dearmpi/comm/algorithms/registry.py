@@ -1,29 +1,31 @@
-"""Registry: all algorithms by name, and the collectives of a library that carry them out."""
+"""Registry: all algorithms by name, the collectives of a library that carry them out, and the
+algorithm that is fastest in trials.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import get_args
 
-from dearmpi.comm.algorithms.algorithm import Algorithm
+from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
 from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm
 from dearmpi.comm.algorithms.native import NativeAlgorithm
 from dearmpi.comm.algorithms.ring import RingAlgorithm
-from dearmpi.comm.algorithms.scratch import Scratch, ScratchRequest, carrier_of, copy
-from dearmpi.comm.algorithms.send_scheduler import SendScheduler
+from dearmpi.comm.algorithms.scratch import ScratchRequest, carrier_of, copy
 from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, Request, even_shards
+from dearmpi.comm.progress.channel import Channel
+from dearmpi.comm.world import World, Wrap, unchanged
 from dearmpi.config import ReduceScatter, WireDtype
-from dearmpi.cuts import Cuts
 
 ALGORITHMS: dict[ReduceScatter, type[Algorithm]] = {
     "native": NativeAlgorithm,
     "ring": RingAlgorithm,
     "exchange": ExchangeAlgorithm,
 }
-
-_NUM_TAGS = 32767  # tags of one communicator, below the largest that every MPI has
 
 Operation = Callable[[Buffer, Collectives], Request]
 
@@ -60,22 +62,12 @@ class CollectiveAlgorithms:
         return collectives.start_all_gather(buffer, self.all_gather, wire_dtype=self.wire_dtype)
 
 
-class AlgorithmCollectives(ABC):
-    """The two operations of ``Collectives`` that have algorithms, on one communicator.
-
-    A library's subclass is the ``Transport`` of the algorithms.
-    """
-
-    def __init__(self, *, rank: int, hosts: tuple[str, ...], scheduler: SendScheduler) -> None:
-        """``hosts``: of each rank. ``scheduler``: of all communicators of this rank."""
-        self.rank, self.size, self.hosts = rank, len(hosts), hosts
-        self.scheduler, self.scratch = scheduler, Scratch()
-        self._num_tags = 0
+class AlgorithmCollectives(MessagePassing):
+    """The two operations of ``Collectives`` that have algorithms, on one communicator."""
 
     def start_reduce_scatter(
         self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
     ) -> Request:
-        """Sum ``buffer`` over the ranks into this rank's shard of it."""
         cuts = even_shards("reduce-scatter", buffer, self.size)
         if self.size == 1:
             return Completed()
@@ -89,7 +81,6 @@ class AlgorithmCollectives(ABC):
         *,
         wire_dtype: WireDtype | None = None,
     ) -> Request:
-        """Fill ``buffer`` with every rank's shard of it, in place."""
         cuts = even_shards("all-gather", buffer, self.size)
         if self.size == 1:
             return Completed()
@@ -104,35 +95,54 @@ class AlgorithmCollectives(ABC):
         finish = partial(copy, sent, into=buffer)
         return ScratchRequest(self.scratch, start(sent, cuts), held=[held], finish=finish)
 
-    def next_tag(self) -> int:
-        """A tag for the messages of one operation; the same on every rank."""
-        self._num_tags += 1
-        return self._num_tags % _NUM_TAGS
-
-    @abstractmethod
-    def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
-        """Send ``buffer`` to one rank."""
-
-    @abstractmethod
-    def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request:
-        """Receive into ``buffer`` from one rank."""
-
-    @abstractmethod
-    def check_addable(self, buffer: Buffer) -> None:
-        """Raise ConfigError unless the library can add elements of the dtype of ``buffer``."""
-
-    @abstractmethod
-    def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer, cuts: Cuts) -> Request:
-        """The library's own reduce-scatter: this rank's shard of the sum, into ``total``."""
-
-    @abstractmethod
-    def start_library_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
-        """The library's own all-gather, in place."""
-
-    @abstractmethod
-    def start_all_to_all(self, sent: Buffer, arrived: Buffer, cuts: Cuts) -> Request:
-        """Send each rank its shard of ``sent``; the shards from all ranks fill ``arrived``."""
-
     @cached_property
     def _algorithms(self) -> dict[ReduceScatter, Algorithm]:
         return {name: algorithm(self) for name, algorithm in ALGORITHMS.items()}
+
+
+Start = Callable[[Collectives], Request]
+_NUM_TRIALS = 3
+
+
+def run_all(world: World, channel: Channel, starts: Sequence[Start]) -> float:
+    """Start all of them together on every rank; the seconds until the last is complete here."""
+    done: list[float] = []
+    world.barrier()
+    begin = time.perf_counter()
+    for start in starts:
+        channel.submit("trial", start, lambda: done.append(time.perf_counter()))
+    world.progress.wait_until(lambda: len(done) == len(starts), what="the trial's collectives")
+    return max(done, default=begin) - begin
+
+
+def slowest_median(world: World, own: Sequence[float]) -> float:
+    """The median of the slowest rank's times (collective)."""
+    return statistics.median(world.all_reduce(own, "max"))
+
+
+def select_reduce_scatter(
+    world: World,
+    buffer: Buffer,
+    *,
+    wire_dtype: WireDtype | None = None,
+    library_can_add: bool = True,
+    wrap: Wrap = unchanged,
+) -> ReduceScatter:
+    """The algorithm that reduces ``buffer`` in the least time; its contents are lost (collective).
+
+    wire_dtype: in what a wider buffer is to be sent; excludes algorithms by which the library adds.
+    library_can_add: whether the library can add all dtypes that are to be reduced.
+    wrap: as in ``World.open_channel``.
+    The slowest rank's best of a few trials counts, so that every rank selects the same.
+    """
+    channel = world.open_channel("trial", window=1, wrap=wrap)
+    best: dict[ReduceScatter, float] = {}
+    for name in get_args(ReduceScatter):
+        algorithms = CollectiveAlgorithms(name, wire_dtype)
+        if not algorithms.can_reduce or (ALGORITHMS[name].library_adds and not library_can_add):
+            continue
+        start = partial(algorithms.start_reduce_scatter, buffer)
+        best[name] = min(run_all(world, channel, [start]) for _ in range(_NUM_TRIALS))
+    channel.close()
+    slowest = world.all_reduce(list(best.values()), "max")
+    return min(zip(slowest, best, strict=True))[1]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dearmpi.comm.algorithms.algorithm import Transport
+from dearmpi.comm.algorithms.algorithm import MessagePassing
 from dearmpi.comm.algorithms.scratch import ScratchRequest
 from dearmpi.comm.algorithms.send_scheduler import Priority, SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Movement, PointToPoint, Request
@@ -66,7 +66,6 @@ class RingContext:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.order)
 
     def rank_at(self, place: int) -> int:
@@ -103,7 +102,6 @@ class Ring(Request):
             self._post_sends()
 
     def test(self) -> bool:
-        """Advance by as many messages as have arrived; True when all are done."""
         num_before = self._num_arrived
         while self._receives and self._receives[0].test():
             self._receives.popleft()
@@ -124,17 +122,14 @@ class Ring(Request):
 
     @property
     def movement(self) -> Movement:
-        """Whether messages came in."""
         return self._movement
 
     @property
     def num_arrived(self) -> int:
-        """How many messages have come in so far."""
         return self._num_arrived
 
     @property
     def bytes_out(self) -> int:
-        """Bytes sent, less those that have come in."""
         return max(0, self._num_sent - self._num_arrived) * self._chunk_bytes
 
     def _post_sends(self) -> None:
@@ -272,7 +267,7 @@ class RingAlgorithm:
     library_adds: ClassVar[bool] = False
     all_gather: ClassVar[ReduceScatter] = "ring"
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: MessagePassing) -> None:
         self._transport = transport
         self._order = ring_order(transport.hosts)
         self._place = self._order.index(transport.rank)

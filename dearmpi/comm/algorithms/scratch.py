@@ -97,7 +97,6 @@ class ScratchRequest(Wrapper):
         self._done = False
 
     def test(self) -> bool:
-        """True once the result is there."""
         if not self._done and self._request.test():
             self._finish()
             for buffer in self._held:

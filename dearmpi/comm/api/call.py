@@ -1,11 +1,17 @@
-"""Call: one collective call of the world or of an optimizer, which ranks compare."""
+"""Call: one collective call of the world or of an optimizer, which ranks compare, and where in the
+program a thread is.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import sys
+import threading
+import traceback
 from dataclasses import dataclass
-
-from dearmpi.comm.api.stack import stack_of
+from types import CodeType
 
 _CURES = {
     "state_dict": "call state_dict() on every rank, and write the file on rank 0",
@@ -45,3 +51,71 @@ class Call:
         stack = stack_of(self.thread)
         place = stack[-1].rpartition(" ")[0] if stack else "an unknown place"
         return f"{self}, called at {place}"
+
+
+_NUM_FRAMES = 6
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_HIDDEN = (_PACKAGE, threading.__file__)
+_LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("torch", "click"))
+_NOT_THE_USERS = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<frozen ")
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+
+
+def stack_of(thread: int) -> tuple[str, ...]:
+    """The innermost frames of ``thread``, without frames of this package, of torch and of click.
+
+    Does not read source files, which may lie on a disk that does not answer.
+    """
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:  # it has ended
+        return ()
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_stack(innermost)][::-1]
+    own = [
+        (code, line)
+        for code, line in frames
+        if not code.co_filename.startswith(_HIDDEN)
+        and not any(library in code.co_filename for library in _LIBRARIES)
+    ]
+    shown = (own or frames)[-_NUM_FRAMES:]
+    handlers = _handlers()
+    return tuple(
+        f"{code.co_filename}:{line} {code.co_name}{_handles(handlers.get(code))}"
+        for code, line in shown
+    )
+
+
+def signal_handled() -> str:
+    """The signal whose handler made this call, such as ``SIGUSR1``; empty outside of handlers."""
+    handlers = _handlers()
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    return next((handlers[code] for code in codes if code in handlers), "")
+
+
+def _handlers() -> dict[CodeType, str]:
+    """The signal of each handler that is a function or a method."""
+    found = {}
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+        if isinstance(code, CodeType):
+            found[code] = signal.Signals(number).name
+    return found
+
+
+def _handles(name: str | None) -> str:
+    return f" (handler of {name})" if name else ""
+
+
+def origin_of(error: BaseException) -> str:
+    """The innermost place of the user's own code in the traceback of ``error``; empty without one.
+
+    Such as "train.py:41, in main"; a place in a library if no frame is the user's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if _INSTALLED not in frame.filename and not frame.filename.startswith(_NOT_THE_USERS)
+    ]
+    shown = (own or frames)[-1:]
+    return "".join(f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in shown)

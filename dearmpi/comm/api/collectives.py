@@ -76,16 +76,13 @@ class Wrapper(Request):
 
     @property
     def movement(self) -> Movement:
-        """That of the wrapped request."""
         return self._request.movement
 
     @property
     def num_arrived(self) -> int | None:
-        """That of the wrapped request."""
         return self._request.num_arrived
 
     def when_posted(self, call: Callable[[], None]) -> None:
-        """That of the wrapped request."""
         self._request.when_posted(call)
 
 
@@ -184,7 +181,6 @@ class Completed(Request):
     """A request that is complete from the start."""
 
     def test(self) -> bool:
-        """Always True."""
         return True
 
 

@@ -55,7 +55,7 @@ Parcel = tuple[int, Buffer]
 """A rank, and the buffer that goes to it or comes from it: 1-D, contiguous, not empty."""
 
 
-class Transfer(Request):
+class PeerMessages(Request):
     """Sends and receives of single ranks, all posted at once.
 
     Messages from one rank to another arrive in the order of sending, so both ranks must list the
@@ -72,6 +72,5 @@ class Transfer(Request):
         ]
 
     def test(self) -> bool:
-        """Poll what is left; True once all sends and receives are complete."""
         self._requests = [request for request in self._requests if not request.test()]
         return not self._requests

@@ -17,13 +17,11 @@ class AloneCollectives:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The name of this host."""
         return (socket.gethostname(),)
 
     def start_reduce_scatter(
         self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
     ) -> Request:
-        """The sum over one rank is there already."""
         return Completed()
 
     def start_all_gather(
@@ -33,32 +31,25 @@ class AloneCollectives:
         *,
         wire_dtype: WireDtype | None = None,
     ) -> Request:
-        """The only shard is the whole."""
         return Completed()
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
-        """The sum over one rank is there already."""
         return Completed()
 
     def start_broadcast(self, buffer: Buffer, root: int) -> Request:
-        """The root is the only rank."""
         return Completed()
 
     def start_duplicate(self) -> tuple[AloneCollectives, Request]:
-        """Another world of one."""
         return AloneCollectives(), Completed()
 
     def free(self) -> None:
         """Nothing to give back."""
 
     def start_message(self, data: bytes, destination: int) -> Request:
-        """There is no other rank."""
         return Completed()
 
     def receive_message(self) -> tuple[int, bytes] | None:
-        """There is no other rank."""
         return None
 
     def abort(self, code: int) -> None:
-        """End the process."""
         os._exit(code)

@@ -71,7 +71,6 @@ class MpiRequest(Request):
         self._held = held
 
     def test(self) -> bool:
-        """Poll MPI once; True when complete."""
         if self._request is None:
             return True
         if not self._request.Test():
@@ -91,31 +90,25 @@ class MpiCollectives(AlgorithmCollectives):
         self._comm = comm
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
-        """Reduce ``buffer`` over the ranks, in place."""
         request = self._comm.Iallreduce(MPI.IN_PLACE, _spec(buffer), _OPS[op])
         return MpiRequest(request, buffer)
 
     def start_broadcast(self, buffer: Buffer, root: int) -> Request:
-        """Copy ``buffer`` of ``root`` to every rank."""
         return MpiRequest(self._comm.Ibcast(_spec(buffer, moved=True), root), buffer)
 
     def start_duplicate(self) -> tuple[MpiCollectives, Request]:
-        """A duplicated communicator, usable once the request is complete."""
         comm, request = self._comm.Idup()
         twin = MpiCollectives(comm, rank=self.rank, hosts=self.hosts, scheduler=self.scheduler)
         return twin, MpiRequest(request, comm)
 
     def free(self) -> None:
-        """Give a duplicated communicator back; nothing may be under way on it."""
         self._comm.Free()
 
     def start_message(self, data: bytes, destination: int) -> Request:
-        """Send a short message to one rank, outside of all collectives."""
         request = self._comm.Isend([data, len(data), MPI.BYTE], destination, _MESSAGE_TAG)
         return MpiRequest(request, data)
 
     def receive_message(self) -> tuple[int, bytes] | None:
-        """The next such message that has arrived, with its sender."""
         if MPI.Is_finalized():  # by the program, while the progress thread still polls
             return None
         status = MPI.Status()
@@ -142,15 +135,12 @@ class MpiCollectives(AlgorithmCollectives):
         os._exit(code)  # MPICH returns in the second of two ranks that abort at once
 
     def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
-        """Send ``buffer`` to one rank."""
         return MpiRequest(self._comm.Isend(_spec(buffer, moved=True), destination, tag), buffer)
 
     def start_receive(self, buffer: Buffer, source: int, tag: int) -> Request:
-        """Receive into ``buffer`` from one rank."""
         return MpiRequest(self._comm.Irecv(_spec(buffer, moved=True), source, tag), buffer)
 
     def check_addable(self, buffer: Buffer) -> None:
-        """Raise ConfigError unless MPI can add elements of the dtype of ``buffer``."""
         dtype = _name(buffer)
         if dtype not in _ARITHMETIC:
             raise ConfigError(
@@ -160,7 +150,6 @@ class MpiCollectives(AlgorithmCollectives):
             )
 
     def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer, cuts: Cuts) -> Request:
-        """This rank's shard of the sum, into ``total``."""
         count = cuts.largest
         request = self._comm.Ireduce_scatter_block(
             _spec(buffer, count), _spec(total, count), MPI.SUM
@@ -168,7 +157,6 @@ class MpiCollectives(AlgorithmCollectives):
         return MpiRequest(request, buffer, total)
 
     def start_all_to_all(self, sent: Buffer, arrived: Buffer, cuts: Cuts) -> Request:
-        """Send each rank its shard of ``sent``; the shards from all ranks fill ``arrived``."""
         count = cuts.largest
         request = self._comm.Ialltoall(
             _spec(sent, count, moved=True), _spec(arrived, count, moved=True)
@@ -176,7 +164,6 @@ class MpiCollectives(AlgorithmCollectives):
         return MpiRequest(request, sent, arrived)
 
     def start_library_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
-        """Every rank's shard of ``buffer``, in place."""
         spec = _spec(buffer, cuts.largest, moved=True)
         return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
 

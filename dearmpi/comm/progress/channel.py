@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.comm.api.requests import Chain
-from dearmpi.comm.messages.exchange import gather_texts
+from dearmpi.comm.messages.collective_calls import gather_texts
 from dearmpi.comm.progress.lane import Lane, Observer, Operation, Work
 from dearmpi.comm.progress.progress import Progress
 

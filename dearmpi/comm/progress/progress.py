@@ -16,12 +16,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from dearmpi.comm.api.collectives import Movement
-from dearmpi.comm.progress.backoff import Backoff, yield_to_computation
 from dearmpi.comm.progress.lane import Lane, Operation
-from dearmpi.comm.progress.refusal import check_process, deadlock_of
+from dearmpi.comm.progress.sleeping import (
+    Backoff,
+    Bell,
+    check_process,
+    deadlock_of,
+    yield_to_computation,
+)
 from dearmpi.comm.watchdog.absence import Absence
-from dearmpi.comm.watchdog.bell import Bell
-from dearmpi.comm.watchdog.waits import Wait
+from dearmpi.comm.watchdog.waits import WatchedWait
 from dearmpi.comm.watchdog.watchdog import Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError
@@ -76,7 +80,6 @@ class Progress:
 
     @property
     def num_lanes(self) -> int:
-        """How many lanes are open."""
         return len(self._lanes)
 
     def open_lane(self, name: str, window: int) -> Lane:
@@ -127,7 +130,7 @@ class Progress:
         if self.is_driver():
             raise deadlock_of(self._origin, what)
         watchdog, began_s = self._watchdog, time.perf_counter()
-        watched: Wait | None = None
+        watched: WatchedWait | None = None
         try:
             if watchdog is not None:
                 watched = watchdog.begin_wait(what)
@@ -150,7 +153,7 @@ class Progress:
                 watchdog.end_wait(watched)
 
     def drain(self) -> None:
-        """Wait until no lane has work, and completed work has submitted no more.
+        """WatchedWait until no lane has work, and completed work has submitted no more.
 
         Raises as ``wait_until``; a StallError names the operations that are left.
         """

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 
 from dearmpi.comm.api import safe_output
-from dearmpi.comm.api.stack import stack_of
-from dearmpi.comm.watchdog.bell import Bell
+from dearmpi.comm.api.call import stack_of
 
 _LOOKS = 4  # in the time after which an absence is reported
 _MOST_BETWEEN_S = 5.0
@@ -42,17 +41,16 @@ class Absence:
         self._driven_at, self._under_way = driven_at, under_way
         self._main = threading.get_ident()
         self._seen_at = self._reported_at = float("-inf")  # driven_at() at the last look and report
-        self._end = Bell()
-        self._is_over = False
+        self._end, self._is_over = threading.Event(), False
 
     def start(self) -> None:
         """Check from now on, in a thread that ends with ``close`` or the process."""
         threading.Thread(target=self._run, name="dearmpi-absence", daemon=True).start()
 
     def close(self) -> None:
-        """Stop checking."""
-        self._is_over = True
-        self._end.ring()
+        if not self._is_over:  # a signal handler that interrupts set() must not wait for its lock
+            self._is_over = True
+            self._end.set()
 
     def look(self) -> None:
         """Print the report if one is due."""

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dearmpi.comm.api.call import cure_for
-from dearmpi.comm.api.stack import signal_handled
+from dearmpi.comm.api.call import cure_for, signal_handled
 from dearmpi.comm.messages.ranks import name_ranks
 
 _GIVING_UP = (  # the status of sys.exit is not known here
@@ -99,7 +98,7 @@ def explain_hopeless(own: Status, other: Status) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Wait:
+class WatchedWait:
     """A thread's wait for other ranks, and their answers. Times are those of ``time.monotonic``.
 
     thread: the thread that waits. what: what it waits for. in_exchange: inside a collective call on

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dearmpi.comm.api import safe_output
-from dearmpi.comm.api.stack import stack_of
+from dearmpi.comm.api.call import stack_of
 from dearmpi.comm.messages.mail import Mail, Messenger
 from dearmpi.comm.watchdog.absence import CURE
-from dearmpi.comm.watchdog.waits import StallReport, Status, Wait, explain_hopeless
+from dearmpi.comm.watchdog.waits import StallReport, Status, WatchedWait, explain_hopeless
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
@@ -77,7 +77,9 @@ class Watchdog:
         self._backprops = self._steps = self._exchanges = 0
         self._in_iteration = False
         self._in_exchange = self._left = False  # in_exchange: the main thread
-        self._waits: list[Wait] = []  # of all threads; the innermost of one thread comes last
+        self._waits: list[
+            WatchedWait
+        ] = []  # of all threads; the innermost of one thread comes last
         self._num_requests = 0
         self.tended_at = 0.0  # when messages were last looked for
         # Ranks often begin to wait together, and the requests of one spare the others theirs.
@@ -87,7 +89,6 @@ class Watchdog:
 
     @property
     def has_others(self) -> bool:
-        """Whether there is any other rank."""
         return self._size > 1
 
     def begin_backprop(self) -> None:
@@ -116,12 +117,12 @@ class Watchdog:
         """The program has ended: this rank joins no further operation."""
         self._left = True
 
-    def begin_wait(self, what: str) -> Wait:
+    def begin_wait(self, what: str) -> WatchedWait:
         """The calling thread begins to wait for ``what``, perhaps inside another wait."""
         now, thread = time.monotonic(), threading.get_ident()
         in_exchange = self._in_exchange and thread == self._main
         outer = self._innermost(thread)
-        wait = Wait(
+        wait = WatchedWait(
             thread=thread,
             what=what,
             in_exchange=in_exchange,
@@ -135,7 +136,7 @@ class Watchdog:
         self._waits.append(wait)
         return wait
 
-    def end_wait(self, wait: Wait | None = None) -> None:
+    def end_wait(self, wait: WatchedWait | None = None) -> None:
         """``wait`` is over; by default the innermost of the calling thread."""
         wait = wait or self._innermost(threading.get_ident())
         if wait is None:
@@ -144,7 +145,7 @@ class Watchdog:
         if wait.in_exchange:
             self._in_exchange = True
 
-    def _innermost(self, thread: int) -> Wait | None:
+    def _innermost(self, thread: int) -> WatchedWait | None:
         """The innermost wait of ``thread``; None if it does not wait."""
         waits = tuple(self._waits)
         return next((wait for wait in reversed(waits) if wait.thread == thread), None)
@@ -190,18 +191,18 @@ class Watchdog:
         if due:
             self._request_statuses(now, due)
 
-    def _is_due(self, wait: Wait, now: float, tended_at: float) -> bool:
+    def _is_due(self, wait: WatchedWait, now: float, tended_at: float) -> bool:
         """Whether requests for ``wait`` are due."""
         if now - max(wait.since, tended_at) > _SUSPENDED_S:
             return False  # this process was suspended; check_wait() first measures for how long
         began_s = max(wait.since + self._turn_s, wait.requested_at or 0.0)
         return not self._is_deferred(wait) and now > began_s + self.limits.warning_s
 
-    def _is_deferred(self, wait: Wait) -> bool:
+    def _is_deferred(self, wait: WatchedWait) -> bool:
         """Whether another rank polls for this wait, and so reports it."""
         return self._is_recent(wait.deferred_at + self._turn_s)
 
-    def _report(self, wait: Wait) -> str:
+    def _report(self, wait: WatchedWait) -> str:
         """What every rank is doing, with the stacks of all that answered."""
         now = time.monotonic()
         silence = "does not answer (stopped, or its host is)"
@@ -224,7 +225,7 @@ class Watchdog:
         title = f"waited {now - wait.since:.0f} s for {wait.subject}; status of the ranks:"
         return "\n".join([title, *report.lines()])
 
-    def _explain(self, wait: Wait) -> str:
+    def _explain(self, wait: WatchedWait) -> str:
         """The report, or the rank that has it: one of hundreds that give up prints all."""
         if not self._is_deferred(wait):
             return self._report(wait)
@@ -238,7 +239,7 @@ class Watchdog:
         return self._status_of(self._innermost(self._main), self._main, stack)
 
     def _status_of(
-        self, wait: Wait | None, thread: int, stack: tuple[str, ...] | None = None
+        self, wait: WatchedWait | None, thread: int, stack: tuple[str, ...] | None = None
     ) -> Status:
         """The status of ``thread``, whose wait is ``wait``."""
         left = self._left
@@ -267,7 +268,7 @@ class Watchdog:
             "run out, raise ulimit -n"
         )
 
-    def _request_statuses(self, now: float, waits: Iterable[Wait]) -> None:
+    def _request_statuses(self, now: float, waits: Iterable[WatchedWait]) -> None:
         for wait in waits:
             wait.requested_at = now
         self._num_requests += 1
@@ -294,13 +295,13 @@ class Watchdog:
         for wait in waits:
             wait.record(sender, status, request=message["to"], now=now)
 
-    def _is_answered(self, wait: Wait) -> bool:
+    def _is_answered(self, wait: WatchedWait) -> bool:
         if wait.requested_at is None or self._is_deferred(wait):
             return False
         complete = len(wait.answers) == self._size - 1
         return complete or time.monotonic() - wait.requested_at > _ANSWER_S
 
-    def _is_patient(self, wait: Wait) -> bool:
+    def _is_patient(self, wait: WatchedWait) -> bool:
         """Whether a rank whose program has ended goes on waiting for ranks that still work.
 
         It does while they answer it, or the rank that polls in its place. Once that rank stops
@@ -315,7 +316,7 @@ class Watchdog:
         """Whether something that ranks do every ``warning_s``, last at ``at``, still goes on."""
         return time.monotonic() - at <= self.limits.warning_s + 2 * _ANSWER_S
 
-    def _raise_if_hopeless(self, wait: Wait) -> None:
+    def _raise_if_hopeless(self, wait: WatchedWait) -> None:
         own = self._status_of(wait, wait.thread)
         trains = wait.thread == self._main  # else the main thread may yet do what others wait for
         are_gone = trains and self._have_all_left(wait)
@@ -328,7 +329,7 @@ class Watchdog:
                     code="ranks-out-of-step",
                 )
 
-    def _have_all_left(self, wait: Wait) -> bool:
+    def _have_all_left(self, wait: WatchedWait) -> bool:
         """Whether all others left so long ago that no message of theirs is in flight."""
         now, left_at = time.monotonic(), list(wait.left_at.values())
         return len(left_at) == self._size - 1 and now - max(left_at) > self.limits.warning_s

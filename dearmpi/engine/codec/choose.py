@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.algorithms.selection import select_reduce_scatter
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, select_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime

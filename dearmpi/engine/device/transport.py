@@ -25,7 +25,7 @@ from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.tune.device_probe import (
     ALL_GATHER,
     OPERATIONS,
-    Verdict,
+    ProbeVerdict,
     known_verdicts,
     share_verdicts,
 )
@@ -47,7 +47,7 @@ class Transport:
 def choose_transport(
     asked: CudaBuffers,
     reduce_scatter: ReduceScatter | Literal["auto"],
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[ProbeVerdict],
     *,
     num_hosts: int = 1,
 ) -> Transport:

@@ -29,8 +29,8 @@ from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.plan.search.planner import plan_of
 from dearmpi.tune.calibrate import calibrate
 from dearmpi.tune.calibration import Crossed, wire_pace
+from dearmpi.tune.layer_timer import LayerTimer, slowest_profile
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
-from dearmpi.tune.profile import LayerTimer, slowest_profile
 
 NUM_WARMUP, NUM_PROFILED = 2, 3
 LEAST_STEPS = NUM_WARMUP + NUM_PROFILED + 1

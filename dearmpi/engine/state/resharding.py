@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
-from dearmpi.comm.api.requests import Transfer
-from dearmpi.comm.messages.exchange import gather_texts
+from dearmpi.comm.api.requests import PeerMessages
+from dearmpi.comm.messages.collective_calls import gather_texts
 from dearmpi.engine.device.comm_stream import CommStream
 from dearmpi.engine.state.sharded_state import (
     State,
@@ -211,7 +211,7 @@ class Resharding:
         sends, receives = self._sent.to_others(self._rank), parcels.to_others(self._rank)
         self._sent = SendBuffers([], {})
         if sends or receives:
-            yield Transfer(collectives, sends=sends, receives=receives)
+            yield PeerMessages(collectives, sends=sends, receives=receives)
         sends.clear()
         shares = self._open(parcels)
         for update in shards_of(updates):

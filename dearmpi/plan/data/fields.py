@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dearmpi.errors import ConfigError
+from dearmpi.version import __version__
 
 MOST_INTEGER = 2**53  # beyond, readers of JSON in other languages round
 
@@ -130,6 +132,33 @@ def read_fields(text: str, place: str, *, mark: str | None = None) -> Fields:
         if mark is not None and mark not in fields and key in fields:
             raise ConfigError(f"{place} is {kind}; give {_KINDS[mark]}", code="file-of-other-kind")
     return fields
+
+
+def check_format(data: Fields, place: str, *, current: int, cure: str, default: int | None) -> str:
+    """The version of dearmpi that wrote the file; ``unknown`` without one.
+
+    default: the format of a file that names none; None: it must name one. Raises ConfigError unless
+    the format is ``current``.
+    """
+    written, version = data.integer("format", default), data.text("version", "unknown")
+    if written != current:
+        raise ConfigError(
+            f"{place} has format {written}, written by dearmpi {version}; this is dearmpi "
+            f"{__version__}, which reads format {current}: {cure}",
+            code="other-format-version",
+        )
+    return version
+
+
+@contextmanager
+def errors_name(place: str) -> Iterator[None]:
+    """Inside, every ConfigError begins with ``place``, such as a file's path."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(error).startswith(place):
+            raise
+        raise ConfigError(f"{place}: {error}", code=error.code) from None
 
 
 def _kind(value: object) -> str:

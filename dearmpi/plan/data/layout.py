@@ -33,12 +33,10 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.numel * self.itemsize
 
     @property
@@ -56,7 +54,6 @@ class Placement:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.spec.numel
 
 
@@ -70,17 +67,14 @@ class Bucket:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.cuts.num_ranks
 
     @property
     def numel(self) -> int:
-        """Elements that belong to parameters."""
         return self.placements[-1].stop
 
     @property
     def largest_shard(self) -> int:
-        """Elements of the largest shard."""
         return self.cuts.largest
 
     @property
@@ -100,12 +94,10 @@ class Bucket:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return self.placements[0].spec.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat buffer, padding included."""
         return self.padded_numel * self.itemsize
 
     @property

@@ -9,14 +9,14 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from dearmpi.config import Gather, check_choice
 from dearmpi.errors import ConfigError
-from dearmpi.plan.data.fields import Fields, read_fields, read_text
+from dearmpi.plan.data.fields import Fields, check_format, errors_name, read_fields, read_text
 from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout
 from dearmpi.plan.data.schedule import AllGather, Conduct, Launch, Schedule, Wait
 from dearmpi.version import __version__
@@ -37,12 +37,7 @@ class Prediction:
     @staticmethod
     def from_fields(data: Fields) -> Prediction:
         """As ``dataclasses.asdict`` gives it. Raises ConfigError for what is missing or wrong."""
-        return Prediction(
-            iteration_s=data.number("iteration_s"),
-            compute_s=data.number("compute_s"),
-            communication_s=data.number("communication_s"),
-            bound_s=data.number("bound_s"),
-        )
+        return Prediction(*(data.number(field.name) for field in fields(Prediction)))
 
     def over(self, micro_batches: int) -> Prediction:
         """The same with gradients accumulated over ``micro_batches``, where this is of one.
@@ -233,14 +228,9 @@ class Plan:
         Raises ConfigError for another format, and for what is missing, wrong or contradictory.
         """
         data = read_fields(text, place, mark="buckets")
-        version = data.text("version", "unknown")
-        if data.integer("format") != FORMAT:
-            raise ConfigError(
-                f"{place} has format {data.integer('format')}, written by dearmpi {version}; this "
-                f"is dearmpi {__version__}, which reads format {FORMAT}: make the plan anew",
-                code="other-format-version",
-            )
-        try:
+        cure = "make the plan anew"
+        version = check_format(data, place, current=FORMAT, cure=cure, default=None)
+        with errors_name(place):
             return Plan(
                 parameters=data.texts("parameters"),
                 buckets=tuple(_parse_bucket(data, names) for names in data.items("buckets")),
@@ -255,11 +245,6 @@ class Plan:
                 idle=_indices(data, "idle", data.items("idle", [])),
                 gather=_parse_gather(data),
             )
-        except ConfigError as error:
-            text = str(error)
-            raise ConfigError(
-                text if text.startswith(place) else f"{place}: {text}", code=error.code
-            ) from None
 
     def _check_names(self, by_name: dict[str, ParamSpec]) -> None:
         unknown = [name for name in self.parameters if name not in by_name]

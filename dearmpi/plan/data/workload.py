@@ -119,12 +119,10 @@ class Workload:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters."""
         return sum(spec.numel for spec in self.params())
 
     @property
     def num_tensors(self) -> int:
-        """Number of parameters."""
         return sum(1 for _ in self.params())
 
     def shares(self) -> list[float]:

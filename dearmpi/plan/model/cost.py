@@ -3,21 +3,20 @@
 A collective of n bytes that is alone on the wire takes ``alpha + beta * n``. For the share
 ``wire_share * beta * n / (alpha + beta * n)`` of that time it has something on the wire; in the
 rest it waits for messages to start, for the slowest rank, for a sum. That rest is what a second
-operation in flight fills (``plan/simulate/wire.py``): two alike take about as long as either alone,
+operation in flight fills (``plan/simulate/flow.py``): two alike take about as long as either alone,
 or as long as the wire needs for the bytes of both, whichever is more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from dearmpi.config import CommDtype, ReduceScatter
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import ParamSpec
-from dearmpi.plan.model.algorithm_costs import ALGORITHM_COSTS
 
 Sample = tuple[float, float]
 """Bytes, and the seconds that they took."""
@@ -39,6 +38,30 @@ _NUM_REWEIGHTINGS = 30
 _TYPICAL_MAIN_THREAD_S = 1e-3
 _TYPICAL_UPDATE_S = 1e-3
 _HUBER = 1.345  # standard deviations beyond which a sample counts less (Huber, 1964)
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmCost:
+    """Cost of a reduce-scatter, and of the all-gather that belongs to it, by the number of ranks.
+
+    num_rounds: messages that follow each other; each adds a start-up to the time.
+    sent_share: the part of the buffer that each rank sends.
+    """
+
+    num_rounds: Callable[[int], int]
+    sent_share: Callable[[int], float]
+
+
+# P - 1 rounds, in each of which every rank sends one shard (Patarasuk and Yuan, 2009). A ring does
+# so, and so do MPICH's own algorithms for large buffers and an exchange of shards.
+_PAIRWISE = AlgorithmCost(lambda size: size - 1, lambda size: (size - 1) / size)
+
+# Each entry stands beside the one of the same name in comm/algorithms/registry.py.
+ALGORITHM_COSTS: dict[ReduceScatter, AlgorithmCost] = {
+    "native": _PAIRWISE,
+    "ring": _PAIRWISE,
+    "exchange": _PAIRWISE,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from dearmpi.errors import ConfigError
-from dearmpi.plan.data.fields import Fields, read_fields, read_text
+from dearmpi.plan.data.fields import check_format, errors_name, read_fields, read_text
 from dearmpi.plan.data.workload import LayerSpec, Workload, layer_fields, parse_workload
 from dearmpi.plan.model.cost import MOST_S
 from dearmpi.version import __version__
@@ -68,12 +68,10 @@ class ModelProfile:
 
     @property
     def feed_forward_s(self) -> float:
-        """Seconds of the whole feed-forward."""
         return math.fsum(times.feed_forward_s for times in self.times)
 
     @property
     def backprop_s(self) -> float:
-        """Seconds of the whole backprop."""
         return math.fsum(times.backprop_s for times in self.times)
 
     def backprop_stops_s(self) -> list[float]:
@@ -132,33 +130,20 @@ def parse_profile(text: str, place: str) -> ModelProfile:
     negative, too long or not a number.
     """
     data = read_fields(text, place, mark="layers")
-    form, version = data.integer("format", FORMAT), data.text("version", "unknown")
-    if form != FORMAT:
-        raise ConfigError(
-            f"{place} has format {form}, written by dearmpi {version}; this is dearmpi "
-            f"{__version__}, which reads format {FORMAT}: profile the model anew",
-            code="other-format-version",
+    cure = "profile the model anew"
+    version = check_format(data, place, current=FORMAT, cure=cure, default=FORMAT)
+    with errors_name(place):
+        workload, times = parse_workload(data), []
+        for layer, fields in zip(workload.layers, data.each("layers"), strict=True):
+            fields.place = f"{place}: layer {layer.name}"
+            times.append(LayerTimes(fields.number("feed_forward_s"), fields.number("backprop_s")))
+        return ModelProfile(
+            workload,
+            tuple(times),
+            device=data.text("device", "cpu"),
+            world_size=data.integer("world_size", 1, least=1),
+            version=version,
         )
-    try:
-        return _build(data, place, version)
-    except ConfigError as error:
-        raise (
-            error if place in str(error) else ConfigError(f"{place}: {error}", code=error.code)
-        ) from None
-
-
-def _build(data: Fields, place: str, version: str) -> ModelProfile:
-    workload, times = parse_workload(data), []
-    for layer, fields in zip(workload.layers, data.each("layers"), strict=True):
-        fields.place = f"{place}: layer {layer.name}"
-        times.append(LayerTimes(fields.number("feed_forward_s"), fields.number("backprop_s")))
-    return ModelProfile(
-        workload,
-        tuple(times),
-        device=data.text("device", "cpu"),
-        world_size=data.integer("world_size", 1, least=1),
-        version=version,
-    )
 
 
 def read_profile(path: str | Path) -> ModelProfile:

@@ -1,4 +1,4 @@
 """What other systems would do with the same model and network: DDP, Horovod, MG-WFBP,
-ByteScheduler, and the paper's table. Begin with `comparison`. May import all other rooms of the
+ByteScheduler, and the paper's table. Begin with `side_by_side`. May import all other rooms of the
 plan.
 """

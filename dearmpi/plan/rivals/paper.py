@@ -16,13 +16,13 @@ from dearmpi.plan.data.workload import Workload, read_workload
 from dearmpi.plan.model.cost import Costs
 from dearmpi.plan.model.network import Network
 from dearmpi.plan.model.profile import ModelProfile, profile_workload
-from dearmpi.plan.rivals.comparison import Comparison, MethodRow, compare
 from dearmpi.plan.rivals.methods import (
     SimulatedMethod,
     SimulationSetup,
     bytescheduler,
     parse_method,
 )
+from dearmpi.plan.rivals.side_by_side import Comparison, MethodRow, compare
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
 WORLD_SIZE = 64

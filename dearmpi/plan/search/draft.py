@@ -30,12 +30,10 @@ class Draft:
 
     @property
     def schedule(self) -> Schedule:
-        """In which order it travels."""
         return self.conduct.schedule
 
     @property
     def window(self) -> int:
-        """Most operations of a kind in flight."""
         return self.conduct.window
 
     @property
@@ -65,7 +63,6 @@ class Drafts:
         return self._judge(cuts, buckets, _overlapped(buckets, gathers), window, patience)
 
     def tied(self, cuts: BucketStarts, gathers: Sequence[AllGather], *, window: int) -> Draft:
-        """Gathers as given."""
         buckets = self._problem.buckets(cuts)
         return self._judge(cuts, buckets, _overlapped(buckets, gathers), window)
 

@@ -20,15 +20,14 @@ from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.schedule import Conduct, Schedule
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.plan.simulate.flow import Flow, Load, Passage
-from dearmpi.plan.simulate.wire import MOST_ROUNDS, Transfer
+from dearmpi.plan.simulate.flow import MOST_ROUNDS, Flow, Load, Passage, WireDemand
 
 Lane = Literal["compute", "reduce-scatter", "update", "all-gather"]
 LANES: tuple[Lane, ...] = ("compute", "reduce-scatter", "update", "all-gather")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SimulatedSpan:
     """What a lane does from ``start_s`` to ``stop_s``.
 
     name: ``B fc`` or ``F fc`` for a layer, ``RS3``, ``U3`` or ``AG3`` for a bucket, ``H3`` for
@@ -52,7 +51,7 @@ class Timeline:
     num_events: steps of the simulation.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedSpan, ...]
     iteration_s: float
     backprop_s: float
     feed_forward_s: float
@@ -64,7 +63,6 @@ class Timeline:
 
     @property
     def compute_s(self) -> float:
-        """Computation alone."""
         return self.backprop_s + self.feed_forward_s
 
     @property
@@ -85,7 +83,7 @@ class Timeline:
         """What no schedule of these buckets can beat."""
         return max(self.compute_s, self.communication_s)
 
-    def lane(self, lane: Lane) -> list[Span]:
+    def lane(self, lane: Lane) -> list[SimulatedSpan]:
         """The spans of one lane, by their start."""
         return sorted(
             (span for span in self.spans if span.lane == lane), key=lambda span: span.start_s
@@ -175,14 +173,14 @@ def make_load(numel: int, itemsize: int, costs: Costs, *, ready_s: float, gather
     )
 
 
-def transfer(link: LinkModel, nbytes: float, num_rounds: int) -> Transfer:
+def transfer(link: LinkModel, nbytes: float, num_rounds: int) -> WireDemand:
     """A collective of ``nbytes`` in ``num_rounds``; one that takes no time needs no rounds."""
     alone_s = link.alone_s(nbytes)
     simulated = min(max(num_rounds, 1), MOST_ROUNDS) if alone_s else 1
-    return Transfer(alone_s, link.wire_s(nbytes), simulated)
+    return WireDemand(alone_s, link.wire_s(nbytes), simulated)
 
 
-def least_s(transfers: Sequence[Transfer], window: int) -> float:
+def least_s(transfers: Sequence[WireDemand], window: int) -> float:
     """Seconds that ``transfers`` take at least with ``window`` of them in flight.
 
     The wire has to carry all of them, and each occupies a place in the window while it is out.
@@ -203,7 +201,7 @@ class _Backprop:
     ready_s: by bucket. stop_s: when all is over.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedSpan, ...]
     ready_s: tuple[float, ...]
     stop_s: float
 
@@ -217,37 +215,37 @@ def _run_backprop(profile: ModelProfile, layout: BucketLayout, costs: Costs) -> 
     spans, ready_s, now = [], [0.0] * len(layout), 0.0
     for place in reversed(range(len(layers))):
         start, now = now, now + profile.times[place].backprop_s
-        spans.append(Span("compute", f"B {layers[place].name}", start, now))
+        spans.append(SimulatedSpan("compute", f"B {layers[place].name}", start, now))
         for index in reversed(completed[place]):
             start, now = now, now + costs.main_thread_s
             ready_s[index] = now
             if now > start:
-                spans.append(Span("compute", f"H{index}", start, now))
+                spans.append(SimulatedSpan("compute", f"H{index}", start, now))
     return _Backprop(tuple(spans), tuple(ready_s), now)
 
 
 def _run_feed_forward(
     profile: ModelProfile, layout: BucketLayout, passages: Sequence[Passage], *, start_s: float
-) -> tuple[list[Span], float]:
+) -> tuple[list[SimulatedSpan], float]:
     """Each layer as soon as its buckets are current, and when the last is over."""
     buckets = layout.bucket_of()
     spans, now = [], start_s
     for layer, times in profile.layers():
         start = max([now, *(passages[buckets[name].index].current_s for name in layer.used)])
         now = start + times.feed_forward_s
-        spans.append(Span("compute", f"F {layer.name}", start, now))
+        spans.append(SimulatedSpan("compute", f"F {layer.name}", start, now))
     return spans, now
 
 
-def _bucket_spans(loads: Sequence[Load | None], passages: Sequence[Passage]) -> list[Span]:
+def _bucket_spans(loads: Sequence[Load | None], passages: Sequence[Passage]) -> list[SimulatedSpan]:
     return [
         span
         for index, (load, passage) in enumerate(zip(loads, passages, strict=True))
         if load is not None
         for span in (
-            Span("reduce-scatter", f"RS{index}", *passage.reduce),
-            Span("update", f"U{index}", *passage.update),
-            Span("all-gather", f"AG{index}", *passage.gather),
+            SimulatedSpan("reduce-scatter", f"RS{index}", *passage.reduce),
+            SimulatedSpan("update", f"U{index}", *passage.update),
+            SimulatedSpan("all-gather", f"AG{index}", *passage.gather),
         )
     ]
 

@@ -34,7 +34,6 @@ class BucketTime:
 
     @property
     def hidden_s(self) -> float:
-        """What computation covered."""
         return max(0.0, self.network_s - self.exposed_s)
 
 
@@ -54,7 +53,6 @@ class Exposure:
 
     @property
     def waited_s(self) -> float:
-        """All waiting."""
         return sum(bucket.exposed_s for bucket in self.buckets) + self.idle_s
 
 

@@ -16,7 +16,7 @@ _STEADY_SHARE = 0.75  # of a run; in less of it a rank may be late because other
 
 
 @dataclass(frozen=True, slots=True)
-class RankTimes:
+class RankFigures:
     """What one rank took, in seconds per step; host is empty where not known.
 
     wait_s: its main thread waited for communication. data_s: it loaded data.
@@ -35,7 +35,6 @@ class RankTimes:
 
     @property
     def label(self) -> str:
-        """The rank and its host."""
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
 
@@ -56,7 +55,7 @@ class Figures:
     step_s: float
     communication_s: float
     exposed_s: float
-    ranks: tuple[RankTimes, ...]
+    ranks: tuple[RankFigures, ...]
     first_s: float
     schedule: str
     traced: bool
@@ -66,8 +65,7 @@ class Figures:
     planned: bool = False
 
     @property
-    def slowest(self) -> RankTimes:
-        """The rank that computes longest."""
+    def slowest(self) -> RankFigures:
         return max(self.ranks, key=lambda times: times.compute_s)
 
     @property
@@ -89,7 +87,7 @@ class Figures:
         return named[0].upper() + named[1:]
 
     @property
-    def least_waiting(self) -> RankTimes:
+    def least_waiting(self) -> RankFigures:
         """The rank that waits least: the others wait for that rank as well as for the network."""
         return min(self.ranks, key=lambda times: times.wait_s)
 
@@ -109,8 +107,7 @@ class Figures:
         return self.slowest_loader.data_s
 
     @property
-    def slowest_loader(self) -> RankTimes:
-        """The rank that loads data longest."""
+    def slowest_loader(self) -> RankFigures:
         return max(self.ranks, key=lambda times: times.data_s)
 
     @property
@@ -163,18 +160,18 @@ def measure(
     )
 
 
-def _metric_ranks(history: History, hosts: tuple[str, ...]) -> tuple[RankTimes, ...]:
+def _metric_ranks(history: History, hosts: tuple[str, ...]) -> tuple[RankFigures, ...]:
     times = history.typical_ranks()
     step_s = history.typical(lambda row: row.step_s)
     if not times and step_s is not None:
         times = ((step_s, history.typical(lambda row: row.exposed_s) or 0.0, 0.0),)
     names = dict(enumerate(hosts))
     return tuple(
-        RankTimes(rank, names.get(rank, ""), *seconds) for rank, seconds in enumerate(times)
+        RankFigures(rank, names.get(rank, ""), *seconds) for rank, seconds in enumerate(times)
     )
 
 
-def _traced_ranks(recording: Recording) -> dict[int, RankTimes]:
+def _traced_ranks(recording: Recording) -> dict[int, RankFigures]:
     """Medians over the recorded iterations of each rank."""
     found = {}
     for rank, spans in recording.spans.items():
@@ -187,7 +184,7 @@ def _traced_ranks(recording: Recording) -> dict[int, RankTimes]:
                 clipped = windows[place].clip(span)
                 if span.track in sums and clipped is not None:
                     sums[span.track][place] += clipped[1] - clipped[0]
-        found[rank] = RankTimes(
+        found[rank] = RankFigures(
             rank,
             recording.hosts.get(rank, ""),
             median(window.length_s for window in windows),
@@ -203,12 +200,12 @@ def exposure_of(recording: Recording, rank: int) -> Exposure | None:
     return measure_exposure(recording.spans[rank], windows) if windows else None
 
 
-def _first_bucket(recording: Recording, ranks: tuple[RankTimes, ...]) -> float:
+def _first_bucket(recording: Recording, ranks: tuple[RankFigures, ...]) -> float:
     exposure = exposure_of(recording, least_waiting_of(recording, ranks))
     return 0.0 if exposure is None else exposure.first_s
 
 
-def least_waiting_of(recording: Recording, ranks: Sequence[RankTimes]) -> int:
+def least_waiting_of(recording: Recording, ranks: Sequence[RankFigures]) -> int:
     """The rank that waits least, of those that recorded an iteration if there are any."""
     recorded = [one for one in ranks if one.rank in recording.spans and recording.windows(one.rank)]
     return min(recorded or ranks, key=lambda times: times.wait_s).rank

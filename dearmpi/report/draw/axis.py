@@ -14,16 +14,24 @@ _MOST_DECIMALS, _MOST_ZEROS = 6, 7  # of ticks that are written without a power 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Maps ``low`` .. ``high`` to the pixels ``start`` .. ``stop`` (either may be the greater)."""
+    """Maps ``low`` .. ``high`` to the pixels ``start`` .. ``stop`` (either may be the greater).
+
+    logarithmic: equal ratios are equally far apart; values are above 0.
+    """
 
     low: float
     high: float
     start: float
     stop: float
+    logarithmic: bool = False
 
     def place(self, value: float) -> float:
-        """Where ``value`` stands."""
-        share = (value - self.low) / (self.high - self.low)
+        if self.high == self.low:
+            return self.start
+        if self.logarithmic:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.stop - self.start)
 
     def ticks(self, most: int) -> tuple[float, ...]:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.plan.rivals.comparison import Comparison, MethodRow
 from dearmpi.plan.rivals.paper import CLAIMS, Gain
+from dearmpi.plan.rivals.side_by_side import Comparison, MethodRow
+from dearmpi.report.draw.axis import Axis
 from dearmpi.report.draw.shape import DASHES, Label, Line, Picture, Shape
-from dearmpi.report.draw.text import count_text
+from dearmpi.report.draw.units import count_text
 
 _WIDTH, _LEFT, _RIGHT = 760.0, 64.0, 150.0
 _TOP, _PANEL, _BETWEEN = 34.0, 270.0, 74.0
@@ -40,22 +41,6 @@ class Panel:
     curves: tuple[Curve, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """A logarithmic axis from ``low`` at pixel ``start`` to ``high`` at ``stop``."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-
-    def __call__(self, value: float) -> float:
-        if self.high == self.low:
-            return self.start
-        share = math.log(value / self.low) / math.log(self.high / self.low)
-        return self.start + share * (self.stop - self.start)
-
-
 def draw_panels(name: str, title: str, panels: Sequence[Panel], *, y_axis: str) -> Picture:
     """Panels with the same curves in the same colours; the legend stands beside the first."""
     shapes: list[Shape] = [Label(16, _TOP - 12, y_axis, colour="faint")]
@@ -71,21 +56,21 @@ def _draw_panel(panel: Panel, top: float) -> list[Shape]:
     bottom, right = top + _PANEL, _WIDTH - _RIGHT
     xs = [x for curve in panel.curves for x, _ in curve.points]
     ys = [y for curve in panel.curves for _, y in curve.points]
-    across = _Scale(min(xs), max(xs), _LEFT, right)
+    across = Axis(min(xs), max(xs), _LEFT, right, logarithmic=True)
     marks = _marks(min(ys), max(ys))
-    upwards = _Scale(marks[0], marks[-1], bottom, top)
+    upwards = Axis(marks[0], marks[-1], bottom, top, logarithmic=True)
     shapes: list[Shape] = []
     for mark in marks:
-        y = upwards(mark)
+        y = upwards.place(mark)
         shapes.append(Line(((_LEFT, y), (right, y)), "grid", 1))
         shapes.append(Label(_LEFT - 8, y + 4, f"{mark:g}", "end"))
     for tick in panel.ticks:
-        x = across(tick)
+        x = across.place(tick)
         shapes.append(Line(((x, bottom), (x, bottom + 5)), "faint", 1))
         shapes.append(Label(x, bottom + 19, f"{tick:g}", "middle"))
     shapes.append(Label((_LEFT + right) / 2, bottom + 38, panel.axis, "middle", "faint"))
     for curve in panel.curves:
-        points = tuple((across(x), upwards(y)) for x, y in curve.points)
+        points = tuple((across.place(x), upwards.place(y)) for x, y in curve.points)
         shapes.append(Line(points, curve.colour, curve.width, curve.dashes))
     return shapes
 

@@ -22,7 +22,7 @@ from dearmpi.report.draw.shape import (
     on_bucket_colour,
     text_width,
 )
-from dearmpi.report.draw.text import count_text, time_text, time_unit
+from dearmpi.report.draw.units import count_text, time_text, time_unit
 from dearmpi.report.read.recording import Interval, Window, subtract, total, union
 
 _ROW, _BETWEEN, _HEAD, _TAIL = 22.0, 4.0, 20.0, 12.0

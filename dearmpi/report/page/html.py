@@ -10,7 +10,7 @@ from html import escape
 from dearmpi.report.analyse.figures import Figures
 from dearmpi.report.draw import svg
 from dearmpi.report.draw.shape import Picture
-from dearmpi.report.draw.text import digits, share_text, time_text
+from dearmpi.report.draw.units import digits, share_text, time_text
 from dearmpi.report.page.limit import UNMEASURED, Verdict
 from dearmpi.report.read.run_files import Run
 

@@ -7,7 +7,7 @@ from enum import Enum
 from statistics import median
 
 from dearmpi.report.analyse.figures import Figures
-from dearmpi.report.draw.text import share_text, time_text
+from dearmpi.report.draw.units import share_text, time_text
 from dearmpi.report.read.pace import WORTH
 
 UNMEASURED = "Nothing was measured: neither metrics nor traces tell of a step."

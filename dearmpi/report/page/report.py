@@ -9,9 +9,8 @@ from dearmpi.errors import ConfigError
 from dearmpi.report.analyse.figures import measure
 from dearmpi.report.draw import png
 from dearmpi.report.page.html import WIDE, Section, draw_page
-from dearmpi.report.page.iteration import overlap_sections
 from dearmpi.report.page.limit import Verdict, judge
-from dearmpi.report.page.steps import course_sections
+from dearmpi.report.page.sections import course_sections, overlap_sections
 from dearmpi.report.read.run_files import read_run
 
 _PICTURES = (

@@ -31,7 +31,6 @@ class Stragglers:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Which ranks they are."""
         return tuple(self.busy)
 
     @property

@@ -50,7 +50,6 @@ def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Inte
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """The sum of their lengths."""
     return sum(stop - start for start, stop in intervals)
 
 
@@ -120,7 +119,6 @@ class Window:
 
     @property
     def length_s(self) -> float:
-        """Seconds."""
         return self.stop_s - self.start_s
 
     def clip(self, span: Span) -> Interval | None:

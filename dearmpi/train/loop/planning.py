@@ -16,8 +16,7 @@ from dearmpi.plan.data.plan import Plan
 from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.run.run_folder import RunFolder
-from dearmpi.tune.bayes import BayesianSearch
-from dearmpi.tune.search import SearchSpace, SharedSearch, Trial
+from dearmpi.tune.search import BayesianSearch, SearchSpace, SharedSearch, Trial
 
 
 class PlanFile:

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from dearmpi.comm.algorithms.selection import select_reduce_scatter
+from dearmpi.comm.algorithms.registry import select_reduce_scatter
 from dearmpi.comm.api.collectives import Collectives, ReduceOp
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World

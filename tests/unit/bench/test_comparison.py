@@ -11,13 +11,12 @@ import pytest
 from torch import Tensor, nn
 
 from dearmpi.bench import comparison as contest
-from dearmpi.bench.comparison import hold_contest
-from dearmpi.bench.length import Length, least_warming
-from dearmpi.bench.method import Entrant, Method, Setup, backpropagate
+from dearmpi.bench.comparison import Length, compare_methods, least_warming
+from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.method_names import read_method
 from dearmpi.bench.own_methods import alone as train_alone
-from dearmpi.bench.result import Block, Iteration, LinkTimes, Result, Row
-from dearmpi.bench.workload_model import ReplaySubject
+from dearmpi.bench.result import Block, LinkTimes, MeasuredIteration, Result, Row
+from dearmpi.bench.workload_model import ReplayedModel
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.self_planning import LEAST_STEPS
 from dearmpi.plan.data.workload import read_workload
@@ -38,14 +37,14 @@ def test_every_method_is_as_warm_as_one_that_plans(
     """The first iterations of a block take longer, whatever is done in them."""
     backprops: dict[str, int] = {}
     methods = [_counted("plain", backprops), _counted("other", backprops, num_tuning=num_tuning)]
-    subject = ReplaySubject(
+    subject = ReplayedModel(
         PROFILE,
         batch_size=8,
         rank=0,
         world_size=1,
     )
     length = Length(num_warmup=NUM_WARMUP, num_batches=NUM_BATCHES, num_rounds=1)
-    result = hold_contest(alone, subject, methods, length=length, tell=lambda line: None)
+    result = compare_methods(alone, subject, methods, length=length, tell=lambda line: None)
     assert [len(row.iterations()) for row in result.rows] == [NUM_BATCHES, NUM_BATCHES]
     others = NUM_WARMUP + NUM_BATCHES
     assert (backprops["plain"] - others, backprops["other"] - others) == before
@@ -74,7 +73,7 @@ def test_short_iterations_are_repeated_until_connections_are_warm(
         units_per_sample=1,
         world_size=4,
         hosts=hosts,
-        alone=Row("alone", [Block((Iteration(0.0, compute_s, 0.0),), 0.0, None)]),
+        alone=Row("alone", [Block((MeasuredIteration(0.0, compute_s, 0.0),), 0.0, None)]),
         rows=[],
         link=[LinkTimes(0.0, sent_s)],
         num_buckets=1,
@@ -93,8 +92,8 @@ def test_every_method_between_hosts_is_as_warm_as_any_other(hosts: tuple[str, st
     def rank(world: World) -> tuple[int, int]:
         backprops: dict[str, int] = {}
         methods = [_counted(label, backprops) for label in ("plain", "other")]
-        subject = ReplaySubject(PROFILE, batch_size=8, rank=world.rank, world_size=world.size)
-        hold_contest(world, subject, methods, length=length, tell=lambda line: None)
+        subject = ReplayedModel(PROFILE, batch_size=8, rank=world.rank, world_size=world.size)
+        compare_methods(world, subject, methods, length=length, tell=lambda line: None)
         return backprops["plain"], backprops["other"]
 
     found = run_ranks(2, rank, hub=FakeHub(2, hosts=hosts))
@@ -111,25 +110,25 @@ def test_times_are_means_over_ranks_of_each_part(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=now, process_time=now))
 
-    def rank(world: World) -> tuple[list[Iteration], float]:
+    def rank(world: World) -> tuple[list[MeasuredIteration], float]:
         def spend(seconds: float) -> None:
             clock.now = now() + seconds * (1 + world.rank)
 
-        class Slow(ReplaySubject):
+        class Slow(ReplayedModel):
             def build(self) -> nn.Module:
-                model = ReplaySubject.build(self)
+                model = ReplayedModel.build(self)
                 model.register_forward_hook(lambda *_: spend(1.0))
                 return model
 
         subject = Slow(PROFILE, batch_size=8, rank=world.rank, world_size=world.size)
         length = Length(num_warmup=NUM_WARMUP, num_batches=NUM_BATCHES, num_rounds=1)
         methods = [_spending(spend, backprop_s=2.0, step_s=3.0)]
-        result = hold_contest(world, subject, methods, length=length, tell=lambda line: None)
+        result = compare_methods(world, subject, methods, length=length, tell=lambda line: None)
         (row,) = result.rows
         assert not row.error
         return row.iterations(), row.cpu_s
 
-    assert run_ranks(2, rank) == [([Iteration(1.5, 3.0, 4.5)] * NUM_BATCHES, 9.0)] * 2
+    assert run_ranks(2, rank) == [([MeasuredIteration(1.5, 3.0, 4.5)] * NUM_BATCHES, 9.0)] * 2
 
 
 def test_what_tunes_itself_is_known_before_it_enters() -> None:
@@ -144,7 +143,7 @@ def _counted(label: str, backprops: dict[str, int], *, num_tuning: int = 0) -> M
     def enter(setup: Setup) -> Entrant:
         def backward(loss: Tensor) -> None:
             backprops[label] += 1
-            backpropagate(loss)
+            loss.backward()
 
         return replace(
             train_alone(setup), backward=backward, is_tuning=lambda: backprops[label] < num_tuning
@@ -160,7 +159,7 @@ def _spending(spend: Callable[[float], None], *, backprop_s: float, step_s: floa
         plain = read_method("serial").enter(setup)
 
         def backward(loss: Tensor) -> None:
-            backpropagate(loss)
+            loss.backward()
             spend(backprop_s)
 
         def step() -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import SGD
 
 from dearmpi import DistributedOptimizer
-from dearmpi.bench.benchmark import Question
-from dearmpi.bench.length import Length
+from dearmpi.bench.benchmark import BenchmarkSettings
+from dearmpi.bench.comparison import Length
 from dearmpi.bench.method import Method, Setup, find_missing, read_options
 from dearmpi.bench.method_names import METHOD_NAMES, plug_in, read_method
 from dearmpi.bench.own_methods import alone, read_config
@@ -162,13 +162,13 @@ def test_blocks_leave_tied_layers_to_the_whole_model() -> None:
 )
 def test_a_question_that_contradicts_itself_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Question("resnet50", ["dear"], **settings)
+        BenchmarkSettings("resnet50", ["dear"], **settings)
 
 
 @pytest.mark.parametrize("methods", [[], ["alone"], ["dear", "ddp", "dear"]])
 def test_methods_must_be_some_and_different(methods: list[str]) -> None:
     with pytest.raises(ConfigError):
-        Question("resnet50", methods).read_methods()
+        BenchmarkSettings("resnet50", methods).read_methods()
 
 
 @pytest.mark.parametrize("counts", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

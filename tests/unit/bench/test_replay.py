@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dearmpi.bench.replay import Pace, ReplayModel
+from dearmpi.bench.replay import Pacer, ReplayModel
 from dearmpi.plan.data.workload import LayerSpec, Workload, float_layer, read_workload
 from dearmpi.plan.model.profile import profile_workload
 
@@ -31,8 +31,8 @@ class Clock:
         self.sleeps.append(seconds)
         self.now_s += seconds + self.late_s
 
-    def pace(self) -> Pace:
-        return Pace(clock=self.now, sleep=self.sleep)
+    def pace(self) -> Pacer:
+        return Pacer(clock=self.now, sleep=self.sleep)
 
 
 def replay(name: str, clock: Clock, *, feed_forward_s: float, backprop_s: float) -> nn.Module:

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dearmpi.bench.collectives import Overlap
+from dearmpi.bench.collective_times import Overlap
 from dearmpi.bench.output import describe_result, draw, result_json
-from dearmpi.bench.result import Block, Bounds, Iteration, LinkTimes, Result, Row, quartiles
+from dearmpi.bench.result import Block, Bounds, LinkTimes, MeasuredIteration, Result, Row, quartiles
 from dearmpi.config import CommDtype
 from dearmpi.report.draw.shape import MARGIN, text_width
-from dearmpi.report.draw.text import align
+from dearmpi.report.draw.units import align
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -31,12 +31,12 @@ def bounds(*, ff: float, bp: float, rs: float, ag: float) -> Bounds:
 
 
 def block(*totals: float, cpu_s: float = 0.25, peak_bytes: int | None = 7_000_000) -> Block:
-    iterations = tuple(Iteration(t / 4, t / 2, t / 4) for t in totals)
+    iterations = tuple(MeasuredIteration(t / 4, t / 2, t / 4) for t in totals)
     return Block(iterations, cpu_s, peak_bytes)
 
 
 def result() -> Result:
-    alone = Row("alone", [Block((Iteration(1.0, 2.0, 0.125),), 0.125, 5_000_000)])
+    alone = Row("alone", [Block((MeasuredIteration(1.0, 2.0, 0.125),), 0.125, 5_000_000)])
     good = Row("dear", [block(4.0, 4.5), block(5.0, 4.25, peak_bytes=9_000_000)])
     bad = Row("<peer>:f", [], "rank 1: OSError: no accelerator & no luck")
     return Result(
@@ -181,7 +181,7 @@ def short(scale: float) -> Result:
             replace(
                 one,
                 iterations=tuple(
-                    Iteration(*(scale * s for s in astuple(i))) for i in one.iterations
+                    MeasuredIteration(*(scale * s for s in astuple(i))) for i in one.iterations
                 ),
                 cpu_s=scale * one.cpu_s,
             )
@@ -223,7 +223,7 @@ def test_one_slow_iteration_flattens_no_bar() -> None:
 @pytest.mark.parametrize("compute_s", [1e-3, 100.0])
 def test_what_is_said_of_a_bound_stays_within_the_picture(compute_s: float) -> None:
     told = result()
-    told.alone.blocks = [Block((Iteration(compute_s, compute_s, 0.1),), 0.1, None)]
+    told.alone.blocks = [Block((MeasuredIteration(compute_s, compute_s, 0.1),), 0.1, None)]
     told.link = [LinkTimes(1e-3, 1e-3)]
     told.rows = told.rows[:1]
     root = ElementTree.fromstring(draw(told))

@@ -12,13 +12,12 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dearmpi.bench.comparison import hold_contest
-from dearmpi.bench.length import Length
+from dearmpi.bench.comparison import Length, compare_methods
 from dearmpi.bench.method import Setup
 from dearmpi.bench.method_names import read_method
 from dearmpi.bench.result import Result, Row
 from dearmpi.bench.third_party_methods import deepspeed_config, environment, find_on_all, horovod
-from dearmpi.bench.workload_model import ReplaySubject
+from dearmpi.bench.workload_model import ReplayedModel
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.workload import read_workload
@@ -124,7 +123,7 @@ def install(monkeypatch: pytest.MonkeyPatch, package: ModuleType) -> None:
 
 
 def contest(world: World, *names: str, num_rounds: int = 1) -> Result:
-    subject = ReplaySubject(
+    subject = ReplayedModel(
         profile_workload(read_workload("equal:0.01:2"), feed_forward_s=0.001, backprop_s=0.002),
         batch_size=8,
         rank=world.rank,
@@ -132,7 +131,7 @@ def contest(world: World, *names: str, num_rounds: int = 1) -> Result:
     )
     length = Length(num_warmup=1, num_batches=2, num_rounds=num_rounds)
     methods = [read_method(name) for name in names]
-    return hold_contest(world, subject, methods, length=length, tell=lambda line: None)
+    return compare_methods(world, subject, methods, length=length, tell=lambda line: None)
 
 
 def check_measured(row: Row, num_rounds: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dearmpi.bench.workload_model import ReplaySubject, task_subject
+from dearmpi.bench.workload_model import ReplayedModel, task_model
 from dearmpi.config import CommDtype
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.profile import profile_workload
@@ -18,15 +18,15 @@ from dearmpi.train.tasks.task import Task
 def test_each_rank_of_a_task_has_samples_of_its_own() -> None:
     samples = [torch.tensor([float(number)]) for number in range(24)]
     task = Task("numbers", nn.Linear(1, 1), samples, lambda model, batch: model(batch).mean())
-    subjects = [task_subject(task, batch_size=3, rank=rank, world_size=2) for rank in range(2)]
+    subjects = [task_model(task, batch_size=3, rank=rank, world_size=2) for rank in range(2)]
     seen = [set(torch.cat(subject.batches).flatten().tolist()) for subject in subjects]
     assert not seen[0] & seen[1]
     assert seen[0] | seen[1] == {float(number) for number in range(24)}
 
 
-def subject_of(rank: int, world_size: int) -> ReplaySubject:
+def subject_of(rank: int, world_size: int) -> ReplayedModel:
     profile = profile_workload(read_workload("equal:0.01:2"), feed_forward_s=0, backprop_s=0)
-    return ReplaySubject(profile, batch_size=1, rank=rank, world_size=world_size)
+    return ReplayedModel(profile, batch_size=1, rank=rank, world_size=world_size)
 
 
 def gradients(world_size: int) -> list[float]:
@@ -117,7 +117,7 @@ def test_parameters_that_were_gathered_in_half_precision_have_trained(
 
 def test_a_model_that_is_not_finite_has_not_trained() -> None:
     task = Task("one", nn.Linear(1, 1), [torch.ones(1)], lambda model, batch: model(batch).mean())
-    subject = task_subject(task, batch_size=1, rank=0, world_size=1)
+    subject = task_model(task, batch_size=1, rank=0, world_size=1)
     model = subject.build()
     assert subject.problem(model, 1) == ""
     nn.init.constant_(model.weight, math.nan)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from tests.codes import raises

@@ -22,7 +22,7 @@ from dearmpi.comm import lifecycle as module
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.lifecycle import connect
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode

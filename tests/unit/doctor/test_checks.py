@@ -8,17 +8,31 @@ from typing import Any
 
 import pytest
 
-from dearmpi.bench.collectives import Overlap
+from dearmpi.bench.collective_times import Overlap
 from dearmpi.comm.process.launch import Library
 from dearmpi.doctor import launcher as launch
 from dearmpi.doctor.facts import RankFacts, read_quota, relevant
 from dearmpi.doctor.finding import Finding, exit_code
-from dearmpi.doctor.hardware import abbreviate, is_crowded, judge_cores, judge_devices
-from dearmpi.doctor.network import Link, Network, judge_network, judge_overlap
-from dearmpi.doctor.software import judge_extras, judge_software, judge_workers
-from dearmpi.doctor.transport import algorithms_in_use, judge_tcp, judge_transport
+from dearmpi.doctor.host_network import (
+    Link,
+    MeasuredNetwork,
+    algorithms_in_use,
+    judge_network,
+    judge_overlap,
+    judge_tcp,
+    judge_transport,
+)
+from dearmpi.doctor.machine import (
+    abbreviate,
+    is_crowded,
+    judge_cores,
+    judge_devices,
+    judge_extras,
+    judge_software,
+    judge_workers,
+)
 from dearmpi.train.ranks.device import VisibleGpus
-from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.unit.doctor.ranks import rank
 
 MPICH = Library("MPICH", "5.0.2", "4.1.2", "mpich", "MPI_THREAD_MULTIPLE", "ch4:ofi")
@@ -220,7 +234,7 @@ def test_what_is_not_installed_is_named_with_what_brings_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     versions = {"Pillow": "13.0", "timm": "1.0"}
-    monkeypatch.setattr("dearmpi.doctor.software.installed_version", versions.get)
+    monkeypatch.setattr("dearmpi.doctor.machine.installed_version", versions.get)
     check(
         judge_extras(),
         "ok",
@@ -264,9 +278,9 @@ def test_settings_that_slow_messages_down_are_found(
     check(judge_transport(environment, infiniband, crowded=crowded), status, word)
 
 
-def network(*rates: float, between_hosts: bool = True) -> Network:
+def network(*rates: float, between_hosts: bool = True) -> MeasuredNetwork:
     links = [Link(f"n{i}", f"n{(i + 1) % len(rates)}", rate) for i, rate in enumerate(rates)]
-    return Network(between_hosts, 0.0002, tuple(links))
+    return MeasuredNetwork(between_hosts, 0.0002, tuple(links))
 
 
 def test_a_slow_link_is_named() -> None:
@@ -283,9 +297,9 @@ def test_little_overlap_is_a_warning() -> None:
     check(judge_overlap(4_000_000, Overlap(0.01, 0.01, 0.018)), "warn", "20%", "cores")
 
 
-def verdicts(*works: str, output: str = "") -> list[Verdict]:
+def verdicts(*works: str, output: str = "") -> list[ProbeVerdict]:
     return [
-        Verdict(name, works=name in works, output="" if name in works else output)
+        ProbeVerdict(name, works=name in works, output="" if name in works else output)
         for name in OPERATIONS
     ]
 

@@ -18,7 +18,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine.trace.layers import LayerSpans
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.errors import UsageError
-from dearmpi.tune.profile import LayerTimer
+from dearmpi.tune.layer_timer import LayerTimer
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill

@@ -13,7 +13,7 @@ from dearmpi.comm.api.collectives import Request
 from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter
 from dearmpi.engine.device.routes import SettledBuffer
-from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.fakes import FakeCollectives
 from tests.fakes.ranks import run_ranks
 from tests.lazy_device import LazyDevice, put_on
@@ -69,7 +69,9 @@ def test_auto_tries_the_way_that_a_devices_gradients_take(
 ) -> None:
     device, tried, start = LazyDevice(), set(), FakeCollectives.start_reduce_scatter
     put_on(monkeypatch, device)
-    verdicts = tuple(Verdict(operation, works=True) for operation in OPERATIONS) if direct else ()
+    verdicts = (
+        tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS) if direct else ()
+    )
     monkeypatch.setattr("dearmpi.engine.device.transport.known_verdicts", lambda: verdicts)
 
     def note(self: Any, buffer: Any, algorithm: Any, **options: Any) -> Request:

@@ -18,7 +18,7 @@ from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.update.host_shard import HostMemory, HostShard
 from dearmpi.errors import CommError, ConfigError
 from dearmpi.plan.data.layout import ParamSpec, build_layout
-from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.codes import raises
 from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
@@ -32,7 +32,7 @@ Saved = tuple[dict[str, Tensor], dict[str, Any]]
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     """All engines' own, with an MPI that takes its memory: only updates copy anything."""
-    works = tuple(Verdict(operation, works=True) for operation in OPERATIONS)
+    works = tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS)
     monkeypatch.setattr("dearmpi.engine.device.transport.known_verdicts", lambda: works)
     device = LazyDevice()
     put_on(monkeypatch, device)

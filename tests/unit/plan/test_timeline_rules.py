@@ -12,7 +12,7 @@ from dearmpi.plan.data.schedule import Conduct, Schedule, dear
 from dearmpi.plan.data.workload import float_layer, read_workload
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import profile_workload
-from dearmpi.plan.simulate.timeline import Lane, Span, Timeline, simulate
+from dearmpi.plan.simulate.timeline import Lane, SimulatedSpan, Timeline, simulate
 from tests.unit.plan.small import make_profile, own, per_tensor, run
 
 
@@ -25,10 +25,10 @@ class Case:
     timeline: Timeline
     wire_s: dict[str, float]
 
-    def transfers(self) -> list[Span]:
+    def transfers(self) -> list[SimulatedSpan]:
         return [*self.timeline.lane("reduce-scatter"), *self.timeline.lane("all-gather")]
 
-    def named(self, name: str) -> Span:
+    def named(self, name: str) -> SimulatedSpan:
         return next(span for span in self.timeline.spans if span.name == name)
 
 

@@ -14,12 +14,11 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.network import PRESETS
 from dearmpi.plan.model.profile import profile_workload
-from dearmpi.plan.rivals.comparison import compare
 from dearmpi.plan.rivals.methods import parse_method
+from dearmpi.plan.rivals.side_by_side import compare
 from dearmpi.report.draw import png, svg
 from dearmpi.report.draw.axis import Axis, Key, axis_over, draw_legend, tick_step, tick_text
-from dearmpi.report.draw.bars import Bar, draw_bars
-from dearmpi.report.draw.chart import Series, draw_chart
+from dearmpi.report.draw.charts import Bar, Series, draw_bars, draw_chart
 from dearmpi.report.draw.curves import draw_comparisons
 from dearmpi.report.draw.shape import (
     DARK,

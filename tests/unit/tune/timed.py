@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.tune.profile import LayerTimer
+from dearmpi.tune.layer_timer import LayerTimer
 from tests.fakes import FakeClock
 
 

@@ -17,7 +17,7 @@ from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Completed, Request
 from dearmpi.config import ADDED_BY_LIBRARY, ReduceScatter
 from dearmpi.cuts import Cuts
-from dearmpi.plan.model.algorithm_costs import ALGORITHM_COSTS
+from dearmpi.plan.model.cost import ALGORITHM_COSTS
 
 
 def test_every_name_has_an_algorithm_and_a_cost() -> None:

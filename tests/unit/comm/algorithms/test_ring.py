@@ -23,7 +23,7 @@ from dearmpi.comm.algorithms.ring import (
     ring_order,
 )
 from dearmpi.comm.api.collectives import Movement, Request
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.progress.lane import Lane, Work
 from dearmpi.cuts import even_cuts
 from tests.unit.comm.wires import End, Post, Wires, context, run, shard

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dearmpi.comm.algorithms.scratch import Scratch
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 
 LENGTHS = [3, 70, 71, 72, 100, 5, 99, 98, 1, 50, 100, 64]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dearmpi.comm.algorithms import selection
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.algorithms import registry as selection
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.world import World
 from tests.fakes.ranks import run_ranks
 

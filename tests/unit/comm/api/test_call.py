@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import MismatchError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Request
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.errors import CommError, ConfigError
 from tests.codes import raises
 from tests.fakes import FakeHub

@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from dearmpi.comm.api.collectives import Completed
-from dearmpi.comm.progress.backoff import yield_to_computation
 from dearmpi.comm.progress.lane import Work
 from dearmpi.comm.progress.progress import Progress
+from dearmpi.comm.progress.sleeping import yield_to_computation
 from tests.unit.comm.progress.works import holds, in_thread
 
 pytestmark = pytest.mark.skipif(

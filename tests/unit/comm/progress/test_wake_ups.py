@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 
 from dearmpi.comm.api.collectives import Completed, Movement, Request
-from dearmpi.comm.progress.backoff import Backoff
 from dearmpi.comm.progress.lane import Lane, Work
 from dearmpi.comm.progress.progress import Progress
+from dearmpi.comm.progress.sleeping import Backoff
 from tests.unit.comm.progress.works import LIMIT_S, holds, in_thread, limited
 
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.watchdog.absence import Absence
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.comm.world import World

@@ -11,7 +11,7 @@ import pytest
 
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import Collectives, Request
-from dearmpi.comm.messages.host import HostBuffer
+from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.watchdog.waits import Status
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World

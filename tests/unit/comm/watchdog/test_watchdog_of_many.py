@@ -30,7 +30,7 @@ class Ended:
         self._num_requests = 0
 
     def wait(self, seconds: float, *, asked: bool = False, answered: bool = False) -> None:
-        """Wait on, while rank 0 asks every 5 s if it does, and questions are answered."""
+        """WatchedWait on, while rank 0 asks every 5 s if it does, and questions are answered."""
         for half_second in range(round(2 * seconds)):
             self._clock.now_s += 0.5
             if asked and half_second % 10 == 0:

@@ -18,7 +18,7 @@ from dearmpi.engine.device.device import device_of, zeros
 from dearmpi.engine.device.routes import AloneDeviceCollectives
 from dearmpi.engine.device.transport import choose_transport
 from dearmpi.errors import ConfigError, DeviceError, MismatchError
-from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.codes import raises
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
@@ -212,10 +212,11 @@ def test_parameters_on_several_devices_are_refused() -> None:
         device_of(params[1:])
 
 
-WORKS = [Verdict(operation, works=True) for operation in OPERATIONS]
-ONLY_RING = [Verdict(v.operation, works=v.operation == "ring") for v in WORKS]
+WORKS = [ProbeVerdict(operation, works=True) for operation in OPERATIONS]
+ONLY_RING = [ProbeVerdict(v.operation, works=v.operation == "ring") for v in WORKS]
 NO_RING = [
-    Verdict(v.operation, works=v.operation != "ring", output="Segmentation fault") for v in WORKS
+    ProbeVerdict(v.operation, works=v.operation != "ring", output="Segmentation fault")
+    for v in WORKS
 ]
 
 
@@ -234,7 +235,7 @@ NO_RING = [
 def test_the_way_and_its_reason(
     asked: CudaBuffers,
     algorithm: ReduceScatter | Literal["auto"],
-    verdicts: list[Verdict],
+    verdicts: list[ProbeVerdict],
     chosen: str,
 ) -> None:
     assert str(choose_transport(asked, algorithm, verdicts)).startswith(chosen)
@@ -266,7 +267,7 @@ def test_an_mpi_that_works_within_a_host_is_relied_on_between_hosts_only_if_aske
 @pytest.mark.parametrize(
     ("verdicts", "said"), [([], "probe_devices"), (NO_RING, "Segmentation fault")]
 )
-def test_direct_is_refused_without_proof(verdicts: list[Verdict], said: str) -> None:
+def test_direct_is_refused_without_proof(verdicts: list[ProbeVerdict], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         choose_transport("direct", "ring", verdicts)
 

@@ -16,7 +16,7 @@ from dearmpi.engine.trace.clock import CommunicationClock, LaneTimer
 from dearmpi.engine.trace.span import Track
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.plan.data.layout import ParamSpec, build_layout
-from dearmpi.tune.device_probe import OPERATIONS, Verdict
+from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.fakes import FakeClock, FakeHub
 from tests.fakes.ranks import run_ranks
 from tests.fakes.request import FakeRequest
@@ -116,7 +116,9 @@ def test_what_waits_for_the_device_is_not_on_the_network_yet(
 ) -> None:
     device = LazyDevice()
     put_on(monkeypatch, device)
-    verdicts = tuple(Verdict(operation, works=True) for operation in OPERATIONS) if direct else ()
+    verdicts = (
+        tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS) if direct else ()
+    )
     monkeypatch.setattr("dearmpi.engine.device.transport.known_verdicts", lambda: verdicts)
     opened_s: list[float] = []
 

@@ -13,8 +13,8 @@ from dearmpi.plan.data.workload import LayerSpec, Workload, float_layer, read_wo
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.model.network import PRESETS, link_network
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile, profile_workload
-from dearmpi.plan.rivals.comparison import Comparison, compare
 from dearmpi.plan.rivals.methods import METHODS, parse_method
+from dearmpi.plan.rivals.side_by_side import Comparison, compare
 from tests.codes import raises
 from tests.unit.plan.small import equal
 

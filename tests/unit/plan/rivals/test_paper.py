@@ -11,7 +11,6 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.model.network import PRESETS, Network
-from dearmpi.plan.rivals.comparison import compare
 from dearmpi.plan.rivals.paper import (
     CLAIMS,
     MODELS,
@@ -21,6 +20,7 @@ from dearmpi.plan.rivals.paper import (
     paper_profile,
     unfused_methods,
 )
+from dearmpi.plan.rivals.side_by_side import compare
 from tests.codes import raises
 
 RATE = LinkModel(0.0, 1e-9)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dearmpi.plan.data.schedule import AllGather
 from dearmpi.plan.search.draft import interleave
 from dearmpi.plan.search.problem import Buckets
-from dearmpi.plan.simulate.flow import Load
-from dearmpi.plan.simulate.wire import Transfer
+from dearmpi.plan.simulate.flow import Load, WireDemand
 
-SECOND = Transfer(1.0, 1.0)
+SECOND = WireDemand(1.0, 1.0)
 
 
-def buckets(*ready_s: float, update_s: float = 0.0, gather: Transfer = SECOND) -> Buckets:
+def buckets(*ready_s: float, update_s: float = 0.0, gather: WireDemand = SECOND) -> Buckets:
     """One per layer, first layer first, each reduced in a second."""
     count = len(ready_s)
     loads = tuple(Load(ready, SECOND, update_s, gather) for ready in ready_s)

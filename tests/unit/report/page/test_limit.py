@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dearmpi.report.analyse.figures import Figures, RankTimes
+from dearmpi.report.analyse.figures import Figures, RankFigures
 from dearmpi.report.page.limit import Limit, judge
 from dearmpi.report.read.pace import WORTH
 
-EVEN = (RankTimes(0, "n0", 1.0, 0.05), RankTimes(1, "n1", 1.0, 0.06))
+EVEN = (RankFigures(0, "n0", 1.0, 0.05), RankFigures(1, "n1", 1.0, 0.06))
 FIGURES = Figures(
     step_s=1.0,
     communication_s=0.8,
@@ -22,8 +22,8 @@ FIGURES = Figures(
 )
 
 
-def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
-    return tuple(RankTimes(r, f"n{r}", 1.0, wait_s, data_s) for r, wait_s in enumerate(waits))
+def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankFigures, ...]:
+    return tuple(RankFigures(r, f"n{r}", 1.0, wait_s, data_s) for r, wait_s in enumerate(waits))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankTimes, ...]:
             ["data", "300 ms of 1.00 s", "30 %", "--workers", "decode less"],
         ),
         (
-            replace(FIGURES, ranks=(*_with_waits(0.4, 0.4), RankTimes(2, "n2", 1.0, 0.0, 0.4))),
+            replace(FIGURES, ranks=(*_with_waits(0.4, 0.4), RankFigures(2, "n2", 1.0, 0.0, 0.4))),
             Limit.DATA,
             ["400 ms of 1.00 s", "on rank 2 on n2, and 0 s on the others", "that host's way"],
         ),

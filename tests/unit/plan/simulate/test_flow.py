@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from dearmpi.plan.simulate.wire import Flight, Transfer, Wire
+from dearmpi.plan.simulate.flow import Flight, Wire, WireDemand
 
-LARGE = Transfer(alone_s=12.0, wire_s=9.0, num_rounds=3)  # messages of 3 s, a pause of 1 s
-SMALL = Transfer(alone_s=0.9, wire_s=0.3, num_rounds=3)  # of 0.1 s and 0.2 s
-BUSY = Transfer(alone_s=9.0, wire_s=9.0, num_rounds=3)  # never pauses
+LARGE = WireDemand(alone_s=12.0, wire_s=9.0, num_rounds=3)  # messages of 3 s, a pause of 1 s
+SMALL = WireDemand(alone_s=0.9, wire_s=0.3, num_rounds=3)  # of 0.1 s and 0.2 s
+BUSY = WireDemand(alone_s=9.0, wire_s=9.0, num_rounds=3)  # never pauses
 
 
-def send(*posts: tuple[float, Transfer], gathers: int | None = None) -> list[float]:
+def send(*posts: tuple[float, WireDemand], gathers: int | None = None) -> list[float]:
     """When each of what is posted at given times is complete; number ``gathers`` is a gather."""
     wire, waiting = Wire(), [*enumerate(posts)]
     arrivals: dict[int, float] = {}
@@ -48,7 +48,7 @@ def test_a_reduce_scatter_does_not_wait_for_the_message_of_a_gather() -> None:
 
 def test_what_costs_nothing_waits_for_nothing() -> None:
     """As a gather that stands for the second half of an all-reduce."""
-    free = Transfer(alone_s=0.0, wire_s=0.0, num_rounds=1)
+    free = WireDemand(alone_s=0.0, wire_s=0.0, num_rounds=1)
     assert send((0.0, BUSY), (1.0, free), gathers=1) == [pytest.approx(9.0), pytest.approx(1.0)]
 
 

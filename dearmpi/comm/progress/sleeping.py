@@ -1,12 +1,17 @@
-"""Backoff: how a polling thread leaves the cores to threads that compute."""
+"""Sleeping: how a polling thread leaves the cores to threads that compute, how a waiting thread is
+woken, and waits that could never end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 
+from dearmpi.comm.api.call import signal_handled
 from dearmpi.comm.api.collectives import Movement
+from dearmpi.errors import CommError
 
 # An idle poller yields a few times, then sleeps for a share of the time it has already waited, so
 # that the last sleep adds only this share to a wait.
@@ -69,3 +74,57 @@ class Backoff:
         waited_s = _SLEEP_SHARE * (now - self._begin_s)
         message_s = _SHARE_OF_MESSAGE * max(self._message_s, now - self._moved_s)
         return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, min(waited_s, message_s)))
+
+
+class Bell:
+    """A ring that comes before the wait ends it at once; several rings count as one.
+
+    Not a condition: a handler that interrupts the holder of its lock would wait for ever.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """Wake the thread that waits, or the next one that does."""
+        try:
+            self._lock.release()
+        except RuntimeError:  # it was rung before
+            return
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return after a ring, or after ``timeout_s``; None stands for ever."""
+        self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
+
+
+def deadlock_of(origin: str, what: str) -> CommError:
+    """The error of a thread that waits for ``what``, which only this thread can complete."""
+    if handled := signal_handled():
+        return CommError(
+            f"deadlock: on {origin} the handler of {handled} interrupted communication "
+            f"and waits for {what}, but with progress='poll' only the interrupted thread can "
+            "complete it. Let the handler set a flag, and read parameters after the step, or "
+            "use progress='thread'",
+            code="wait-in-signal-handler",
+        )
+    return CommError(
+        f"deadlock: on {origin} the progress thread waits for {what}, which only this "
+        "thread can complete. The optimizer's step runs there and must not read parameters "
+        "through the model: read those of its param groups. Nor may a finalizer (__del__), "
+        "which Python runs on any thread",
+        code="wait-on-progress-thread",
+    )
+
+
+def check_process(process: int, origin: str, what: str) -> None:
+    """Raise CommError in a fork of ``process``, where nothing completes ``what``."""
+    if os.getpid() != process:
+        raise CommError(
+            f"a process that was forked from {origin} waits for {what}, but a fork has "
+            "no communication. Call optimizer.synchronize() before the fork, and train in "
+            "processes that are started anew",
+            code="wait-in-fork",
+        )

@@ -1,4 +1,4 @@
-"""Network: how fast hosts exchange messages through MPI, and how much of it hides.
+"""MeasuredNetwork: how fast hosts exchange messages through MPI, and how much of it hides.
 
 The hosts form a ring, as in the reduce-scatters of training: each sends to the next while it
 receives from the one before, all at once. What a host receives tells of the link to it alone, so a
@@ -9,16 +9,21 @@ form the ring.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import stat
 import statistics
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from dearmpi.bench.collectives import Overlap, measure_overlap
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.algorithms.selection import run_all
+from dearmpi.bench.collective_times import Overlap, measure_overlap
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, run_all
 from dearmpi.comm.api.collectives import Collectives, PointToPoint, Request
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
@@ -47,7 +52,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class MeasuredNetwork:
     """The ring's links. latency_s: of a byte, through the thread that drives communication."""
 
     between_hosts: bool
@@ -71,13 +76,12 @@ class Exchange(Request):
         return self
 
     def test(self) -> bool:
-        """True once the message has come and the own one is gone."""
         if not self.received_at and self._receive.test():
             self.received_at = time.perf_counter()
         return bool(self._send.test() and self.received_at)
 
 
-def measure_network(world: World, channel: Channel) -> Network:
+def measure_network(world: World, channel: Channel) -> MeasuredNetwork:
     """Measure every link of the ring in about a second (collective; at least 2 ranks)."""
     hosts = list(dict.fromkeys(world.hosts))
     between_hosts = len(hosts) > 1
@@ -93,7 +97,7 @@ def measure_network(world: World, channel: Channel) -> Network:
     own = None if place is None else [place, 8 * nbytes / max(1e-9, statistics.median(seconds))]
     told = [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
     links = tuple(Link(hosts[at - 1], hosts[at], rate) for at, rate in (t for t in told if t))
-    return Network(between_hosts, latency_s, links)
+    return MeasuredNetwork(between_hosts, latency_s, links)
 
 
 def _measure_latency(world: World, channel: Channel, ends: tuple[int, int] | None) -> float:
@@ -119,7 +123,7 @@ def _exchange(nbytes: int, ends: tuple[int, int]) -> Exchange:
     return Exchange(nbytes, source=ends[0], destination=ends[1])
 
 
-def judge_network(network: Network) -> Finding:
+def judge_network(network: MeasuredNetwork) -> Finding:
     """Whether some link is much slower than another."""
     links = sorted(network.links, key=lambda link: link.bits_s)
     slowest, low, high = links[0], links[0].bits_s, links[-1].bits_s
@@ -141,7 +145,7 @@ def judge_network(network: Network) -> Finding:
     return ok("network", said)
 
 
-def measure_hiding(world: World, channel: Channel, network: Network) -> tuple[int, Overlap]:
+def measure_hiding(world: World, channel: Channel, network: MeasuredNetwork) -> tuple[int, Overlap]:
     """A ring reduce-scatter beside computation that needs no core (collective).
 
     Returns the bytes of its buffer, chosen so that it takes a few hundredths of a second, and its
@@ -174,3 +178,104 @@ def judge_overlap(nbytes: int, overlap: Overlap) -> Finding:
 def describe_rate(bits_s: float) -> str:
     """Bits per second as networks are sold."""
     return f"{bits_s / 1e9:.1f} Gbit/s" if bits_s >= 1e9 else f"{bits_s / 1e6:.0f} Mbit/s"
+
+
+_CHOICES = (
+    "MPIR_CVAR_CH4_NETMOD", "FI_PROVIDER", "FI_TCP_IFACE", "UCX_TLS", "UCX_NET_DEVICES",
+    "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_btl_tcp_if_include",
+)  # fmt: skip
+_NATIVE_TLS = ("rc", "ud", "dc", "ib", "all")  # of UCX, over InfiniBand
+
+
+def judge_transport(
+    environment: Mapping[str, str], infiniband: Sequence[str], *, crowded: bool
+) -> Finding:
+    """infiniband: the adapters of rank 0's host. crowded: some host has more ranks than cores."""
+    chosen = {name: environment[name] for name in _CHOICES if environment.get(name)}
+    said = " ".join(f"{name}={value}" for name, value in chosen.items())
+    if environment.get("MPIR_CVAR_ASYNC_PROGRESS", "0") not in ("", "0"):
+        return warn(
+            "transport",
+            "MPIR_CVAR_ASYNC_PROGRESS makes a thread spin in each rank, beside the one that "
+            "drives communication here",
+            cure="unset MPIR_CVAR_ASYNC_PROGRESS",
+        )
+    if infiniband and _avoids_infiniband(chosen):
+        return warn(
+            "transport",
+            f"{', '.join(infiniband)} is there, but {said} asks for TCP",
+            cure=f"unset {' '.join(chosen)}, so that the library takes the fastest there is",
+        )
+    if crowded and _spins(environment):
+        return warn(
+            "transport",
+            "there are more ranks than cores, and Open MPI's ranks spin while they wait",
+            cure="export OMPI_MCA_mpi_yield_when_idle=1",
+        )
+    return ok("transport", said or "the library's own choice (nothing is set)")
+
+
+def _avoids_infiniband(chosen: Mapping[str, str]) -> bool:
+    if chosen.get("FI_PROVIDER", "").startswith(("tcp", "sockets")):
+        return True
+    tls = chosen.get("UCX_TLS", "").split(",")
+    return "tcp" in tls and not any(name.startswith(_NATIVE_TLS) for name in tls)
+
+
+def _spins(environment: Mapping[str, str]) -> bool:
+    is_open_mpi = "OMPI_COMM_WORLD_SIZE" in environment
+    return is_open_mpi and environment.get("OMPI_MCA_mpi_yield_when_idle", "0") in ("", "0")
+
+
+_OWN_FILES = Path("/proc/self/fd")
+_PAUSING = "bbr"
+_NAME_BYTES = 16  # of an algorithm at most, as Linux has it
+
+
+def algorithms_in_use() -> tuple[str, ...]:
+    """The congestion control of this process's connections to other addresses, as Linux names it;
+    none where there are no such connections, or where that cannot be asked.
+    """
+    names = os.listdir(_OWN_FILES) if _OWN_FILES.is_dir() else []
+    return tuple(sorted({_algorithm(int(name)) for name in names} - {""}))
+
+
+def _algorithm(descriptor: int) -> str:
+    """Of one connection; empty for what is none."""
+    with suppress(OSError):  # not connected, or closed meanwhile
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and _leaves(one):
+                    told = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
+                    return told.rstrip(b"\0").decode("ascii", "replace")
+    return ""
+
+
+def _leaves(one: socket.socket) -> bool:
+    return bool(one.getpeername()[0] != one.getsockname()[0])
+
+
+def gather_algorithms(world: World) -> dict[str, str]:
+    """By host what its ranks' connections use, as far as they have any (collective)."""
+    texts = world.all_gather_text(" ".join(algorithms_in_use()))
+    found: dict[str, set[str]] = {}
+    for host, text in zip(world.hosts, texts, strict=True):
+        found.setdefault(host, set()).update(text.split())
+    return {host: " ".join(sorted(names)) for host, names in found.items() if names}
+
+
+def judge_tcp(algorithms: Mapping[str, str]) -> Finding | None:
+    """Whether connections pause by themselves; None where MPI has none over TCP."""
+    if not algorithms:
+        return None
+    pausing = [host for host, names in algorithms.items() if _PAUSING in names.split()]
+    if not pausing:
+        return ok("tcp", f"between hosts: {', '.join(sorted(set(algorithms.values())))}")
+    shown = ", ".join(pausing[:4]) + (f" and {len(pausing) - 4} more" if len(pausing) > 4 else "")
+    return warn(
+        "tcp",
+        f"{_PAUSING} on {shown}: every ten seconds or so a connection sends next to nothing for "
+        "0.2 s, and whatever waits for it waits as long",
+        cure="sysctl net.ipv4.tcp_congestion_control=cubic on these hosts, or for the network of "
+        "the job alone: ip route change NETWORK dev DEVICE congctl cubic",
+    )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.search.planner import make_plan
-from dearmpi.tune.profile import LayerTimer
+from dearmpi.tune.layer_timer import LayerTimer
 from tests.fakes import FakeClock
 from tests.unit.tune.timed import ClockStopwatch, chain, params_of, shown, spend, timer, train
 

@@ -41,7 +41,6 @@ class Comparison:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of computation alone."""
         return self.profile.feed_forward_s + self.profile.backprop_s
 
     @property

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.model.profile import ModelProfile, parse_profile
-from dearmpi.tune.profile import LayerTimer, slowest_profile
+from dearmpi.tune.layer_timer import LayerTimer, slowest_profile
 from tests.fakes import FakeClock
 from tests.fakes.ranks import run_ranks
 from tests.unit.tune.timed import Timed, chain, params_of, set_times, shown, spend, timer, train

@@ -14,7 +14,6 @@ class TimeUnit:
     per_second: float
 
     def of(self, seconds: float) -> float:
-        """``seconds`` in this unit."""
         return seconds * self.per_second
 
 

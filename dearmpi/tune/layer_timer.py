@@ -1,4 +1,4 @@
-"""Profile: how long each layer of a model computes, measured while it trains."""
+"""Layer timer: how long each layer of a model computes, measured while it trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.workload import Workload
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile, parse_profile
 from dearmpi.torch_internals import number_of_backprop
-from dearmpi.tune.layers import Leg, Pass, build_layers, find_homes, summarize
+from dearmpi.tune.layer_passes import Leg, Pass, build_layers, find_homes, summarize
 from dearmpi.tune.own_hook import OwnHook
 from dearmpi.tune.stopwatch import Mark, Stopwatch, no_wait, stopwatch_for
 
@@ -168,7 +168,6 @@ class LayerTimer:
             self._close(self._stopwatch.mark())
 
     def _enter(self, layer: str, *_: Any) -> None:
-        """A layer runs."""
         if self._counts():
             self._open = (layer, self._stopwatch.mark())
 

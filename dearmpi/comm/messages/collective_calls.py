@@ -1,4 +1,4 @@
-"""Exchange: what each collective call on the world sends, as steps of a ``Chain``.
+"""Collective calls: what each call on the world sends, as steps of a ``Chain``.
 
 All calls begin with ``meet``, whose message holds a digest of the call and its content. Ranks in
 different calls find out before they use any content. The message has the same size for every call,
@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from dearmpi.comm.api.call import Call, cure_for
 from dearmpi.comm.api.collectives import Collectives, ReduceOp, Request
-from dearmpi.comm.messages.encoding import decode, encode
-from dearmpi.comm.messages.host import HostBuffer
 from dearmpi.comm.messages.ranks import name_ranks
+from dearmpi.comm.messages.values import HostBuffer, decode, encode
 from dearmpi.errors import MismatchError
 
 Result_co = TypeVar("Result_co", covariant=True)

@@ -1,19 +1,19 @@
-"""Hardware: whether the cores of each host suffice, and what MPI does on device memory."""
+"""Machine: whether cores suffice, what MPI does on device memory, and whether software fits."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from dearmpi.config import EngineConfig
-from dearmpi.doctor.facts import RankFacts
-from dearmpi.doctor.finding import Finding, ok, warn
+from dearmpi.doctor.facts import MISSING, RankFacts, installed_version
+from dearmpi.doctor.finding import Finding, fail, ok, warn
 from dearmpi.engine.device.transport import choose_transport
-from dearmpi.report.draw.text import count_text
+from dearmpi.report.draw.units import count_text
 from dearmpi.train.ranks.threads import HostCores, RankCores, by_host
 from dearmpi.train.settings.sources import CONFIG_VARIABLE
-from dearmpi.tune.device_probe import Verdict
+from dearmpi.tune.device_probe import ProbeVerdict
 
 _OWN_THREADS = "DEAR_TRAIN_THREADS"  # which wins over a file's threads and OMP_NUM_THREADS
 
@@ -121,7 +121,7 @@ def _range(values: Sequence[int], noun: str) -> str:
     return count_text(low, noun) if low == high else f"{low} to {high} {noun}s"
 
 
-def judge_devices(ranks: Sequence[RankFacts], verdicts: Sequence[Verdict]) -> Finding:
+def judge_devices(ranks: Sequence[RankFacts], verdicts: Sequence[ProbeVerdict]) -> Finding:
     """verdicts: of rank 0's host; none where it has no device."""
     without = [rank for rank in ranks if not rank.devices]
     if len(without) == len(ranks):
@@ -152,7 +152,7 @@ def _explain_none(ranks: Sequence[RankFacts]) -> Finding:
     return ok("cuda", "no device; tensors are on the host")
 
 
-def _describe_verdicts(verdicts: Sequence[Verdict]) -> str:
+def _describe_verdicts(verdicts: Sequence[ProbeVerdict]) -> str:
     """Which operations work on device memory, and why others do not."""
     works = [verdict.operation for verdict in verdicts if verdict.works]
     broken = [verdict for verdict in verdicts if not verdict.works]
@@ -165,8 +165,84 @@ def _describe_verdicts(verdicts: Sequence[Verdict]) -> str:
     return said
 
 
-def _reason(broken: Sequence[Verdict]) -> str:
+def _reason(broken: Sequence[ProbeVerdict]) -> str:
     """The line of a failure's output that says most: the last that is not empty."""
     lines = [line.strip() for verdict in broken[:1] for line in verdict.output.splitlines()]
     said = [line for line in lines if line]
     return f" ({said[-1][:120]})" if said else ""
+
+
+# Distributions that only some tasks and options need, with the extra that brings each.
+EXTRAS = {
+    "scikit-learn": "digits",
+    "Pillow": "images",
+    "transformers": "transformers",
+    "torchvision": "torchvision",
+    "timm": "timm",
+    "tensorboard": "tensorboard",
+}
+_FORK_SAFE = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
+
+
+def judge_software(ranks: Sequence[RankFacts]) -> Finding:
+    """Whether every rank has what training needs, and in the same versions."""
+    first = ranks[0]
+    for rank in ranks:
+        # Of mpi4py another check tells more, and a rank alone can do without.
+        absent = [n for n, version in rank.versions.items() if version == MISSING and n != "mpi4py"]
+        if absent:
+            return fail(
+                "packages",
+                f"{', '.join(absent)} is missing on rank {rank.rank} ({rank.host})",
+                cure=f"pip install {' '.join(absent)}, there",
+            )
+    for other in ranks[1:]:
+        for name, version in first.versions.items():
+            if other.versions.get(name) != version:
+                return fail(
+                    "software",
+                    f"{name} is {version} on rank 0 ({first.host}), but "
+                    f"{other.versions.get(name)} on rank {other.rank} ({other.host})",
+                    cure="use one environment on every host, such as one on a shared file system",
+                )
+    return ok(
+        "software", ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    )
+
+
+def judge_extras() -> Finding:
+    """What is installed of the libraries that only some tasks need; none is not a fault."""
+    found = {name: installed_version(name) for name in EXTRAS}
+    present = [f"{name} {version}" for name, version in found.items() if version]
+    absent = [EXTRAS[name] for name, version in found.items() if not version]
+    said = ", ".join(present) or "none"
+    if absent:
+        said += (
+            f"\nnot installed, where a task needs one: pip install 'dearmpi[{','.join(absent)}]'"
+        )
+    return ok("extras", said)
+
+
+def judge_workers(
+    start_method: str, infiniband: Sequence[str], environment: Mapping[str, str]
+) -> Finding:
+    """Whether the processes of data loaders may be started after MPI.
+
+    start_method: multiprocessing's default. A fork copies memory that an InfiniBand adapter may
+    be reading; over TCP and shared memory it does no harm that is known.
+    """
+    if start_method != "fork":
+        return ok("workers", f"multiprocessing starts processes by {start_method}, which suits MPI")
+    if infiniband and not any(environment.get(name) for name in _FORK_SAFE):
+        return warn(
+            "workers",
+            f"multiprocessing forks by default, and {', '.join(infiniband)} may corrupt memory "
+            "that a fork shares",
+            cure="give data loaders multiprocessing_context='forkserver', or set "
+            f"{_FORK_SAFE[0]}=1 for all ranks",
+        )
+    return ok(
+        "workers",
+        "multiprocessing forks by default; give data loaders with workers "
+        "multiprocessing_context='forkserver'",
+    )

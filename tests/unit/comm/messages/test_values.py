@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dearmpi.comm.messages import encoding
+from dearmpi.comm.messages import values as encoding
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import ConfigError

@@ -13,15 +13,20 @@ from typing import get_args
 import torch
 
 from dearmpi.bench.link import measure_wire
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, Operation
+from dearmpi.comm.algorithms.registry import (
+    CollectiveAlgorithms,
+    Operation,
+    Start,
+    run_all,
+    slowest_median,
+)
 from dearmpi.comm.algorithms.scratch import carrier_of
-from dearmpi.comm.algorithms.selection import Start, run_all, slowest_median
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.engine.device.comm_stream import compute_on_one_core
 from dearmpi.errors import ConfigError
-from dearmpi.report.draw.text import align, count_text
+from dearmpi.report.draw.units import align, count_text
 from dearmpi.train.ranks.threads import choose_threads
 
 _BYTES_BACK_TO_BACK = 100e6
