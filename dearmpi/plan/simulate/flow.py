@@ -1,4 +1,4 @@
-"""Flow: when each bucket of one iteration is reduced, updated and gathered.
+"""Flow: when each bucket of one iteration is reduced, updated and gathered, on one wire.
 
 The engine's rules (``engine/iteration/pipeline.py``, ``comm/progress/progress.py``):
 
@@ -209,7 +209,17 @@ class Flight:
 
 
 class Wire:
-    """What is in flight: one message on the wire, others in line, and transfers in a pause."""
+    """What is in flight: one message on the wire, others in line, and transfers in a pause.
+
+    A collective goes in rounds: in each, a rank sends a message to its neighbour and waits for the
+    one that comes from the other side. Messages over one link arrive in order, so each stands in
+    line behind those of its kind that are on their way. A small reduce-scatter beside a large one
+    waits for the large one's message in every round, unless that pauses. (The engine hands over
+    2 MiB at most, so beside larger buckets it waits less than here.)
+
+    Reduce-scatters pass all-gathers, as in ``comm/algorithms/send_scheduler.py``: what is left of a
+    gather's message goes on after them.
+    """
 
     def __init__(self) -> None:
         self._line: deque[Flight] = deque()
