@@ -18,8 +18,7 @@ DearError
     └── WireRangeError   a number is beyond the format in which it was to travel
 
 ``exit_code`` is what ``dear-train`` ends with; docs/how-to/run.md lists them. ``code`` names
-the fault, such as ``params-moved``: two to five words in lower case, joined by hyphens. One code
-serves all places that report the same fault; docs/reference/errors.md has cause and cure of each.
+the fault, such as ``params-moved``; ``error_codes.py`` holds the cause and the cure of each.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ UNNAMED = "unnamed"  # the code of an error that was made without one
 class DearError(Exception):
     """Base of all errors raised by dearmpi; the message says what happened and what to do.
 
-    code: names the fault; messages may change between versions, codes do not.
+    code: one of ``error_codes.CODES``; messages may change between versions, codes do not.
     """
 
     exit_code = 1

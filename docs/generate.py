@@ -1,8 +1,5 @@
 """Write the reference pages that follow from the code: settings, errors, checkpoint fields.
 
-The cause and the cure of an error code are written by hand, in its row of errors.md; the rest of
-the page follows from the code. A new code gets a row with two empty cells to be filled in.
-
     python docs/generate.py            writes docs/reference/{settings,errors,manifest}.md
     python docs/generate.py --check    writes nothing; status 1 if a page is not current
 
@@ -23,14 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, the package of this repository counts
 
 from dearmpi import errors  # noqa: E402
+from dearmpi.error_codes import CODES  # noqa: E402
 from dearmpi.train.checkpoint.manifest import FORMAT, VERSION, Manifest  # noqa: E402
 from dearmpi.train.settings.choices import RunChoices  # noqa: E402
 from dearmpi.train.settings.setting import named  # noqa: E402
 
 REFERENCE = ROOT / "docs" / "reference"
-ERRORS = REFERENCE / "errors.md"
 NOTE = "<!-- Written by docs/generate.py; do not edit. -->\n"
-ERRORS_NOTE = "<!-- Written by docs/generate.py; edit causes and cures only. -->\n"
 
 
 def table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -85,12 +81,6 @@ def raised_classes() -> dict[str, set[str]]:
     return found
 
 
-def explained_codes() -> dict[str, tuple[str, str]]:
-    """By error code, its cause and its cure, as errors.md has them."""
-    row = r"^\| `([a-z0-9-]+)` \|[^|]*\| ?([^|]*?) ?\| ?([^|]*?) ?\|$"
-    return {code: (cause, cure) for code, cause, cure in re.findall(row, ERRORS.read_text(), re.M)}
-
-
 def errors_page() -> str:
     """The classes of errors with their exit codes, and every code with cause and cure."""
     classes = [
@@ -98,17 +88,18 @@ def errors_page() -> str:
         for name, kind in vars(errors).items()
         if inspect.isclass(kind) and issubclass(kind, errors.DearError)
     ]
-    raised, explained = raised_classes(), explained_codes()
+    raised = raised_classes()
     codes = [
         (
             f"`{code}`",
             ", ".join(f"`{name}`" for name in sorted(raised.get(code, ()))),
-            *explained.get(code, ("", "")),
+            about.cause,
+            about.cure,
         )
-        for code in sorted({*raised, *explained})
+        for code, about in sorted(CODES.items())
     ]
     return (
-        f"{ERRORS_NOTE}\n# Errors\n\n"
+        f"{NOTE}\n# Errors\n\n"
         "Every error of dearmpi is a `dearmpi.errors.DearError` with an attribute `code`. Messages "
         "may change between\nversions; codes do not. `dear-train` ends with the class's exit code "
         "([all exit codes](../how-to/run.md#how-a-run-ends)).\n\n"
@@ -139,7 +130,7 @@ def pages() -> dict[Path, str]:
     """The text of every generated page."""
     return {
         REFERENCE / "settings.md": settings_page(),
-        ERRORS: errors_page(),
+        REFERENCE / "errors.md": errors_page(),
         REFERENCE / "manifest.md": manifest_page(),
     }
 

@@ -27,6 +27,7 @@ _TORCH = frozenset({"torch_internals"})
 BELOW: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "version": frozenset(),
+    "error_codes": frozenset(),
     "config": frozenset({"errors"}),
     "guessed": frozenset({"errors"}),
     "cuts": frozenset(),
