@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dearmpi.comm.world import World
     from dearmpi.config import EngineConfig
     from dearmpi.engine.optimizer import DistributedOptimizer
-    from dearmpi.engine.scaler import GradScaler
+    from dearmpi.engine.scaling import GradScaler
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
     from dearmpi.tune.device_probe import probe_devices
@@ -42,7 +42,7 @@ __all__ = [
 _HOMES = {
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",
-    "GradScaler": "dearmpi.engine.scaler",
+    "GradScaler": "dearmpi.engine.scaling",
     "StallLimits": "dearmpi.comm.watchdog.watchdog",
     "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",
     "World": "dearmpi.comm.world",

@@ -91,13 +91,12 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "iteration": _ENGINE_BASE | {"agreement", "codec", "state", "sync", "trace", "update"},
         "setup": _ENGINE_BASE
         | {"agreement", "codec", "iteration", "probe", "state", "sync", "trace", "update"},
-        "clipping": frozenset({"iteration"}),
         "facade": frozenset({"refusal", "setup", "state"}),
         "optimizer": frozenset(
-            {"clipping", "device", "facade", "iteration", "refusal", "setup", "state"}
+            {"device", "facade", "iteration", "refusal", "scaling", "setup", "state"}
         )
         | {"sync", "trace"},
-        "scaler": frozenset({"iteration", "optimizer"}),
+        "scaling": frozenset({"facade", "iteration"}),
     },
     "train": {
         "settings": frozenset(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -15,24 +15,22 @@ from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, EngineSettings
 from dearmpi.engine import refusal
-from dearmpi.engine.clipping import clip, follow_clips, scale
 from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.iteration.compilation import untraced
+from dearmpi.engine.scaling import clip, follow_clips, scale
 from dearmpi.engine.setup.build import BuiltEngine
 from dearmpi.engine.setup.checks import check_arguments
 from dearmpi.engine.setup.live_engine import LiveEngine
 from dearmpi.engine.setup.plan_controller import PlanController
 from dearmpi.engine.setup.self_planning import Pause
 from dearmpi.engine.setup.settings import choose_plan, compare_plans, merge_settings
-from dearmpi.engine.state.gathered_state import GatheredState
 from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.engine.sync.model_buffers import BufferExchange
 from dearmpi.engine.sync.model_tensors import broadcast_parameters
-from dearmpi.engine.trace.clock import IterationTimes
 from dearmpi.engine.trace.layers import LayerRanges
-from dearmpi.engine.trace.spans import Spans
+from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.guessed import SETTINGS, answers_guesses
 from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.plan import Plan
@@ -95,7 +93,7 @@ class DistributedOptimizer(Facade):
             plan=None if start == "auto" else start,
             spans=self.spans,
         )
-        self._share(self._live.state(self._whole_state))
+        self._show()
         self._controller = PlanController(
             self._live,
             self._model,
@@ -168,7 +166,7 @@ class DistributedOptimizer(Facade):
         self._mark_stepped()
         self._after_step()
         if self._controller.stepped():
-            self._share(self._live.state(self._whole_state))
+            self._show()
         return loss
 
     @untraced
@@ -277,7 +275,7 @@ class DistributedOptimizer(Facade):
             self._controller.check_growth()
             self._live.grow(param_group)
             self._controller.lay_out_grown()
-            self._share(self._live.state(self._whole_state))
+            self._show()
             broadcast_parameters(self._model, self.world)
 
     @untraced
@@ -291,7 +289,7 @@ class DistributedOptimizer(Facade):
         self._live.check_changeable("follow()")
         with self._named_call("follow()"):
             self._controller.follow(plan)
-        self._share(self._live.state(self._whole_state))
+        self._show()
 
     @untraced
     def fuse(self, bucket_cap_mb: float) -> None:
@@ -303,7 +301,7 @@ class DistributedOptimizer(Facade):
         self._live.check_changeable("fuse()")
         with self._named_call("fuse()"):
             self._controller.fuse(bucket_cap_mb)
-        self._share(self._live.state(self._whole_state))
+        self._show()
 
     @untraced
     def close(self) -> None:
@@ -320,7 +318,13 @@ class DistributedOptimizer(Facade):
         with self._named_call("close()"):
             self._buffers.close()
             self._live.close()
-        self._share(self._live.state(self._whole_state))
+        self._show()
+
+    def _show(self) -> None:
+        self._share(self._state_by_param if self._live.holds_state else None)
+
+    def _state_by_param(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        return self._live.by_param(self._whole_state())
 
     def _named_call(self, method: str) -> AbstractContextManager[None]:
         """What the world does inside belongs to the script's call of ``method``."""
@@ -338,7 +342,7 @@ class DistributedOptimizer(Facade):
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         self._live.load_state_dict(state_dict)
-        self._share(self._live.state(self._whole_state))
+        self._show()
 
     def _shadow_step(self) -> None:
         with self._named_call("clip_grad_norm_()"):
@@ -348,6 +352,5 @@ class DistributedOptimizer(Facade):
 
     def _after_step(self) -> None:
         self._buffers.exchange(self._built.engine.joining)
-        if isinstance(self.state, GatheredState):
-            self.state.forget()
+        self._forget_gathered()
         self._live.check()

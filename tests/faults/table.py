@@ -70,21 +70,21 @@ FAULTS = (
     ),
     Fault(
         "a norm is the sum of the powers, without the root",
-        "engine/clipping.py",
+        "engine/scaling.py",
         "norm = norm ** (1.0 / norm_type)",
         "norm = norm * 1.0",
         (f"{ENGINE}/test_gradients.py::test_a_backprop_after_clipping_adds_to_what_is_clipped",),
     ),
     Fault(
         "a norm is the largest rank's, not that over all",
-        "engine/clipping.py",
+        "engine/scaling.py",
         'world.all_reduce([part, has_any], "sum")',
         'world.all_reduce([part, has_any], "max")',
         (f"{ENGINE}/test_gradients.py::test_a_backprop_after_clipping_adds_to_what_is_clipped",),
     ),
     Fault(
         "an overflow on one rank is one rank's own affair",
-        "engine/clipping.py",
+        "engine/scaling.py",
         'return world.all_reduce([float(is_finite)], "min")[0] > 0',
         "return is_finite",
         ("tests/mpi/test_semantics_precision.py",),
@@ -119,7 +119,7 @@ FAULTS = (
     ),
     Fault(
         "optimizer state that was gathered once is handed out for ever",
-        "engine/state/gathered_state.py",
+        "engine/facade.py",
         "        self._gathered = None\n        self._versions.clear()\n",
         "        self._versions.clear()\n",
         ("tests/mpi/test_semantics_options.py",),

@@ -9,8 +9,7 @@ from dearmpi.engine import refusal
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.grad_tracker import PENDING_STATES, GradState
 from dearmpi.engine.iteration.iteration import EngineState
-from dearmpi.engine.iteration.pipeline import Pipeline
-from dearmpi.engine.iteration.waiting import Waiting
+from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
 from dearmpi.engine.state.options import OptionReader
 from dearmpi.plan.data.schedule import Launch
 

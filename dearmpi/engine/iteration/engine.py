@@ -12,9 +12,8 @@ from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.placeholder import without_gradients
 from dearmpi.engine.iteration.backprop import Backprop
 from dearmpi.engine.iteration.iteration import EngineState
-from dearmpi.engine.iteration.pipeline import Pipeline
+from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
 from dearmpi.engine.iteration.reduced_gradients import ReducedGradients
-from dearmpi.engine.iteration.waiting import Waiting
 from dearmpi.engine.state.options import OptionReader
 from dearmpi.engine.update.update import Options
 

@@ -12,8 +12,7 @@ from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Edits, Loads
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.device.comm_stream import CommStream
-from dearmpi.engine.trace.clock import CommunicationClock
-from dearmpi.engine.trace.spans import Spans
+from dearmpi.engine.trace.spans import CommunicationClock, Spans
 from dearmpi.engine.update.update import Options
 from dearmpi.plan.data.schedule import AllGather, Conduct
 

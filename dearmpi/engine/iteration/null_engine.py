@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Loads
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.trace.clock import IterationTimes
 from dearmpi.engine.trace.span import Track
-from dearmpi.engine.trace.spans import Spans
+from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.errors import UsageError
 
 

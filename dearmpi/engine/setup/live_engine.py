@@ -6,7 +6,6 @@ nothing under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +22,13 @@ from dearmpi.engine.setup import optimizer_state
 from dearmpi.engine.setup.build import BuiltEngine, build_engine
 from dearmpi.engine.setup.checks import check_optimizer, check_parameters, check_unclaimed
 from dearmpi.engine.setup.spec import EngineSpec, lay_out, make_spec, optimized_parameters
-from dearmpi.engine.state.gathered_state import GatheredState
 from dearmpi.engine.state.options import describe_options
 from dearmpi.engine.state.resharding import Resharding
 from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.batch_norm import name_layers
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.sync.refused_models import refuse_lazy
-from dearmpi.engine.trace.clock import IterationTimes
-from dearmpi.engine.trace.spans import Spans
+from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.plan import Plan
@@ -209,11 +206,10 @@ class LiveEngine:
         """Wait until parameters and state show the last step."""
         self.built.engine.synchronize()
 
-    def state(self, gather: Callable[[], dict[str, Any]]) -> Any:
-        """The state by parameter, as ``optimizer.state`` shows it; ``gather``: its state dict."""
-        if not self.built.updates:
-            return self._optimizer.state
-        return GatheredState(lambda: self._by_param(gather()))
+    @property
+    def holds_state(self) -> bool:
+        """Whether the state lies in updates, and not in the wrapped optimizer."""
+        return bool(self.built.updates)
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
@@ -266,6 +262,7 @@ class LiveEngine:
         closed = NullEngine(self._optimizer, self._spans, closed_after=self.times)
         self.built = replace(self.built, engine=closed, hooks=None, checks=None, replicas=None)
 
-    def _by_param(self, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
+    def by_param(self, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
+        """The state of ``state_dict``, which is in plain torch form, by parameter."""
         params = optimizer_state.numbered_params(self._optimizer)
         return {params[index]: entries for index, entries in state_dict["state"].items()}

@@ -10,7 +10,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.engine.clipping import shard_norm
+from dearmpi.engine.scaling import shard_norm
 from tests.fakes.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.engine.trace.clock import IterationTimes
+from dearmpi.engine.trace.spans import IterationTimes
 from dearmpi.train.settings.settings import RunSettings
 from tests.unit.train.points import SGD, make_job, train
 
