@@ -25,7 +25,7 @@ from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.benchmark import BenchmarkSettings, make_workload_model
 from dearmpi.bench.workload_model import WorkloadModel
 from dearmpi.comm.world import World
-from dearmpi.engine.trace.layers import LayerSpans
+from dearmpi.engine.trace.layer_spans import LayerSpans
 from dearmpi.plan.data.workload import is_workload
 from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
 

@@ -47,7 +47,7 @@ BELOW: dict[str, frozenset[str]] = {
 }
 
 # What each room, or file beside the rooms, may import of its part, besides itself.
-_ENGINE_BASE = frozenset({"bucket", "device", "refusal"})
+_ENGINE_BASE = frozenset({"bucket", "device", "usage_errors"})
 _REPORT = frozenset({"read", "analyse", "draw"})
 _FILES = frozenset({"disk"})
 _TASKS = _FILES | {"tasks", "settings"}
@@ -78,10 +78,10 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "page": _REPORT,
     },
     "engine": {
-        "refusal": frozenset(),
+        "usage_errors": frozenset(),
         "device": frozenset(),
         "trace": frozenset(),
-        "bucket": frozenset({"device", "refusal"}),
+        "bucket": frozenset({"device", "usage_errors"}),
         "update": frozenset({"bucket", "device"}),
         "codec": frozenset({"bucket", "device", "update"}),
         "probe": frozenset({"update"}),
@@ -91,9 +91,9 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "iteration": _ENGINE_BASE | {"agreement", "codec", "state", "sync", "trace", "update"},
         "setup": _ENGINE_BASE
         | {"agreement", "codec", "iteration", "probe", "state", "sync", "trace", "update"},
-        "facade": frozenset({"refusal", "setup", "state"}),
+        "facade": frozenset({"usage_errors", "setup", "state"}),
         "optimizer": frozenset(
-            {"device", "facade", "iteration", "refusal", "scaling", "setup", "state"}
+            {"device", "facade", "iteration", "usage_errors", "scaling", "setup", "state"}
         )
         | {"sync", "trace"},
         "scaling": frozenset({"facade", "iteration"}),

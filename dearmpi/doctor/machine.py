@@ -9,7 +9,7 @@ from itertools import groupby
 from dearmpi.config import EngineConfig
 from dearmpi.doctor.facts import MISSING, RankFacts, installed_version
 from dearmpi.doctor.finding import Finding, fail, ok, warn
-from dearmpi.engine.device.transport import choose_transport
+from dearmpi.engine.device.route_choice import choose_transport
 from dearmpi.report.draw.units import count_text
 from dearmpi.train.ranks.threads import HostCores, RankCores, by_host
 from dearmpi.train.settings.sources import CONFIG_VARIABLE

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dearmpi.engine import refusal
+from dearmpi.engine import usage_errors
 from dearmpi.engine.setup.optimizer_state import MODES, has_mode
 from dearmpi.guessed import OPTIMIZER, answer_guess
 from dearmpi.torch_internals import STEPPED_MARK, version_of
@@ -47,17 +47,17 @@ class Facade(Optimizer):
             return super().__getattribute__(name)  # raises as if this method were not there
 
     def __reduce__(self) -> NoReturn:
-        raise refusal.copied()
+        raise usage_errors.copied()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_members" in vars(self):
             if name in _SHARED and value is not vars(self)[name]:
                 if name == "state" and show_same(vars(self)[name], value):
                     return
-                raise refusal.assigned(name)
+                raise usage_errors.assigned(name)
             # Where the wrapped one alone has such a thing, it is meant.
             if name in vars(self._optimizer) and name != STEPPED_MARK and not hasattr(self, name):
-                raise refusal.set_on_optimizer(name)
+                raise usage_errors.set_on_optimizer(name)
         super().__setattr__(name, value)
 
     def scale_gradients_(self, factor: float) -> bool:
@@ -89,13 +89,13 @@ class Facade(Optimizer):
         Called in each step: what is the same is compared in a microsecond.
         """
         if self.param_groups is not self._optimizer.param_groups:
-            raise refusal.divorced()
+            raise usage_errors.divorced()
         try:
             differ = [list(group["params"]) for group in self.param_groups] != self._members
         except RuntimeError:  # one tensor compared with another has no truth value
             differ = True
         if differ:
-            raise refusal.regrouped()
+            raise usage_errors.regrouped()
         if isinstance(self.state, GatheredState):
             self.state.check()
             self._check_attributes()
@@ -114,7 +114,7 @@ class Facade(Optimizer):
             if is_method or name == STEPPED_MARK:  # such as the step, which schedulers watch
                 continue
             if name not in now or name not in before or not _are_same(now[name], before[name]):
-                raise refusal.set_on_optimizer(name)
+                raise usage_errors.set_on_optimizer(name)
         self._attributes = dict(now)
 
 
@@ -146,7 +146,7 @@ class GatheredState(MutableMapping[Tensor, Entries]):
     def check(self) -> None:
         """Raise UsageError if a tensor that was handed out has been changed."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
-            raise refusal.state_changed()
+            raise usage_errors.state_changed()
 
     def forget(self) -> None:
         """The state has changed: gather it anew when it is read."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, EngineSettings
-from dearmpi.engine import refusal
+from dearmpi.engine import usage_errors
 from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.iteration.compilation import untraced
@@ -29,7 +29,7 @@ from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.engine.sync.model_buffers import BufferExchange
 from dearmpi.engine.sync.model_tensors import broadcast_parameters
-from dearmpi.engine.trace.layers import LayerRanges
+from dearmpi.engine.trace.layer_spans import LayerRanges
 from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.guessed import SETTINGS, answers_guesses
 from dearmpi.plan.data.layout import BucketLayout
@@ -193,7 +193,7 @@ class DistributedOptimizer(Facade):
         which count in the average, with their options, and clips as they do.
         """
         if self.world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in self._model.modules()):
-            raise refusal.joined_with_batch_norm()
+            raise usage_errors.joined_with_batch_norm()
         # It counts steps, of which ranks take unequal numbers here.
         self._controller.give_up_planning()
         with self._built.engine.join(self._shadow_step):

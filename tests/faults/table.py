@@ -98,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "a bucket that backprop does not fill holds up the others",
-        "engine/iteration/iteration.py",
+        "engine/iteration/engine_state.py",
         "past = list(self._agreements)[:-1]",
         "past = list(self._agreements)[:0]",
         (f"{ENGINE}/iteration/test_iteration.py",),

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.engine import refusal
+from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory
 from dearmpi.engine.bucket.grad_tracker import GradState, GradTracker, quiet_slots
 from dearmpi.engine.bucket.placeholder import GradPlaceholder
-from dearmpi.engine.device.device import Event
+from dearmpi.engine.device.accelerator import Event
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.torch_internals import copy_each
 
@@ -278,7 +278,7 @@ class BucketRuntime:
         for param, address, name in zip(self.params, self._addresses, self.spec.names, strict=True):
             if param.data_ptr() != address:
                 is_shared = param.device.type == "cpu" and param.is_shared()
-                raise refusal.shared(name) if is_shared else refusal.moved(name)
+                raise usage_errors.shared(name) if is_shared else usage_errors.moved(name)
 
     def _check_frozen(self) -> None:
         """Raise UsageError for a gradient that was kept of what is frozen by now: whether a bucket
@@ -288,7 +288,7 @@ class BucketRuntime:
             return
         for slot in self.tracker.frozen:
             if _is_same(self.params[slot].grad, kept.views[slot]):
-                raise refusal.frozen_with_gradient(self.spec.names[slot])
+                raise usage_errors.frozen_with_gradient(self.spec.names[slot])
 
     def _blank_frozen(self) -> None:
         """Zero what no backprop writes and MPI may have written: norms are of whole shards."""
@@ -315,9 +315,9 @@ class BucketRuntime:
     def _usable_gradient(self, slot: int) -> Tensor:
         grad = self.params[slot].grad
         if grad is None:
-            raise refusal.taken(self.spec.names[slot])
+            raise usage_errors.taken(self.spec.names[slot])
         if grad.layout is not torch.strided:
-            raise refusal.sparse(self.spec.names[slot])
+            raise usage_errors.sparse(self.spec.names[slot])
         return grad.detach() if grad.requires_grad else grad  # which create_graph=True makes it do
 
 

@@ -11,8 +11,8 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce
 from dearmpi.engine.codec.half import HalfGather, HalfReduce
+from dearmpi.engine.device.accelerator import zeros
 from dearmpi.engine.device.comm_stream import CommStream
-from dearmpi.engine.device.device import zeros
 from dearmpi.engine.update.master import is_half
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.world import World
-from dearmpi.engine.device.device import Device, Event, Stream, failures_of
+from dearmpi.engine.device.accelerator import Device, Event, Stream, failures_of
 from dearmpi.torch_internals import has_unusual_modes, without_modes
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.config import MIB
+from dearmpi.engine.device.accelerator import Device, Event, Stream
 from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.device.device import Device, Event, Stream
 from dearmpi.engine.device.device_collectives import (
     DeviceCollectives,
     Start,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dearmpi.engine import refusal
+from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.grad_tracker import PENDING_STATES, GradState
-from dearmpi.engine.iteration.iteration import EngineState
+from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
 from dearmpi.engine.state.options import OptionReader
 from dearmpi.plan.data.schedule import Launch
@@ -38,7 +38,7 @@ class Backprop:
         name = self.find_cleared()
         params = (param for bucket in self._buckets for param in bucket.params)
         if name and any(param.grad is not None for param in params):
-            raise refusal.cleared(name)
+            raise usage_errors.cleared(name)
         if name:
             self.discard_grads()
         else:
@@ -102,7 +102,7 @@ class Backprop:
     def wait_reduced(self) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients."""
         if self._eager:
-            raise refusal.looked_at_gradients()
+            raise usage_errors.looked_at_gradients()
         self.finish_backward()
         self._waiting.until(self._pipeline.is_settled, "the reduce-scatters")
         self._side.make_current_wait()
@@ -113,7 +113,7 @@ class Backprop:
             return
         self._state.joining.refuse("dropping gradients after a backward")
         if self._eager:
-            raise refusal.dropped()
+            raise usage_errors.dropped()
         self.wait_reduced()
         for index in self._state.iteration.active:
             self._buckets[index].release_gradients()
@@ -149,7 +149,7 @@ class Backprop:
 
     def _keep_gradient(self, bucket: BucketRuntime, slot: int) -> None:
         if not self._state.iteration.stepped:
-            raise refusal.unsynchronized_last()
+            raise usage_errors.unsynchronized_last()
         self._waiting.pre_forward((bucket,))
         bucket.keep_gradient(slot)
 
@@ -158,7 +158,7 @@ class Backprop:
         if self._state.iteration.stepped:
             self.begin_iteration()
         if slot not in bucket.tracker.expected:
-            raise refusal.unfrozen_late(bucket.spec.names[slot])
+            raise usage_errors.unfrozen_late(bucket.spec.names[slot])
         started = bucket.index in self._state.iteration.started
         is_ready = bucket.tracker.states[slot] is GradState.READY
         if started or (self._starts_early and is_ready):
@@ -168,7 +168,7 @@ class Backprop:
         """A further backprop before the step: its gradients add to what is reduced already."""
         self._state.joining.refuse("a second backprop before step()")
         if self._eager:
-            raise refusal.second_backprop()
+            raise usage_errors.second_backprop()
         self.wait_reduced()
         self._state.world.begin_backprop()
         for index in self._state.iteration.active:

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from dearmpi.engine import refusal
+from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.placeholder import without_gradients
 from dearmpi.engine.iteration.backprop import Backprop
-from dearmpi.engine.iteration.iteration import EngineState
+from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
 from dearmpi.engine.iteration.reduced_gradients import ReducedGradients
 from dearmpi.engine.state.options import OptionReader
@@ -50,7 +50,7 @@ class Engine:
         this rank has no batches left and only takes part.
         """
         if name := self.backprop.find_cleared():
-            raise refusal.cleared(name)
+            raise usage_errors.cleared(name)
         self.backprop.finish_backward()
         options = self.state.iteration.options
         if options is None:
@@ -94,7 +94,7 @@ class Engine:
             for bucket in self._buckets:
                 bucket.unread = False
         elif self._eager:
-            raise refusal.synchronized_before_step()
+            raise usage_errors.synchronized_before_step()
 
     def wait_reduced(self) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients."""
@@ -122,7 +122,7 @@ class Engine:
         with self.joining.opened():
             yield
             if not self.state.iteration.stepped:
-                raise refusal.left_before_step()
+                raise usage_errors.left_before_step()
             params = [param for bucket in self._buckets for param in bucket.params]
             with without_gradients(params):
                 while self._do_others_train():

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dearmpi.comm.api.collectives import Completed
 from dearmpi.comm.progress.lane import Work
-from dearmpi.engine import refusal
+from dearmpi.engine import usage_errors
 from dearmpi.engine.agreement.step_agreement import StepAgreement
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.codec.choose import Codecs
-from dearmpi.engine.iteration.iteration import EngineState, Iteration
+from dearmpi.engine.iteration.engine_state import EngineState, Iteration
 from dearmpi.engine.iteration.stages import (
     ENDED,
     AllGather,
@@ -237,7 +237,7 @@ class Waiting:
     def until_finished(self) -> None:
         """Until the last step's gathers are over."""
         if self._state.iteration.stepping and (self._eager or self._precedes_step()):
-            raise refusal.step_broken_off()
+            raise usage_errors.step_broken_off()
         self.until(self._state.iteration.is_finished, "the last step's gathers")
 
     def pre_forward(self, buckets: Iterable[BucketRuntime]) -> None:
@@ -270,7 +270,7 @@ class Waiting:
     def _refuse_endless(self) -> None:
         """Buckets that wait for ``step()`` hold up the gathers of the others."""
         if self.awaits_step():
-            raise refusal.read_before_step()
+            raise usage_errors.read_before_step()
 
     def _precedes_step(self) -> bool:
         """In the middle of ``step()``: whether the parameters still are as before it. None of them
@@ -281,7 +281,7 @@ class Waiting:
         self._refuse_endless()
         if self._state.iteration.options is None:
             if self._pipeline.fills_nan:
-                raise refusal.read_in_step()
+                raise usage_errors.read_in_step()
             return True
         self._pipeline.see_step()  # perhaps the progress thread does not know of it yet
         return False

@@ -14,12 +14,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dearmpi.engine import refusal
+from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.buffers import shaped_like
-from dearmpi.engine.device.device import through_host
+from dearmpi.engine.device.accelerator import through_host
 from dearmpi.engine.iteration.backprop import Backprop
-from dearmpi.engine.iteration.iteration import EngineState
+from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.torch_internals import number_of_backprop
 
 Place = tuple[int, int]
@@ -111,13 +111,13 @@ class ReducedGradients:
         """
         runtime, iteration = self._state.buckets[bucket], self._state.iteration
         if number_of_backprop() >= 0:
-            raise refusal.read_in_backprop(runtime.spec.names[slot])
+            raise usage_errors.read_in_backprop(runtime.spec.names[slot])
         if self._state.joining.is_open:
-            raise refusal.clipped_in_join()
+            raise usage_errors.clipped_in_join()
         if iteration.stepped or slot not in runtime.tracker.covered:
-            raise refusal.used_up(runtime.spec.names[slot])
+            raise usage_errors.used_up(runtime.spec.names[slot])
         if len(iteration.started) < len(iteration.active) and (name := self._find_local()):
-            raise refusal.still_local(name)
+            raise usage_errors.still_local(name)
         self._backprop.wait_reduced()
 
     def _find_local(self) -> str:
@@ -152,7 +152,7 @@ class ReducedGradients:
         sums, has, lacks, is_nan = (flat[first : first + num] for first in range(0, 4 * num, num))
         for (index, slot), some_have, some_lack in zip(places, has, lacks, strict=True):
             if some_have and some_lack:
-                raise refusal.lacking_on_some_ranks(buckets[index].spec.names[slot])
+                raise usage_errors.lacking_on_some_ranks(buckets[index].spec.names[slot])
         if is_largest:
             sums = [math.nan if flag else one for one, flag in zip(sums, is_nan, strict=True)]
         return dict(zip(places, _as_norms(sums, norm_type), strict=True))

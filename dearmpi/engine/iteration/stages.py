@@ -13,7 +13,7 @@ from typing import ClassVar
 from dearmpi.comm.api.collectives import Request
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.codec.codec import Codec
-from dearmpi.engine.iteration.iteration import EngineState
+from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.update.update import Update
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.plan.data.schedule import Stage

@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.agreement.checks import Checks, Replicas, steps_between_checks
+from dearmpi.engine.agreement.replicas import Checks, Replicas, steps_between_checks
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena, give_back_freed
 from dearmpi.engine.codec.choose import choose_algorithms, choose_codecs
 from dearmpi.engine.codec.half import dtype_of_gathered
 from dearmpi.engine.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
-from dearmpi.engine.device.transport import open_comm_stream
+from dearmpi.engine.device.route_choice import open_comm_stream
 from dearmpi.engine.iteration.engine import Engine
+from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.hooks import ModelHooks
-from dearmpi.engine.iteration.iteration import EngineState
 from dearmpi.engine.iteration.null_engine import NullEngine
 from dearmpi.engine.iteration.pipeline import Pipeline
 from dearmpi.engine.probe.probe import resident_scalars
@@ -28,8 +28,8 @@ from dearmpi.engine.setup.checks import check_unclaimed, claim, release
 from dearmpi.engine.setup.spec import EngineSpec
 from dearmpi.engine.state.options import OptionReader
 from dearmpi.engine.trace.spans import Spans
-from dearmpi.engine.update.host_shard import NUM_FETCHED, HostMemory, HostShard
 from dearmpi.engine.update.master import MasterRule
+from dearmpi.engine.update.shard import NUM_FETCHED, HostMemory, HostShard
 from dearmpi.engine.update.shard_update import ResidentShard, Shard, ShardUpdate, Updates, shards_of
 from dearmpi.engine.update.update import WholeUpdate
 from dearmpi.plan.data.schedule import Conduct

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dearmpi.comm.world import World
 from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
-from dearmpi.engine.device.device import device_of
+from dearmpi.engine.device.accelerator import device_of
 from dearmpi.engine.iteration.compilation import refuse_compiled
 from dearmpi.engine.probe.probe import (
     host_twin,

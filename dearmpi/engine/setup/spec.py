@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.messages.ranks import digest, first_difference
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.device.transport import check_devices
+from dearmpi.engine.device.route_choice import check_devices
 from dearmpi.engine.setup.checks import check_optimizer, check_parameters
 from dearmpi.engine.state.options import describe_options, describe_state
 from dearmpi.engine.sync.model_tensors import describe, model_tensors

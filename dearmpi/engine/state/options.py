@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.engine import refusal
+from dearmpi.engine import usage_errors
 from dearmpi.engine.probe.steadiness import changed_option, count, counts
 from dearmpi.engine.update.update import Options, read_options
 
@@ -29,7 +29,7 @@ class OptionReader:
     def confirm(self, earlier: Options) -> None:
         """Raise UsageError unless ``earlier``, by which updates may have been made, still hold."""
         if changed := find_changed_option(earlier, self._optimizer):
-            raise refusal.set_late(changed)
+            raise usage_errors.set_late(changed)
 
     def count(self, options: Options) -> None:
         """A step with ``options`` is about to be taken: set what the optimizer counts in its groups

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.buffers import flattened, shaped_like
-from dearmpi.engine.device.device import through_host
+from dearmpi.engine.device.accelerator import through_host
 from dearmpi.engine.update.shard_update import (
     FusedRange,
     ShardUpdate,

@@ -13,7 +13,7 @@ from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.messages.ranks import Gather, digest, first_difference
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.buffers import flattened, is_dense
-from dearmpi.engine.device.device import through_host
+from dearmpi.engine.device.accelerator import through_host
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.guessed import BROADCAST, answers_guesses
 from dearmpi.torch_internals import buffer_table, parameter_table, sparse_parts

@@ -12,7 +12,7 @@ from torch import nn
 
 from dearmpi.comm.clock_offset import measure_clock
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.engine.trace.layers import LayerSpans
+from dearmpi.engine.trace.layer_spans import LayerSpans
 from dearmpi.engine.trace.span import Span
 from dearmpi.errors import DearError
 from dearmpi.report.read.trace import find_traces, merged_path, trace_path

@@ -15,7 +15,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer, SyncBatchNorm
 from dearmpi.comm.world import World
-from dearmpi.engine.trace.layers import LayerSpans
+from dearmpi.engine.trace.layer_spans import LayerSpans
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.errors import UsageError
 from dearmpi.tune.layer_timer import LayerTimer

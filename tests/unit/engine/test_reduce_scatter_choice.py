@@ -72,7 +72,7 @@ def test_auto_tries_the_way_that_a_devices_gradients_take(
     verdicts = (
         tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS) if direct else ()
     )
-    monkeypatch.setattr("dearmpi.engine.device.transport.known_verdicts", lambda: verdicts)
+    monkeypatch.setattr("dearmpi.engine.device.route_choice.known_verdicts", lambda: verdicts)
 
     def note(self: Any, buffer: Any, algorithm: Any, **options: Any) -> Request:
         tried.add((type(buffer), algorithm))

@@ -15,7 +15,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
 from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.update.host_shard import HostMemory, HostShard
+from dearmpi.engine.update.shard import HostMemory, HostShard
 from dearmpi.errors import CommError, ConfigError
 from dearmpi.plan.data.layout import ParamSpec, build_layout
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
@@ -33,7 +33,7 @@ Saved = tuple[dict[str, Tensor], dict[str, Any]]
 def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     """All engines' own, with an MPI that takes its memory: only updates copy anything."""
     works = tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS)
-    monkeypatch.setattr("dearmpi.engine.device.transport.known_verdicts", lambda: works)
+    monkeypatch.setattr("dearmpi.engine.device.route_choice.known_verdicts", lambda: works)
     device = LazyDevice()
     put_on(monkeypatch, device)
     return device

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.engine.trace.layers import LayerSpans
+from dearmpi.engine.trace.layer_spans import LayerSpans
 from dearmpi.engine.trace.span import Span, Track
 from dearmpi.engine.trace.spans import Spans
 from tests.fakes.ranks import run_ranks

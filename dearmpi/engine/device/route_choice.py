@@ -12,8 +12,8 @@ from torch import nn
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
+from dearmpi.engine.device.accelerator import Device, device_of
 from dearmpi.engine.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
-from dearmpi.engine.device.device import Device, device_of
 from dearmpi.engine.device.routes import (
     NUM_AHEAD,
     AloneDeviceCollectives,

@@ -1,4 +1,4 @@
-"""Refusal: what the engine says of a use that would give wrong numbers, or never end."""
+"""Errors of a use that would give wrong numbers, or never end."""
 
 from __future__ import annotations
 

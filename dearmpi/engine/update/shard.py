@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.device.accelerator import Device, Event, failures_of
 from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.device.device import Device, Event, failures_of
 from dearmpi.engine.device.routes import PinnedPieces, as_rows
 
 NUM_FETCHED = 2  # shards at once: the optimizer works on one while the next is on its way
