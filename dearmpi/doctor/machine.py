@@ -9,7 +9,7 @@ from itertools import groupby
 from dearmpi.config import EngineConfig
 from dearmpi.doctor.facts import MISSING, RankFacts, installed_version
 from dearmpi.doctor.finding import Finding, fail, ok, warn
-from dearmpi.engine.device.route_choice import choose_transport
+from dearmpi.engine.device.route_choice import choose_route
 from dearmpi.report.draw.units import count_text
 from dearmpi.train.ranks.threads import HostCores, RankCores, by_host
 from dearmpi.train.settings.sources import CONFIG_VARIABLE
@@ -136,7 +136,7 @@ def judge_devices(ranks: Sequence[RankFacts], verdicts: Sequence[ProbeVerdict]) 
     kinds = Counter(name for rank in ranks for name in set(rank.devices))
     said = f"{len(ranks[0].devices)} on {ranks[0].host}: {', '.join(kinds)}"
     num_hosts = len({rank.host for rank in ranks})
-    way = choose_transport("auto", EngineConfig().reduce_scatter, verdicts, num_hosts=num_hosts)
+    way = choose_route("auto", EngineConfig().reduce_scatter, verdicts, num_hosts=num_hosts)
     return ok("cuda", f"{said}\n{_describe_verdicts(verdicts)}\ncuda_buffers auto: {way}")
 
 

@@ -43,7 +43,7 @@ class DistributedOptimizer(Facade):
 
     Use it as the ``optimizer`` it wraps: ``zero_grad``, backward, ``step``, schedulers. Rank 0's
     parameters and buffers are copied to all ranks at the start. After ``step`` parameters may be
-    under way; whoever reads them through the model waits for them. References to parameters kept
+    under way; a read through the model waits for them. References to parameters kept
     elsewhere need ``synchronize()`` first.
 
     spans: where the engine tells what takes how long: set its ``recorder`` to listen.
@@ -117,7 +117,7 @@ class DistributedOptimizer(Facade):
     @property
     def way_to_mpi(self) -> str:
         """How tensors get to MPI, and why: on a device ``staged`` or ``direct``."""
-        return self._built.side.name
+        return self._built.comm_stream.name
 
     @property
     def config(self) -> EngineConfig:
@@ -347,7 +347,7 @@ class DistributedOptimizer(Facade):
     def _shadow_step(self) -> None:
         with self._named_call("clip_grad_norm_()"):
             follow_clips(self._built.engine, self.world)
-        self._built.engine.step(joined=True)
+        self._built.engine.step(exhausted=True)
         self._after_step()
 
     def _after_step(self) -> None:

@@ -53,7 +53,7 @@ def _positive(name: str, given: object) -> float:
 
 
 def follow_clips(engine: Engine | NullEngine, world: World) -> None:
-    """As a rank that has joined, clip as often as the others do before their step (collective)."""
+    """As an exhausted rank, clip as often as the others do before their step (collective)."""
     while (told := engine.next_clip()) is not None:
         _clip(engine, world, *told)
 

@@ -2,8 +2,8 @@
 
 It takes part in every collective with zero gradients. Its own learning-rate scheduler no longer
 runs, so it takes the hyperparameters of each step from the ranks that still train: those send
-theirs, a joined rank sends minus infinity, and the maximum is what the step uses. In the same way
-it learns how they clip.
+theirs, an exhausted rank sends minus infinity, and the maximum is what the step uses. In the same
+way it learns how they clip.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Joining:
     def __init__(self, channel: Channel | None, *, rank: int = 0, size: int = 1) -> None:
         self._channel = channel
         self._rank = rank
-        self._attendance = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self._training = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.is_open = False
 
     @contextmanager
@@ -65,16 +65,16 @@ class Joining:
                 code="join-misused",
             )
 
-    def attend(self, active: bool) -> None:
+    def announce(self, active: bool) -> None:
         """Say whether this rank still trains, before each step (collective)."""
-        told = torch.zeros_like(self._attendance)
+        told = torch.zeros_like(self._training)
         told[self._rank] = active
-        self._attendance = self._reduce("attendance", told, "sum")
+        self._training = self._reduce("who trains", told, "sum")
 
-    def who_trains(self) -> list[int]:
-        """The ranks that still did at the last ``attend``, of which the next or last step is."""
+    def training_ranks(self) -> list[int]:
+        """The ranks that still did at the last ``announce``, of which the next or last step is."""
         self.wait()
-        ranks: list[int] = self._attendance.nonzero().flatten().tolist()
+        ranks: list[int] = self._training.nonzero().flatten().tolist()
         return ranks
 
     def announce_clip(self, max_norm: float, norm_type: float) -> None:
@@ -91,16 +91,16 @@ class Joining:
         clips, max_norm, norm_type = told.tolist()
         return (max_norm, norm_type) if clips > 0 else None
 
-    def announce_step(self, own: Options, *, joined: bool) -> Options:
+    def announce_step(self, own: Options, *, exhausted: bool) -> Options:
         """This rank is about to step, with its ``own`` options; those of the others, if it has
-        ``joined`` (collective).
+        ``exhausted`` (collective).
         """
         if not self.is_open:
             return own
-        if not joined:  # else it has been told
+        if not exhausted:  # else it has been told
             self._reduce("next action", _numbers_of(*_STEP), "max")
-        told = self._exchange_options(own, joined=joined)
-        if not joined:
+        told = self._exchange_options(own, exhausted=exhausted)
+        if not exhausted:
             return own
         self.wait()
         return unpack(own, told)
@@ -110,13 +110,13 @@ class Joining:
         assert self._channel is not None, "a rank alone waits for nobody"
         self._channel.run("wait for what ranks tell in join()", lambda _: Completed())
 
-    def _exchange_options(self, own: Options, *, joined: bool) -> Tensor:
+    def _exchange_options(self, own: Options, *, exhausted: bool) -> Tensor:
         """The largest of each number over ranks, which must all have as many of the same names."""
         assert self._channel is not None, "a rank alone tells nobody"
         names = describe_numbers(own)
         number = zlib.crc32(names.encode(errors="replace"))
         seen = self._reduce("names of options", _numbers_of(number, -number), "max")
-        told = pack(own, joined=joined)
+        told = pack(own, exhausted=exhausted)
 
         def start(collectives: Collectives) -> Request:
             most, of_negatives = seen.tolist()  # known by now: one operation follows the other
@@ -138,10 +138,10 @@ class Joining:
         return told
 
 
-def pack(options: Options, *, joined: bool) -> Tensor:
+def pack(options: Options, *, exhausted: bool) -> Tensor:
     """All numbers among the hyperparameters, by group and name, in fp64."""
     values = [value for group in options for _, value in _numbers(group)]
-    return _numbers_of(*([-math.inf] * len(values) if joined else values))
+    return _numbers_of(*([-math.inf] * len(values) if exhausted else values))
 
 
 def describe_numbers(options: Options) -> str:

@@ -13,7 +13,7 @@ from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory
 from dearmpi.engine.bucket.grad_tracker import GradState, GradTracker, quiet_slots
 from dearmpi.engine.bucket.placeholder import GradPlaceholder
-from dearmpi.engine.device.accelerator import Event
+from dearmpi.engine.device.accelerator import DeviceEvent
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.torch_internals import copy_each
 
@@ -93,7 +93,7 @@ class BucketRuntime:
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
         self.tracker = GradTracker(spec.names, quiet=quiet)
         self.unguarded = False
-        self.mark: Event | None = None
+        self.mark: DeviceEvent | None = None
         self.held_on: Any = None
         self.streams: set[Any] = set()
         self._held: list[tuple[int, Tensor]] = []

@@ -41,7 +41,7 @@ def choose_codecs(
 
 
 def choose_algorithms(
-    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, side: CommStream
+    world: World, buckets: Sequence[BucketRuntime], config: EngineConfig, comm_stream: CommStream
 ) -> CollectiveAlgorithms:
     """The algorithms that the settings ask for, or those that are fastest on the way that gradients
     take (collective).
@@ -52,7 +52,7 @@ def choose_algorithms(
     largest = max(buckets, key=lambda bucket: (bucket.spec.trained, bucket.spec.nbytes))
     # Not its own buffer, which it may never need.
     buffer = zeros(largest.spec.padded_numel, largest.params[0])
-    side.wait_for_current()  # it is new
+    comm_stream.wait_for_current()  # it is new
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in buckets for placed in bucket.spec.placements}
     fastest = select_reduce_scatter(
@@ -60,6 +60,6 @@ def choose_algorithms(
         buffer,
         wire_dtype=config.wire_dtype,
         library_can_add=dtypes <= {"float32", "float64"},
-        wrap=side.wrap_for_device,
+        wrap=comm_stream.wrap_for_device,
     )
     return CollectiveAlgorithms(fastest, wire_dtype)

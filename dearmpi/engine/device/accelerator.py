@@ -17,7 +17,7 @@ from dearmpi.config import MIB
 from dearmpi.errors import CommError, ConfigError, DeviceError
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A moment in a stream."""
 
     def query(self) -> bool:
@@ -29,7 +29,7 @@ class Stream(Protocol):
     """Operations of a device that run in order; ``torch.cuda.Stream`` is one."""
 
     def record_event(self) -> Any:
-        """An ``Event`` behind what the stream has so far."""
+        """A ``DeviceEvent`` behind what the stream has so far."""
         ...
 
     def wait_event(self, event: Any) -> None:
@@ -92,7 +92,7 @@ class CudaDevice:
         self.name = f"{device} ({torch.cuda.get_device_name(device)})"
 
     def new_stream(self) -> Stream:
-        """A side stream."""
+        """A stream of the device."""
         stream: Stream = torch.cuda.Stream(self._device)
         return stream
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.world import World
-from dearmpi.engine.device.accelerator import Device, Event, Stream, failures_of
+from dearmpi.engine.device.accelerator import Device, DeviceEvent, Stream, failures_of
 from dearmpi.torch_internals import has_unusual_modes, without_modes
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class CommStream(Protocol):
         """Let the current stream wait for all that is queued here."""
         ...
 
-    def mark(self) -> Event | None:
+    def mark(self) -> DeviceEvent | None:
         """The moment behind all that is queued here."""
         ...
 
-    def await_mark(self, mark: Event) -> bool:
+    def await_mark(self, mark: DeviceEvent) -> bool:
         """Let the current stream wait for ``mark``; True if it has passed already."""
         ...
 
@@ -126,7 +126,7 @@ class HostCommStream:
     def mark(self) -> None:
         """Everything is over."""
 
-    def await_mark(self, mark: Event) -> bool:
+    def await_mark(self, mark: DeviceEvent) -> bool:
         """There is nothing to wait for."""
         return True
 
@@ -148,15 +148,15 @@ class DeviceCommStream:
     """For tensors on a device."""
 
     def __init__(self, device: Device, carry: Any, *, name: str = "", num_ahead: int = 0) -> None:
-        """``carry(collectives, side)`` makes collectives for this device's tensors."""
+        """``carry(collectives, comm_stream)`` makes collectives for this device's tensors."""
         self.device, self.name, self.num_ahead = device, name, num_ahead
         self._stream = device.new_stream()
         self._carry = carry
-        self._written: dict[int, tuple[Event, ...]] = {}
+        self._written: dict[int, tuple[DeviceEvent, ...]] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The side stream as the calling thread's. Raises CommError if the device has failed, and
+        """This stream as the calling thread's. Raises CommError if the device has failed, and
         DeviceError if its memory is out.
         """
         with failures_of(self.device), self.device.on(self._stream):
@@ -186,13 +186,13 @@ class DeviceCommStream:
         """By an event, which the host does not wait for."""
         self.current().wait_event(self.mark())
 
-    def mark(self) -> Event:
-        """An event of the side stream."""
-        event: Event = self._stream.record_event()
+    def mark(self) -> DeviceEvent:
+        """An event of this stream."""
+        event: DeviceEvent = self._stream.record_event()
         return event
 
-    def await_mark(self, mark: Event) -> bool:
-        """The stream of whoever is about to read waits, and no other; one that is captured into a
+    def await_mark(self, mark: DeviceEvent) -> bool:
+        """The reader's stream waits, and no other; one that is captured into a
         graph cannot ask, and must have been synchronized before.
         """
         if self.device.is_capturing():
@@ -206,11 +206,11 @@ class DeviceCommStream:
         """Note an event of each stream."""
         self._written[buffer.data_ptr()] = tuple(stream.record_event() for stream in streams)
 
-    def take_written(self, buffer: Tensor) -> tuple[Event, ...]:
+    def take_written(self, buffer: Tensor) -> tuple[DeviceEvent, ...]:
         """The events after which ``buffer`` may be sent."""
         return self._written.pop(buffer.data_ptr(), None) or (self.mark(),)
 
-    def await_landing(self, event: Event) -> None:
+    def await_landing(self, event: DeviceEvent) -> None:
         """Let what is queued here from now on wait for ``event``."""
         self._stream.wait_event(event)
 
@@ -219,7 +219,7 @@ class DeviceCommStream:
         self.device.copy(source, into=into, stream=self._stream)
 
     def keep(self, tensor: Tensor) -> None:
-        """Have the allocator wait for the side stream."""
+        """Have the allocator wait for this stream."""
         self.device.keep(tensor, self._stream)
 
     def wrap_for_device(self, collectives: Collectives) -> Collectives:

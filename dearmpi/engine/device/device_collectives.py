@@ -18,7 +18,7 @@ from torch import Tensor
 from dearmpi.comm.api.collectives import Collectives, Movement, ReduceOp, Request
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import even_cuts
-from dearmpi.engine.device.accelerator import Event, failures_of
+from dearmpi.engine.device.accelerator import DeviceEvent, failures_of
 from dearmpi.engine.device.comm_stream import DeviceCommStream
 
 Start = Callable[[Any], Request]
@@ -26,7 +26,7 @@ _ALL = slice(None)
 
 
 class TransferRequest(Request):
-    """An operation in one crossing or several; complete once the last of them is over."""
+    """An operation in one transfer or several; complete once the last of them is over."""
 
     def __init__(self, drive: Callable[[TransferRequest], Movement], num_left: int) -> None:
         self._drive = drive
@@ -47,7 +47,7 @@ class TransferRequest(Request):
 
     @property
     def is_over(self) -> bool:
-        """Whether all crossings are."""
+        """Whether all transfers are."""
         return not self._num_left
 
     def when_posted(self, call: Callable[[], None]) -> None:
@@ -65,23 +65,25 @@ class TransferRequest(Request):
         return start()
 
     def landed(self) -> bool:
-        """Count a crossing that is over; True if it was the last."""
+        """Count a transfer that is over; True if it was the last."""
         self._num_left -= 1
         return self.is_over
 
 
 class DeviceCollectives(ABC):
-    """``Collectives`` for tensors of the device of ``side``, over those of the host.
+    """``Collectives`` for tensors of the device of ``comm_stream``, over those of the host.
 
-    Results are ready for what is queued to ``side`` once a request is complete. What differs
+    Results are ready for what is queued to ``comm_stream`` once a request is complete. What differs
     between the ways is ``_cross``.
     """
 
-    def __init__(self, collectives: Collectives, side: DeviceCommStream, *, window: int) -> None:
+    def __init__(
+        self, collectives: Collectives, comm_stream: DeviceCommStream, *, window: int
+    ) -> None:
         """``window``: most operations on the network at once."""
         self._collectives = collectives
         self.rank, self.size, self.hosts = collectives.rank, collectives.size, collectives.hosts
-        self._side, self._device = side, side.device
+        self._comm_stream, self._device = comm_stream, comm_stream.device
         self._queue = TransferQueue(window)
         self._driver: TransferRequest | None = None
 
@@ -176,7 +178,7 @@ class DeviceCollectives(ABC):
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class DeviceTransfer:
     """An operation, or a part of one.
 
     leave: queues what the device has to do first; the event behind it, or None while there is no
@@ -184,31 +186,31 @@ class Transfer:
         result; called when the operation is complete.
     """
 
-    leave: Callable[[], Event | None]
+    leave: Callable[[], DeviceEvent | None]
     start: Callable[[], Request]
     land: Callable[[], object]
 
 
 class TransferQueue:
-    """Crossings in order of submission, at most ``window`` of them on the network at once."""
+    """Transfers in order of submission, at most ``window`` of them on the network at once."""
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._waiting: deque[Transfer] = deque()
-        self._leaving: deque[tuple[Transfer, Event]] = deque()
-        self._in_flight: list[tuple[Transfer, Request]] = []
+        self._waiting: deque[DeviceTransfer] = deque()
+        self._leaving: deque[tuple[DeviceTransfer, DeviceEvent]] = deque()
+        self._in_flight: list[tuple[DeviceTransfer, Request]] = []
 
-    def submit(self, crossing: Transfer) -> None:
-        """Queue ``crossing`` behind what there is."""
-        self._waiting.append(crossing)
+    def submit(self, transfer: DeviceTransfer) -> None:
+        """Queue ``transfer`` behind what there is."""
+        self._waiting.append(transfer)
 
     def advance(self) -> Movement:
         """Do whatever can be done now; an operation is what left, started or landed."""
         movement = Movement.NONE
-        for crossing, request in list(self._in_flight):
+        for transfer, request in list(self._in_flight):
             if request.test():
-                self._in_flight.remove((crossing, request))
-                crossing.land()
+                self._in_flight.remove((transfer, request))
+                transfer.land()
                 movement = Movement.OPERATION
             else:
                 movement = max(movement, request.movement)
@@ -216,7 +218,7 @@ class TransferQueue:
             self._leaving.append((self._waiting.popleft(), event))
             movement = Movement.OPERATION
         while self._leaving and len(self._in_flight) < self._window and self._leaving[0][1].query():
-            crossing, _ = self._leaving.popleft()
-            self._in_flight.append((crossing, crossing.start()))
+            transfer, _ = self._leaving.popleft()
+            self._in_flight.append((transfer, transfer.start()))
             movement = Movement.OPERATION
         return movement

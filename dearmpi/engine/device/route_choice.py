@@ -1,4 +1,4 @@
-"""Transport: the choice of a route from a device's memory to MPI, the same on all ranks."""
+"""Route: the choice of a route from a device's memory to MPI, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOST = "the host"
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class Route:
     """direct: MPI gets device memory; else copies go by pinned host memory. reason: why."""
 
     direct: bool
@@ -44,14 +44,14 @@ class Transport:
         return f"{'direct' if self.direct else 'staged'} ({self.reason})"
 
 
-def choose_transport(
+def choose_route(
     asked: CudaBuffers,
     reduce_scatter: ReduceScatter | Literal["auto"],
     verdicts: Sequence[ProbeVerdict],
     *,
     num_hosts: int = 1,
-) -> Transport:
-    """The way for tensors of a device. verdicts: of MPI on device memory; none if not tried.
+) -> Route:
+    """The route for tensors of a device. verdicts: of MPI on device memory; none if not tried.
 
     They are of one host. Between hosts ``auto`` stages, since an MPI that fails there may end the
     job late; who knows his MPI asks for direct.
@@ -59,7 +59,7 @@ def choose_transport(
     Raises ConfigError, with what the trial printed, if direct is asked for and does not work.
     """
     if asked == "staged":
-        return Transport(False, "as asked")
+        return Route(False, "as asked")
     if not verdicts:
         if asked == "direct":
             raise ConfigError(
@@ -67,13 +67,13 @@ def choose_transport(
                 "dearmpi.probe_devices() before dearmpi.connect(), or use 'staged'",
                 code="devices-not-probed",
             )
-        return Transport(False, "MPI was not tried on device memory")
+        return Route(False, "MPI was not tried on device memory")
     needed = _needed(reduce_scatter)
     broken = [v for v in verdicts if v.operation in needed and not v.works]
     if not broken and asked == "auto" and num_hosts > 1:
-        return Transport(False, f"MPI was tried on device memory within one of {num_hosts} hosts")
+        return Route(False, f"MPI was tried on device memory within one of {num_hosts} hosts")
     if not broken:
-        return Transport(True, f"MPI did {' and '.join(needed)} on device memory in a trial")
+        return Route(True, f"MPI did {' and '.join(needed)} on device memory in a trial")
     names = ", ".join(verdict.operation for verdict in broken)
     said = f"in a trial MPI did not do {names} on device memory"
     if asked == "direct":
@@ -83,7 +83,7 @@ def choose_transport(
             f"'staged', or an MPI that was built for CUDA. The trial printed:\n{broken[0].output}",
             code="no-direct-cuda-buffers",
         )
-    return Transport(False, said)
+    return Route(False, said)
 
 
 def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
@@ -99,27 +99,25 @@ def _needed(reduce_scatter: ReduceScatter | Literal["auto"]) -> tuple[str, ...]:
 def open_comm_stream(
     params: Iterable[nn.Parameter], *, world: World, layout: BucketLayout, config: EngineConfig
 ) -> CommStream:
-    """The side stream of the device that holds ``params`` (collective).
+    """The communication stream of the device that holds ``params`` (collective).
 
-    Raises ConfigError for a way that cannot be had.
+    Raises ConfigError for a route that cannot be had.
     """
     device = device_of(params)
     if device is None:
         return HostCommStream()
     verdicts = share_verdicts(world, known_verdicts())
     num_hosts = len(set(world.hosts))
-    way = choose_transport(
-        config.cuda_buffers, config.reduce_scatter, verdicts, num_hosts=num_hosts
-    )
+    route = choose_route(config.cuda_buffers, config.reduce_scatter, verdicts, num_hosts=num_hosts)
     carry: Any = partial(DirectCollectives, window=config.window)
     if world.size == 1:
         carry = partial(AloneDeviceCollectives, window=config.window)
         return DeviceCommStream(device, carry, name="not at all: one rank sends nothing")
-    if way.direct:
-        return DeviceCommStream(device, carry, name=str(way))
+    if route.direct:
+        return DeviceCommStream(device, carry, name=str(route))
     most_bytes = max(bucket.nbytes for bucket in layout)
     carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
-    return DeviceCommStream(device, carry, name=str(way), num_ahead=NUM_AHEAD)
+    return DeviceCommStream(device, carry, name=str(route), num_ahead=NUM_AHEAD)
 
 
 def check_devices(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.config import MIB
-from dearmpi.engine.device.accelerator import Device, Event, Stream
+from dearmpi.engine.device.accelerator import Device, DeviceEvent, Stream
 from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.device.device_collectives import (
     DeviceCollectives,
+    DeviceTransfer,
     Start,
-    Transfer,
     TransferRequest,
 )
 
@@ -36,7 +36,7 @@ class PinnedPieces:
 
     def __init__(self, device: Device, *, num: int, nbytes: int) -> None:
         """Raises DeviceError if the memory cannot be had."""
-        self._free: list[tuple[Tensor, Event | None]] = [
+        self._free: list[tuple[Tensor, DeviceEvent | None]] = [
             (device.new_pinned(nbytes), None) for _ in range(num)
         ]
         self.nbytes = nbytes
@@ -49,7 +49,7 @@ class PinnedPieces:
                 return piece
         return None
 
-    def give_back(self, piece: Tensor, event: Event | None = None) -> None:
+    def give_back(self, piece: Tensor, event: DeviceEvent | None = None) -> None:
         """``piece`` is free after ``event``, or at once."""
         self._free.append((piece, event))
 
@@ -68,10 +68,15 @@ class StagedCollectives(DeviceCollectives):
     """Pinned memory is of ``window`` and ``NUM_AHEAD`` pieces, whatever the buffers are."""
 
     def __init__(
-        self, collectives: Collectives, side: DeviceCommStream, *, window: int, most_bytes: int
+        self,
+        collectives: Collectives,
+        comm_stream: DeviceCommStream,
+        *,
+        window: int,
+        most_bytes: int,
     ) -> None:
         """``most_bytes``: of the largest buffer."""
-        super().__init__(collectives, side, window=window)
+        super().__init__(collectives, comm_stream, window=window)
         self._out, self._back = self._device.new_stream(), self._device.new_stream()
         nbytes = max(min(CHUNK_BYTES, most_bytes), self.size * _WIDEST)
         self._pieces = PinnedPieces(self._device, num=window + NUM_AHEAD, nbytes=nbytes)
@@ -81,27 +86,27 @@ class StagedCollectives(DeviceCollectives):
         columns = max(1, self._pieces.nbytes // (len(rows) * rows.element_size()))
         chunks = rows.split(columns, dim=1)
         request = TransferRequest(self._drive_for, len(chunks))
-        written = list(self._side.take_written(rows))
+        written = list(self._comm_stream.take_written(rows))
         for chunk in chunks:
-            crossing = self._crossing(chunk, start, out, back, request, written)
-            self._queue.submit(crossing)
+            transfer = self._transfer(chunk, start, out, back, request, written)
+            self._queue.submit(transfer)
         self._drive()
         return request
 
-    def _crossing(
+    def _transfer(
         self,
         chunk: Tensor,
         start: Start,
         out: slice,
         back: slice,
         request: TransferRequest,
-        written: list[Event],
-    ) -> Transfer:
+        written: list[DeviceEvent],
+    ) -> DeviceTransfer:
         """``written``: what the first chunk to leave waits for, and the others behind it."""
         piece: Tensor
         host: Tensor
 
-        def leave() -> Event | None:
+        def leave() -> DeviceEvent | None:
             nonlocal piece, host
             taken = self._pieces.take()
             if taken is None:
@@ -111,7 +116,7 @@ class StagedCollectives(DeviceCollectives):
                 self._out.wait_event(written.pop())
             host = as_rows(piece, chunk.dtype, rows=len(chunk), columns=chunk.shape[1])
             self._device.copy(chunk[out], into=host[out], stream=self._out)
-            event: Event = self._out.record_event()
+            event: DeviceEvent = self._out.record_event()
             return event
 
         def land() -> None:
@@ -119,9 +124,9 @@ class StagedCollectives(DeviceCollectives):
             event = self._back.record_event()
             self._pieces.give_back(piece, event)
             if request.landed():
-                self._side.await_landing(event)
+                self._comm_stream.await_landing(event)
 
-        return Transfer(leave, lambda: request.post(lambda: start(host.view(-1))), land)
+        return DeviceTransfer(leave, lambda: request.post(lambda: start(host.view(-1))), land)
 
 
 class SettledBuffer:
@@ -205,7 +210,7 @@ class SettledBuffer:
 class AllOf:
     """The moment when all of several have passed."""
 
-    events: tuple[Event, ...]
+    events: tuple[DeviceEvent, ...]
 
     def query(self) -> bool:
         """Whether all have."""
@@ -215,17 +220,19 @@ class AllOf:
 class DirectCollectives(DeviceCollectives):
     """No copies: whole buffers, in the order in which they were asked for."""
 
-    def __init__(self, collectives: Collectives, side: DeviceCommStream, *, window: int) -> None:
-        super().__init__(collectives, side, window=window)
+    def __init__(
+        self, collectives: Collectives, comm_stream: DeviceCommStream, *, window: int
+    ) -> None:
+        super().__init__(collectives, comm_stream, window=window)
         self._stream = self._device.new_stream()
 
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
         """What goes out and what comes back is MPI's affair."""
         request = TransferRequest(self._drive_for, 1)
-        written = AllOf(self._side.take_written(rows))
+        written = AllOf(self._comm_stream.take_written(rows))
         buffer = SettledBuffer(rows.view(-1), self._device, self._stream)
         post = partial(request.post, partial(start, buffer))
-        self._queue.submit(Transfer(lambda: written, post, request.landed))
+        self._queue.submit(DeviceTransfer(lambda: written, post, request.landed))
         self._drive()
         return request
 
@@ -234,7 +241,7 @@ class AloneDeviceCollectives(DeviceCollectives):
     """``DeviceCollectives`` for a single rank."""
 
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
-        """What is queued to the side stream from now on waits until ``rows`` are written."""
-        for event in self._side.take_written(rows):
-            self._side.await_landing(event)
+        """What is queued to the ``CommStream`` from now on waits until ``rows`` are written."""
+        for event in self._comm_stream.take_written(rows):
+            self._comm_stream.await_landing(event)
         return Completed()

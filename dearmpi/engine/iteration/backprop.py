@@ -22,7 +22,7 @@ class Backprop:
     ) -> None:
         """``options``: as in ``Engine``."""
         self._state, self._pipeline, self._waiting = state, pipeline, waiting
-        self._buckets, self._side = state.buckets, state.side
+        self._buckets, self._comm_stream = state.buckets, state.comm_stream
         self._polls = waiting.polls
         self._starts_early = state.schedule.launch is Launch.GRADIENTS_READY
         self._eager, self._options = state.conduct.eager, options
@@ -53,7 +53,7 @@ class Backprop:
             bucket.collect_gradients()
         if bucket.tracker.states[slot] not in PENDING_STATES:
             self._await_gradient(bucket, slot)
-        stream = self._side.current()
+        stream = self._comm_stream.current()
         if stream != bucket.held_on:
             self._store_held(bucket)
             bucket.streams.add(stream)
@@ -105,7 +105,7 @@ class Backprop:
             raise usage_errors.looked_at_gradients()
         self.finish_backward()
         self._waiting.until(self._pipeline.is_settled, "the reduce-scatters")
-        self._side.make_current_wait()
+        self._comm_stream.make_current_wait()
 
     def discard_grads(self) -> None:
         """Discard the gradients of a backprop that no step followed."""
@@ -121,18 +121,18 @@ class Backprop:
         self._pipeline.reset_codecs()
         self._state.discard_iteration()
 
-    def begin_iteration(self, *, joined: bool = False) -> None:
-        """An iteration begins, ``joined``: of a rank that has no batches left."""
+    def begin_iteration(self, *, exhausted: bool = False) -> None:
+        """An iteration begins, ``exhausted``: of a rank that has no batches left."""
         self._waiting.until_finished()
         known = self._state.deferred.are_known
         self._waiting.until(known, "the step agreement of the step before the last")
-        self._side.make_current_wait()  # gradients go where updates have read
-        if self._state.joining.is_open and not joined:
-            self._state.joining.attend(True)
+        self._comm_stream.make_current_wait()  # gradients go where updates have read
+        if self._state.joining.is_open and not exhausted:
+            self._state.joining.announce(True)
         self._state.exchange_replicas()
         self._state.world.begin_backprop()
         active = set()
-        stream = self._side.current()
+        stream = self._comm_stream.current()
         quietly = stream is None and not self._polls  # else each has something to be done for it
         for bucket in self._buckets:
             bucket.check_storage()
@@ -140,7 +140,7 @@ class Backprop:
             bucket.streams = {stream}
             if bucket.expect_gradients(quietly=quietly):
                 active.add(bucket.index)
-        options = self._options.read() if self._eager and not joined else None
+        options = self._options.read() if self._eager and not exhausted else None
         self._state.begin_iteration(frozenset(active), options)
 
     def find_cleared(self) -> str:
@@ -172,26 +172,26 @@ class Backprop:
         self.wait_reduced()
         self._state.world.begin_backprop()
         for index in self._state.iteration.active:
-            self._side.keep(self._buckets[index].reopen())
+            self._comm_stream.keep(self._buckets[index].reopen())
         self._state.num_reduced += 1
         self._state.iteration.rewind()
 
     def _close_bucket(self, bucket: BucketRuntime) -> None:
         """All gradients of ``bucket`` are in its buffer, or queued to be."""
-        bucket.streams.add(self._side.current())
+        bucket.streams.add(self._comm_stream.current())
         self._note_written(bucket)
         bucket.move_to(BucketState.READY)
 
     def _store_held(self, bucket: BucketRuntime) -> None:
         """What has been taken goes into the buffer on the stream that made it."""
-        if bucket.held_on == self._side.current():
+        if bucket.held_on == self._comm_stream.current():
             bucket.store_gradients()
             return
-        with self._side.on(bucket.held_on):
+        with self._comm_stream.on(bucket.held_on):
             bucket.store_gradients()
 
     def _note_written(self, bucket: BucketRuntime) -> None:
-        self._side.written(bucket.gradients.data, bucket.streams)
+        self._comm_stream.written(bucket.gradients.data, bucket.streams)
 
     def _start_ready(self) -> None:
         """Start buckets in the schedule's order, as far as their gradients are there."""

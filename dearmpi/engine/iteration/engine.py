@@ -32,7 +32,7 @@ class Engine:
         first update, so that the step has to see that they still hold.
         """
         self.state, self.pipeline = state, pipeline
-        self._buckets, self._side = state.buckets, state.side
+        self._buckets, self._comm_stream = state.buckets, state.comm_stream
         self._eager, self._options = state.conduct.eager, options
         self.waiting = Waiting(state, pipeline)
         self.backprop = Backprop(state, pipeline, self.waiting, options)
@@ -45,8 +45,8 @@ class Engine:
         """Seconds that the main thread has waited for communication."""
         return self.state.clock.waited_s
 
-    def step(self, *, joined: bool = False) -> None:
-        """Have every bucket updated with the options of this moment, and gathered; ``joined``:
+    def step(self, *, exhausted: bool = False) -> None:
+        """Have every bucket updated with the options of this moment, and gathered; ``exhausted``:
         this rank has no batches left and only takes part.
         """
         if name := self.backprop.find_cleared():
@@ -57,17 +57,17 @@ class Engine:
             options = self._options.read()
         else:
             self._options.confirm(options)
-        self._take_step(options, joined=joined)
+        self._take_step(options, exhausted=exhausted)
 
-    def _take_step(self, options: Options, *, joined: bool = False) -> None:
+    def _take_step(self, options: Options, *, exhausted: bool = False) -> None:
         """After ``backprop.finish_backward``."""
-        if not joined:
+        if not exhausted:
             self._options.count(options)  # before anything is begun, since it may raise
         iteration = self.state.iteration
         for bucket in self._buckets:
             bucket.release_gradients()
         iteration.stepping = iteration.stepped = True
-        if joined:  # it starts at once what it has no gradients for
+        if exhausted:  # it starts at once what it has no gradients for
             iteration.incomplete = frozenset()
         self.state.world.begin_step()
         for index in iteration.active:
@@ -75,8 +75,8 @@ class Engine:
                 self._buckets[index].invalidate_params()
             else:
                 self.pipeline.invalidate_params(self._buckets[index])
-        agreed = self.joining.announce_step(options, joined=joined)
-        if joined:
+        agreed = self.joining.announce_step(options, exhausted=exhausted)
+        if exhausted:
             self._options.count(agreed)
         self.pipeline.agree_on_step(agreed)
         self.pipeline.submit_step(agreed)
@@ -90,7 +90,7 @@ class Engine:
         """Wait until every parameter shows the last step."""
         if self.state.iteration.stepped:
             self.waiting.until_finished()
-            self._side.make_current_wait()
+            self._comm_stream.make_current_wait()
             for bucket in self._buckets:
                 bucket.unread = False
         elif self._eager:
@@ -129,7 +129,7 @@ class Engine:
                     shadow_step()
 
     def next_clip(self) -> tuple[float, float] | None:
-        """As a joined rank: to which norm, of which type, the others clip; None if they step."""
+        """Exhausted: to which norm, of which type, the others clip; None if they step."""
         self.backprop.finish_backward()  # that of the others goes on meanwhile
         return self.joining.next_clip()
 
@@ -181,17 +181,17 @@ class Engine:
                 self._take_step(self.state.iteration.options)
         if self.state.iteration.stepped:
             self.waiting.until_finished()
-            self._side.make_current_wait()
+            self._comm_stream.make_current_wait()
         for bucket in self._buckets:
             bucket.release_gradients()  # of a backprop that no step followed
         self.pipeline.close()
-        self._side.finish()
+        self._comm_stream.finish()
 
     def _do_others_train(self) -> bool:
         """Whether some ranks still train, asked by one that does not."""
         self.waiting.until_finished()
-        self.joining.attend(False)
-        if not self.joining.who_trains():
+        self.joining.announce(False)
+        if not self.joining.training_ranks():
             return False
-        self.backprop.begin_iteration(joined=True)
+        self.backprop.begin_iteration(exhausted=True)
         return True

@@ -95,7 +95,7 @@ class EngineState:
     else.
 
     buckets: in feed-forward order. conduct: their stages and the order in which they travel.
-    side: where on a device the progress thread works.
+    comm_stream: where on a device the progress thread works.
     replicas: None without ``check_every``.
     reduces, gathers, control: channels, one for each kind of operation.
     clock: for how long buckets travel, and the main thread waits.
@@ -111,7 +111,7 @@ class EngineState:
         buckets: Sequence[BucketRuntime],
         conduct: Conduct,
         *,
-        side: CommStream,
+        comm_stream: CommStream,
         spans: Spans,
         replicas: Replicas | None,
     ) -> None:
@@ -119,13 +119,15 @@ class EngineState:
         self.world = world
         self.buckets = tuple(buckets)
         self.conduct, self.schedule = conduct, conduct.schedule
-        self.side, self.spans, self.replicas = side, spans, replicas
+        self.comm_stream, self.spans, self.replicas = comm_stream, spans, replicas
         # What carries a device's tensors keeps to the schedule's window on the network itself.
-        window = conduct.window + side.num_ahead
+        window = conduct.window + comm_stream.num_ahead
         self.reduces = world.open_channel(
-            "reduce-scatter", window=window, wrap=side.wrap_for_device
+            "reduce-scatter", window=window, wrap=comm_stream.wrap_for_device
         )
-        self.gathers = world.open_channel("all-gather", window=window, wrap=side.wrap_for_device)
+        self.gathers = world.open_channel(
+            "all-gather", window=window, wrap=comm_stream.wrap_for_device
+        )
         self.control = world.open_channel("step agreement", window=1)
         self.clock = CommunicationClock(spans)
         self.clock.watch(reduces=self.reduces, gathers=self.gathers)
@@ -155,7 +157,7 @@ class EngineState:
             channel.close()
 
     def _replace(self, iteration: Iteration) -> None:
-        self.side.wait_for_current()  # options may be tensors
+        self.comm_stream.wait_for_current()  # options may be tensors
         if self.replicas is not None:
             self.replicas.begin()
         order = self.schedule.with_last(self.deferred.find())

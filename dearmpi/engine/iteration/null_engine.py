@@ -36,7 +36,7 @@ class NullEngine:
         self.joining = Joining(None)
         self.loads = Loads()
 
-    def step(self, *, joined: bool = False) -> None:
+    def step(self, *, exhausted: bool = False) -> None:
         """Update."""
         self._refuse_if_closed("step()")
         with self._spans.span(Track.UPDATE, "update"):

@@ -18,11 +18,11 @@ from dearmpi.engine.codec.choose import Codecs
 from dearmpi.engine.iteration.engine_state import EngineState, Iteration
 from dearmpi.engine.iteration.stages import (
     ENDED,
-    AllGather,
-    ReduceScatter,
+    AllGatherStage,
+    ReduceScatterStage,
     StageOperation,
     Transform,
-    UpdateStep,
+    UpdateStage,
 )
 from dearmpi.engine.update.update import Options, Update
 from dearmpi.plan.data.schedule import Stage
@@ -43,14 +43,15 @@ class Pipeline:
         self._update_lane = self._progress.open_lane("update", window=num_updating)
         over = self._stage_over
         self._reduces = [
-            ReduceScatter(state, bucket, over, codecs.reduce[bucket.index])
+            ReduceScatterStage(state, bucket, over, codecs.reduce[bucket.index])
             for bucket in state.buckets
         ]
         self._gathers = [
-            AllGather(state, bucket, over, codecs.gather[bucket.index]) for bucket in state.buckets
+            AllGatherStage(state, bucket, over, codecs.gather[bucket.index])
+            for bucket in state.buckets
         ]
         self._updates = [
-            UpdateStep(
+            UpdateStage(
                 state,
                 bucket,
                 over,
@@ -83,7 +84,7 @@ class Pipeline:
         bucket.invalidate_params()
         if self.fills_nan:
             bucket.fill_nan()  # now, since afterwards a gather may already bring new ones
-            self._state.side.wait_for_current()
+            self._state.comm_stream.wait_for_current()
 
     def agree_on_step(self, options: Options) -> None:
         """Let all ranks know which parameters had a gradient on any of them, and whether the ranks,
@@ -113,7 +114,7 @@ class Pipeline:
         """
         # What the main thread has done to gradients and parameters, and options that are tensors:
         # from the moment that the iteration has them, reduced buckets are updated.
-        self._state.side.wait_for_current()
+        self._state.comm_stream.wait_for_current()
         self._state.iteration.options = options
         self.see_step()
 
@@ -194,10 +195,10 @@ class Pipeline:
         """The parameters of ``bucket`` are current."""
         state = self._state
         if state.replicas is not None:
-            with state.side.running():
+            with state.comm_stream.running():
                 state.replicas.arrived(bucket)
         bucket.reset()
-        bucket.mark = state.side.mark()
+        bucket.mark = state.comm_stream.mark()
         bucket.pending = False
         state.iteration.num_finished += 1
         self._progress.notify()
@@ -223,7 +224,7 @@ class Waiting:
 
     def __init__(self, state: EngineState, pipeline: Pipeline) -> None:
         self._state, self._pipeline = state, pipeline
-        self._eager, self._side = state.conduct.eager, state.side
+        self._eager, self._comm_stream = state.conduct.eager, state.comm_stream
         self._progress = state.world.progress
         self.polls = self._progress.mode == "poll"
         self.is_driver = self._progress.is_driver
@@ -250,7 +251,7 @@ class Waiting:
                 self._refuse_endless()
                 self.until(bucket.is_current, f"the parameters of bucket {bucket.index}")
             bucket.unread = False
-            if bucket.mark is not None and self._side.await_mark(bucket.mark):
+            if bucket.mark is not None and self._comm_stream.await_mark(bucket.mark):
                 bucket.mark = None
 
     def poll(self) -> None:

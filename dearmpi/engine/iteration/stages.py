@@ -56,14 +56,14 @@ class StageOperation(ABC):
     def finish(self) -> None:
         """The operation is complete."""
         if self.transforms:
-            with self._state.side.running():
+            with self._state.comm_stream.running():
                 for transform in self.transforms:
                     transform(self.bucket)
         self.bucket.move_to(ENDED[self.stage])
         self._over(self)
 
 
-class ReduceScatter(StageOperation):
+class ReduceScatterStage(StageOperation):
     """The sum of gradients: each rank gets its shard of it."""
 
     stage = Stage.REDUCE
@@ -86,7 +86,7 @@ class ReduceScatter(StageOperation):
         return self._codec.start(self.bucket, self._collectives, self._state.num_reduced)
 
 
-class AllGather(StageOperation):
+class AllGatherStage(StageOperation):
     """The shards of all ranks, on every rank."""
 
     stage = Stage.GATHER
@@ -109,7 +109,7 @@ class AllGather(StageOperation):
         return self._codec.start(self.bucket, self._collectives, self._state.num_reduced)
 
 
-class UpdateStep(StageOperation):
+class UpdateStage(StageOperation):
     """The optimizer's step on the bucket, with the options of the iteration."""
 
     stage = Stage.UPDATE
@@ -140,7 +140,7 @@ class UpdateStep(StageOperation):
         """Take the step. Raises WireRangeError for numbers that cannot travel."""
         bucket, options = self.bucket, self._state.iteration.options
         assert options is not None, "an update waits for its options"
-        with self._state.side.running():
+        with self._state.comm_stream.running():
             self._reduced_by.check(bucket)
             with self._state.spans.update(bucket.spec):
                 self._update.step(options, self._unused())

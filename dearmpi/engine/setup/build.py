@@ -43,7 +43,7 @@ class BuiltEngine:
     algorithms: those in use. masters: which tensors have master copies.
     updates, hooks: none where the wrapped optimizer simply does its work, as in a world of one.
     checks, replicas: only with ``check_every``.
-    side: where updates run, and whoever changes their state.
+    comm_stream: where updates run, and where their state may be changed.
     """
 
     spec: EngineSpec
@@ -54,7 +54,7 @@ class BuiltEngine:
     hooks: ModelHooks | None = None
     checks: Checks | None = None
     replicas: Replicas | None = None
-    side: CommStream = HostCommStream()
+    comm_stream: CommStream = HostCommStream()
 
     @property
     def shards(self) -> list[ShardUpdate]:
@@ -113,16 +113,23 @@ def _build(
     config = spec.config
     every = steps_between_checks(config.check_every)  # refused before anything is attached
     buckets = _build_buckets(spec, rank=world.rank)
-    side = open_comm_stream(spec.names, world=world, layout=spec.layout, config=config)
+    comm_stream = open_comm_stream(spec.names, world=world, layout=spec.layout, config=config)
     masters = _choose_masters(world, config)
-    with side.section():
+    with comm_stream.section():
         updates = _build_updates(
-            optimizer, buckets, rank=world.rank, side=side, config=config, masters=masters
+            optimizer,
+            buckets,
+            rank=world.rank,
+            comm_stream=comm_stream,
+            config=config,
+            masters=masters,
         )
-    algorithms = choose_algorithms(world, buckets, config, side)
+    algorithms = choose_algorithms(world, buckets, config, comm_stream)
     replicas = Replicas(buckets, rank=world.rank, size=world.size, every=every) if every else None
     conduct = Conduct(spec.schedule, config.window, config.eager, config.gather)
-    state = EngineState(world, buckets, conduct, side=side, spans=spans, replicas=replicas)
+    state = EngineState(
+        world, buckets, conduct, comm_stream=comm_stream, spans=spans, replicas=replicas
+    )
     codecs = choose_codecs(buckets, algorithms, config)
     num_updating = NUM_FETCHED if config.update_on == "host" else 1
     pipeline = Pipeline(state, updates, codecs, num_updating=num_updating)
@@ -136,7 +143,7 @@ def _build(
         hooks=_attach_hooks(model, buckets, engine),
         checks=Checks(model, buckets) if every else None,
         replicas=replicas,
-        side=side,
+        comm_stream=comm_stream,
     )
 
 
@@ -186,7 +193,7 @@ def _build_updates(
     buckets: Sequence[BucketRuntime],
     *,
     rank: int,
-    side: CommStream,
+    comm_stream: CommStream,
     config: EngineConfig,
     masters: MasterRule,
 ) -> Updates:
@@ -201,7 +208,9 @@ def _build_updates(
         return [
             WholeUpdate(optimizer, b, groups, masters=masters, scalars=scalars) for b in buckets
         ]
-    placed = _place_shards(buckets, rank=rank, side=side, on_host=config.update_on == "host")
+    placed = _place_shards(
+        buckets, rank=rank, comm_stream=comm_stream, on_host=config.update_on == "host"
+    )
     return [
         ShardUpdate(optimizer, bucket, groups, shard=shard, masters=masters, scalars=scalars)
         for bucket, shard in zip(buckets, placed, strict=True)
@@ -209,11 +218,11 @@ def _build_updates(
 
 
 def _place_shards(
-    buckets: Sequence[BucketRuntime], *, rank: int, side: CommStream, on_host: bool
+    buckets: Sequence[BucketRuntime], *, rank: int, comm_stream: CommStream, on_host: bool
 ) -> Sequence[Shard]:
     if not on_host:
         return [ResidentShard(bucket, rank=rank) for bucket in buckets]
-    assert isinstance(side, DeviceCommStream), "without a device this is refused"
+    assert isinstance(comm_stream, DeviceCommStream), "without a device this is refused"
     most_bytes = max(b.spec.largest_shard * b.spec.itemsize for b in buckets)
-    memory = HostMemory(side, most_bytes=most_bytes)
+    memory = HostMemory(comm_stream, most_bytes=most_bytes)
     return [HostShard(bucket, rank=rank, memory=memory) for bucket in buckets]

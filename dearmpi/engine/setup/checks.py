@@ -169,7 +169,7 @@ def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig)
     require_copied_gradients(tried)
 
 
-class _Process:
+class _Claims:
     """Claims last until they are released, or neither optimizer nor model refers to the engine."""
 
     engines: ClassVar[MutableMapping[Tensor, ReferenceType[object]]] = WeakTensorKeyDictionary()
@@ -178,7 +178,7 @@ class _Process:
 def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
     """Raise ConfigError if an engine in use has one of the parameters."""
     for param, name in names.items():
-        engine = _Process.engines.get(param)
+        engine = _Claims.engines.get(param)
         if engine is not None and engine() is not None:
             raise ConfigError(
                 f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
@@ -190,12 +190,12 @@ def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
 def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
     """Mark the parameters as those of ``engine``, which is not kept alive by it."""
     for param in names:
-        _Process.engines[param] = ref(engine)
+        _Claims.engines[param] = ref(engine)
 
 
 def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
     """Take the marks of ``engine`` off again; those of another that came after it stay."""
     for param in names:
-        holder = _Process.engines.get(param)
+        holder = _Claims.engines.get(param)
         if holder is not None and holder() is engine:
-            del _Process.engines[param]
+            del _Claims.engines[param]

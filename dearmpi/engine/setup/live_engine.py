@@ -41,7 +41,7 @@ class Migration:
 
     def __init__(self, world: World, old: BuiltEngine, spec: EngineSpec) -> None:
         buckets = [update.bucket for update in old.updates]
-        self._resharding = Resharding(old.updates, old.side, spec.layout, rank=world.rank)
+        self._resharding = Resharding(old.updates, old.comm_stream, spec.layout, rank=world.rank)
         self._history = dict(had for b in buckets for had in b.tracker.history().items())
         self._times = old.engine.times
         self._num_compared = None if old.replicas is None else old.replicas.num_steps
@@ -61,10 +61,10 @@ class Migration:
             new.replicas.num_steps = self._num_compared
         if not new.updates:
             return  # the wrapped optimizer has all there is
-        new.side.wait_for_current()  # what is whole was made elsewhere
-        relocation, updates, side = self._resharding, new.updates, new.side
-        channel.run(_WHAT, lambda c: Chain(relocation.deliver(c, updates, side)))
-        side.make_current_wait()
+        new.comm_stream.wait_for_current()  # what is whole was made elsewhere
+        relocation, updates, comm_stream = self._resharding, new.updates, new.comm_stream
+        channel.run(_WHAT, lambda c: Chain(relocation.deliver(c, updates, comm_stream)))
+        comm_stream.make_current_wait()
 
 
 class LiveEngine:

@@ -65,7 +65,7 @@ def _hand_over(optimizer: Optimizer, built: BuiltEngine) -> None:
         states = {n: dict(state[p]) for p, n in names.items() if p in state}
         tried = host_twin(optimizer) if on_host else optimizer
         elementwise = elementwise_keys(tried, whole=not built.shards)
-        with built.side.section():
+        with built.comm_stream.section():
             load_state(updates, states, elementwise=elementwise)
         state.clear()
 

@@ -157,10 +157,10 @@ class Resharding:
     """
 
     def __init__(
-        self, updates: Updates, side: CommStream, layout: BucketLayout, *, rank: int
+        self, updates: Updates, comm_stream: CommStream, layout: BucketLayout, *, rank: int
     ) -> None:
-        """From ``updates``, which run at ``side``, to the owners by ``layout``."""
-        self._rank, self._from, self._side = rank, updates, side
+        """From ``updates``, which run at ``comm_stream``, to the owners by ``layout``."""
+        self._rank, self._from, self._comm_stream = rank, updates, comm_stream
         self._owners = {
             placed.spec.name: owned_ranges(bucket, placed)
             for bucket in layout
@@ -181,7 +181,7 @@ class Resharding:
         shards, self._from = shards_of(self._from), ()
         if not shards:
             return
-        with self._side.running():
+        with self._comm_stream.running():
             own = {name: entries for update in shards for name, entries in describe(update).items()}
             held = [read_pieces([update]) for update in shards]
         buckets = [update.bucket.spec for update in shards]
@@ -195,16 +195,16 @@ class Resharding:
         self._sent = SendBuffers(sends, {})
         rooms = self._sent.pieces()
         for of_bucket in listed:
-            with self._side.running():
+            with self._comm_stream.running():
                 self._pack(held.pop(0), of_bucket, rooms)
             yield Completed()
 
     def deliver(
-        self, collectives: Collectives, updates: Updates, side: CommStream
+        self, collectives: Collectives, updates: Updates, comm_stream: CommStream
     ) -> Iterator[Request]:
-        """Bring what is taken to ``updates``, which run at ``side`` (collective)."""
+        """Bring what is taken to ``updates``, which run at ``comm_stream`` (collective)."""
         yield from self.take(collectives)
-        with side.running():
+        with comm_stream.running():
             for whole in wholes_of(updates):
                 whole.set_states(self._whole)
         parcels = SendBuffers([(p.source, p) for p in self._receives], self._sent.of(self._rank))
@@ -215,7 +215,7 @@ class Resharding:
         sends.clear()
         shares = self._open(parcels)
         for update in shards_of(updates):
-            with side.running():
+            with comm_stream.running():
                 _place(update, shares)
             yield Completed()
 

@@ -65,7 +65,7 @@ class BufferExchange:
     def _exchange(self, channel: Channel, joining: Joining) -> None:
         self._finish_last(channel)
         # None, too, where all have begun the step before they opened ``join``.
-        train = joining.who_trains() if joining.is_open else []
+        train = joining.training_ranks() if joining.is_open else []
         ranks, root = train or range(len(self._hosts)), train[-1] if train else 0
         tensors, counts = self._read_agreed(), self._rank in ranks
         news = self._announce(channel, tensors, counts)

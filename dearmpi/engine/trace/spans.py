@@ -27,7 +27,7 @@ class Spans:
     """Where the engine says what took how long; without a listener it costs a test per event.
 
     recorder: None, or told of every span.
-    iteration: the one under way, from 1; whoever trains counts.
+    iteration: the one under way, from 1; the training loop counts.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.device.accelerator import Device, Event, failures_of
+from dearmpi.engine.device.accelerator import Device, DeviceEvent, failures_of
 from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.device.routes import PinnedPieces, as_rows
 
@@ -20,20 +20,20 @@ NUM_FETCHED = 2  # shards at once: the optimizer works on one while the next is 
 class HostMemory:
     """What all host shards share.
 
-    side: what is there once all that is queued here is done is fetched, and sent back to.
+    comm_stream: what is there once all that is queued here is done is fetched, and sent back to.
     out: the stream of the copies to the host. pieces: room for ``NUM_FETCHED`` shards' gradients.
     """
 
-    def __init__(self, side: DeviceCommStream, *, most_bytes: int) -> None:
+    def __init__(self, comm_stream: DeviceCommStream, *, most_bytes: int) -> None:
         """``most_bytes``: of the largest shard. Raises DeviceError if that cannot be pinned."""
-        self.side, self.out = side, side.device.new_stream()
-        self.pieces = PinnedPieces(side.device, num=NUM_FETCHED, nbytes=most_bytes)
+        self.comm_stream, self.out = comm_stream, comm_stream.device.new_stream()
+        self.pieces = PinnedPieces(comm_stream.device, num=NUM_FETCHED, nbytes=most_bytes)
 
 
 class HostShard:
     """``Shard`` of a bucket on a device.
 
-    parameters: old ones, until they are fetched; whoever has changed them since does so there.
+    parameters: old values, until the fetch; other changes go to the bucket.
     """
 
     def __init__(self, bucket: BucketRuntime, *, rank: int, memory: HostMemory) -> None:
@@ -42,7 +42,7 @@ class HostShard:
         self.start, _ = bucket.spec.shard_range(rank)
         self._bucket, self._memory = bucket, memory
         self._there = bucket.parameters.shard
-        pinned = memory.side.device.new_pinned(self._there.nbytes)
+        pinned = memory.comm_stream.device.new_pinned(self._there.nbytes)
         self.parameters = pinned.view(self._there.dtype)
         self._piece: Tensor | None = None
 
@@ -54,10 +54,10 @@ class HostShard:
 
     def start_fetch(self) -> Request:
         """Queue the copies."""
-        memory, device = self._memory, self._memory.side.device
+        memory, device = self._memory, self._memory.comm_stream.device
         self._piece = memory.pieces.take()
         with failures_of(device):
-            memory.out.wait_event(memory.side.mark())
+            memory.out.wait_event(memory.comm_stream.mark())
             for source, room in (
                 (self._bucket.gradients.shard, self.gradients),
                 (self._there, self.parameters),
@@ -68,8 +68,8 @@ class HostShard:
     def send_back(self) -> None:
         """Queue the copy; the next fetch waits for it on the device."""
         assert self._piece is not None, "no gradients were fetched"
-        with failures_of(self._memory.side.device):
-            self._memory.side.copy(self.parameters, into=self._there)
+        with failures_of(self._memory.comm_stream.device):
+            self._memory.comm_stream.copy(self.parameters, into=self._there)
         self._memory.pieces.give_back(self._piece)
         self._piece = None
 
@@ -77,7 +77,7 @@ class HostShard:
 class Fetch(Request):
     """Copies under way to the host, as a request that is complete when they are."""
 
-    def __init__(self, device: Device, event: Event) -> None:
+    def __init__(self, device: Device, event: DeviceEvent) -> None:
         self._device, self._event = device, event
 
     def test(self) -> bool:

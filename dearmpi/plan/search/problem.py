@@ -109,12 +109,12 @@ class Problem:
     def judge(self, buckets: Buckets, conduct: Conduct) -> float:
         """Seconds of an iteration, as ``simulate`` finds them, without the spans."""
         flow = Flow(buckets.loads, conduct, step_s=buckets.step_s)
-        passages = flow.run()
+        bucket_times = flow.run()
         self.num_events += flow.num_events
         now, passed = flow.forward_start_s, self._passed_s
         before = 0
-        for place, bucket in sorted(zip(buckets.places, range(len(passages)), strict=True)):
-            now = max(now + passed[place] - passed[before], passages[bucket].current_s)
+        for place, bucket in sorted(zip(buckets.places, range(len(bucket_times)), strict=True)):
+            now = max(now + passed[place] - passed[before], bucket_times[bucket].current_s)
             before = place
         return now + passed[-1] - passed[before]
 

@@ -33,7 +33,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Passage:
+class BucketTimes:
     """When one bucket was on its way: start and stop of each part, in seconds."""
 
     reduce: tuple[float, float] = (math.inf, math.inf)
@@ -46,10 +46,10 @@ class Passage:
         return max(self.update[1], self.gather[1])
 
 
-_STOP_S: dict[Stage, Callable[[Passage], float]] = {
-    Stage.REDUCE: lambda passage: passage.reduce[1],
-    Stage.UPDATE: lambda passage: passage.update[1],
-    Stage.GATHER: lambda passage: passage.gather[1],
+_STOP_S: dict[Stage, Callable[[BucketTimes], float]] = {
+    Stage.REDUCE: lambda times: times.reduce[1],
+    Stage.UPDATE: lambda times: times.update[1],
+    Stage.GATHER: lambda times: times.gather[1],
 }
 
 _IDLE = ((0.0, 0.0),) * 3  # a bucket that takes no part keeps nobody waiting
@@ -81,10 +81,12 @@ class Flow:
         self._num_reducing = 0
         self._updates: deque[int] = deque()
         self._now = 0.0
-        self.passages = [Passage() if load is not None else Passage(*_IDLE) for load in loads]
+        self.bucket_times = [
+            BucketTimes() if load is not None else BucketTimes(*_IDLE) for load in loads
+        ]
         self.num_events = 0
 
-    def run(self) -> list[Passage]:
+    def run(self) -> list[BucketTimes]:
         """When each bucket was on its way."""
         updating = math.inf
         while True:
@@ -94,7 +96,7 @@ class Flow:
             options = self._options_s if self._now < self._options_s else math.inf
             now, landed = self._wire.advance(min(updating, self._next_launch(), options))
             if now == math.inf:
-                return self.passages
+                return self.bucket_times
             self.num_events += 1
             self._move_to(now, landed)
             if updating <= now:
@@ -106,7 +108,7 @@ class Flow:
         """When the feed-forward may begin, after ``run``: at the step, or once all is current."""
         if self._schedule.wait is not Wait.STEP:
             return self._step_s
-        return max([self._step_s, *(passage.current_s for passage in self.passages)])
+        return max([self._step_s, *(times.current_s for times in self.bucket_times)])
 
     def _move_to(self, now: float, landed: Sequence[Flight]) -> None:
         """Let time pass, and land what has arrived."""
@@ -118,19 +120,19 @@ class Flow:
                 self._try_update(gather.bucket)
 
     def _land(self, flight: Flight) -> None:
-        passage, times = self.passages[flight.bucket], (flight.start_s, self._now)
+        times, interval = self.bucket_times[flight.bucket], (flight.start_s, self._now)
         if flight.reduces:
             self._num_reducing -= 1
-            passage.reduce = times
+            times.reduce = interval
         else:
-            passage.gather = times
+            times.gather = interval
         if self._now >= self._options_s:
             self._try_update(flight.bucket)
 
     def _try_update(self, bucket: int) -> None:
-        passage = self.passages[bucket]
-        before_s = self._stop_before_update_s(passage)
-        if before_s <= self._now and passage.update[1] == math.inf and bucket not in self._updates:
+        times = self.bucket_times[bucket]
+        before_s = self._stop_before_update_s(times)
+        if before_s <= self._now and times.update[1] == math.inf and bucket not in self._updates:
             self._updates.append(bucket)
 
     def _begin_update(self) -> float:
@@ -138,7 +140,7 @@ class Flow:
         load = self._loads[bucket]
         assert load is not None
         stop = self._now + load.update_s
-        self.passages[bucket].update = (self._now, stop)
+        self.bucket_times[bucket].update = (self._now, stop)
         return stop
 
     def _start(self) -> None:
@@ -154,11 +156,11 @@ class Flow:
 
     def _may_gather(self) -> bool:
         gather = self._gathers[0]
-        passage = self.passages[gather.bucket]
+        times = self.bucket_times[gather.bucket]
         if self._gathers_wait and self._now < self._options_s:
             return False
-        before_s = self._stop_before_gather_s(passage)
-        return max(before_s, self.passages[gather.after].reduce[1]) <= self._now
+        before_s = self._stop_before_gather_s(times)
+        return max(before_s, self.bucket_times[gather.after].reduce[1]) <= self._now
 
     def _post(self, bucket: int, *, reduces: bool) -> None:
         load = self._loads[bucket]

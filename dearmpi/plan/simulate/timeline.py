@@ -20,7 +20,7 @@ from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.schedule import Conduct, Schedule
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.plan.simulate.flow import MOST_ROUNDS, Flow, Load, Passage, WireDemand
+from dearmpi.plan.simulate.flow import MOST_ROUNDS, BucketTimes, Flow, Load, WireDemand
 
 Lane = Literal["compute", "reduce-scatter", "update", "all-gather"]
 LANES: tuple[Lane, ...] = ("compute", "reduce-scatter", "update", "all-gather")
@@ -131,12 +131,12 @@ def simulate(
     ready_s = [max(pair) for pair in zip(backprop.ready_s, earliest_s, strict=True)]
     loads = _make_loads(layout, costs, ready_s, gather=conduct.gather)
     flow = Flow(loads, conduct, step_s=backprop.stop_s)
-    passages = flow.run()
-    forward, stop_s = _run_feed_forward(profile, layout, passages, start_s=flow.forward_start_s)
+    bucket_times = flow.run()
+    forward, stop_s = _run_feed_forward(profile, layout, bucket_times, start_s=flow.forward_start_s)
     reduces = [load.reduce for load in loads if load is not None]
     gathers = [load.gather for load in loads if load is not None]
     return Timeline(
-        spans=(*backprop.spans, *forward, *_bucket_spans(loads, passages)),
+        spans=(*backprop.spans, *forward, *_bucket_spans(loads, bucket_times)),
         iteration_s=stop_s,
         backprop_s=profile.backprop_s,
         feed_forward_s=profile.feed_forward_s,
@@ -225,27 +225,33 @@ def _run_backprop(profile: ModelProfile, layout: BucketLayout, costs: Costs) -> 
 
 
 def _run_feed_forward(
-    profile: ModelProfile, layout: BucketLayout, passages: Sequence[Passage], *, start_s: float
+    profile: ModelProfile,
+    layout: BucketLayout,
+    bucket_times: Sequence[BucketTimes],
+    *,
+    start_s: float,
 ) -> tuple[list[SimulatedSpan], float]:
     """Each layer as soon as its buckets are current, and when the last is over."""
     buckets = layout.bucket_of()
     spans, now = [], start_s
     for layer, times in profile.layers():
-        start = max([now, *(passages[buckets[name].index].current_s for name in layer.used)])
+        start = max([now, *(bucket_times[buckets[name].index].current_s for name in layer.used)])
         now = start + times.feed_forward_s
         spans.append(SimulatedSpan("compute", f"F {layer.name}", start, now))
     return spans, now
 
 
-def _bucket_spans(loads: Sequence[Load | None], passages: Sequence[Passage]) -> list[SimulatedSpan]:
+def _bucket_spans(
+    loads: Sequence[Load | None], bucket_times: Sequence[BucketTimes]
+) -> list[SimulatedSpan]:
     return [
         span
-        for index, (load, passage) in enumerate(zip(loads, passages, strict=True))
+        for index, (load, times) in enumerate(zip(loads, bucket_times, strict=True))
         if load is not None
         for span in (
-            SimulatedSpan("reduce-scatter", f"RS{index}", *passage.reduce),
-            SimulatedSpan("update", f"U{index}", *passage.update),
-            SimulatedSpan("all-gather", f"AG{index}", *passage.gather),
+            SimulatedSpan("reduce-scatter", f"RS{index}", *times.reduce),
+            SimulatedSpan("update", f"U{index}", *times.update),
+            SimulatedSpan("all-gather", f"AG{index}", *times.gather),
         )
     ]
 

@@ -21,16 +21,16 @@ class Rank:
         collectives, request = FakeCollectives(hub, rank).start_duplicate()
         request.test()
         self.device = LazyDevice()
-        self.side = DeviceCommStream(self.device, carry=None)
+        self.comm_stream = DeviceCommStream(self.device, carry=None)
         self.collectives: DeviceCollectives
         if direct:
-            self.collectives = DirectCollectives(collectives, self.side, window=WINDOW)
+            self.collectives = DirectCollectives(collectives, self.comm_stream, window=WINDOW)
         else:
             self.collectives = StagedCollectives(
-                collectives, self.side, window=WINDOW, most_bytes=1 << 20
+                collectives, self.comm_stream, window=WINDOW, most_bytes=1 << 20
             )
 
     def values(self, buffer: Tensor) -> list[float]:
         """What the device's work sees after all that it was told to wait for."""
-        with self.side.running():
+        with self.comm_stream.running():
             return [float(value) for value in buffer]

@@ -238,18 +238,18 @@ def test_a_shard_comes_behind_what_is_queued_and_goes_back_before_what_follows(
     bucket = BucketRuntime(
         layout.buckets[0], [param], rank=0, gradients=Arena(layout), parameters=Arena(layout)
     )
-    side = DeviceCommStream(device, carry=None)
-    shard = HostShard(bucket, rank=0, memory=HostMemory(side, most_bytes=16))
+    comm_stream = DeviceCommStream(device, carry=None)
+    shard = HostShard(bucket, rank=0, memory=HostMemory(comm_stream, most_bytes=16))
     gradients = torch.full((4,), 2.0)
-    side.copy(gradients, into=bucket.gradients.shard)
-    side.copy(gradients, into=param.detach())
+    comm_stream.copy(gradients, into=bucket.gradients.shard)
+    comm_stream.copy(gradients, into=param.detach())
     fetch = shard.start_fetch()
     assert [fetch.test() for _ in range(2)] == [False, True]
     assert torch.equal(shard.gradients, gradients) and torch.equal(shard.parameters, gradients)
     shard.parameters.add_(shard.gradients)
     shard.send_back()
     assert torch.equal(param.detach(), gradients)
-    with side.running():
+    with comm_stream.running():
         assert torch.equal(param.detach(), 2 * gradients)
 
 

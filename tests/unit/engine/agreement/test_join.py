@@ -20,7 +20,7 @@ from tests.fakes.ranks import run_ranks
 def test_numbers_arrive_in_the_form_that_they_had(betas: tuple[float, ...] | list[float]) -> None:
     trains = {"lr": 0.25, "betas": type(betas)(beta / 2 for beta in betas), "amsgrad": True}
     waits = {"lr": torch.tensor(0.5), "betas": betas, "amsgrad": True}
-    sent = torch.maximum(pack([trains], joined=False), pack([waits], joined=True))
+    sent = torch.maximum(pack([trains], exhausted=False), pack([waits], exhausted=True))
     [taken] = unpack([waits], sent)
     assert taken == trains
     assert type(taken["betas"]) is type(betas)

@@ -15,7 +15,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, ReduceScatter
 from dearmpi.engine.device.accelerator import device_of, zeros
 from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.device.route_choice import choose_transport
+from dearmpi.engine.device.route_choice import choose_route
 from dearmpi.engine.device.routes import AloneDeviceCollectives
 from dearmpi.errors import ConfigError, DeviceError, MismatchError
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
@@ -64,8 +64,8 @@ def test_operations_start_in_the_order_asked_for_whichever_device_is_ready_first
     late = HostStream()
     late.is_open = False
     buffers = [[torch.ones(4), torch.ones(6)] for _ in ranks]
-    ranks[0].side.written(buffers[0][0], [late])
-    ranks[0].side.written(buffers[0][1], [HostStream()])
+    ranks[0].comm_stream.written(buffers[0][0], [late])
+    ranks[0].comm_stream.written(buffers[0][1], [HostStream()])
     requests = [
         one.collectives.start_all_gather(buffer)
         for one, mine in zip(ranks, buffers, strict=True)
@@ -104,15 +104,15 @@ def test_a_whole_buffer_goes_both_ways_and_half_precision_is_passed_on(small_chu
 
 def test_one_rank_copies_nothing_and_waits_for_gradients() -> None:
     device, late, gradients = LazyDevice(), HostStream(), torch.ones(4)
-    side = DeviceCommStream(device, carry=None)
-    collectives = AloneDeviceCollectives(AloneCollectives(), side, window=WINDOW)
+    comm_stream = DeviceCommStream(device, carry=None)
+    collectives = AloneDeviceCollectives(AloneCollectives(), comm_stream, window=WINDOW)
     late.is_open = False
-    side.written(gradients, [late])
+    comm_stream.written(gradients, [late])
     assert collectives.start_reduce_scatter(gradients, "ring").test()
-    with pytest.raises(NotYetError), side.running():
+    with pytest.raises(NotYetError), comm_stream.running():
         pass
     late.is_open = True
-    with side.running():
+    with comm_stream.running():
         assert device.num_copies == 0
 
 
@@ -173,7 +173,7 @@ def test_the_device_is_that_of_the_thread_before_the_thread_asks_for_anything(
             return True
 
     buffer = torch.ones(4)
-    one.side.written(buffer, [Asked()])
+    one.comm_stream.written(buffer, [Asked()])
     thread = threading.Thread(target=one.collectives.start_all_gather, args=(buffer,))
     thread.start()
     thread.join()
@@ -238,7 +238,7 @@ def test_the_way_and_its_reason(
     verdicts: list[ProbeVerdict],
     chosen: str,
 ) -> None:
-    assert str(choose_transport(asked, algorithm, verdicts)).startswith(chosen)
+    assert str(choose_route(asked, algorithm, verdicts)).startswith(chosen)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_an_mpi_that_works_within_a_host_is_relied_on_between_hosts_only_if_aske
 
     def rank(world: World) -> str:
         _, optimizer = distribute(world, cuda_buffers=asked)
-        name = optimizer._built.side.name
+        name = optimizer._built.comm_stream.name
         optimizer.close()
         return name
 
@@ -269,7 +269,7 @@ def test_an_mpi_that_works_within_a_host_is_relied_on_between_hosts_only_if_aske
 )
 def test_direct_is_refused_without_proof(verdicts: list[ProbeVerdict], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        choose_transport("direct", "ring", verdicts)
+        choose_route("direct", "ring", verdicts)
 
 
 def test_memory_that_is_out_is_told_with_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +292,9 @@ def test_a_stream_that_is_captured_neither_asks_nor_waits() -> None:
             raise AssertionError("operation not permitted when stream is capturing")
 
     device = LazyDevice()
-    side = DeviceCommStream(device, None)
+    comm_stream = DeviceCommStream(device, None)
     device.captures = True
-    assert not side.await_mark(Refusing())
+    assert not comm_stream.await_mark(Refusing())
     device.captures = False
     with pytest.raises(AssertionError, match="capturing"):
-        side.await_mark(Refusing())
+        comm_stream.await_mark(Refusing())

@@ -37,7 +37,7 @@ def test_polling_is_eager_again_once_the_device_has_come_so_far(
     spans.recorder = Heard() if watched else None
     buffer = torch.ones(4)
     late.is_open = False
-    rank.side.written(buffer, [late])
+    rank.comm_stream.written(buffer, [late])
     lane = Lane("all-gather", window=1)
     lane.observer = LaneTimer(Track.ALL_GATHER, CommunicationClock(spans), spans)
     gather = partial(rank.collectives.start_all_gather, buffer)
