@@ -104,6 +104,13 @@ class CommError(DearError, RuntimeError):
 class StallError(CommError):
     """An operation made no progress within its time limit."""
 
+    def __init__(
+        self, message: str = "", *, code: str = UNNAMED, exit_code: int = CommError.exit_code
+    ) -> None:
+        """exit_code: that of a rank which has ended by ``sys.exit()`` while others wait for it."""
+        super().__init__(message, code=code)
+        self.exit_code = exit_code
+
 
 class ReplicaMismatchError(CommError, MismatchError):
     """Ranks that began alike no longer are, as they tell each other in each step: what they train,

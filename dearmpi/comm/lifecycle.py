@@ -16,7 +16,7 @@ from typing import ClassVar
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import origin_of
 from dearmpi.comm.api.collectives import Collectives
-from dearmpi.comm.process.ending import Deadline
+from dearmpi.comm.process.ending import Deadline, exit_status, note_exit_status
 from dearmpi.comm.process.launch import (
     advise_on_workers,
     announced_size,
@@ -203,7 +203,7 @@ def leave(world: World, deadline: Deadline | None) -> None:
         _close_without_mpi(world)
         return
     try:
-        world.leave()
+        world.leave(exit_status=exit_status())
         if deadline is not None:
             from dearmpi.comm.backends import mpi
 
@@ -253,6 +253,7 @@ def abort_on_exception(world: World) -> None:
         world.abort(130 if issubclass(kind, KeyboardInterrupt) else code)
 
     sys.excepthook = report
+    note_exit_status()
 
 
 def _describe(error: BaseException) -> str:

@@ -333,15 +333,16 @@ class World:
             raise problems[0]
         return results[0]
 
-    def leave(self) -> None:
+    def leave(self, *, exit_status: int = 0) -> None:
         """Wait until every rank has finished its work, then close (collective).
 
+        exit_status: with which the program ends; the job does, too, if others wait for it in vain.
         Raises StallError if this rank waits for others in vain, or they for it; the message names
         operations that not every rank has joined.
         """
         if not self._closed:
             self.progress.drain()
-            self._watchdog.leave()
+            self._watchdog.leave(exit_status)
             here = HostBuffer(np.zeros(1))
             self._farewell.run(
                 "the end of the other ranks' programs", lambda c: c.start_all_reduce(here, "max")

@@ -34,6 +34,8 @@ if how == "interrupt" and is_last:
     raise KeyboardInterrupt
 if how == "dear":
     world.all_reduce([1.0], "mistaken")
+if how.startswith("exit") and is_last:
+    exit(4) if how == "exit()" else sys.exit(3)
 if how == "abort" and is_last:
     world.abort(7)
 world.barrier()
@@ -61,6 +63,7 @@ def run(how: str, *, ranks: int, folder: Path) -> Ended:
         ("interrupt", 2, 130, "KeyboardInterrupt"),
         ("dear", 3, 2, "op is 'mistaken'"),
         ("abort", 2, 7, ""),
+        ("exit", 3, 3, "rank 2 has ended by sys.exit(3)"),
     ],
 )
 def test_a_job_that_fails_ends_by_its_own_error(
@@ -69,7 +72,8 @@ def test_a_job_that_fails_ends_by_its_own_error(
     ended = run(how, ranks=ranks, folder=tmp_path)
     said = [line for line in ended.output.splitlines() if line.startswith("[rank ")]
     assert ended.returncode == code, ended.output
-    assert words in said[-1] if words else not said, ended.output
+    told = "\n".join(said) if how == "exit" else said[-1] if said else ""
+    assert words in told if words else not said, ended.output
     assert ended.left_over == 0
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import os
+import sys
 import threading
 from types import TracebackType
+from typing import ClassVar, NoReturn
 
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.watchdog.watchdog import StallLimits
@@ -71,6 +74,51 @@ class Deadline:
 
     def _write(self, text: str) -> None:
         safe_output.write(f"[{self._origin}] {text}: {self._advice}")
+
+
+class _Exit(SystemExit):
+    """What ``sys.exit()`` raises. If it ends the program, it is deleted when no frame is left."""
+
+    def __del__(self) -> None:
+        is_main = threading.get_ident() == threading.main_thread().ident
+        if is_main and sys._getframe().f_back is None:
+            _Program.exit_status = _status_of(self.code)
+
+
+class _Program:
+    """The program of this process."""
+
+    exit_status: ClassVar[int] = 0
+
+
+def note_exit_status() -> None:
+    """Have ``exit_status`` know with what ``sys.exit()``, or ``exit()``, ends the program.
+
+    Python shows its exit status to no handler. A ``raise SystemExit``, and a ``sys.exit`` that a
+    script has imported before, go unnoticed.
+    """
+
+    def leave_program(status: object = None, /) -> NoReturn:
+        raise _Exit(status)
+
+    leave_program.__doc__ = sys.exit.__doc__
+    sys.exit = leave_program
+    for name in ("exit", "quit"):  # of the module site, which may not be loaded
+        quitter = getattr(builtins, name, None)
+        if type(quitter).__module__ == "_sitebuiltins":
+            setattr(type(quitter), "__call__", lambda _, code=None: leave_program(code))  # noqa: B010
+
+
+def exit_status() -> int:
+    """The status with which ``sys.exit()`` has ended the program; 0 if it has not, or with 0."""
+    return _Program.exit_status
+
+
+def _status_of(code: object) -> int:
+    """The exit status that Python makes of the ``code`` of a SystemExit."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
 
 
 def skip_exit_handlers() -> None:

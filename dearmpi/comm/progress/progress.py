@@ -169,6 +169,7 @@ class Progress:
                 f"{error}\nNot every rank has joined these operations of {self._origin}: "
                 f"{', '.join(left)}",
                 code=error.code,
+                exit_code=error.exit_code,
             ) from error
 
     def notify(self) -> None:

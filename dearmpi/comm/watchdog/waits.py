@@ -35,6 +35,7 @@ class Status:
     waiting: what it waits for, or empty. in_exchange: it waits inside a collective call on the
         world. left: its program has ended.
     in_iteration: it has begun a backprop, and no step since.
+    exit_status: of a program that has ended, where it has called sys.exit() with another than 0.
     """
 
     backprops: int
@@ -46,17 +47,24 @@ class Status:
     left: bool
     stack: tuple[str, ...]
     in_iteration: bool = False
+    exit_status: int = 0
 
     def describe(self, *, waited: str | None = None) -> str:
         """One line, without the stack. ``waited``: replaces the seconds of the wait."""
         if self.left:
             where = ", between a backward and its step" if self.in_iteration else ""
-            return f"has ended after {self.backprops} backprops{where}"
+            how = f" by sys.exit({self.exit_status})" if self.exit_status else ""
+            return f"has ended{how} after {self.backprops} backprops{where}"
         if not self.waiting:
             return f"has begun {self.backprops} backprops, does not wait for communication"
         if waited is None:
             waited = f"{self.waited_s:.0f} s"
         return f"has begun {self.backprops} backprops, waits {waited} for {self.waiting}"
+
+    def describe_place(self) -> str:
+        """The same, with the innermost line of the script."""
+        place = f", at {self.stack[-1].rpartition(' ')[0]}" if self.stack else ""
+        return f"{self.describe()}{place}"
 
     def waits_for(self, other: Status) -> bool:
         """Whether this wait certainly cannot end before ``other`` begins something more.
@@ -90,6 +98,8 @@ def explain_hopeless(own: Status, other: Status) -> str:
     interrupted = _INTERRUPTED if other.left and other.in_iteration else ""
     calls = [one.waiting for one in (own, other) if one.in_exchange]
     missed = f". For {calls[0]}: {cure_for(*calls)}" if calls else ""
+    if other.exit_status:
+        return "it waits in vain, and the job ends with this status"
     return (
         f"{steps} unequal numbers of batches, or call collective operations in different "
         f"order{interrupted}. Give every rank the same number of batches, or train inside "

@@ -1,11 +1,12 @@
 """Watchdog: when a wait lasts too long, a report of what all ranks are doing.
 
-A rank whose wait exceeds the warning limit requests the status of all others. Their progress
-threads answer even while their main threads compute, load data or wait. The lowest waiting rank
-polls the others and prints one report; if it stops polling, the next takes over. The report names
-each rank's host, the number of its backprops, what it waits for, and its Python stack. A wait that
-can never end, because another rank has left or waits for this one in turn, raises StallError.
-Several threads may wait at a time; the status is that of the thread that trains.
+A rank whose wait exceeds a second requests the status of all others, and again at the warning
+limit. Their progress threads answer even while their main threads compute, load data or wait. The
+lowest waiting rank polls the others and prints one report; if it stops polling, the next takes
+over. The report names each rank's host, the number of its backprops, what it waits for, and its
+Python stack. A wait that can never end, because another rank has left or waits for this one in
+turn, raises StallError. Several threads may wait at a time; the status is that of the thread that
+trains.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dearmpi.comm.watchdog.waits import StallReport, Status, WatchedWait, explai
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
+_FIRST_LOOK_S = 1.0  # of a wait, after which it is tested whether it can end
 _ANSWER_S = 2.0  # the longest time that an answer takes
 _TURN_S = 0.5  # in which a request reaches all ranks that wait
 _SILENT_WHERE_IT_POLLS = (
@@ -77,9 +79,9 @@ class Watchdog:
         self._backprops = self._steps = self._exchanges = 0
         self._in_iteration = False
         self._in_exchange = self._left = False  # in_exchange: the main thread
-        self._waits: list[
-            WatchedWait
-        ] = []  # of all threads; the innermost of one thread comes last
+        self._exit_status = 0
+        # Of all threads; the innermost of one thread comes last.
+        self._waits: list[WatchedWait] = []
         self._num_requests = 0
         self.tended_at = 0.0  # when messages were last looked for
         # Ranks often begin to wait together, and the requests of one spare the others theirs.
@@ -113,9 +115,9 @@ class Watchdog:
         finally:
             self._in_exchange = before
 
-    def leave(self) -> None:
-        """The program has ended: this rank joins no further operation."""
-        self._left = True
+    def leave(self, exit_status: int = 0) -> None:
+        """The program has ended with ``exit_status``: this rank joins no further operation."""
+        self._left, self._exit_status = True, exit_status
 
     def begin_wait(self, what: str) -> WatchedWait:
         """The calling thread begins to wait for ``what``, perhaps inside another wait."""
@@ -165,7 +167,7 @@ class Watchdog:
         if self._is_answered(wait):
             if not self._left:
                 self._raise_if_hopeless(wait)
-            if not wait.is_reported:
+            if self._is_long(wait) and not wait.is_reported:
                 wait.is_reported = True
                 safe_output.write(self._report(wait))  # even where the disk is full
         # The rank that gives up ends the job, so ranks that have a full report come first.
@@ -195,8 +197,18 @@ class Watchdog:
         """Whether requests for ``wait`` are due."""
         if now - max(wait.since, tended_at) > _SUSPENDED_S:
             return False  # this process was suspended; check_wait() first measures for how long
-        began_s = max(wait.since + self._turn_s, wait.requested_at or 0.0)
-        return not self._is_deferred(wait) and now > began_s + self.limits.warning_s
+        began, requested_at = wait.since + self._turn_s, wait.requested_at
+        if requested_at is None and not self._left:  # which gives up no wait as hopeless
+            due_at = began + min(_FIRST_LOOK_S, self.limits.warning_s)
+        else:
+            long_at = requested_at if requested_at and self._is_long(wait) else began
+            due_at = long_at + self.limits.warning_s
+        return now > due_at and not self._is_deferred(wait)
+
+    def _is_long(self, wait: WatchedWait) -> bool:
+        """Whether the others were polled when ``wait`` had lasted as long as is to be reported."""
+        long_at = wait.since + self._turn_s + self.limits.warning_s
+        return wait.requested_at is not None and wait.requested_at >= long_at
 
     def _is_deferred(self, wait: WatchedWait) -> bool:
         """Whether another rank polls for this wait, and so reports it."""
@@ -259,6 +271,7 @@ class Watchdog:
             backprops=self._backprops,
             stack=stack,
             in_iteration=self._in_iteration,
+            exit_status=self._exit_status,
         )
 
     def _report_problem(self, problem: str) -> None:
@@ -270,7 +283,10 @@ class Watchdog:
 
     def _request_statuses(self, now: float, waits: Iterable[WatchedWait]) -> None:
         for wait in waits:
+            was_long = self._is_long(wait)
             wait.requested_at = now
+            if self._is_long(wait) and not was_long:
+                wait.answers.clear()  # the report shows what the ranks do now
         self._num_requests += 1
         for other in range(self._size):
             # After a problem it sends no more requests; the other ranks count as silent.
@@ -324,9 +340,11 @@ class Watchdog:
             in_vain = other.left or (trains and other.waits_for(own))
             if are_gone or (own.waits_for(other) and in_vain):
                 raise StallError(
-                    f"rank {self._rank} {own.describe()}, but rank {rank} {other.describe()}: "
-                    f"{explain_hopeless(own, other)}\n{self._report(wait)}",
+                    f"rank {self._rank} {own.describe_place()}, but rank {rank} "
+                    f"{other.describe_place()}: {explain_hopeless(own, other)}\n"
+                    f"{self._report(wait)}",
                     code="ranks-out-of-step",
+                    exit_code=other.exit_status or StallError.exit_code,
                 )
 
     def _have_all_left(self, wait: WatchedWait) -> bool:

@@ -103,3 +103,33 @@ def test_handlers_that_would_end_the_process_by_a_signal_are_left_out(
 ) -> None:
     ended = subprocess.run([sys.executable, "-c", EXITING, *how], check=False, timeout=60)
     assert ended.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("sys.exit(3)", 3),
+        ("try:\n    sys.exit(3)\nfinally:\n    print('at last', file=sys.stderr)", 3),
+        ("sys.exit('no data')", 1),
+        ("exit(4)", 4),
+        ("sys.exit()", 0),
+        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass", 0),
+        ("try:\n    sys.exit(3)\nexcept SystemExit as error:\n    kept = error", 0),
+        ("threading.Thread(target=sys.exit, args=(3,)).start()", 0),
+        ("raise ValueError", 0),
+    ],
+)
+def test_the_status_with_which_a_program_ends_is_known_at_its_end(body: str, status: int) -> None:
+    script = f"""
+import atexit, sys, threading
+from dearmpi.comm.process.ending import exit_status, note_exit_status
+
+note_exit_status()
+atexit.register(lambda: print(exit_status()))
+{body}
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.stdout == f"{status}\n", ended.stderr
+    assert ended.returncode == (status if "Value" not in body else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.watchdog.waits import Status
-from dearmpi.comm.watchdog.watchdog import StallLimits
+from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
 from dearmpi.errors import ConfigError, StallError
@@ -22,6 +23,7 @@ from tests.fakes import FakeCollectives, FakeHub
 from tests.fakes.ranks import run_ranks
 
 LIMITS = StallLimits(warning_s=0.3, abort_s=20.0)
+LATE = StallLimits(warning_s=30.0, abort_s=60.0)
 
 
 def start_world(hub: FakeHub, rank: int, limits: StallLimits = LIMITS) -> World:
@@ -71,6 +73,19 @@ def test_a_rank_that_has_ended_is_named_with_both_counts() -> None:
     assert "has called sys.exit(), have it raise an exception or call" in str(error)
 
 
+def test_a_rank_that_has_ended_by_sys_exit_ends_the_job_with_its_status() -> None:
+    def train(world: World) -> None:
+        world.begin_backprop()
+        if world.rank == 0:
+            world.leave(exit_status=3)
+        else:
+            world.barrier()
+
+    error = run_with_limits(2, train, LATE)[1]
+    assert isinstance(error, StallError) and error.exit_code == 3
+    assert "rank 0 has ended by sys.exit(3) after 1 backprops" in str(error)
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_ranks_that_ctrl_c_has_ended_at_different_moments_are_told_so(steps: int) -> None:
     """As where one saves in ``except KeyboardInterrupt``, with as many steps or one more."""
@@ -108,6 +123,54 @@ def test_two_ranks_that_wait_for_each_other_are_told_so() -> None:
     error = run_with_limits(2, train, limits)[0]
     assert isinstance(error, StallError)
     assert "different order" in str(error) and "sys.exit" not in str(error)
+
+
+def test_a_call_that_others_leave_out_is_found_long_before_the_warning() -> None:
+    """As where rank 0 alone calls ``state_dict()`` while the others train on."""
+    over = threading.Event()
+
+    def train(world: World) -> None:
+        world.begin_backprop()
+        if world.rank == 0:
+            try:
+                with world.named_call("optimizer.state_dict()"):
+                    world.all_gather_text("state")
+            finally:
+                over.set()
+        else:
+            world.begin_backprop()
+            world.progress.wait_until(over.is_set, what="the parameters of bucket 0")
+
+    began_s = time.monotonic()
+    error = run_with_limits(3, train, LATE)[0]
+    assert time.monotonic() - began_s < LATE.warning_s / 2
+    assert isinstance(error, StallError) and error.code == "ranks-out-of-step"
+    message = str(error)
+    assert "waits" in message and "for optimizer.state_dict()" in message
+    assert "call state_dict() on every rank" in message
+    assert message.partition(": ")[0].count(f"{__file__}:") == 2, message
+
+
+def test_a_wait_that_can_end_is_looked_at_early_in_silence(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Event()
+    handle = Watchdog._handle
+
+    def note(watchdog: Watchdog, sender: int, message: object) -> None:
+        handle(watchdog, sender, message)
+        if watchdog._rank == 0:  # it has an answer
+            looked.set()
+
+    monkeypatch.setattr(Watchdog, "_handle", note)
+
+    def train(world: World) -> None:
+        if world.rank == 1:
+            assert looked.wait(timeout=20)
+        world.barrier()
+
+    assert run_with_limits(2, train, LATE) == [None, None]
+    assert capfd.readouterr().err == ""
 
 
 def test_a_slow_rank_is_reported_and_waited_for(

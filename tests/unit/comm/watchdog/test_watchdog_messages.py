@@ -107,8 +107,8 @@ def test_an_answer_of_long_ago_is_told_as_such(
     with raises(StallError, "wait-timed-out") as caught:
         for _ in range(200):
             clock.now_s += 0.5
-            if inbox.sent == [1]:
-                answer = {"status": asdict(other.status()), "to": 1}
+            if inbox.sent in ([1], [1, -1, 1]):  # the early look, and the first after the limit
+                answer = {"status": asdict(other.status()), "to": (len(inbox.sent) + 1) // 2}
                 inbox.messages.append((1, json.dumps(answer).encode()))
                 inbox.sent.append(-1)
             watchdog.tend()

@@ -133,7 +133,7 @@ def test_a_wait_beside_the_thread_that_trains_is_not_hopeless(rank: Rank) -> Non
         other.end_wait()
     other.leave()
     rank.drive(6.0)
-    with raises(StallError, "ranks-out-of-step", "waits 13 s for AG7, but rank 1 has ended"):
+    with raises(StallError, "ranks-out-of-step", "waits 13 s for AG7, ", "but rank 1 has ended"):
         rank.second(watchdog.check_wait)
 
 
