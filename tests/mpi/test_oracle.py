@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dearmpi.comm.world import World
-from tests.combinations import pairs_of, pairwise
+from tests.combinations import pairs_of, pairwise, turns_of
 from tests.mpi.oracle import (
     OPTIMIZERS,
     Case,
@@ -179,8 +179,7 @@ def test_progress_between_layers(
     assert_same(train(case, polling_world), train(case))
 
 
-@pytest.mark.parametrize("reduce_scatter", ["ring", "native", "exchange"])
-@pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
+@turns_of(schedule=("dear", "wfbp", "serial"), reduce_scatter=("ring", "native", "exchange"))
 def test_the_same_run_twice_is_the_same_bit_by_bit(
     schedule: str, reduce_scatter: str, world: World
 ) -> None:

@@ -8,41 +8,25 @@ import pytest
 import torch
 from torch import nn
 
-from dearmpi import DistributedOptimizer, SyncBatchNorm, broadcast_buffers
+from dearmpi import SyncBatchNorm, broadcast_buffers
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
 from tests.codes import raises
+from tests.unit.engine.test_unequal_buffers import build, step, wrap
 
 pytestmark = pytest.mark.ranks(2, 3)
-
-
-def build() -> Any:
-    model = nn.Linear(3, 2)
-    model.register_buffer("queue", torch.ones(4))
-    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
-    return model
-
-
-def train(model: Any, world: World, **settings: Any) -> DistributedOptimizer:
-    inner = torch.optim.SGD([model.weight, model.bias], lr=0.1)
-    return DistributedOptimizer(inner, model, world=world, **settings)
-
-
-def step(model: nn.Module, optimizer: DistributedOptimizer) -> None:
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_another_buffer_at_the_start_is_named_on_all_ranks(odd: int, world: World) -> None:
     model = build()
     if world.rank == odd:
-        model.queue = torch.ones(200_000)
-    for call in (train, broadcast_buffers):
+        model.second = torch.ones(200_000)
+    for call in (wrap, broadcast_buffers):
         with pytest.raises(MismatchError) as caught:
             call(model, world)
         said = str(caught.value)
-        assert "buffer queue of shape (200000,)" in said and "buffer queue of shape (4,)" in said
+        assert "buffer second of shape (200000,)" in said and "buffer second of shape (4,)" in said
     assert world.all_reduce([1.0]) == [world.size]
 
 
@@ -51,14 +35,14 @@ def test_another_buffer_at_the_start_is_named_on_all_ranks(odd: int, world: Worl
 def test_a_buffer_that_grows_on_one_rank_is_named_on_all(odd: int, how: Any, world: World) -> None:
     """And where it grows on all of them, its values are right."""
     model = build()
-    optimizer = train(model, world, buffers=how)
+    optimizer = wrap(model, world, buffers=how)
     step(model, optimizer)
-    model.queue = torch.full((200_000,), float(world.rank))
+    model.second = torch.full((200_000,), float(world.rank))
     step(model, optimizer)
     value = (world.size - 1) / 2 if how == "average" else 0.0
-    assert torch.equal(model.queue, torch.full((200_000,), value))
+    assert torch.equal(model.second, torch.full((200_000,), value))
     if world.rank == odd:
-        model.queue = torch.ones(8)
+        model.second = torch.ones(8)
     with raises(MismatchError, "ranks-built-differently", "8", "200000"):
         step(model, optimizer)
     optimizer.close()
