@@ -7,6 +7,6 @@ forks. The client passes on signals, and ends with the status of its fork.
 
 from __future__ import annotations
 
-from tests.forks.start import forked
+from tests.forks.start import forked, share_server
 
-__all__ = ["forked"]
+__all__ = ["forked", "share_server"]

@@ -21,7 +21,14 @@ _PASSED_ON = (
 def main() -> None:
     """Have the server run the arguments as Python would; end as the fork ends."""
     fds = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
-    request = {"argv": sys.argv[2:], "env": dict(os.environ), "cwd": os.getcwd(), "fds": fds}
+    ignored = [number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
+    request = {
+        "argv": sys.argv[2:],
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "fds": fds,
+        "ignored": ignored,
+    }
     server = socket.socket(socket.AF_UNIX)
     server.connect(sys.argv[1])
     text = json.dumps(request).encode()

@@ -11,40 +11,52 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import selectors
 import signal
 import socket
+import struct
 import sys
 import types
 from pathlib import Path
 from typing import TypedDict
 
-from tests.forks.start import fork_name
+from tests.forks.start import fork_name, python_beside
 
 # With what these import, that is nearly all that a rank loads, but for MPI.
 _LOADED = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.data", "sklearn.datasets"),
-    *("dearmpi.engine.optimizer", "dearmpi.cli.main", "dearmpi.train.loop.trainer"),
+    *("dearmpi.engine.optimizer", "dearmpi.cli.main", "dearmpi.cli.run_session"),
+    "multiprocessing.forkserver",
 )
 _MOST_FDS = 64
 _FIRST_SPARE_FD = 500
 _PR_SET_PDEATHSIG = 1
-_C = ctypes.CDLL(None)
+_FLAGS_WITH_VALUE = ("-W", "-X")
+_C = ctypes.CDLL(None, use_errno=True)
 
 
 class Request(TypedDict):
-    """One fork. fds: the numbers that its open files have in the client."""
+    """One fork.
+
+    fds: the numbers that its open files have in the client. ignored: signals.
+    """
 
     argv: list[str]
     env: dict[str, str]
     cwd: str
     fds: list[int]
+    ignored: list[int]
 
 
 def main(address: str) -> None:
     """Load, serve; in each fork, run what its client asks for."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    print("ready", flush=True)  # clients wait while it loads
     for name in _LOADED:
         importlib.import_module(name)
     assert "mpi4py" not in sys.modules, "a fork must not share MPI with the server"
@@ -52,34 +64,37 @@ def main(address: str) -> None:
     base = [path for path in sys.path if path and path not in listed and path != os.getcwd()]
     gc.collect()
     gc.freeze()  # the forks' collections leave alone what is loaded here, and so do not copy it
-    argv = _serve(address)
+    argv = _serve(listener, python_beside(address))
     _run(argv, base)
 
 
-def _serve(address: str) -> list[str]:
+def _serve(listener: socket.socket, python: Path) -> list[str]:
     """Fork for each client; returns in the forks alone, with the arguments."""
     clients: dict[int, socket.socket] = {}  # by fork
-    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
-        listener.bind(address)
-        listener.listen(64)
+    with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
-        print("ready", flush=True)
         while True:
             for key, _ in selector.select():
                 if key.fileobj is listener:
                     client = listener.accept()[0]
-                    fds, request = _receive(client)
+                    try:
+                        fds, request = _receive(client)
+                    except ConnectionError:
+                        client.close()
+                        continue
                     pid = os.fork()
                     if pid == 0:
                         selector.close()
+                        _enter_namespaces_of(client)
                         for each in (listener, client, *clients.values()):
                             each.detach()  # closed by number
-                        _become(fds, request)
+                        _become(fds, request, python=python)
                         return request["argv"]
                     for fd in fds:
                         os.close(fd)
-                    client.sendall(pid.to_bytes(4, "big"))
+                    with contextlib.suppress(OSError):  # it was killed meanwhile
+                        client.sendall(pid.to_bytes(4, "big"))
                     clients[pid] = client
                     selector.register(client, selectors.EVENT_READ, ("client", pid))
                     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, ("fork", pid))
@@ -113,14 +128,36 @@ def _receive(client: socket.socket) -> tuple[list[int], Request]:
     for _, _, data in rights:
         fds.frombytes(data)
     text = b""
-    while len(text) < int.from_bytes(head, "big"):
-        text += client.recv(1 << 16)
+    while not head or len(text) < int.from_bytes(head, "big"):
+        part = client.recv(1 << 16)
+        if not part:  # it was killed meanwhile
+            for fd in fds:
+                os.close(fd)
+            raise ConnectionError
+        text += part
     request: Request = json.loads(text)
     return list(fds), request
 
 
-def _become(fds: list[int], request: Request) -> None:
-    """Take over the client's open files, under their numbers, and its environment and folder."""
+def _enter_namespaces_of(client: socket.socket) -> None:
+    """Have the name, network and file systems of the client: each emulated host has its own."""
+    size = struct.calcsize("3i")
+    pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    for kind in ("uts", "net", "mnt"):
+        path = f"/proc/{pid}/ns/{kind}"
+        with contextlib.suppress(FileNotFoundError):  # it was killed meanwhile
+            if os.readlink(path) != os.readlink(f"/proc/self/ns/{kind}"):
+                fd = os.open(path, os.O_RDONLY)
+                if _C.setns(fd, 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {path}")
+                os.close(fd)
+
+
+def _become(fds: list[int], request: Request, *, python: Path) -> None:
+    """Take over the client's open files, under their numbers, and its environment and folder.
+
+    python: what the fork and its multiprocessing start as Python.
+    """
     os.setsid()  # signals to its group reach the fork and its children, and not the server
     _C.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     spare = [os.dup2(fd, _FIRST_SPARE_FD + index) for index, fd in enumerate(fds)]
@@ -128,6 +165,8 @@ def _become(fds: list[int], request: Request) -> None:
     for source, target in zip(spare, request["fds"], strict=True):
         os.dup2(source, target)
         os.close(source)
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -136,10 +175,14 @@ def _become(fds: list[int], request: Request) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     sys.modules["numpy"].random.seed()
+    sys.executable = str(python)
+    multiprocessing.set_executable(sys.executable)
 
 
 def _run(argv: list[str], base: list[str]) -> None:
     """Do what ``python ARGV`` does; base: the module path without any addition."""
+    while argv[0][0] == "-" and argv[0] not in ("-m", "-c"):  # a flag, for which it is too late
+        argv = argv[2 if argv[0] in _FLAGS_WITH_VALUE else 1 :]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
