@@ -20,6 +20,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.forks import forked
 from tests.job import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +101,7 @@ def test_hosts_come_work_at_their_rate_and_leave_nothing(lab: Lab, tmp_path: Pat
     assert f"2 hosts, links of {RATE_MBIT} Mbit/s" in up.stdout
     report = tmp_path / "collectives.json"
     bench = ("bench", "--collectives", "--sizes-mb", "0.5", "--num-iters", "1", "--json", report)
-    run = lab.netlab("run", "2", sys.executable, "-m", "dearmpi.cli.main", *bench)
+    run = lab.netlab("run", "2", *forked([sys.executable, "-m", "dearmpi.cli.main", *bench]))
     assert run.returncode == 0, run.stderr
     measured = json.loads(report.read_text())
     assert (measured["world_size"], measured["hosts"]) == (2, 2)

@@ -10,7 +10,9 @@ import pytest
 from dearmpi.cli.main import main
 from dearmpi.comm.world import World
 from dearmpi.doctor.host_network import measure_hiding, measure_network
+from dearmpi.tune import device_probe
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict, probe
+from tests.forks import forked
 
 
 @pytest.mark.ranks(2)
@@ -53,9 +55,15 @@ def test_every_link_is_measured(world: World) -> None:
     channel.close()
 
 
+def fork(*arguments: str) -> tuple[str, ...]:
+    """A program that starts as a fork."""
+    return tuple(map(str, forked([sys.executable, *arguments])))
+
+
 @pytest.mark.ranks(1)
 def test_operations_are_tried_by_two_processes() -> None:
-    assert probe("cpu") == tuple(ProbeVerdict(name, works=True) for name in OPERATIONS)
+    verdicts = probe("cpu", program=fork("-m", device_probe.__name__))
+    assert verdicts == tuple(ProbeVerdict(name, works=True) for name in OPERATIONS)
 
 
 @pytest.mark.ranks(1)
@@ -98,7 +106,7 @@ sys.exit(device_probe.main(sys.argv[1:]))
 def test_what_works_for_one_rank_only_does_not_work(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG_ON_RANK_1)
-    verdicts = probe("cpu", program=(sys.executable, str(script)))
+    verdicts = probe("cpu", program=fork(str(script)))
     assert [verdict.operation for verdict in verdicts if not verdict.works] == ["ring"]
 
 
