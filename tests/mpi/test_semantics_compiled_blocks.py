@@ -1,4 +1,6 @@
-"""Blocks of a model that are compiled one by one."""
+"""Blocks of a model that are compiled one by one, by dearmpi's side alone: the numbers are those of
+the model that is not compiled.
+"""
 
 from __future__ import annotations
 
@@ -95,10 +97,9 @@ def test_compiled_blocks_wait_for_their_own_parameters_only(
     """With batches of several sizes, for which torch compiles anew."""
 
     def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()  # what the other side has compiled
         model = blocks(kind)
         optimizer = side.wrap(slow_adam(model), model)
-        for number in range(1, 5):
+        for number in range(1, 5) if side.is_distributed else ():
             model[number] = compiled(model[number])
         for step in range(NUM_STEPS):
             rows = side.inputs(step).repeat(1 + step // 2, 1)
@@ -117,9 +118,8 @@ def test_compiled_blocks_in_other_buckets(gather: str, world: World) -> None:
     """What torch has compiled before the buckets changed waits for the new ones, too."""
 
     def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()
         model = blocks()
-        for number in range(1, 5):
+        for number in range(1, 5) if side.is_distributed else ():
             in_place(model[number])
         side.loss(model, 0)
         optimizer = side.wrap(slow_adam(model), model)
@@ -141,10 +141,9 @@ def test_compiled_blocks_after_a_reset(gather: str, world: World) -> None:
     """
 
     def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()
         model = blocks()
         optimizer = side.wrap(slow_adam(model), model)
-        for number in range(1, 5):
+        for number in range(1, 5) if side.is_distributed else ():
             in_place(model[number])
         train(side, model, optimizer)
         torch.compiler.reset()
@@ -166,11 +165,10 @@ def test_compiled_blocks_beside_a_teacher_of_the_same_code(gather: str, world: W
     """For which torch has compiled it first."""
 
     def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()
         model, teacher = blocks(), blocks()
         teacher.requires_grad_(False)
         optimizer = side.wrap(slow_adam(model), model)
-        for number in range(1, 5):
+        for number in range(1, 5) if side.is_distributed else ():
             in_place(model[number])
             in_place(teacher[number])
         for step in range(NUM_STEPS):
@@ -240,10 +238,10 @@ def test_a_compiled_block_that_reads_what_is_no_part_of_it(gather: str, world: W
     """For more steps than torch compiles anything anew, before it gives up."""
 
     def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()
         model = seeded(Lender)
         optimizer = side.wrap(slow_adam(model), model)
-        model.reader.compile(backend="eager", fullgraph=True)
+        if side.is_distributed:
+            model.reader.compile(backend="eager", fullgraph=True)
         train(side, model, optimizer, num_steps=12)
         return outcome(model, optimizer)
 

@@ -39,10 +39,9 @@ def test_a_compiled_function_without_parameters_makes_nobody_wait(
     gather: str, world: World
 ) -> None:
     def script(side: Side) -> dict[str, Tensor]:
-        torch.compiler.reset()
         model = layers()
         optimizer = side.wrap(slow_adam(model), model)
-        loss = torch.compile(squared_error, backend="eager")
+        loss = compiled_by(side, squared_error)
         for step in range(NUM_STEPS):
             optimizer.zero_grad()
             side.average(loss(model(side.inputs(step)))).backward()
@@ -62,11 +61,11 @@ def test_a_compiled_function_of_parameters(gather: str, world: World) -> None:
         model = layers()
         optimizer = side.wrap(slow_adam(model), model)
 
-        @torch.compile(backend="eager")
-        def apply(inputs: Tensor) -> Tensor:
+        def compute(inputs: Tensor) -> Tensor:
             hidden = functional.linear(inputs, model[0].weight)  # type: ignore[arg-type]
             return functional.linear(hidden.tanh(), model[2].weight)  # type: ignore[arg-type]
 
+        apply = compiled_by(side, compute)
         for step in range(NUM_STEPS):
             optimizer.zero_grad()
             side.average(squared_error(apply(side.inputs(step)))).backward()
@@ -109,7 +108,7 @@ def scaled_iteration(side: Side, model: nn.Module, optimizer: Any, step: int) ->
     compiled_by(side, iterate)()
 
 
-def compiled_by(side: Side, function: Callable[[], Any]) -> Callable[[], Any]:
+def compiled_by(side: Side, function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled by dearmpi's side only: a step that torch compiles has its scalars in fp32."""
     return torch.compile(function, backend="eager") if side.is_distributed else function
 
