@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import forked
 from tests.job import clean_environment, remove_segments
 from tests.slurm.cluster import Cluster, missing_programs
 
@@ -29,7 +31,6 @@ def cluster() -> Iterator[Cluster]:
         if not name.startswith(("SLURM_", "SBATCH_", "DEARMPI_", "DEAR_TRAIN_"))
     }
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    environment["DEARMPI_VENV"] = sys.prefix
     environment["PYTHONPATH"] = str(ROOT)
     environment["OMP_NUM_THREADS"] = "1"
     # What UCX tells other ranks through pmi2 arrives damaged at times (docs/how-to/slurm.md).
@@ -41,9 +42,25 @@ def cluster() -> Iterator[Cluster]:
     remove_segments(least_age_s=5.0)
     folder = Path(tempfile.mkdtemp(prefix="dear-slurm-"))
     folder.chmod(0o711)
+    environment["DEARMPI_VENV"] = str(_make_environment(folder / "venv"))
     try:
         with Cluster(folder, environment=environment) as cluster:
             yield cluster
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         signal.signal(signal.SIGTERM, before)
+
+
+def _make_environment(folder: Path) -> Path:
+    """This environment, but that ranks of ``dear-train run`` start as forks."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    for path in Path(sys.executable).parent.iterdir():
+        (programs / path.name).symlink_to(path)
+    fork = shlex.join(map(str, forked([sys.executable, "-m", "dearmpi.cli.main"])))
+    script = programs / "dear-train"
+    real = shlex.quote(str(script.readlink()))
+    script.unlink()
+    script.write_text(f'#!/bin/sh\n[ "$1" != run ] || exec {fork} "$@"\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    return folder

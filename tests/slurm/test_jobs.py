@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -202,7 +203,10 @@ def test_a_sweep_runs_each_line_in_a_job_of_its_own(site: Site) -> None:
         assert (site.folder / f"runs/sweep-{job}-{index}/latest").exists()
 
 
-def test_a_job_that_is_cancelled_ends_soon_for_good_and_leaves_no_process(site: Site) -> None:
+def test_a_job_that_is_cancelled_ends_soon_for_good_and_leaves_no_process(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(site.cluster.environment, "DEARMPI_VENV", sys.prefix)  # without forks
     job = site.submit("train.sbatch", "--task", "line.py:make", *LONG)
     site.wait_for("step 2/", job)
     assert processes_of(job, site)
