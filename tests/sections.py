@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a file
     sys.path.insert(0, str(ROOT))
 
+from tests.forks import share_server  # noqa: E402
 from tests.job import TIMES_VARIABLE  # noqa: E402
 from tests.selection import SIZES  # noqa: E402
 
@@ -41,6 +42,7 @@ _SCRIPTS = (
     "tests/slurm/run",
 )
 _PYTHON = str(ROOT / ".venv" / "bin" / "python")
+_FORKING = {".venv": {"unit", "mpi", "lab", "slurm"}, ".venv-openmpi": {"openmpi"}}
 _MOST_WAITING = 2
 _LOOK_S = 0.1
 _LAST_LINES = 60
@@ -87,7 +89,9 @@ def list_sections(*, everything: bool) -> list[Section]:
     def on_ranks(ranks: int, choice: str, environment: str = ".venv") -> list[str]:
         python = str(ROOT / environment / "bin" / "python")
         launch = [_PYTHON, "tests/launch.py", "--python", python, "--ranks", str(ranks)]
-        launch += ["--forks"] if ranks > 3 else []  # with other seeds of hashes on fewer
+        # Those that start jobs are real processes, and three ranks: their seeds of hashes differ.
+        is_real = choice.endswith("jobs") or ranks == 3 and environment == ".venv"
+        launch += [] if is_real else ["--forks"]
         limit = ["--limit", f"{long_s - 20:g}"]
         return [*launch, *limit, "tests/mpi", "--choice", choice, *color, *marks]
 
@@ -300,6 +304,12 @@ def main() -> int:
         times = Path(name) / "times"
         times.touch()
         os.environ[TIMES_VARIABLE] = str(times)
+        os.environ.pop(
+            "PYTHONDONTWRITEBYTECODE", None
+        )  # each of hundreds of processes compiles else
+        for environment, parts in _FORKING.items():
+            if parts & {section.part for section in sections}:
+                share_server(ROOT / environment / "bin" / "python")
         runner = Runner(sections, Path(name))
         try:
             runner.run()
