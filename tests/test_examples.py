@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,10 @@ def DistributedOptimizer(optimizer, named_parameters):
 """
 
 
-def run_example(name: str, ranks: int = 2) -> str:
+def run_example(name: str, ranks: int = 2, arguments: Sequence[str] = ()) -> str:
     """What the example prints."""
     ended = run_job(
-        forked([sys.executable, EXAMPLES / name]),
+        forked([sys.executable, EXAMPLES / name, *arguments]),
         ranks=ranks,
         limit_s=LIMIT_S,
         environment={"PYTHONPATH": str(ROOT)},
@@ -83,6 +84,14 @@ def test_the_example_learns(name: str) -> None:
     assert float(last) < 0.5 * float(first), output
     if name == "mixed_precision":
         assert number(output, "scale") < 2**20  # the first steps overflowed, and were skipped
+
+
+def test_a_run_of_ones_own_goes_on_where_it_was(tmp_path: Path) -> None:
+    output = run_example("own_run.py", arguments=[str(tmp_path / "run")])
+    first, last = re.findall(r"loss ([\d.]+)", output)
+    assert float(last) < 0.1 * float(first), output
+    again = run_example("own_run.py", ranks=3, arguments=[str(tmp_path / "run")])
+    assert "done" in again and "loss" not in again  # nothing is left to train
 
 
 def test_the_gan_finds_the_circle() -> None:

@@ -13,7 +13,7 @@ from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
 from dearmpi.engine.setup.self_planning import Pause
 from dearmpi.report.draw.units import count_text
-from dearmpi.report.read.pace import WORTH, Pace, SlowRanks, Stragglers, name_ranks
+from dearmpi.report.read.pace import WORTH, Pace, SlowRanks, StragglerWatch
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.planning import CapSearch, PlanFile
@@ -42,11 +42,10 @@ class Narrator:
     _live: Sequence[str] = ()
     _step_s: float = 0.0
     _pace: Pace = field(default_factory=Pace)
-    _slow_ranks: SlowRanks = field(init=False)
-    _named: frozenset[int] = frozenset()
+    _watch: StragglerWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self._slow_ranks = SlowRanks(self.job.start_step)
+        self._watch = StragglerWatch(SlowRanks(self.job.start_step), self.job.world.hosts)
 
     def stepped(self, step: int) -> None:
         """Move the bar; the next iteration comes."""
@@ -94,7 +93,10 @@ class Narrator:
             done = f"step {row.step}/{self.job.total_steps}"
             self.console.say("  ".join([done, *describe_row(self.job, row), *self._rest(row.step)]))
         if row.ranks and self.job.world.is_root:  # not shared where it is stopped between two rows
-            self._name_straggler(row)
+            own_s, wait_s = [one.own_s for one in row.ranks], [one.wait_s for one in row.ranks]
+            if line := self._watch.add(row.step, own_s, wait_s):
+                self.console.say(line)
+                logging.getLogger("dearmpi").info("step %d: %s", row.step, line)
 
     def saved(self, checkpoint: Path | None) -> None:
         """Say where a checkpoint was written."""
@@ -107,19 +109,6 @@ class Narrator:
         """
         rest_s = (self.job.total_steps - step) * (self._step_s + self._pace.between_s)
         return [f"{duration(rest_s)} left"] if rest_s else []
-
-    def _name_straggler(self, row: MetricsRow) -> None:
-        """Say which ranks hold the others up all the time, once until they no longer do."""
-        own_s, wait_s = [one.own_s for one in row.ranks], [one.wait_s for one in row.ranks]
-        self._slow_ranks.add(row.step, own_s, wait_s)
-        steady = self._slow_ranks.steady
-        if steady is not None and not self._named.issuperset(steady.places):
-            line = describe_stragglers(steady, self.job.world.hosts)
-            self.console.say(line)
-            logging.getLogger("dearmpi").info("step %d: %s", row.step, line)
-            self._named = self._named.union(steady.places)
-        recovered = filter(self._slow_ranks.has_recovered, self._named)
-        self._named = self._named.difference(recovered)
 
 
 def describe_row(job: Job, row: MetricsRow) -> list[str]:
@@ -157,17 +146,6 @@ def _describe_hidden(row: MetricsRow) -> list[str]:
     if row.exposed_s is None or not row.communication_s:
         return []
     return [f"hidden {max(0.0, 1.0 - row.exposed_s / row.communication_s):.0%}"]
-
-
-def describe_stragglers(slow: Stragglers, hosts: Sequence[str]) -> str:
-    """Which ranks are slow, by how much, and what it costs the others."""
-    named = name_ranks({rank: hosts[rank] for rank in slow.places})
-    be, it = ("is", "it") if len(slow.places) == 1 else ("are", "them")
-    return (
-        f"{named} {be} slow: busy for {slow.busy_s:.3g} s per step, the other ranks for "
-        f"{slow.typical_s:.3g} s, and they wait {slow.waited_s:.3g} s for {it}; see what else runs "
-        "there, the cores and the data"
-    )
 
 
 def describe_pause(pause: Pause) -> str:

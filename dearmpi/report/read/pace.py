@@ -166,6 +166,40 @@ class SlowRanks:
 
 
 @dataclass(slots=True)
+class StragglerWatch:
+    """Names ranks that hold the others up all the time, once until they no longer do.
+
+    hosts: of each rank.
+    """
+
+    slow_ranks: SlowRanks
+    hosts: Sequence[str]
+    _named: frozenset[int] = frozenset()
+
+    def add(self, step: int, busy_s: Sequence[float], wait_s: Sequence[float]) -> str:
+        """Count the steps up to ``step``; returns a line on ranks not named yet, or nothing."""
+        self.slow_ranks.add(step, busy_s, wait_s)
+        steady, line = self.slow_ranks.steady, ""
+        if steady is not None and not self._named.issuperset(steady.places):
+            line = describe_stragglers(steady, self.hosts)
+            self._named = self._named.union(steady.places)
+        recovered = {place for place in self._named if self.slow_ranks.has_recovered(place)}
+        self._named = self._named.difference(recovered)
+        return line
+
+
+def describe_stragglers(slow: Stragglers, hosts: Sequence[str]) -> str:
+    """Which ranks are slow, by how much, and what it costs the others."""
+    named = name_ranks({rank: hosts[rank] for rank in slow.places})
+    be, it = ("is", "it") if len(slow.places) == 1 else ("are", "them")
+    return (
+        f"{named} {be} slow: busy for {slow.busy_s:.3g} s per step, the other ranks for "
+        f"{slow.typical_s:.3g} s, and they wait {slow.waited_s:.3g} s for {it}; see what else runs "
+        "there, the cores and the data"
+    )
+
+
+@dataclass(slots=True)
 class Pace:
     """Adds up the time between steps, such as for checkpoints and evaluations.
 

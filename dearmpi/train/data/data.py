@@ -7,7 +7,7 @@ ranks. The position is all the state there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +153,35 @@ class Batches:
             MicroBatch(indices=mine[a:b], weight=(b - a) * self.world_size / count)
             for a, b in pieces
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepSampler:
+    """A rank's samples of each step, as the ``batch_sampler`` of a torch DataLoader.
+
+    It begins at the step that ``position`` returns, and ends at ``num_steps``. The last, partial
+    batch of an epoch is left out.
+    """
+
+    batches: Batches
+    num_steps: int
+    position: Callable[[], int]
+
+    def epoch(self, step: int) -> int:
+        """The epoch of step number ``step``, from 0."""
+        return step // self._steps_per_epoch
+
+    def __len__(self) -> int:
+        return max(0, self.num_steps - self.position())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.position(), self.num_steps):
+            (share,) = self.batches.step(*divmod(step, self._steps_per_epoch))
+            yield list(share.indices)
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return self.batches.num_samples // self.batches.batch_size
 
 
 def evaluation_shares(

@@ -1,0 +1,370 @@
+"""Run: what ``dear-train run`` keeps and watches, for a script with a loop of its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol, Self
+
+import yaml
+from torch import Tensor, nn
+
+from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.errors import CheckpointError, ConfigError, DataError, UsageError
+from dearmpi.report.read.pace import SlowRanks, StragglerWatch
+from dearmpi.train.checkpoint.snapshot import (
+    Snapshot,
+    check_model,
+    optimizer_state_dict,
+    parameter_names,
+)
+from dearmpi.train.checkpoint.survey import find_latest
+from dearmpi.train.data.data import Batches, StepSampler
+from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow, check_names
+from dearmpi.train.ranks.agreement import together
+from dearmpi.train.ranks.random_state import restore_random_state, seed_all
+from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
+from dearmpi.train.run.environment import describe_environment
+from dearmpi.train.run.run_folder import RunFolder
+from dearmpi.train.run.run_location import hold_folder
+from dearmpi.train.run.saving import Saver, TrainingState, load_together
+from dearmpi.train.run.steps import RunSteps
+from dearmpi.train.run.tracing import Tracing, open_tracing
+
+_logger = logging.getLogger("dearmpi")
+
+
+class Stateful(Protocol):
+    """Something whose state is plain data, the same on all ranks, such as a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class Run:
+    """A run of a script with a loop of its own: checkpoints, metrics, traces, requests to stop.
+
+    ::
+
+        with dearmpi.Run("runs/a", model, optimizer, states={"scheduler": scheduler}) as run:
+            run.resume()
+            sampler = run.sampler(len(data), batch_size=64, num_steps=1000)
+            for batch in DataLoader(data, batch_sampler=sampler):
+                ...  # forward, backward, optimizer.step(), scheduler.step()
+                run.log(loss)
+                if run.should_stop:
+                    break
+
+    All ranks make the same calls. Leaving the block saves the last step, unless an exception ends
+    it. After SIGUSR1, SIGTERM or ``max_time_s`` it then raises ``SystemExit(75)``: the same command
+    goes on, on any number of ranks.
+
+    step: optimizer steps taken, those of earlier parts included.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: DistributedOptimizer,
+        *,
+        states: Mapping[str, Stateful] = MappingProxyType({}),
+        log_interval: int = 10,
+        keep: int = 3,
+        max_time_s: float | None = None,
+        trace: tuple[int, int] | None = None,
+    ) -> None:
+        """folder: on a file system that all hosts share. states: what is saved besides, by name.
+
+        log_interval: steps per row of metrics. keep: checkpoints that stay. max_time_s: since the
+        block began. trace: the first iteration to record, from 1, and the one before which it ends.
+        Raises ConfigError for numbers that are out of range.
+        """
+        if min(log_interval, keep) < 1 or (trace is not None and not 1 <= trace[0] < trace[1]):
+            raise ConfigError(
+                f"log_interval is {log_interval}, keep {keep}, trace {trace}; give 1 or more, and "
+                "as trace a first iteration and a later one",
+                code="out-of-range",
+            )
+        self._path, self._model, self._optimizer = Path(folder), model, optimizer
+        self._world, self._states = optimizer.world, states
+        self._log_interval, self._keep = log_interval, keep
+        self._max_time_s, self._window = max_time_s, trace
+        self._held = ExitStack()
+        self._folder: RunFolder | None = None
+        self._stop = StopRequest()
+        self._steps: RunSteps | None = None
+        self._tracing: Tracing | None = None
+        self._metrics: MetricsLog | None = None
+        self._watch: StragglerWatch | None = None
+        self._sampler: StepSampler | None = None
+        self._row_step = self._start_step = 0
+        self._last: dict[str, float] = {}
+        self._names: frozenset[str] | None = None
+        self._lr = 0.0
+
+    def __enter__(self) -> Self:
+        """Make the folder, and listen to requests to stop (collective)."""
+        with ExitStack() as held:
+            self._stop = held.enter_context(StopRequest())
+            self._stop.limit(self._max_time_s)
+            self._folder = held.enter_context(
+                hold_folder(
+                    self._world,
+                    self._path.parent,
+                    self._path.name,
+                    resume=True,
+                    prepare=self._describe,
+                )
+            )
+            self._held = held.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stopped = False
+        try:
+            if self._steps is not None:
+                if error is None:
+                    self._finish(self._steps)
+                    stopped = self._steps.stopping
+                elif isinstance(error, Exception):
+                    self._steps.fail(error)
+        finally:
+            if self._tracing is not None:
+                self._tracing.close()
+            if self._metrics is not None:
+                self._metrics.close()
+            self._held.close()
+        if stopped:
+            raise SystemExit(EXIT_PREEMPTED)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, those of earlier parts of the run included."""
+        return 0 if self._steps is None else self._steps.step
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a rank was asked to stop, by a signal or by the clock: the same on all ranks."""
+        return self._steps is not None and self._steps.stopping
+
+    def resume(self) -> int:
+        """Go on from the newest checkpoint in the folder, if there is one (collective).
+
+        Loads the model, the optimizer and ``states``, and on the same number of ranks each rank's
+        random numbers; on another they are drawn anew. Returns ``step``.
+
+        Raises AgreedError for a checkpoint that is damaged or of another model.
+        """
+        if self._steps is not None:
+            raise UsageError("resume() must come before the first step", code="resume-unclear")
+        latest = self._find_latest()
+        if latest is None:
+            self._begin(0)
+            return 0
+        snapshot = load_together(self._world, latest)
+        self._optimizer.synchronize()
+        with together(self._world):
+            check_model(snapshot, self._model.state_dict())
+            self._model.load_state_dict(snapshot.model)
+            names = parameter_names(self._model, self._optimizer.param_groups)
+            state = optimizer_state_dict(snapshot, names)
+            self._load_states(snapshot)
+        self._optimizer.load_state_dict(state)
+        with together(self._world):
+            self._restore_random_state(snapshot)
+        self._begin(snapshot.step)
+        return snapshot.step
+
+    def sampler(
+        self, num_samples: int, *, batch_size: int, num_steps: int, seed: int = 0
+    ) -> StepSampler:
+        """This rank's samples of the steps from here to ``num_steps``, for a DataLoader's
+        ``batch_sampler``.
+
+        batch_size: samples of a step over all ranks. Each epoch has a new order, drawn from
+        ``seed``; what is left at its end is passed over. Where ranks do not divide the batch
+        evenly, multiply a rank's mean loss by its samples * ranks / ``batch_size``.
+
+        Raises ConfigError or DataError for too few samples.
+        """
+        if num_samples < batch_size:
+            raise DataError(
+                f"{num_samples} samples are fewer than a batch of {batch_size}; lower batch_size",
+                code="data-insufficient",
+            )
+        world = self._world
+        batches = Batches(num_samples, batch_size, world.size, world.rank, seed=seed)
+        self._sampler = StepSampler(batches, num_steps, position=lambda: self.step)
+        return self._sampler
+
+    def log(self, loss: Tensor | float, *, num_samples: int = 0, **metrics: float) -> None:
+        """Count an optimizer step; call it after each (collective).
+
+        loss: this rank's; rows have the mean over ranks. num_samples: of the step, over all ranks;
+        those of ``sampler`` are known. metrics: further columns, with rank 0's values.
+
+        Raises NonFiniteLossError on all ranks, at most a step later, if a loss is not finite.
+        """
+        steps = self._running()
+        self._check_names(metrics)
+        row_due = (steps.step + 1) % self._log_interval == 0
+        if not num_samples and self._sampler is not None:
+            num_samples = self._sampler.batches.batch_size
+        steps.end(float(loss), num_samples=num_samples, row_due=row_due)
+        self._last = metrics
+        if row_due:
+            steps.read_all_totals()
+            self._write_row(steps)
+        if self._tracing is not None:
+            self._tracing.begin_iteration(steps.step + 1)
+        self._begin_step(steps)
+
+    def save(self) -> None:
+        """Begin to save a checkpoint, written while the next steps are taken (collective)."""
+        steps = self._running()
+        if steps.step > steps.saver.started_step:
+            steps.save()
+            steps.begin()
+
+    def _begin_step(self, steps: RunSteps) -> None:
+        self._lr = float(self._optimizer.param_groups[0]["lr"])
+        steps.begin()
+
+    def _check_names(self, metrics: Mapping[str, float]) -> None:
+        """Raise UsageError, on all ranks, for other metrics than those of the first step."""
+        if self._names is None:
+            check_names(tuple(metrics))
+            self._names = frozenset(metrics)
+        if self._names != metrics.keys():
+            raise UsageError(
+                f"metrics are {sorted(metrics)}, and {sorted(self._names)} in the first step; log "
+                "the same in each",
+                code="metrics-out-of-order",
+            )
+
+    def _running(self) -> RunSteps:
+        if self._steps is None:
+            if self._find_latest() is not None:
+                raise ConfigError(
+                    f"{self._path} holds a run; call resume() first, or use another folder",
+                    code="run-folder-not-empty",
+                )
+            self._begin(0)
+        assert self._steps is not None
+        return self._steps
+
+    def _begin(self, step: int) -> None:
+        """``step`` steps are taken (collective)."""
+        assert self._folder is not None
+        folder = self._folder
+        state = TrainingState(self._model, self._optimizer, self._meta, step, self._keep)
+        saver = Saver(state, folder.path, saved=lambda _: None, check_own=folder.check_own)
+        self._tracing = open_tracing(self._model, self._optimizer, self._window, folder)
+        self._watch = StragglerWatch(SlowRanks(step), self._world.hosts)
+        self._row_step = self._start_step = step
+        if self._tracing is not None:
+            self._tracing.begin_iteration(step + 1)
+        self._steps = RunSteps(
+            state,
+            saver,
+            stop_requested=lambda: self._stop.is_due,
+            cure="lower the learning rate, or clip the gradient",
+        )
+        self._begin_step(self._steps)
+
+    def _finish(self, steps: RunSteps) -> None:
+        steps.read_all_totals()
+        if steps.step > steps.saver.started_step:
+            steps.save()
+        steps.saver.finish()
+        if steps.step > self._row_step:
+            self._write_row(steps)
+        steps.close()
+
+    def _write_row(self, steps: RunSteps) -> None:
+        row = steps.make_row(
+            epoch=0 if self._sampler is None else self._sampler.epoch(steps.step - 1),
+            learning_rate=self._lr,
+            extra=self._last,
+        )
+        self._row_step = steps.step
+        with together(self._world, root_only=True):
+            if self._world.is_root:
+                self._append(row)
+
+    def _append(self, row: MetricsRow) -> None:
+        assert self._folder is not None and self._watch is not None
+        if self._metrics is None:
+            self._metrics = MetricsLog(
+                self._folder.path, extra=tuple(row.extra), resume_step=self._start_step
+            )
+        self._metrics.append(row)
+        if row.ranks:
+            own_s, wait_s = [one.own_s for one in row.ranks], [one.wait_s for one in row.ranks]
+            if line := self._watch.add(row.step, own_s, wait_s):
+                _logger.warning("step %d: %s", row.step, line)
+
+    def _describe(self, folder: RunFolder) -> None:
+        """Put into the folder what describes the run."""
+        config = asdict(self._optimizer.config)
+        folder.write_config(yaml.safe_dump(config, sort_keys=False))
+        folder.write_environment(
+            describe_environment(
+                world_size=self._world.size,
+                hosts=self._world.hosts,
+                command=sys.argv,
+                folder=Path.cwd(),
+                threads_reason="as the script has set them",
+            )
+        )
+
+    def _find_latest(self) -> Path | None:
+        """The checkpoint to resume from, as rank 0 finds it (collective)."""
+        found = ""
+        with together(self._world, root_only=True):
+            if self._world.is_root:
+                found = str(find_latest(self._path) or "")
+        return Path(text) if (text := self._world.broadcast_text(found)) else None
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds besides model and optimizer."""
+        states = {name: state.state_dict() for name, state in self._states.items()}
+        return {"world_size": self._world.size, "states": states}
+
+    def _load_states(self, snapshot: Snapshot) -> None:
+        stored = snapshot.meta.get("states", {})
+        if stored.keys() != self._states.keys():
+            raise CheckpointError(
+                f"the checkpoint of step {snapshot.step} has states {sorted(stored)}, and the "
+                f"script {sorted(self._states)}; give the same, or start a new run",
+                code="checkpoint-of-other-model",
+            )
+        for name, state in self._states.items():
+            now = state.state_dict()
+            # Schedulers with milestones keep a Counter, which is a mapping once it is stored.
+            state.load_state_dict(
+                {
+                    key: Counter(value) if isinstance(now.get(key), Counter) else value
+                    for key, value in stored[name].items()
+                }
+            )
+
+    def _restore_random_state(self, snapshot: Snapshot) -> None:
+        rank = self._world.rank
+        if len(snapshot.random) == self._world.size:
+            restore_random_state(snapshot.random[rank])
+        else:
+            seed_all(snapshot.step, rank)

@@ -1,0 +1,185 @@
+"""A script with a loop of its own and ``dearmpi.Run``: stopped, resumed on other ranks, refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dearmpi
+from dearmpi.comm.backends.alone import AloneCollectives
+from dearmpi.errors import ConfigError, NonFiniteLossError, UsageError
+from dearmpi.report.page.report import write_report
+from tests.codes import raises
+from tests.forks import forked
+from tests.job import Ended, run_job
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_STEPS, STOP_AT, BATCH_SIZE = 24, 9, 12
+SCRIPT = f"""
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+
+import dearmpi
+
+folder, stop_at = sys.argv[1], int(sys.argv[2])
+world = dearmpi.connect()
+torch.manual_seed(0)
+inputs = torch.randn(50, 6, dtype=torch.float64)  # four steps of twelve to an epoch
+targets = inputs.sum(dim=1, keepdim=True).sin()
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+optimizer = dearmpi.DistributedOptimizer(inner, model, bucket_cap_mb=1e-3)
+scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [6, 12], gamma=0.5)
+
+with dearmpi.Run(
+    folder, model, optimizer, states={{"scheduler": scheduler}}, log_interval=4, trace=(3, 6)
+) as run:
+    run.resume()
+    sampler = run.sampler(len(inputs), batch_size={BATCH_SIZE}, num_steps={NUM_STEPS})
+    for indices in sampler:
+        loss = nn.functional.mse_loss(model(inputs[indices]), targets[indices])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        run.log(loss, rate=scheduler.get_last_lr()[0])
+        if run.step == stop_at and world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if run.should_stop:
+            break
+if world.is_root:
+    print("ended at", run.step)
+"""
+
+
+def run_script(folder: Path, *, ranks: int, stop_at: int = 0) -> Ended:
+    script = folder.parent / "script.py"
+    script.write_text(SCRIPT)
+    command = forked([sys.executable, script, folder, str(stop_at)])
+    ended = run_job(command, ranks=ranks, limit_s=120, environment={"PYTHONPATH": str(ROOT)})
+    assert ended.left_over == 0
+    return ended
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    from dearmpi.train import checkpoint
+
+    snapshot = checkpoint.load(checkpoint.resolve(folder))
+    assert snapshot.step == NUM_STEPS
+    state = {f"{n}/{k}": v for n, of in snapshot.optimizer.items() for k, v in of.items()}
+    return snapshot.model | {name: torch.as_tensor(value) for name, value in state.items()}
+
+
+def test_a_stopped_script_goes_on_with_the_same_numbers_on_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ended = run_script(whole, ranks=2)
+    assert ended.returncode == 0 and f"ended at {NUM_STEPS}" in ended.output, ended.output
+    stopped = run_script(parts, ranks=2, stop_at=STOP_AT)
+    assert stopped.returncode == 75 and "ended at" not in stopped.output, stopped.output
+    assert (parts / "latest").read_text().startswith("checkpoints/step-000000")
+    resumed = run_script(parts, ranks=3)
+    assert resumed.returncode == 0 and f"ended at {NUM_STEPS}" in resumed.output, resumed.output
+    left, right = saved(whole), saved(parts)
+    assert left.keys() == right.keys() and len(left) > 12
+    for name, value in left.items():
+        torch.testing.assert_close(right[name], value, rtol=1e-10, atol=1e-12)
+    rows = [[json.loads(line) for line in (f / "metrics.jsonl").open()] for f in (whole, parts)]
+    losses = [{row["step"]: row["loss"] for row in of} for of in rows]
+    assert losses[0].keys() <= losses[1].keys()  # the stop wrote one more row
+    assert losses[1][NUM_STEPS] == pytest.approx(losses[0][NUM_STEPS], rel=1e-9)
+    assert rows[1][-1]["rate"] == 0.0125 and len(rows[1][-1]["rank_step_s"]) == 3
+    assert write_report(whole, tmp_path / "page").page.exists()
+    assert len(list((whole / "trace").iterdir())) == 2
+
+
+class Script:
+    """A script of one rank."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 1)
+        world = dearmpi.World(AloneCollectives(), progress="poll")
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = dearmpi.DistributedOptimizer(inner, self.model, world=world)
+
+    def run(self, folder: Path, **settings: object) -> dearmpi.Run:
+        return dearmpi.Run(folder, self.model, self.optimizer, **settings)  # type: ignore[arg-type]
+
+    def step(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(torch.ones(4, 3)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def test_a_run_in_a_folder_that_holds_one_is_refused_until_it_resumes(tmp_path: Path) -> None:
+    script = Script()
+    with script.run(tmp_path / "a") as run:
+        run.log(script.step())
+    before = (tmp_path / "a" / "latest").read_text()
+    with (
+        raises(ConfigError, "run-folder-not-empty", "resume()"),
+        script.run(tmp_path / "a") as run,
+    ):
+        run.log(script.step())
+    assert (tmp_path / "a" / "latest").read_text() == before
+    with script.run(tmp_path / "a") as run:
+        assert run.resume() == run.step == 1
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    script = Script()
+    with (
+        raises(NonFiniteLossError, "not-finite", "step 3", "step 2"),
+        script.run(tmp_path / "a") as run,
+    ):
+        for loss in (1.0, 2.0):
+            script.step()
+            run.log(loss)
+        run.save()
+        run.log(math.nan)
+        run.log(1.0)
+    assert (tmp_path / "a" / "latest").read_text() == "checkpoints/step-00000002\n"
+
+
+def test_the_time_limit_stops_with_the_exit_code_of_a_preempted_run(tmp_path: Path) -> None:
+    script = Script()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, script.run(tmp_path / "a", max_time_s=1e-9) as run:
+        while not run.should_stop:
+            run.log(script.step())
+    assert ended.value.code == 75 and run.step <= 2
+    assert (tmp_path / "a" / "latest").read_text() == f"checkpoints/step-{run.step:08d}\n"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_metrics_keep_their_names(tmp_path: Path) -> None:
+    script = Script()
+    with (
+        raises(UsageError, "metrics-out-of-order", "accuracy"),
+        script.run(tmp_path / "a") as run,
+    ):
+        run.log(1.0, accuracy=0.5)
+        run.log(1.0)
+
+
+def test_an_error_of_the_script_passes_and_frees_the_folder(tmp_path: Path) -> None:
+    script = Script()
+    with pytest.raises(ZeroDivisionError), script.run(tmp_path / "a") as run:
+        run.log(script.step())
+        raise ZeroDivisionError
+    with script.run(tmp_path / "a") as run:
+        assert run.resume() == 0
