@@ -169,7 +169,7 @@ class Run:
         Raises AgreedError for a checkpoint that is damaged or of another model.
         """
         if self._steps is not None:
-            raise UsageError("resume() must come before the first step", code="resume-unclear")
+            raise ConfigError("resume() must come before the first step", code="resume-unclear")
         latest = self._find_latest()
         if latest is None:
             self._begin(0)
@@ -223,7 +223,8 @@ class Run:
         row_due = (steps.step + 1) % self._log_interval == 0
         if not num_samples and self._sampler is not None:
             num_samples = self._sampler.batches.batch_size
-        steps.end(float(loss), num_samples=num_samples, row_due=row_due)
+        own = loss.detach() if isinstance(loss, Tensor) else loss
+        steps.end(float(own), num_samples=num_samples, row_due=row_due)
         self._last = metrics
         if row_due:
             steps.read_all_totals()
