@@ -32,8 +32,7 @@ from dearmpi.bench.own_methods import BAYES, read_config
 from dearmpi.bench.workload_model import WorkloadModel
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
-from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, SelfPlanning
-from dearmpi.engine.setup.spec import EngineSpec
+from dearmpi.engine.setup.job_measurement import NUM_PROFILED, NUM_WARMUP, JobMeasurement
 from dearmpi.plan.data.schedule import Conduct
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
@@ -145,26 +144,18 @@ def profile_subject(world: World, subject: WorkloadModel) -> tuple[ModelProfile,
     optimizer = DistributedOptimizer(
         subject.make_optimizer(model.parameters()), model, world=world, eager=True
     )
-    planning = SelfPlanning(
-        model,
-        EngineSpec(
-            {param: name for name, param in model.named_parameters()},
-            optimizer.layout,
-            optimizer.schedule,
-            optimizer.config,
-        ),
-        world=world,
+    measurement = JobMeasurement(
+        optimizer._built.spec,
         algorithms=CollectiveAlgorithms("ring"),  # the default
         waited=lambda: optimizer.waited_s,
-        spans=optimizer.spans,
     )
     loss = subject.losses()
     for _ in range(NUM_WARMUP + NUM_PROFILED):
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()
-    measured = planning.measure()
-    planning.abandon()
+    measured = measurement.measure()
+    measurement.detach()
     optimizer.close()
     return measured
 

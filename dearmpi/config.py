@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -228,6 +229,19 @@ class EngineConfig:
     def wire_dtype(self) -> WireDtype | None:
         """In what collectives send wider tensors; None: as they are."""
         return None if self.comm_dtype == "fp32" else self.comm_dtype
+
+    @property
+    def steps_between_checks(self) -> int:
+        """``check_every``, or DEAR_CHECK where there is none; 0: no checks."""
+        if self.check_every is not None:
+            return self.check_every
+        text = os.environ.get("DEAR_CHECK", "0")
+        if not text.isdigit():
+            raise ConfigError(
+                f"DEAR_CHECK is {text!r}; give the steps between checks, 0 for none",
+                code="wrong-type",
+            )
+        return int(text)
 
     def has_buckets(self, world_size: int) -> bool:
         """Whether buckets are updated, and the wrapped optimizer does not simply do its work."""

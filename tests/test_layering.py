@@ -91,12 +91,10 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "iteration": _ENGINE_BASE | {"agreement", "codec", "state", "sync", "trace", "update"},
         "setup": _ENGINE_BASE
         | {"agreement", "codec", "iteration", "probe", "state", "sync", "trace", "update"},
-        "facade": frozenset({"usage_errors", "setup", "state"}),
-        "optimizer": frozenset(
-            {"device", "facade", "iteration", "usage_errors", "scaling", "setup", "state"}
-        )
-        | {"sync", "trace"},
+        "facade": frozenset({"usage_errors", "state"}),
+        "readings": frozenset({"facade", "setup", "trace"}),
         "scaling": frozenset({"facade", "iteration"}),
+        "optimizer": frozenset({"iteration", "readings", "scaling", "setup", "state"}),
     },
     "train": {
         "settings": frozenset(),

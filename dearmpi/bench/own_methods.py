@@ -13,9 +13,8 @@ from dearmpi.bench.method import (
 )
 from dearmpi.config import MIB, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.engine.setup.checks import check_parameters
+from dearmpi.engine.setup.checks import check_parameters, optimized_parameters
 from dearmpi.engine.setup.settings import check_plan
-from dearmpi.engine.setup.spec import optimized_parameters
 from dearmpi.errors import ConfigError
 from dearmpi.train.loop.planning import NUM_TRIALS, CapSearch
 

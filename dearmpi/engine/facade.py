@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dearmpi.engine import usage_errors
-from dearmpi.engine.setup.optimizer_state import MODES, has_mode
+from dearmpi.engine.state.optimizer_state import MODES, has_mode
 from dearmpi.guessed import OPTIMIZER, answer_guess
-from dearmpi.torch_internals import STEPPED_MARK, version_of
+from dearmpi.torch_internals import STEPPED_MARK, load_with_hooks, save_with_hooks, version_of
 
 _SHARED = ("param_groups", "state")
 
@@ -77,6 +77,16 @@ class Facade(Optimizer):
         vars(self).update(param_groups=groups, state=state)
         self._members = [list(group["params"]) for group in groups]
         self._attributes = dict(vars(self._optimizer))
+
+    def _save(self, pack: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What ``pack`` returns, with the hooks of ``state_dict`` called around it."""
+        return save_with_hooks(self, pack)
+
+    def _load(
+        self, state_dict: dict[str, Any], take_over: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Have ``take_over`` called, and around it the hooks of ``load_state_dict``."""
+        load_with_hooks(self, state_dict, take_over)
 
     def _mark_stepped(self) -> None:
         """A scheduler made for the wrapped optimizer looks whether that one's step was called."""

@@ -11,42 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, EngineSettings
-from dearmpi.engine import usage_errors
-from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
-from dearmpi.engine.facade import Facade
 from dearmpi.engine.iteration.compilation import untraced
+from dearmpi.engine.readings import Readings
 from dearmpi.engine.scaling import clip, follow_clips, scale
-from dearmpi.engine.setup.build import BuiltEngine
-from dearmpi.engine.setup.checks import check_arguments
-from dearmpi.engine.setup.live_engine import LiveEngine
-from dearmpi.engine.setup.plan_controller import PlanController
-from dearmpi.engine.setup.self_planning import Pause
-from dearmpi.engine.setup.settings import choose_plan, compare_plans, merge_settings
+from dearmpi.engine.setup.context import TrainingContext
+from dearmpi.engine.setup.plan_controller import choose_controller
 from dearmpi.engine.state.sharded_state import LocalState
-from dearmpi.engine.sync.batch_norm import SyncBatchNorm
-from dearmpi.engine.sync.model_buffers import BufferExchange
-from dearmpi.engine.sync.model_tensors import broadcast_parameters
-from dearmpi.engine.trace.layer_spans import LayerRanges
-from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.guessed import SETTINGS, answers_guesses
-from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.plan import Plan
-from dearmpi.plan.data.schedule import Schedule
-from dearmpi.torch_internals import load_with_hooks, save_with_hooks
 
 
-class DistributedOptimizer(Facade):
+class DistributedOptimizer(Readings):
     """An optimizer whose gradients are averaged over all ranks while the model computes.
 
     Use it as the ``optimizer`` it wraps: ``zero_grad``, backward, ``step``, schedulers. Rank 0's
     parameters and buffers are copied to all ranks at the start. After ``step`` parameters may be
     under way; a read through the model waits for them. References to parameters kept
     elsewhere need ``synchronize()`` first.
-
-    spans: where the engine tells what takes how long: set its ``recorder`` to listen.
     """
 
     @answers_guesses("DistributedOptimizer", SETTINGS)
@@ -68,90 +51,14 @@ class DistributedOptimizer(Facade):
         Raises ConfigError for a setting, plan, parameter or optimizer that cannot be served, and
         MismatchError if the ranks' models or settings differ.
         """
-        check_arguments(optimizer, model, plan)
+        context = TrainingContext.of(optimizer, model, world=world, plan=plan)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._optimizer = optimizer
-        self._model = model
-        self.world = choose_world(world)
-        self.spans = Spans()
-        self._ranges = LayerRanges(model)
-        chosen = merge_settings(config, settings)
-        start = choose_plan(plan, chosen)
-        with self.world.named_call("DistributedOptimizer()"):
-            self._build(chosen, start)
+        self._optimizer, self._ranges = optimizer, context.ranges
+        self.world, self.spans = context.world, context.spans
+        self._controller = choose_controller(context, config=config, settings=settings, plan=plan)
+        self._show()
         # In errors about collective calls; counted once all ranks have made it.
         self._name = self.world.label("optimizer")
-
-    def _build(self, chosen: EngineConfig, start: Plan | Literal["auto"] | None) -> None:
-        compare_plans(self.world, start)
-        (compute_on_all_cores if chosen.update_on == "host" else compute_on_one_core)(self.world)
-        self._live = LiveEngine(
-            self._optimizer,
-            self._model,
-            world=self.world,
-            config=chosen,
-            plan=None if start == "auto" else start,
-            spans=self.spans,
-        )
-        self._show()
-        self._controller = PlanController(
-            self._live,
-            self._model,
-            world=self.world,
-            spans=self.spans,
-            config=chosen,
-            plan=start,
-        )
-        self._buffers = BufferExchange(self._model, self.world, self.config.buffers)
-
-    @property
-    def layout(self) -> BucketLayout:
-        """Which parameter lies in which bucket."""
-        return self._built.spec.layout
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order of the collectives."""
-        return self._built.spec.schedule
-
-    @property
-    def way_to_mpi(self) -> str:
-        """How tensors get to MPI, and why: on a device ``staged`` or ``direct``."""
-        return self._built.comm_stream.name
-
-    @property
-    def config(self) -> EngineConfig:
-        """The settings as they are by now."""
-        return self._controller.config
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that is followed; None before there is one."""
-        return self._controller.plan
-
-    @property
-    def plan_pause(self) -> Pause | None:
-        """What ``plan="auto"`` has cost; None before its plan is followed."""
-        return self._controller.pause
-
-    @property
-    def is_planning(self) -> bool:
-        """Whether the job is still on its way to a plan of its own."""
-        return self._controller.planning is not None
-
-    @property
-    def times(self) -> IterationTimes:
-        """Exposed and total communication time of the iteration that the last step ended."""
-        return self._live.times
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that forward and backward have waited for communication since the start."""
-        return self._live.waited_s
-
-    @property
-    def _built(self) -> BuiltEngine:
-        return self._live.built
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -192,8 +99,7 @@ class DistributedOptimizer(Facade):
         A rank that reaches the end early takes part in the others' steps with zero gradients,
         which count in the average, with their options, and clips as they do.
         """
-        if self.world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in self._model.modules()):
-            raise usage_errors.joined_with_batch_norm()
+        self._live.check_joinable()
         # It counts steps, of which ranks take unequal numbers here.
         self._controller.give_up_planning()
         with self._built.engine.join(self._shadow_step):
@@ -242,7 +148,7 @@ class DistributedOptimizer(Facade):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """The state in plain torch form, whole on every rank (collective)."""
-        return save_with_hooks(self, self._whole_state)
+        return self._save(self._whole_state)
 
     def local_state(self) -> LocalState:
         """What this rank holds of the state; waits for the last step, but for nobody else.
@@ -258,7 +164,7 @@ class DistributedOptimizer(Facade):
         Where ranks have loaded different states, or some none, the next step or the one after ends
         in a ReplicaMismatchError on all of them.
         """
-        load_with_hooks(self, state_dict, self._take_over)
+        self._load(state_dict, self._take_over)
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -267,16 +173,14 @@ class DistributedOptimizer(Facade):
         Gradients under way are dropped, those kept by ``no_sync`` are not. Raises ConfigError, with
         nothing added, for parameters not in the model, or of another DistributedOptimizer.
         """
-        if not hasattr(self, "_live"):  # torch's constructor adds the groups it is given
+        if not hasattr(self, "_controller"):  # torch's constructor adds the groups it is given
             super().add_param_group(param_group)
             return
         self._live.check_changeable("add_param_group()")
         with self._named_call("add_param_group()"):
-            self._controller.check_growth()
-            self._live.grow(param_group)
-            self._controller.lay_out_grown()
+            self._controller.grow(param_group)
             self._show()
-            broadcast_parameters(self._model, self.world)
+            self._live.broadcast_parameters()
 
     @untraced
     def follow(self, plan: Plan) -> None:
@@ -316,7 +220,6 @@ class DistributedOptimizer(Facade):
         self._controller.abandon_planning()
         self._ranges.remove()
         with self._named_call("close()"):
-            self._buffers.close()
             self._live.close()
         self._show()
 
@@ -351,6 +254,5 @@ class DistributedOptimizer(Facade):
         self._after_step()
 
     def _after_step(self) -> None:
-        self._buffers.exchange(self._built.engine.joining)
         self._forget_gathered()
-        self._live.check()
+        self._live.check_step()

@@ -210,15 +210,6 @@ def clipped_in_join() -> UsageError:
     )
 
 
-def joined_with_batch_norm() -> UsageError:
-    """A rank without batches would not take part in its reductions."""
-    return UsageError(
-        "join() cannot serve a model with SyncBatchNorm, whose layers wait for every rank; give "
-        "all ranks as many batches, or use ordinary batch normalisation",
-        code="join-misused",
-    )
-
-
 def left_before_step() -> UsageError:
     """Ranks without batches take part in whole iterations."""
     return UsageError(

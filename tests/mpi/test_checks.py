@@ -30,7 +30,7 @@ def test_a_module_that_reads_a_parameter_under_way_is_named(world: World) -> Non
     reader.register_forward_pre_hook(lambda _, args: (args[0] @ kept,))
     model.add_module("reader", reader)
     optimizer = distribute(model, world, check_every=1000)
-    buckets = [update.bucket for update in optimizer._built.updates]
+    buckets = [update.bucket for update in optimizer._built.updates.of_buckets]
     bucket = next(bucket for bucket in buckets if "1.weight" in bucket.spec.names)
     bucket.fill_nan()  # as a step does, before the update
     bucket.pending = True

@@ -143,7 +143,7 @@ def test_a_frozen_layer_takes_no_memory_for_its_master(world: World, gather: Gat
     def held(optimizer: dearmpi.DistributedOptimizer) -> int:
         """Bytes of all master copies."""
         found: list[MasterCopy | None] = []
-        for update in optimizer._built.updates:
+        for update in optimizer._built.updates.of_buckets:
             if isinstance(update, WholeUpdate):
                 found += update._masters.values()
             else:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.data.layout import spec_of
@@ -125,7 +126,9 @@ def test_gathers_are_posted_in_the_plan_s_order(world: World) -> None:
     optimizer = side.wrap(adam(model), model)
     train(side, model, optimizer, 1)
     optimizer.synchronize()
-    replicas = optimizer._built.replicas
+    engine = optimizer._built.engine
+    assert isinstance(engine, Engine)
+    replicas = engine.state.replicas
     assert replicas is not None
     assert (replicas.reduces, replicas.gathers) == ([2, 1, 0], [2, 0, 1])
     side.close()

@@ -10,7 +10,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.engine.setup import self_planning
+from dearmpi.engine.setup import job_measurement, self_planning
 from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError
@@ -141,18 +141,19 @@ def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(
     """Other than before the first step, when connections carry less than ever after."""
     link = LinkModel(1e-4, 1e-9)
     calibrated = Costs(world.size, link, link)
-    monkeypatch.setattr(self_planning, "calibrate", lambda *_, **__: _Calibrated(calibrated))
+    monkeypatch.setattr(job_measurement, "calibrate", lambda *_, **__: _Calibrated(calibrated))
     model, side, optimizer = begin_planning(world)
     train(side, model, optimizer, 3)
     optimizer.synchronize()
     planning = optimizer._controller.planning
     assert planning is not None
+    measurement = planning.measurement
     nbytes = int(1 / link.wire_s(1))  # for a second
     takes_s = 0.5 if world.rank else 0.75
     for number in range(42):
         start_s = 1e6 + number * takes_s
-        planning.add(Span(Track.REDUCE_SCATTER, "RS", start_s, start_s + takes_s, 1, 0, nbytes))
-    _, costs = planning.measure()
+        measurement.add(Span(Track.REDUCE_SCATTER, "RS", start_s, start_s + takes_s, 1, 0, nbytes))
+    _, costs = measurement.measure()
     found = costs.reduce_scatter
     assert found.beta_s_per_byte == pytest.approx(0.75 * link.beta_s_per_byte, rel=0.01)
     assert found.alpha_s == link.alpha_s

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,20 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.errors import ConfigError, MismatchError, UsageError
+from dearmpi.errors import MismatchError, UsageError
 from dearmpi.tune.own_hook import OwnHook
-
-
-def steps_between_checks(setting: int | None) -> int:
-    """The setting, or DEAR_CHECK where there is none; 0: no checks."""
-    if setting is not None:
-        return setting
-    text = os.environ.get("DEAR_CHECK", "0")
-    if not text.isdigit():
-        raise ConfigError(
-            f"DEAR_CHECK is {text!r}; give the steps between checks, 0 for none", code="wrong-type"
-        )
-    return int(text)
 
 
 class Checks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.engine import usage_errors
-from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory
+from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory, give_back_freed
 from dearmpi.engine.bucket.grad_tracker import GradState, GradTracker, quiet_slots
 from dearmpi.engine.bucket.placeholder import GradPlaceholder
 from dearmpi.engine.device.accelerator import DeviceEvent
-from dearmpi.plan.data.layout import Bucket
+from dearmpi.plan.data.layout import Bucket, BucketLayout
 from dearmpi.torch_internals import copy_each
 
 
@@ -319,6 +319,26 @@ class BucketRuntime:
         if grad.layout is not torch.strided:
             raise usage_errors.sparse(self.spec.names[slot])
         return grad.detach() if grad.requires_grad else grad  # which create_graph=True makes it do
+
+
+def build_buckets(
+    layout: BucketLayout, params: Mapping[str, nn.Parameter], *, rank: int, moves: bool
+) -> list[BucketRuntime]:
+    """The buckets of ``layout``; ``params``: by name. ``moves``: into flat buffers."""
+    gradients = Arena(layout)
+    parameters = Arena(layout, zeroed=False) if moves else None
+    buckets = [
+        BucketRuntime(
+            bucket,
+            [params[name] for name in bucket.names],
+            rank=rank,
+            gradients=gradients,
+            parameters=parameters,
+        )
+        for bucket in layout
+    ]
+    give_back_freed()  # what the parameters have moved out of
+    return buckets
 
 
 def _is_same(grad: Tensor | None, view: Tensor) -> bool:

@@ -18,10 +18,14 @@ from dearmpi.engine.update.master import is_half
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
-    """By bucket: how its gradients are reduced, and how its shards are gathered."""
+    """By bucket: how its gradients are reduced, and how its shards are gathered.
+
+    algorithms: by which all of them travel.
+    """
 
     reduce: tuple[Codec, ...]
     gather: tuple[Codec, ...]
+    algorithms: CollectiveAlgorithms
 
 
 def choose_codecs(
@@ -37,7 +41,7 @@ def choose_codecs(
         else:
             reduce.append(HalfReduce(bucket, algorithms))
             gather.append(HalfGather(bucket, algorithms, gather=config.gather))
-    return Codecs(tuple(reduce), tuple(gather))
+    return Codecs(tuple(reduce), tuple(gather), algorithms)
 
 
 def choose_algorithms(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.config import EngineConfig, Gather
+from dearmpi.config import Gather
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import (
     DenseGather,
@@ -18,7 +18,6 @@ from dearmpi.engine.codec.codec import (
     elements_sent,
     gathered_buffer,
 )
-from dearmpi.engine.update.master import HALVES
 from dearmpi.errors import WireRangeError
 
 _BYTES = 2
@@ -70,16 +69,6 @@ class HalfGather(DenseGather):
                 "'bf16', which has the range of fp32",
                 code="beyond-half-precision",
             )
-
-
-def dtype_of_gathered(config: EngineConfig, *, world_size: int) -> torch.dtype | None:
-    """To what replicas see wider parameters rounded; None if they see them as they are.
-
-    One rank gathers nothing.
-    """
-    if config.wire_dtype is None or config.gather != "parameters" or world_size == 1:
-        return None
-    return HALVES[config.wire_dtype]
 
 
 def _largest(shard: Tensor) -> float:

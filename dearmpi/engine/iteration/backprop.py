@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.grad_tracker import PENDING_STATES, GradState
+from dearmpi.engine.bucket.placeholder import without_gradients
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
 from dearmpi.engine.state.options import OptionReader
@@ -20,7 +21,7 @@ class Backprop:
     def __init__(
         self, state: EngineState, pipeline: Pipeline, waiting: Waiting, options: OptionReader
     ) -> None:
-        """``options``: as in ``Engine``."""
+        """``options``: read here with eager updates, before the first one."""
         self._state, self._pipeline, self._waiting = state, pipeline, waiting
         self._buckets, self._comm_stream = state.buckets, state.comm_stream
         self._polls = waiting.polls
@@ -98,6 +99,10 @@ class Backprop:
             yield
         finally:
             self._synchronizing = before
+
+    def without_gradients(self) -> AbstractContextManager[None]:
+        """Inside, what parameters have accumulated takes no part; it is there again at the end."""
+        return without_gradients([param for bucket in self._buckets for param in bucket.params])
 
     def wait_reduced(self) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients."""

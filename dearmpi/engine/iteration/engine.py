@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dearmpi.engine import usage_errors
-from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
-from dearmpi.engine.bucket.placeholder import without_gradients
+from dearmpi.engine.bucket.bucket import BucketState
+from dearmpi.engine.codec.choose import Codecs
 from dearmpi.engine.iteration.backprop import Backprop
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
 from dearmpi.engine.iteration.reduced_gradients import ReducedGradients
 from dearmpi.engine.state.options import OptionReader
 from dearmpi.engine.update.update import Options
+from dearmpi.engine.update.update_set import UpdateSet
 
 
 class Engine:
@@ -27,15 +29,20 @@ class Engine:
 
     is_closed = False
 
-    def __init__(self, state: EngineState, pipeline: Pipeline, options: OptionReader) -> None:
-        """``options``: reads the hyperparameters of an iteration; with eager updates before the
-        first update, so that the step has to see that they still hold.
+    def __init__(
+        self, state: EngineState, updates: UpdateSet, codecs: Codecs, optimizer: Optimizer
+    ) -> None:
+        """``optimizer``: the wrapped one. An iteration reads its options; with eager updates before
+        the first update, so that the step has to see that they still hold.
         """
-        self.state, self.pipeline = state, pipeline
+        self.state, self.algorithms = state, codecs.algorithms
+        self.pipeline = pipeline = Pipeline(
+            state, updates.of_buckets, codecs, num_updating=updates.num_at_once
+        )
         self._buckets, self._comm_stream = state.buckets, state.comm_stream
-        self._eager, self._options = state.conduct.eager, options
+        self._eager, self._options = state.conduct.eager, OptionReader(optimizer)
         self.waiting = Waiting(state, pipeline)
-        self.backprop = Backprop(state, pipeline, self.waiting, options)
+        self.backprop = Backprop(state, pipeline, self.waiting, self._options)
         self.reduced = ReducedGradients(state, self.backprop)
         self.joining, self.loads = state.joining, state.loads
         self.times = self.state.clock.lap()
@@ -44,6 +51,16 @@ class Engine:
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for communication."""
         return self.state.clock.waited_s
+
+    @property
+    def num_checked(self) -> int:
+        """Steps so far, where replicas are compared, which every few of them are due for it."""
+        return 0 if self.state.replicas is None else self.state.replicas.num_steps
+
+    @num_checked.setter
+    def num_checked(self, num: int) -> None:
+        if self.state.replicas is not None:
+            self.state.replicas.num_steps = num
 
     def step(self, *, exhausted: bool = False) -> None:
         """Have every bucket updated with the options of this moment, and gathered; ``exhausted``:
@@ -123,8 +140,7 @@ class Engine:
             yield
             if not self.state.iteration.stepped:
                 raise usage_errors.left_before_step()
-            params = [param for bucket in self._buckets for param in bucket.params]
-            with without_gradients(params):
+            with self.backprop.without_gradients():
                 while self._do_others_train():
                     shadow_step()
 
@@ -158,19 +174,33 @@ class Engine:
         missing = sum(len(bucket.tracker.missing) for bucket in buckets)
         return not buckets or missing < sum(len(bucket.params) for bucket in buckets)
 
-    def exchange_replicas(self) -> None:
-        """Let other ranks know what the last step has led to, if it is to be compared, where no
-        iteration may follow that would (collective).
+    def check_replicas(self, describe_options: Callable[[], str]) -> None:
+        """After a step: see whether replicas were alike after the one before, as far as that was to
+        be compared, and note what this one used (collective).
         """
+        if (replicas := self.state.replicas) is None:
+            return
+        # Of exhausted ranks no scheduler runs, but they take over the others' options.
+        is_compared = replicas.is_due and not self.joining.is_open
+        active = self.state.iteration.active
+        idle = [bucket for bucket in self._buckets if bucket.index not in active]
+        replicas.stepped(describe_options() if is_compared else "", idle)
+        replicas.compare()
+
+    def compare_replicas(self) -> None:
+        """After the last step, if that is to be compared: now, and not in the next (collective)."""
+        if self.state.replicas is None:
+            return
         if self.state.iteration.stepped:
             self.synchronize()
             self.state.exchange_replicas()
+        self.state.replicas.compare()
 
-    def idle_buckets(self) -> list[BucketRuntime]:
-        """The buckets that take no part in this iteration."""
-        return [
-            bucket for bucket in self._buckets if bucket.index not in self.state.iteration.active
-        ]
+    def check_changeable(self, what: str) -> None:
+        """Raise UsageError for ``what`` inside ``join``, at whose end this rank may still have to
+        take part.
+        """
+        self.joining.refuse(what)
 
     def close(self) -> None:
         """Finish what is under way and give the channels back."""

@@ -113,13 +113,15 @@ class EngineState:
         *,
         comm_stream: CommStream,
         spans: Spans,
-        replicas: Replicas | None,
+        check_every: int,
     ) -> None:
-        """Opens the channels (collective)."""
+        """Opens the channels (collective). ``check_every``: steps; 0 for no checks."""
         self.world = world
         self.buckets = tuple(buckets)
         self.conduct, self.schedule = conduct, conduct.schedule
-        self.comm_stream, self.spans, self.replicas = comm_stream, spans, replicas
+        self.comm_stream, self.spans = comm_stream, spans
+        rank, size, every = world.rank, world.size, check_every
+        self.replicas = Replicas(buckets, rank=rank, size=size, every=every) if every else None
         # What carries a device's tensors keeps to the schedule's window on the network itself.
         window = conduct.window + comm_stream.num_ahead
         self.reduces = world.open_channel(

@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
+from dearmpi.engine.agreement.replicas import Checks
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.grad_tracker import GradState
 from dearmpi.engine.iteration.compilation import (
@@ -28,6 +29,7 @@ from dearmpi.engine.iteration.compilation import (
     run_as_it_is,
     untraced,
 )
+from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.sync.refused_models import (
     refuse_active,
     refuse_replicated,
@@ -133,39 +135,31 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
 class ModelHooks:
     """Everything that is attached to a model, and how to take it off again."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        places: Mapping[nn.Parameter, Place],
-        *,
-        pre_forward: PreForward,
-        begin_backprop: Callable[[], None],
-        register_grad_ready: GradientEvent,
-        end_backprop: Callable[[], None],
-        polls: bool,
-        is_driver: Callable[[], bool],
-    ) -> None:
-        """``polls``: ``pre_forward`` is to be called where nobody has to wait, too. ``is_driver``:
-        as in ``CompilationWatch``.
-        """
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        """Have ``model`` report to ``engine``."""
+        waiting, backprop = engine.waiting, engine.backprop
+        pre_forward, buckets = waiting.pre_forward, engine.state.buckets
+        places = {
+            param: (bucket, slot) for bucket in buckets for slot, param in enumerate(bucket.params)
+        }
+        self._checks = None if engine.state.replicas is None else Checks(model, buckets)
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
         self._watched: list[tuple[nn.Module, str]] = []
-        buckets = tuple(dict.fromkeys(bucket for bucket, _ in places.values()))
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
         reads = buckets_by_module(model, places)
-        backprops = _Backprops(partial(_begin, tuple(reads), begin_backprop), end_backprop)
-        watch_calls = partial(_watch_calls, self._handles, pre_forward, polls)
+        backprops = _Backprops(partial(_begin, tuple(reads), backprop.begin), backprop.end)
+        watch_calls = partial(_watch_calls, self._handles, pre_forward, waiting.polls)
         self._compilation = CompilationWatch(
             buckets,
             CompiledRoots(model, reads, watch_calls),
             partial(pre_forward, buckets),
-            is_driver=is_driver,
+            is_driver=waiting.is_driver,
         )
         for param, place in places.items():
             if param.is_floating_point() or param.is_complex():  # integers have no gradients
                 self._watch_gradient(
-                    param, *_translate_gradient(place, backprops, register_grad_ready)
+                    param, *_translate_gradient(place, backprops, backprop.register_grad_ready)
                 )
         for module, read in reads.items():
             self._watch_table(module, places, pre_forward)
@@ -178,6 +172,8 @@ class ModelHooks:
     def remove(self) -> None:
         """Leave the model as it was."""
         self._compilation.remove()
+        if self._checks is not None:
+            self._checks.remove()
         for handle in self._handles:
             handle.remove()
         for module, name in self._watched:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Loads
-from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.trace.span import Track
 from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.errors import UsageError
@@ -25,6 +24,8 @@ class NullEngine:
     """
 
     waited_s = 0.0
+    num_checked = 0
+    algorithms = CollectiveAlgorithms("ring")
 
     def __init__(
         self, optimizer: Optimizer, spans: Spans, *, closed_after: IterationTimes | None = None
@@ -91,12 +92,16 @@ class NullEngine:
         for grad in self.shards():
             grad.mul_(factor)
 
-    def exchange_replicas(self) -> None:
+    def check_replicas(self, describe_options: Callable[[], str]) -> None:
         """There are no replicas."""
 
-    def idle_buckets(self) -> list[BucketRuntime]:
-        """There are no buckets."""
-        return []
+    def compare_replicas(self) -> None:
+        """There are no replicas."""
+
+    def check_changeable(self, what: str) -> None:
+        """Raise UsageError for ``what`` inside ``join``, and after ``close``."""
+        self._refuse_if_closed(what)
+        self.joining.refuse(what)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -106,13 +111,8 @@ class NullEngine:
 
     def _refuse_if_closed(self, what: str) -> None:
         if self.is_closed:
-            refuse_closed(what)
-
-
-def refuse_closed(what: str) -> NoReturn:
-    """Raise UsageError for ``what``."""
-    raise UsageError(
-        f"{what} after close(): this DistributedOptimizer is detached from its model; "
-        "make a new one",
-        code="optimizer-closed",
-    )
+            raise UsageError(
+                f"{what} after close(): this DistributedOptimizer is detached from its model; "
+                "make a new one",
+                code="optimizer-closed",
+            )

@@ -1,19 +1,14 @@
-"""Checks of what a script gives: arguments, parameters and the optimizer, on one rank; and the
-engine that a parameter belongs to.
-"""
+"""Checks of what a script gives: arguments, parameters and the optimizer, on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from typing import ClassVar
-from weakref import ReferenceType, ref
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from dearmpi.comm.world import World
 from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
 from dearmpi.engine.device.accelerator import device_of
 from dearmpi.engine.iteration.compilation import refuse_compiled
@@ -24,11 +19,13 @@ from dearmpi.engine.probe.probe import (
     require_half,
     require_host,
     require_separable,
+    resident_scalars,
 )
 from dearmpi.engine.probe.steadiness import adapts_its_groups, require_steady
 from dearmpi.engine.sync.refused_models import (
     refuse_lazy,
     refuse_optimizer_wrappers,
+    refuse_wrappers,
 )
 from dearmpi.engine.update.master import is_half
 from dearmpi.errors import ConfigError
@@ -153,9 +150,9 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
         )
 
 
-def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig) -> None:
+def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConfig) -> None:
     """Raise ConfigError for an optimizer that cannot be served."""
-    if not config.has_buckets(world.size):
+    if not config.has_buckets(world_size):
         if adapts_its_groups(optimizer):
             return  # it sees all parameters at once here
         require_steady(optimizer)  # what cannot run on several ranks is refused on one already
@@ -169,33 +166,61 @@ def check_optimizer(optimizer: Optimizer, *, world: World, config: EngineConfig)
     require_copied_gradients(tried)
 
 
-class _Claims:
-    """Claims last until they are released, or neither optimizer nor model refers to the engine."""
+def find_resident_scalars(
+    optimizer: Optimizer, *, world_size: int, config: EngineConfig
+) -> tuple[frozenset[str], ...]:
+    """By group, names of the state's scalars that lie where the parameters are; none without
+    buckets.
+    """
+    return resident_scalars(optimizer) if config.has_buckets(world_size) else ()
 
-    engines: ClassVar[MutableMapping[Tensor, ReferenceType[object]]] = WeakTensorKeyDictionary()
+
+NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})
+"""Of no parameter anything is known."""
 
 
-def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
-    """Raise ConfigError if an engine in use has one of the parameters."""
+def optimized_parameters(
+    optimizer: Optimizer, model: nn.Module, known: Mapping[nn.Parameter, str] = NOT_KNOWN
+) -> dict[nn.Parameter, str]:
+    """The optimizer's parameters with their names, in the model's order; those without elements,
+    of which nothing travels and no step changes anything, are left out.
+
+    Who is ``known`` keeps the name, by which the state goes from one layout to another, whatever
+    the model calls it by now; who is new, and called as one of these, gets another one.
+
+    Raises ConfigError for parameters that are not in the model, or if none requires grad.
+    """
+    wanted = {param for group in optimizer.param_groups for param in group["params"]}
+    if known.keys() == {param for param in wanted if param.numel()}:
+        names = dict(known)  # not looked up, since that waits for the gathers
+    else:
+        names = _name(wanted, model, known)
+    if not any(param.requires_grad for param in names):
+        raise ConfigError(
+            "the optimizer has no parameter that requires grad: nothing to train",
+            code="nothing-to-train",
+        )
+    return names
+
+
+def _name(
+    wanted: Collection[nn.Parameter], model: nn.Module, known: Mapping[nn.Parameter, str]
+) -> dict[nn.Parameter, str]:
+    names = {param: name for name, param in model.named_parameters() if param in wanted}
+    strangers = [tuple(param.shape) for param in wanted if param not in names]
+    if strangers:
+        refuse_wrappers(model)  # which may have put others in their place
+        raise ConfigError(
+            f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
+            f"{strangers[:3]}; pass the model that the optimizer was made for (several modules: "
+            "nn.ModuleList([a, b]))",
+            code="parameters-not-in-model",
+        )
+    taken = set(known.values())
     for param, name in names.items():
-        engine = _Claims.engines.get(param)
-        if engine is not None and engine() is not None:
-            raise ConfigError(
-                f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
-                "call close() on that one before making this one, or give each its own parameters",
-                code="parameter-taken",
-            )
-
-
-def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
-    """Mark the parameters as those of ``engine``, which is not kept alive by it."""
-    for param in names:
-        _Claims.engines[param] = ref(engine)
-
-
-def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
-    """Take the marks of ``engine`` off again; those of another that came after it stay."""
-    for param in names:
-        holder = _Claims.engines.get(param)
-        if holder is not None and holder() is engine:
-            del _Claims.engines[param]
+        if param not in known:
+            while name in taken:
+                name += "'"
+            taken.add(name)
+        names[param] = known.get(param, name)
+    return {param: name for param, name in names.items() if param.numel()}

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from torch import nn
-
-from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
+from dearmpi.engine.setup.context import TrainingContext
+from dearmpi.engine.setup.job_measurement import JobMeasurement
 from dearmpi.engine.setup.live_engine import LiveEngine
 from dearmpi.engine.setup.self_planning import Pause, SelfPlanning
-from dearmpi.engine.setup.settings import check_growth, check_plan, compare_plans
-from dearmpi.engine.trace.spans import Spans
+from dearmpi.engine.setup.settings import (
+    check_growth,
+    check_plan,
+    choose_plan,
+    compare_plans,
+    merge_settings,
+)
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.plan import Plan
 
 
 class PlanController:
-    """Changes the layout of a live engine between two steps; state and parameters stay.
+    """Changes the layout of the ``live`` engine between two steps; state and parameters stay.
 
     config: settings as they are by now. pause: what a plan that the job made has cost; None before
     that is followed. planning: how the job gets to one, as long as it is on its way.
@@ -28,18 +35,19 @@ class PlanController:
 
     def __init__(
         self,
-        live: LiveEngine,
-        model: nn.Module,
+        context: TrainingContext,
         *,
-        world: World,
-        spans: Spans,
         config: EngineConfig,
         plan: Plan | Literal["auto"] | None,
     ) -> None:
-        """``plan``: what ``live`` was made with, or ``auto`` for a plan of the job's own."""
-        self._live, self._model = live, model
-        self._world, self._spans = world, spans
-        self._plan = plan
+        """Begin with ``plan``, or with ``auto`` by ``config`` until the job has one of its own
+        (collective). Raises as ``LiveEngine`` does, and MismatchError for ranks with other plans.
+        """
+        self._context, self._plan = context, plan
+        compare_plans(context.world, plan)
+        on_host = config.update_on == "host"
+        (compute_on_all_cores if on_host else compute_on_one_core)(context.world)
+        self.live = LiveEngine(context, config=config, plan=self.plan)
         self._given_cap_mb = config.bucket_cap_mb
         self.config = config
         self.pause: Pause | None = None
@@ -55,7 +63,7 @@ class PlanController:
         """A step was taken; whether the layout is another now (collective)."""
         if self.planning is None:
             return False
-        with self._world.named_call("optimizer.step() with plan='auto'"):
+        with self._context.world.named_call("optimizer.step() with plan='auto'"):
             return self._plan_on(self.planning)
 
     def _plan_on(self, planning: SelfPlanning) -> bool:
@@ -70,7 +78,7 @@ class PlanController:
                 self.pause = replace(pause, laying_out_s=time.perf_counter() - begin_s)
         if problem:
             self.give_up_planning()
-            if self._world.is_root:
+            if self._context.world.is_root:
                 warnings.warn(f"plan 'auto' is given up: {problem}", stacklevel=5)
         return is_new
 
@@ -80,7 +88,7 @@ class PlanController:
         Raises ConfigError if it is for another model or world size, MismatchError if ranks have
         different ones.
         """
-        compare_plans(self._world, plan)
+        compare_plans(self._context.world, plan)
         self._take_up(plan)
 
     def fuse(self, bucket_cap_mb: float) -> None:
@@ -90,13 +98,15 @@ class PlanController:
         self._lay_out_anew(None, self._settled(config))
         self.config = config
 
-    def check_growth(self) -> None:
-        """Raise ConfigError if what is followed has no place for further parameters."""
+    def grow(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, and lay out all of them (collective).
+
+        Raises ConfigError, with nothing added, if what is followed has no place for them, or they
+        cannot be served.
+        """
         check_growth(self._plan)
         self._drop_gradients()
-
-    def lay_out_grown(self) -> None:
-        """Lay out the parameters that have been added too (collective)."""
+        self.live.grow(param_group)
         self._lay_out_anew(self._plan, self.config)
 
     def give_up_planning(self) -> None:
@@ -114,7 +124,7 @@ class PlanController:
         """Go on by ``plan``, which all ranks have; whether the layout is another now."""
         config = replace(self.config, bucket_cap_mb=self._given_cap_mb)  # not what ``fuse`` has set
         check_plan(plan, config)
-        in_use = self._live.follows(plan)
+        in_use = self.live.follows(plan)
         self._drop_gradients()
         self.config = config
         if not in_use:
@@ -125,27 +135,45 @@ class PlanController:
         return False
 
     def _drop_gradients(self) -> None:
-        self._live.built.engine.discard_grads()
+        self.live.built.engine.discard_grads()
 
     def _settled(self, config: EngineConfig) -> EngineConfig:
         """With the algorithm that ``auto`` has found: to measure anew would stop training."""
-        return replace(config, reduce_scatter=self._live.built.algorithms.reduce_scatter)
+        return replace(config, reduce_scatter=self.live.built.engine.algorithms.reduce_scatter)
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
-        self._live.renew(config=config, plan=None if plan == "auto" else plan)
+        self.live.renew(config=config, plan=None if plan == "auto" else plan)
         self.abandon_planning()
         self._plan = plan
         self._begin_planning()
 
     def _begin_planning(self) -> None:
-        if self._plan == "auto" and self._world.size > 1:
-            built = self._live.built
-            self._live.resharding_channel()
-            self.planning = SelfPlanning(
-                self._model,
-                built.spec,
-                world=self._world,
-                algorithms=built.algorithms,
-                waited=lambda: self._live.waited_s,
-                spans=self._spans,
-            )
+        if self._plan != "auto" or self._context.world.size == 1:
+            return
+        built = self.live.built
+        self.live.expect_renewal()
+        begin_s = time.perf_counter()
+        measurement = JobMeasurement(
+            built.spec,
+            algorithms=built.engine.algorithms,
+            waited=lambda: self.live.waited_s,
+        )
+        self.planning = SelfPlanning(
+            built.spec,
+            measurement,
+            measuring_s=time.perf_counter() - begin_s,
+        )
+
+
+def choose_controller(
+    context: TrainingContext,
+    *,
+    config: EngineConfig | None,
+    settings: Mapping[str, Any],
+    plan: Plan | Literal["auto"] | str | Path | None,
+) -> PlanController:
+    """By what a script gives: ``settings`` go before those of ``config`` (collective)."""
+    merged = merge_settings(config, settings)
+    start = choose_plan(plan, merged)
+    with context.world.named_call("DistributedOptimizer()"):
+        return PlanController(context, config=merged, plan=start)

@@ -1,45 +1,30 @@
 """Self-planning: a job measures its link, profiles its first iterations, and plans, once.
 
-The link is measured before the first step, when nothing is under way. The plan is made on rank 0,
-in a process of its own, while training goes on; it is the same on all ranks. So training stands
-still once, to lay out the buckets.
+The plan is made on rank 0, in a process of its own, while training goes on; it is the same on all
+ranks. So training stands still once, to lay out the buckets.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import median
 
-from torch import nn
-
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.world import World
+from dearmpi.engine.setup.job_measurement import NUM_PROFILED, NUM_WARMUP, JobMeasurement
 from dearmpi.engine.setup.spec import EngineSpec
-from dearmpi.engine.trace.span import Span, Track
-from dearmpi.engine.trace.spans import Spans
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.plan import Plan
-from dearmpi.plan.data.schedule import Conduct
 from dearmpi.plan.model.cost import Costs
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.plan.search.planner import plan_of
-from dearmpi.tune.calibrate import calibrate
-from dearmpi.tune.calibration import Crossed, wire_pace
-from dearmpi.tune.layer_timer import LayerTimer, slowest_profile
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 
-NUM_WARMUP, NUM_PROFILED = 2, 3
 LEAST_STEPS = NUM_WARMUP + NUM_PROFILED + 1
 """Steps after which a plan is taken up at the earliest."""
 
 MOST_STEPS = 50
 """Steps after which the plan is taken up at the latest."""
 
-_MEASURING_S = 0.85  # so that it is a second at most with channels opened and closed
 _PLANNING_S = 4.0  # what making a plan takes beside training, with some to spare
 _LOOKS_IN_THAT = 4  # how often, from then on, it is asked whether a late plan is there
 _FAILED = "failed: "
@@ -67,55 +52,21 @@ class Pause:
 class SelfPlanning:
     """From the first step to the plan; made on all ranks together, with nothing under way.
 
-    Listens to ``spans`` for what updates cost and for how fast the wire is, unless somebody else
-    does. pause: what it has cost so far. problem: why there will be no plan, if so.
+    measurement: of the first iterations. pause: what it has cost so far. problem: why there will be
+    no plan, if so.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        in_use: EngineSpec,
-        *,
-        world: World,
-        algorithms: CollectiveAlgorithms,
-        waited: Callable[[], float],
-        spans: Spans,
+        self, in_use: EngineSpec, measurement: JobMeasurement, *, measuring_s: float
     ) -> None:
-        """``in_use``: what the first iterations follow."""
-        self._world, self._in_use, self._spans = world, in_use, spans
-        config = in_use.config
-        self._timer = LayerTimer(model, params=in_use.names, num_warmup=NUM_WARMUP, waited=waited)
-        self._updates: dict[int, list[float]] = defaultdict(list)
-        self._crossings: dict[Track, list[Crossed]] = defaultdict(list)
-        self._num_steps = self._due_step = 0
-        self._steps_of_planning = self._steps_between_looks = 0
+        """``in_use``: what the first iterations follow. ``measuring_s``: what the link has cost."""
+        self._world = in_use.context.world
+        self._in_use, self.measurement = in_use, measurement
+        self._num_steps = self._due_step = self._steps_between_looks = 0
         self._warm_s = 0.0
         self._process: PlanProcess | None = None
-        begin_s = time.perf_counter()
-        costs = calibrate(
-            world,
-            algorithms,
-            budget_s=_MEASURING_S,
-            most_bytes=sum(bucket.nbytes for bucket in in_use.layout),  # nothing larger travels
-        ).costs
-        specs = [placed.spec for bucket in in_use.layout for placed in bucket.placements]
-        self._costs = costs if config.wire_dtype is None else costs.of_fp32_for(specs)
-        self.pause = Pause(measuring_s=time.perf_counter() - begin_s)
+        self.pause = Pause(measuring_s=measuring_s)
         self.problem = ""
-        if spans.recorder is None:
-            spans.recorder = self
-
-    def add(self, span: Span) -> None:
-        """A span is over; those of updates and collectives count."""
-        if span.nbytes is None:
-            return
-        if span.track is Track.UPDATE:
-            self._updates[span.nbytes].append(span.stop_s - span.start_s)
-            return
-        reduces = span.track is Track.REDUCE_SCATTER
-        link = self._costs.reduce_scatter if reduces else self._costs.all_gather
-        crossing = Crossed(span.start_s, span.stop_s, link.wire_s(span.nbytes))
-        self._crossings[span.track].append(crossing)
 
     def stepped(self) -> Plan | None:
         """A step was taken; the plan, if it is time to take it up (collective at times)."""
@@ -133,85 +84,39 @@ class SelfPlanning:
 
     def abandon(self) -> None:
         """Leave the model as it was."""
-        self._timer.detach()
-        self._stop_listening()
+        self.measurement.detach()
         if self._process is not None:
             self._process.close()
 
-    def measure(
-        self, *, micro_batches: int = 1, step_s: float = math.inf
-    ) -> tuple[ModelProfile, Costs]:
-        """The times of the layers, and what the link and updates cost (collective).
-
-        ``micro_batches``: passes per step, of which the last hands buckets over. The times are
-        those without any bucket, since the costs have a time for each. ``step_s``: what a step has
-        taken on this rank, by which the ranks agree on when the plan is due.
-
-        Raises UsageError on all ranks if no pass of a rank could be profiled.
-        """
-        world = self._world
-        problem = ""
-        try:
-            own = self._timer.finish(world_size=world.size)
-        except (UsageError, ConfigError) as error:
-            problem = str(error)
-        network = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
-        paces = [wire_pace(self._crossings[track]) for track in network]
-        steps = math.ceil(_PLANNING_S / max(step_s, 1e-6))
-        # All at once: each message waits behind those of buckets.
-        any_problem, *paces, most = world.all_reduce([bool(problem), *paces, steps], "max")
-        self._steps_of_planning = int(most)
-        if any_problem:
-            texts = enumerate(world.all_gather_text(problem))
-            rank, text = next((rank, text) for rank, text in texts if text)
-            raise UsageError(f"rank {rank} cannot plan: {text}", code="rank-cannot-plan")
-        profile, costs = slowest_profile(world, own), self._as_seen(*paces)
-        if micro_batches == 1:  # else the typical pass, which the profile tells of, hands none over
-            num_buckets = sum(bucket.trained for bucket in self._in_use.layout)
-            profile = profile.with_shorter_backprop(num_buckets * costs.main_thread_s)
-        return profile, costs
-
     def _begin(self, *, step_s: float) -> None:
         """Compare profiles, and have rank 0 plan (collective). step_s: what a step has taken."""
-        world, micro_batches = self._world, max(1, self._timer.num_seen // self._num_steps)
+        measurement = self.measurement
+        micro_batches = max(1, measurement.num_passes // self._num_steps)
         try:
-            profile, costs = self.measure(micro_batches=micro_batches, step_s=step_s)
+            profile, costs = measurement.measure(
+                micro_batches=micro_batches, step_s=step_s, work_s=_PLANNING_S
+            )
         except (UsageError, ConfigError) as error:
             self.problem = str(error)
             return
-        self._stop_listening()
-        most = self._steps_of_planning
+        measurement.stop()
+        most = measurement.most_steps
         self._steps_between_looks = math.ceil(most / _LOOKS_IN_THAT)
         self._due_step = min(MOST_STEPS, self._num_steps + most)
-        if world.is_root:
-            config = self._in_use.config
+        if self._world.is_root:
+            config, standing = self._in_use.config, self._standing(profile, costs)
             request = PlanRequest(
-                profile,
-                costs,
-                config.eager,
-                config.gather,
-                micro_batches,
-                self._standing(profile, costs),
+                profile, costs, config.eager, config.gather, micro_batches, standing
             )
             self._process = PlanProcess(request)
 
     def _standing(self, profile: ModelProfile, costs: Costs) -> Plan | None:
         """What is in use, as a plan; None if it cannot be one."""
-        in_use, config = self._in_use, self._in_use.config
+        layout, conduct = self._in_use.layout, self._in_use.conduct
         try:
-            return plan_of(
-                profile,
-                costs,
-                in_use.layout,
-                Conduct(in_use.schedule, config.window, config.eager, config.gather),
-                origin="the buckets in use",
-            )
+            return plan_of(profile, costs, layout, conduct, origin="the buckets in use")
         except ConfigError:
             return None  # layers were frozen or thawed since the buckets were made
-
-    def _stop_listening(self) -> None:
-        if self._spans.recorder is self:
-            self._spans.recorder = None
 
     def _fetch(self) -> Plan | None:
         """Rank 0's plan; None where it is not made yet and there are steps left (collective)."""
@@ -229,16 +134,3 @@ class SelfPlanning:
             self.problem = f"rank 0 cannot plan: {text.removeprefix(_FAILED)}"
             return None
         return Plan.from_json(text, "the plan of rank 0")
-
-    def _as_seen(self, reduces: float, gathers: float) -> Costs:
-        """Costs with those of updates, by the bytes that a rank updates of a bucket, and with a
-        wire as fast as the slowest rank has seen it: its pace in either half.
-        """
-        costs = self._costs.with_slopes(reduce_scatter=reduces, all_gather=gathers)
-        size = self._world.size if self._in_use.config.gather == "parameters" else 1
-        seconds = sum(median(times) for times in self._updates.values())
-        nbytes = sum(self._updates.keys()) / size
-        return replace(
-            costs.with_typical_overheads(),
-            update_s_per_byte=seconds / nbytes if nbytes else 0.0,
-        )

@@ -2,137 +2,66 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from weakref import ReferenceType, ref
 
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from dearmpi.comm.messages.ranks import digest, first_difference
-from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.device.route_choice import check_devices
-from dearmpi.engine.setup.checks import check_optimizer, check_parameters
-from dearmpi.engine.state.options import describe_options, describe_state
-from dearmpi.engine.sync.model_tensors import describe, model_tensors
+from dearmpi.engine.setup.alike import check_alike
+from dearmpi.engine.setup.checks import (
+    NOT_KNOWN,
+    check_optimizer,
+    check_parameters,
+    find_resident_scalars,
+    optimized_parameters,
+)
+from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.sync.refused_models import (
     check_apart,
     check_private,
     refuse_alone_in_their_group,
     refuse_layouts,
+    refuse_lazy,
     refuse_renormed,
     refuse_unaveraged,
     refuse_wrappers,
 )
-from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout, build_layout, fuse_by_cap, spec_of
 from dearmpi.plan.data.plan import Plan
-from dearmpi.plan.data.schedule import Schedule, build_schedule
-
-
-def check_alike(
-    world: World,
-    optimizer: Optimizer,
-    model: nn.Module,
-    names: Mapping[nn.Parameter, str],
-    *,
-    config: EngineConfig,
-    layout: BucketLayout,
-    schedule: Schedule,
-) -> None:
-    """Raise MismatchError unless all ranks have the same model, optimizer and settings, with the
-    first that differs (collective). ``names``: of the parameters under the optimizer; the model's
-    other parameters and its buffers are compared as well.
-
-    State counts too: where rank 0 alone has loaded it, the others would begin without.
-    """
-    facts = {
-        "setting": [f"{field.name}={getattr(config, field.name)!r}" for field in fields(config)],
-        "model": [_describe(param, name) for param, name in names.items()],
-        "parameter or buffer outside the optimizer": _describe_others(model, names),
-        "layout": [f"bucket {b.index} with {len(b.placements)} parameters" for b in layout],
-        "optimizer": _describe_optimizer(optimizer, names),
-        "optimizer option": describe_options(optimizer),
-        "optimizer state": describe_state(optimizer, names),
-        "schedule": _describe_schedule(schedule),
-    }
-    own = json.dumps([digest(lines) for lines in facts.values()])
-    seen = [json.loads(text) for text in world.all_gather_text(own)]
-    for (what, lines), told in zip(facts.items(), zip(*seen, strict=True), strict=True):
-        if len(set(told)) > 1:
-            _refuse(world, what, first_difference(lines, world.all_gather_text))
-
-
-def _refuse(world: World, what: str, told: Sequence[str]) -> None:
-    rank = next(rank for rank, line in enumerate(told) if line != told[0])
-    owner = "model" if "outside" in what else "optimizer"
-    raise MismatchError(
-        f"rank {rank} on {world.hosts[rank]} has another {what} than rank 0 on {world.hosts[0]}: "
-        f"its {owner} has {told[rank]} where rank 0's has {told[0]}; every rank must build, and "
-        "load, the same",
-        code="ranks-built-differently",
-    )
-
-
-def _describe(param: nn.Parameter, name: str) -> str:
-    return f"{name} {describe(param, note='' if param.requires_grad else ', frozen')}"
-
-
-def _describe_others(model: nn.Module, params: Container[nn.Parameter]) -> list[str]:
-    return [
-        f"{kind} {name} {describe(tensor)}"
-        for kind, name, tensor in model_tensors(model)
-        if tensor not in params
-    ]
-
-
-def _describe_schedule(schedule: Schedule) -> list[str]:
-    order = [
-        f"RS{bucket} at place {place}" for place, bucket in enumerate(schedule.reduce_scatters)
-    ]
-    gathers = [f"AG{gather.bucket} after RS{gather.after}" for gather in schedule.all_gathers]
-    return [schedule.name, schedule.launch.value, schedule.wait.value, *order, *gathers]
-
-
-def _describe_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
-    """Its type, then a line for each parameter in a group."""
-    groups = enumerate(optimizer.param_groups)
-    return [
-        f"the type {type(optimizer).__name__}",
-        *(
-            f"{names[param]} in param group {number}"
-            for number, group in groups
-            for param in group["params"]
-            if param in names
-        ),
-    ]
-
-
-NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})
-"""Of no parameter anything is known."""
+from dearmpi.plan.data.schedule import Conduct, Schedule, build_schedule
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Everything that is decided before anything is built.
 
-    names: the parameters under the optimizer, in the model's order.
+    context: what it is for. names: the parameters under the optimizer, in the model's order.
     config: with the window of the plan, if there is one.
+    scalars: by group, names of the state's scalars that lie where the parameters are.
     """
 
+    context: TrainingContext
     names: Mapping[nn.Parameter, str]
     layout: BucketLayout
     schedule: Schedule
     config: EngineConfig
+    scalars: Sequence[frozenset[str]] = ()
+
+    @property
+    def conduct(self) -> Conduct:
+        """The stages of a bucket, and the order in which buckets travel."""
+        return Conduct(self.schedule, self.config.window, self.config.eager, self.config.gather)
 
 
 def make_spec(
-    optimizer: Optimizer,
-    model: nn.Module,
+    context: TrainingContext,
     *,
-    world: World,
     config: EngineConfig,
     plan: Plan | None = None,
     known: Mapping[nn.Parameter, str] = NOT_KNOWN,
@@ -143,6 +72,7 @@ def make_spec(
     ``optimized_parameters``. Raises ConfigError for parameters or an optimizer that cannot be
     served, MismatchError if the ranks' models, optimizers or settings differ.
     """
+    optimizer, model, world = context.optimizer, context.model, context.world
     names = optimized_parameters(optimizer, model, known)
     check_devices(world, names, config=config)
     layout = lay_out(names, model, world_size=world.size, config=config, plan=plan)
@@ -153,8 +83,9 @@ def make_spec(
     check_alike(world, optimizer, model, names, config=config, layout=layout, schedule=schedule)
     check_parameters(optimizer, names, config=config)
     refuse_unaveraged(model.named_buffers(), config.buffers)
-    check_optimizer(optimizer, world=world, config=config)
-    return EngineSpec(names, layout, schedule, config)
+    check_optimizer(optimizer, world_size=world.size, config=config)
+    scalars = find_resident_scalars(optimizer, world_size=world.size, config=config)
+    return EngineSpec(context, names, layout, schedule, config, scalars)
 
 
 def lay_out(
@@ -186,48 +117,67 @@ def lay_out(
     return build_layout(fuse_by_cap(specs, cap_bytes), world_size)
 
 
-def optimized_parameters(
-    optimizer: Optimizer, model: nn.Module, known: Mapping[nn.Parameter, str] = NOT_KNOWN
-) -> dict[nn.Parameter, str]:
-    """The optimizer's parameters with their names, in the model's order; those without elements,
-    of which nothing travels and no step changes anything, are left out.
+def is_followed(plan: Plan, in_use: EngineSpec) -> bool:
+    """Whether ``plan`` is what is ``in_use`` already. Raises ConfigError if it does not fit."""
+    context = in_use.context
+    names = optimized_parameters(context.optimizer, context.model, in_use.names)
+    size = context.world.size
+    layout = lay_out(names, context.model, world_size=size, config=in_use.config, plan=plan)
+    return (
+        layout == in_use.layout
+        and plan.schedule == in_use.schedule
+        and plan.window == in_use.config.window
+    )
 
-    Who is ``known`` keeps the name, by which the state goes from one layout to another, whatever
-    the model calls it by now; who is new, and called as one of these, gets another one.
 
-    Raises ConfigError for parameters that are not in the model, or if none requires grad.
+def add_parameters(param_group: dict[str, Any], in_use: EngineSpec) -> None:
+    """Add a param group to the optimizer, for another spec to lay out.
+
+    Raises ConfigError, with nothing added, for parameters that are not in the model, belong to
+    another DistributedOptimizer or cannot be served.
     """
-    wanted = {param for group in optimizer.param_groups for param in group["params"]}
-    if known.keys() == {param for param in wanted if param.numel()}:
-        names = dict(known)  # not looked up, since that waits for the gathers
-    else:
-        names = _name(wanted, model, known)
-    if not any(param.requires_grad for param in names):
-        raise ConfigError(
-            "the optimizer has no parameter that requires grad: nothing to train",
-            code="nothing-to-train",
-        )
-    return names
+    context = in_use.context
+    optimizer, model, size = context.optimizer, context.model, context.world.size
+    refuse_lazy(model)
+    optimizer.add_param_group(param_group)
+    try:
+        names = optimized_parameters(optimizer, model, in_use.names)
+        check_unclaimed({p: name for p, name in names.items() if p not in in_use.names})
+        lay_out(names, model, world_size=size, config=in_use.config)
+        check_parameters(optimizer, names, config=in_use.config)
+        check_optimizer(optimizer, world_size=size, config=in_use.config)
+    except BaseException:
+        optimizer.param_groups.pop()
+        raise
 
 
-def _name(
-    wanted: Collection[nn.Parameter], model: nn.Module, known: Mapping[nn.Parameter, str]
-) -> dict[nn.Parameter, str]:
-    names = {param: name for name, param in model.named_parameters() if param in wanted}
-    strangers = [tuple(param.shape) for param in wanted if param not in names]
-    if strangers:
-        refuse_wrappers(model)  # which may have put others in their place
-        raise ConfigError(
-            f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
-            f"{strangers[:3]}; pass the model that the optimizer was made for (several modules: "
-            "nn.ModuleList([a, b]))",
-            code="parameters-not-in-model",
-        )
-    taken = set(known.values())
+class _Claims:
+    """Claims last until they are released, or neither optimizer nor model refers to the engine."""
+
+    engines: ClassVar[MutableMapping[Tensor, ReferenceType[object]]] = WeakTensorKeyDictionary()
+
+
+def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
+    """Raise ConfigError if an engine in use has one of the parameters."""
     for param, name in names.items():
-        if param not in known:
-            while name in taken:
-                name += "'"
-            taken.add(name)
-        names[param] = known.get(param, name)
-    return {param: name for param, name in names.items() if param.numel()}
+        engine = _Claims.engines.get(param)
+        if engine is not None and engine() is not None:
+            raise ConfigError(
+                f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
+                "call close() on that one before making this one, or give each its own parameters",
+                code="parameter-taken",
+            )
+
+
+def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
+    """Mark the parameters as those of ``engine``, which is not kept alive by it."""
+    for param in names:
+        _Claims.engines[param] = ref(engine)
+
+
+def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
+    """Take the marks of ``engine`` off again; those of another that came after it stay."""
+    for param in names:
+        holder = _Claims.engines.get(param)
+        if holder is not None and holder() is engine:
+            del _Claims.engines[param]

@@ -28,13 +28,8 @@ from dearmpi.engine.state.sharded_state import (
     read_scalar,
     read_whole,
 )
-from dearmpi.engine.update.shard_update import (
-    ParamRange,
-    ShardUpdate,
-    Updates,
-    shards_of,
-    wholes_of,
-)
+from dearmpi.engine.update.shard_update import ParamRange, ShardUpdate
+from dearmpi.engine.update.update_set import Updates, shards_of, wholes_of
 from dearmpi.plan.data.layout import Bucket, BucketLayout, Placement
 
 Place = tuple[int, str]

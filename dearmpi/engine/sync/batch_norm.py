@@ -19,7 +19,7 @@ from dearmpi.comm.messages.ranks import digest
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.engine.device.accelerator import through_host
-from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.errors import ConfigError, MismatchError, UsageError
 from dearmpi.torch_internals import BatchNorm, module_table, share_tables
 
 
@@ -129,6 +129,18 @@ def name_layers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, SyncBatchNorm):
             module.layer_name = name
+
+
+def refuse_join(model: nn.Module) -> None:
+    """Raise UsageError for ``SyncBatchNorm`` layers: a rank without batches would not take part in
+    their reductions.
+    """
+    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise UsageError(
+            "join() cannot serve a model with SyncBatchNorm, whose layers wait for every rank; "
+            "give all ranks as many batches, or use ordinary batch normalisation",
+            code="join-misused",
+        )
 
 
 def _refuse_more(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dearmpi.config import EngineConfig
 from dearmpi.errors import CheckpointError
 
 MASTER = "master"  # the copy's name among the optimizer's state entries
@@ -74,6 +75,14 @@ class MasterRule:
 
     weights: bool = False
     gathered_as: torch.dtype | None = None
+
+    @classmethod
+    def chosen_by(cls, config: EngineConfig, *, world_size: int) -> MasterRule:
+        """By the settings: the host works in fp32, and one rank gathers nothing."""
+        gathered_as = None
+        if config.wire_dtype is not None and config.gather == "parameters" and world_size > 1:
+            gathered_as = HALVES[config.wire_dtype]
+        return cls(config.master_weights or config.update_on == "host", gathered_as)
 
     def seen_as(self, stored: Tensor) -> torch.dtype | None:
         """The dtype to which replicas see ``stored`` rounded; None if it needs no copy."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.api.collectives import Completed, Request
+from dearmpi.comm.api.collectives import Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.update.master import MASTER, MasterRule
+from dearmpi.engine.update.shard import Shard
 from dearmpi.engine.update.update import (
     Options,
-    WholeUpdate,
     beside,
     clone,
     cut,
@@ -23,52 +23,6 @@ from dearmpi.engine.update.update import (
     on_host,
     step_on,
 )
-
-
-class Shard(Protocol):
-    """1-D tensors, without padding; the last ranks may own none.
-
-    start: the first element, in the bucket's flat buffer.
-    parameters: the stored values; what a step writes here, ``send_back`` makes the bucket's.
-    """
-
-    start: int
-    parameters: Tensor
-
-    @property
-    def gradients(self) -> Tensor:
-        """The averages, once what ``start_fetch`` began is complete."""
-        ...
-
-    def start_fetch(self) -> Request:
-        """Bring parameters and reduced gradients here."""
-        ...
-
-    def send_back(self) -> None:
-        """Queue the way back of the parameters."""
-        ...
-
-
-class ResidentShard:
-    """A part of the bucket's flat buffers, which stays there."""
-
-    def __init__(self, bucket: BucketRuntime, *, rank: int) -> None:
-        assert bucket.parameters is not None
-        self.start, _ = bucket.spec.shard_range(rank)
-        self.parameters = bucket.parameters.shard
-        self._bucket = bucket
-
-    @property
-    def gradients(self) -> Tensor:
-        """Of a buffer that is made when the first gradient is expected."""
-        return self._bucket.gradients.shard
-
-    def start_fetch(self) -> Request:
-        """Everything is here."""
-        return Completed()
-
-    def send_back(self) -> None:
-        """Everything is there."""
 
 
 class ParamRange(NamedTuple):
@@ -268,16 +222,3 @@ def _can_be_one(left: Any, right: Any, first: Tensor, second: Tensor) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
     return not isinstance(left, Tensor) and not isinstance(right, Tensor) and bool(left == right)
-
-
-Updates = Sequence[ShardUpdate] | Sequence[WholeUpdate]
-
-
-def shards_of(updates: Updates) -> list[ShardUpdate]:
-    """All of them where they are of shards, else none."""
-    return [update for update in updates if isinstance(update, ShardUpdate)]
-
-
-def wholes_of(updates: Updates) -> list[WholeUpdate]:
-    """All of them where they are of whole parameters, else none."""
-    return [update for update in updates if isinstance(update, WholeUpdate)]

@@ -164,7 +164,7 @@ def test_a_rank_keeps_masters_of_its_own_shard_only() -> None:
     def count(world: World) -> tuple[int, int]:
         model = make_model()
         optimizer = distribute(model, world, comm_dtype="bf16", bucket_cap_mb=1.0)
-        runs = [run for update in optimizer._built.updates for run in update.runs]  # type: ignore[union-attr]
+        runs = [run for update in optimizer._built.updates.of_buckets for run in update.runs]  # type: ignore[union-attr]
         held = sum(run.master.values.numel() for run in runs if run.master is not None)
         optimizer.close()
         return held, sum(param.numel() for param in model.parameters())

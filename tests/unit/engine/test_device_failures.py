@@ -34,7 +34,7 @@ def train(world: World, error: Exception | None = None) -> None:
     model = Chain(2)
     inner = Failing(model.parameters(), lr=0.1)
     optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1e-6)
-    for update in optimizer._built.updates:
+    for update in optimizer._built.updates.of_buckets:
         update._optimizer.error = error  # type: ignore[attr-defined]
     for _ in range(3):
         model.backward()

@@ -137,7 +137,7 @@ def test_each_rank_keeps_its_share_of_the_state_only() -> None:
             training.optimizer.synchronize()
             return sum(
                 value.numel()
-                for update in training.optimizer._built.updates
+                for update in training.optimizer._built.updates.of_buckets
                 for run in update.runs
                 for value in update.state_of(run).values()
                 if value.dim()

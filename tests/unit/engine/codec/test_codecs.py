@@ -99,7 +99,7 @@ def test_a_codec_of_ones_own_carries_the_gradients(monkeypatch: pytest.MonkeyPat
         own = [Rounded(bucket, algorithms) for bucket in buckets]
         made.extend(own)
         codecs: tuple[Codec, ...] = tuple(own)
-        return Codecs(codecs, dense.gather)
+        return Codecs(codecs, dense.gather, algorithms)
 
     monkeypatch.setattr(build, "choose_codecs", choose)
     gradients = [[0.125 * (rank + 3 * step) for step in range(5)] for rank in range(2)]

@@ -257,7 +257,7 @@ def test_an_mpi_that_works_within_a_host_is_relied_on_between_hosts_only_if_aske
 
     def rank(world: World) -> str:
         _, optimizer = distribute(world, cuda_buffers=asked)
-        name = optimizer._built.comm_stream.name
+        name = optimizer._built.updates.comm_stream.name
         optimizer.close()
         return name
 

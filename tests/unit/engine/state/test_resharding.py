@@ -59,7 +59,9 @@ def trained(world: World, optimizer: str, **settings: Any) -> DistributedOptimiz
 def take_steps(wrapped: DistributedOptimizer, num_steps: int) -> None:
     for step in range(num_steps):
         wrapped.zero_grad()
-        wrapped._model(torch.linspace(-1, step, 10).reshape(2, 5)).square().sum().backward()
+        wrapped._controller.live.context.model(
+            torch.linspace(-1, step, 10).reshape(2, 5)
+        ).square().sum().backward()
         wrapped.step()
 
 
@@ -142,7 +144,7 @@ def test_the_old_buffers_are_gone_once_nobody_needs_them() -> None:
 
     def rank(world: World) -> None:
         wrapped = trained(world, "adam")
-        buckets = [update.bucket for update in wrapped._built.updates]
+        buckets = [update.bucket for update in wrapped._built.updates.of_buckets]
         old = [weakref.ref(getattr(bucket, n).data) for bucket in buckets for n in BUFFERS]
         del buckets
         wrapped.fuse(1.0)

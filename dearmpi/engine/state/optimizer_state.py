@@ -1,0 +1,222 @@
+"""The wrapped optimizer's state while an engine's updates hold it.
+
+Updates take over the state that the optimizer has, each rank its part. ``pack`` shows it in plain
+torch form. The optimizer gets it back where every rank has all of it. ``switch`` calls the
+optimizer's ``train()`` or ``eval()``, as schedule-free ones have, which move parameters between two
+points by the state, and note in the param groups at which of them these are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dearmpi.comm.world import World
+from dearmpi.engine.probe.probe import elementwise_keys, host_twin
+from dearmpi.engine.probe.steadiness import changed_option
+from dearmpi.engine.state.options import describe_options, describe_state
+from dearmpi.engine.state.sharded_state import (
+    LocalState,
+    gather_state,
+    load_state,
+    read_pieces,
+    read_whole,
+)
+from dearmpi.engine.update.master import MASTER, dtype_of_copy, is_half
+from dearmpi.engine.update.update import clone, read_options
+from dearmpi.engine.update.update_set import UpdateSet
+from dearmpi.errors import UsageError
+from dearmpi.torch_internals import version_of
+
+MODES = frozenset(("train", "eval"))
+
+
+def has_mode(optimizer: Optimizer, mode: str) -> bool:
+    """Whether ``optimizer`` has a method called ``mode``, of those above."""
+    return mode in MODES and callable(getattr(type(optimizer), mode, None))
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """The state of ``optimizer``, which ``updates`` hold, if there are any.
+
+    names: the parameters under the optimizer.
+    """
+
+    optimizer: Optimizer
+    names: Mapping[nn.Parameter, str]
+    updates: UpdateSet = UpdateSet()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the updates hold it, and not the optimizer itself."""
+        return bool(self.updates.of_buckets)
+
+    def adopt(self) -> None:
+        """Have the updates take the state that the optimizer has.
+
+        What it has kept for parameters of half precision becomes as wide as the masters that it is
+        to work with from now on.
+        """
+        if self.updates.masters.weights:
+            for param in filter(is_half, self.names):
+                entries = self.optimizer.state.get(param, {})
+                if MASTER not in entries:
+                    entries.update({k: _widen(v, param) for k, v in entries.items()})
+        self._hand_over()
+
+    def take_over(self, state_dict: dict[str, Any]) -> list[str]:
+        """Take over options and state in plain torch form, whole and the same on every rank; all
+        stays as it is where the state does not fit. Returns what ranks are to compare.
+        """
+        optimizer = self.optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        try:
+            self._load(state_dict)
+            lines = [*describe_options(optimizer), *describe_state(optimizer, self.names)]
+            self._hand_over()
+        except Exception:
+            optimizer.param_groups, optimizer.state = groups, state
+            raise
+        return lines
+
+    def pack(self, world: World) -> dict[str, Any]:
+        """Options and state in plain torch form, whole on every rank (collective)."""
+        packed: dict[str, Any] = self.optimizer.state_dict()
+        if self.is_held:
+            whole = gather_state(world, self.updates.of_buckets)
+            packed["state"] = {
+                index: whole[self.names[param]]
+                for index, param in enumerate(self._numbered_params())
+                if param in self.names and whole.get(self.names[param])
+            }
+        return packed
+
+    def by_param(self, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
+        """The state of ``state_dict``, which is in plain torch form, by parameter."""
+        params = self._numbered_params()
+        return {params[index]: entries for index, entries in state_dict["state"].items()}
+
+    def local(self) -> LocalState:
+        """What this rank holds; its tensors are those that the next step changes."""
+        packed: dict[str, Any] = self.optimizer.state_dict()
+        whole = read_whole(self.updates.of_buckets)
+        if not self.is_held:
+            held = ((name, self.optimizer.state.get(param)) for param, name in self.names.items())
+            whole = {name: dict(entries) for name, entries in held if entries}
+        return LocalState(packed["param_groups"], whole, read_pieces(self.updates.shards))
+
+    def hand_back(self) -> bool:
+        """Give the optimizer its state back; False where it alone could not go on with it."""
+        if self.updates.masters.weights or self.updates.shards:
+            return False
+        states = read_whole(self.updates.of_buckets)
+        for param, name in self.names.items():
+            if name in states:
+                self.optimizer.state[param] = states[name]
+        return True
+
+    def describe_options(self) -> str:
+        """The options, as text that ranks compare."""
+        return repr(describe_options(self.optimizer))
+
+    def is_in_mode(self, mode: str) -> bool:
+        """Whether the param groups show that a call of ``mode`` has nothing to do."""
+        optimizer, (other,) = self.optimizer, MODES - {mode}
+        if not has_mode(optimizer, other):
+            return False
+        now = read_options(optimizer)
+        groups = [{**group, "params": []} for group in now]
+        twin = clone(optimizer, groups, defaultdict(dict))
+        getattr(type(optimizer), mode)(twin)
+        in_mode = read_options(twin)
+        getattr(type(optimizer), other)(twin)
+        is_noted = all(map(changed_option, read_options(twin), in_mode))
+        return is_noted and not any(map(changed_option, now, in_mode))
+
+    def switch(self, world: World, mode: str) -> None:
+        """Have the optimizer change parameters and param groups by its ``train()`` or ``eval()``,
+        on every rank with the whole state (collective).
+
+        Raises UsageError for a method that changes the state as well, and where parameters have
+        master copies, which it would not reach.
+        """
+        optimizer, masters = self.optimizer, self.updates.masters
+        act: Any = getattr(type(optimizer), mode)
+        if not self.is_held:
+            act(optimizer)
+            return
+        name = f"{type(optimizer).__name__}.{mode}()"
+        if masters.weights or masters.gathered_as is not None:
+            raise UsageError(
+                f"{name} changes parameters, and would not reach their master copies; leave "
+                "master_weights, comm_dtype and update_on='host' out, or use gather='gradients' "
+                "with comm_dtype",
+                code="mode-not-served",
+            )
+        whole = gather_state(world, self.updates.of_buckets)
+        state = {param: whole[name] for param, name in self.names.items() if whole.get(name)}
+        held = [v for entries in state.values() for v in entries.values() if isinstance(v, Tensor)]
+        versions = [version_of(tensor) for tensor in held]
+        act(clone(optimizer, optimizer.param_groups, defaultdict(dict, state)))
+        if versions != [version_of(tensor) for tensor in held]:
+            raise UsageError(
+                f"{name} changes the optimizer's state, which lies in the buckets' updates and "
+                "stays as it was; train without dearmpi, or with a method that changes parameters "
+                "alone",
+                code="mode-not-served",
+            )
+
+    def _hand_over(self) -> None:
+        state, updates = self.optimizer.state, self.updates
+        with torch.no_grad():
+            for param, name in self.names.items():
+                if param in state:
+                    updates.masters.settle(param.detach(), state[param], name)
+        if self.is_held:
+            states = {n: dict(state[p]) for p, n in self.names.items() if p in state}
+            tried = host_twin(self.optimizer) if updates.on_host else self.optimizer
+            elementwise = elementwise_keys(tried, whole=not updates.shards)
+            with updates.comm_stream.section():
+                load_state(updates.of_buckets, states, elementwise=elementwise)
+            state.clear()
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        optimizer = self.optimizer
+        if not self.updates.masters.weights:
+            optimizer.load_state_dict(state_dict)
+            return
+        # It would round the state to the parameters' dtype, and put all of it beside them.
+        replaced = {_stand_in(param): param for param in self._numbered_params()}
+        stand_ins = iter(replaced)
+        optimizer.param_groups = [
+            {**group, "params": [next(stand_ins) for _ in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        optimizer.load_state_dict(state_dict)
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(param, param) for param in group["params"]]
+        loaded = [(replaced.get(p, p), entries) for p, entries in optimizer.state.items()]
+        optimizer.state.clear()
+        optimizer.state.update(loaded)
+
+    def _numbered_params(self) -> Sequence[nn.Parameter]:
+        """By their numbers in a state dict."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+def _widen(value: Any, param: Tensor) -> Any:
+    if isinstance(value, Tensor) and is_half(value):
+        return value.to(dtype_of_copy(param))
+    return value
+
+
+def _stand_in(param: Tensor) -> Tensor:
+    """Something in host memory, of which it takes none, as wide as the master copy of ``param``."""
+    return torch.zeros((), dtype=dtype_of_copy(param), device="cpu").expand(param.shape)
