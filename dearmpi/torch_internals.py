@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
@@ -272,12 +274,12 @@ _Wrapper: Any = (
 )
 
 
-def active_ddp() -> Any:
-    """The DistributedDataParallel, also of ``replicate()``, whose forward is running; None outside.
+active_ddp: Callable[[], Any] = partial(attrgetter("_active_ddp_module"), _Wrapper)
+"""The DistributedDataParallel, also of ``replicate()``, whose forward is running; None outside.
 
-    Tried on 2.13; None in a torch that does not show it, whose wrapper goes unnoticed.
-    """
-    return _Wrapper._active_ddp_module
+No function of Python's, since each module's forward asks. Tried on 2.13; None in a torch that does
+not show it, whose wrapper goes unnoticed.
+"""
 
 
 def is_flat_shard(tensor: Tensor) -> bool:
