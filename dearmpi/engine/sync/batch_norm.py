@@ -45,14 +45,14 @@ class SyncBatchNorm(BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        bias: bool = True,
         world: World | None = None,
+        **newer: Any,
     ) -> None:
         """As ``torch.nn.BatchNorm2d``. world: by default the one that this process was launched
-        into.
+        into. newer: what not every version of torch takes, such as ``bias``.
         """
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias
+            num_features, eps, momentum, affine, track_running_stats, device, dtype, **newer
         )
         self._world: World | None = choose_world(world)
 
