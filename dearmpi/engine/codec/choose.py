@@ -9,8 +9,7 @@ from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, select_reduce
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce
-from dearmpi.engine.codec.half import HalfGather, HalfReduce
+from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce, HalfGather, HalfReduce
 from dearmpi.engine.device.accelerator import zeros
 from dearmpi.engine.device.comm_stream import CommStream
 from dearmpi.engine.update.master import is_half

@@ -1,4 +1,6 @@
-"""Codec: what travels for a bucket in one direction, and the dense ones, which send all as it is.
+"""Codec: what travels for a bucket in one direction.
+
+The dense ones send all as it is; those of half precision send wider numbers in 16 bits.
 
 Each bucket has two: one for its reduce-scatter and one for its all-gather. All methods run on the
 progress thread.
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
@@ -16,6 +19,7 @@ from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.config import Gather
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import FlatBuffer
+from dearmpi.errors import WireRangeError
 
 
 class Codec(Protocol):
@@ -111,3 +115,68 @@ def gathered_buffer(bucket: BucketRuntime, gather: Gather) -> FlatBuffer:
 def elements_sent(bucket: BucketRuntime) -> int:
     """How many elements one rank sends in a reduce-scatter or an all-gather: all shards but one."""
     return bucket.spec.padded_numel - bucket.spec.largest_shard
+
+
+_BYTES = 2
+_LARGEST = 65504.0
+_ROUNDED_DOWN = 65520.0  # from here on, the nearest number of fp16 is infinity
+
+
+class HalfReduce(DenseReduce):
+    """The sum of gradients, formed in their own dtype from parts in half precision.
+
+    What fp16 cannot hold is found before an optimizer or another rank takes it for real; bf16 has
+    the range of fp32. Each rank looks at its own shard, so that each number is looked at once.
+    """
+
+    def __init__(self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms) -> None:
+        super().__init__(bucket, algorithms)
+        self.sent_bytes = elements_sent(bucket) * _BYTES
+
+    def check(self, bucket: BucketRuntime) -> None:
+        """Raise WireRangeError unless the own shard of reduced gradients is finite."""
+        shard = bucket.gradients.shard
+        if self._algorithms.wire_dtype == "fp16" and not _largest(shard) < float("inf"):
+            raise WireRangeError(
+                f"gradients of bucket {bucket.index} ({_name(bucket)}) are not finite: one of "
+                f"them, or of their sums, went beyond {_LARGEST:g}, where fp16 ends, or was not "
+                "finite before it was sent; use comm_dtype 'bf16', which has the range of fp32, or "
+                "dearmpi.GradScaler, which leaves out such steps",
+                code="beyond-half-precision",
+            )
+
+
+class HalfGather(DenseGather):
+    """The own shard, rounded as all ranks receive it."""
+
+    def __init__(
+        self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms, *, gather: Gather
+    ) -> None:
+        super().__init__(bucket, algorithms, gather=gather)
+        self.sent_bytes = elements_sent(bucket) * _BYTES
+
+    def check(self, bucket: BucketRuntime) -> None:
+        """Raise WireRangeError unless fp16 can hold the own shard of updated parameters.
+
+        Gathered gradients are looked at when they have arrived, by the codec that reduced them.
+        """
+        if self._gather == "gradients" or self._algorithms.wire_dtype != "fp16":
+            return
+        largest = _largest(gathered_buffer(bucket, self._gather).shard)
+        if not largest < _ROUNDED_DOWN:
+            raise WireRangeError(
+                f"parameters of bucket {bucket.index} ({_name(bucket)}) have come to {largest:g}, "
+                f"and fp16, in which they are gathered, ends at {_LARGEST:g}; use comm_dtype "
+                "'bf16', which has the range of fp32",
+                code="beyond-half-precision",
+            )
+
+
+def _largest(shard: Tensor) -> float:
+    """The largest magnitude; NaN if there is one."""
+    return float(torch.linalg.vector_norm(shard, float("inf"))) if shard.numel() else 0.0
+
+
+def _name(bucket: BucketRuntime) -> str:
+    first, last = bucket.spec.names[0], bucket.spec.names[-1]
+    return first if first == last else f"{first} .. {last}"

@@ -91,11 +91,14 @@ class DeviceCollectives(ABC):
         self, buffer: Tensor, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
     ) -> Request:
         """All shards go out, the own one comes back."""
-
-        def start(sent: Any) -> Request:
-            return self._collectives.start_reduce_scatter(sent, algorithm, wire_dtype=wire_dtype)
-
-        return self._begin(self._shards(buffer), start, out=_ALL, back=self._own)
+        return self._begin(
+            self._shards(buffer),
+            lambda sent: self._collectives.start_reduce_scatter(
+                sent, algorithm, wire_dtype=wire_dtype
+            ),
+            out=_ALL,
+            back=self._own,
+        )
 
     def start_all_gather(
         self,
@@ -105,27 +108,30 @@ class DeviceCollectives(ABC):
         wire_dtype: WireDtype | None = None,
     ) -> Request:
         """The own shard goes out, all come back."""
-
-        def start(sent: Any) -> Request:
-            return self._collectives.start_all_gather(sent, algorithm, wire_dtype=wire_dtype)
-
-        return self._begin(self._shards(buffer), start, out=self._own, back=_ALL)
+        return self._begin(
+            self._shards(buffer),
+            lambda sent: self._collectives.start_all_gather(sent, algorithm, wire_dtype=wire_dtype),
+            out=self._own,
+            back=_ALL,
+        )
 
     def start_all_reduce(self, buffer: Tensor, op: ReduceOp) -> Request:
         """Everything goes both ways."""
-
-        def start(sent: Any) -> Request:
-            return self._collectives.start_all_reduce(sent, op)
-
-        return self._begin(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
+        return self._begin(
+            buffer.view(1, buffer.numel()),
+            lambda sent: self._collectives.start_all_reduce(sent, op),
+            out=_ALL,
+            back=_ALL,
+        )
 
     def start_broadcast(self, buffer: Tensor, root: int) -> Request:
         """Everything goes both ways."""
-
-        def start(sent: Any) -> Request:
-            return self._collectives.start_broadcast(sent, root)
-
-        return self._begin(buffer.view(1, buffer.numel()), start, out=_ALL, back=_ALL)
+        return self._begin(
+            buffer.view(1, buffer.numel()),
+            lambda sent: self._collectives.start_broadcast(sent, root),
+            out=_ALL,
+            back=_ALL,
+        )
 
     def start_duplicate(self) -> tuple[Collectives, Request]:
         """Of the host's collectives."""

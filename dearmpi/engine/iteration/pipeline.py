@@ -18,8 +18,7 @@ from dearmpi.engine.codec.choose import Codecs
 from dearmpi.engine.iteration.engine_state import EngineState, Iteration
 from dearmpi.engine.iteration.stages import (
     ENDED,
-    AllGatherStage,
-    ReduceScatterStage,
+    CollectiveStage,
     StageOperation,
     Transform,
     UpdateStage,
@@ -43,11 +42,11 @@ class Pipeline:
         self._update_lane = self._progress.open_lane("update", window=num_updating)
         over = self._stage_over
         self._reduces = [
-            ReduceScatterStage(state, bucket, over, codecs.reduce[bucket.index])
+            CollectiveStage(Stage.REDUCE, state, bucket, over, codecs.reduce[bucket.index])
             for bucket in state.buckets
         ]
         self._gathers = [
-            AllGatherStage(state, bucket, over, codecs.gather[bucket.index])
+            CollectiveStage(Stage.GATHER, state, bucket, over, codecs.gather[bucket.index])
             for bucket in state.buckets
         ]
         self._updates = [

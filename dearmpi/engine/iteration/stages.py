@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
 
 from dearmpi.comm.api.collectives import Request
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
@@ -35,11 +34,11 @@ class StageOperation(ABC):
     transforms: what the schedule puts between this stage and the next one.
     """
 
-    stage: ClassVar[Stage]
-
-    def __init__(self, state: EngineState, bucket: BucketRuntime, over: StageOver) -> None:
+    def __init__(
+        self, stage: Stage, state: EngineState, bucket: BucketRuntime, over: StageOver
+    ) -> None:
         """``over`` is called once the stage and its transforms are complete."""
-        self.bucket, self._state, self._over = bucket, state, over
+        self.stage, self.bucket, self._state, self._over = stage, bucket, state, over
         self.subject: Bucket = bucket.spec
         self.request: Request | None = None
         self.transforms: tuple[Transform, ...] = ()
@@ -63,56 +62,36 @@ class StageOperation(ABC):
         self._over(self)
 
 
-class ReduceScatterStage(StageOperation):
-    """The sum of gradients: each rank gets its shard of it."""
-
-    stage = Stage.REDUCE
+class CollectiveStage(StageOperation):
+    """The reduce-scatter of a bucket's gradients, or its all-gather, as its codec carries them."""
 
     def __init__(
-        self, state: EngineState, bucket: BucketRuntime, over: StageOver, codec: Codec
+        self,
+        stage: Stage,
+        state: EngineState,
+        bucket: BucketRuntime,
+        over: StageOver,
+        codec: Codec,
     ) -> None:
-        super().__init__(state, bucket, over)
-        self._codec, self._collectives = codec, state.reduces.collectives
+        super().__init__(stage, state, bucket, over)
+        self._reduces = stage is Stage.REDUCE
+        channel = state.reduces if self._reduces else state.gathers
+        self._codec, self._collectives = codec, channel.collectives
 
     @property
     def label(self) -> str:
         """As in schedules."""
-        return f"RS{self.bucket.index}"
+        return f"{'RS' if self._reduces else 'AG'}{self.bucket.index}"
 
     def start(self) -> Request:
         """Post it."""
-        if self._state.replicas is not None:
-            self._state.replicas.reduces.append(self.bucket.index)
-        return self._codec.start(self.bucket, self._collectives, self._state.num_reduced)
-
-
-class AllGatherStage(StageOperation):
-    """The shards of all ranks, on every rank."""
-
-    stage = Stage.GATHER
-
-    def __init__(
-        self, state: EngineState, bucket: BucketRuntime, over: StageOver, codec: Codec
-    ) -> None:
-        super().__init__(state, bucket, over)
-        self._codec, self._collectives = codec, state.gathers.collectives
-
-    @property
-    def label(self) -> str:
-        """As in schedules."""
-        return f"AG{self.bucket.index}"
-
-    def start(self) -> Request:
-        """Post it."""
-        if self._state.replicas is not None:
-            self._state.replicas.gathers.append(self.bucket.index)
+        if (replicas := self._state.replicas) is not None:
+            (replicas.reduces if self._reduces else replicas.gathers).append(self.bucket.index)
         return self._codec.start(self.bucket, self._collectives, self._state.num_reduced)
 
 
 class UpdateStage(StageOperation):
     """The optimizer's step on the bucket, with the options of the iteration."""
-
-    stage = Stage.UPDATE
 
     def __init__(
         self,
@@ -124,7 +103,7 @@ class UpdateStage(StageOperation):
         reduced_by: Codec,
         gathered_by: Codec,
     ) -> None:
-        super().__init__(state, bucket, over)
+        super().__init__(Stage.UPDATE, state, bucket, over)
         self._update, self._reduced_by, self._gathered_by = update, reduced_by, gathered_by
 
     @property
