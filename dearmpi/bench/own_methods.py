@@ -14,8 +14,8 @@ from dearmpi.bench.method import (
 from dearmpi.config import MIB, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.checks import check_parameters, optimized_parameters
-from dearmpi.engine.setup.settings import check_plan
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.plan_choice import check_plan
 from dearmpi.train.loop.planning import NUM_TRIALS, CapSearch
 
 ALONE = "alone"

@@ -20,8 +20,8 @@ import click
 
 from dearmpi.cli.endings import complain
 from dearmpi.cli.run import check_config, read_sources, run
-from dearmpi.engine.setup.settings import check_plan
 from dearmpi.errors import ConfigError, LaunchError
+from dearmpi.plan.data.plan_choice import check_plan
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.settings.sources import Source, merge
 from dearmpi.train.tasks.task import check_task_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections.abc import Mapping
@@ -9,21 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.setup.job_measurement import JobMeasurement
 from dearmpi.engine.setup.live_engine import LiveEngine
 from dearmpi.engine.setup.self_planning import Pause, SelfPlanning
-from dearmpi.engine.setup.settings import (
+from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.plan.data.plan import Plan
+from dearmpi.plan.data.plan_choice import (
     check_growth,
     check_plan,
     choose_plan,
-    compare_plans,
     merge_settings,
 )
-from dearmpi.errors import ConfigError
-from dearmpi.plan.data.plan import Plan
 
 
 class PlanController:
@@ -44,7 +45,7 @@ class PlanController:
         (collective). Raises as ``LiveEngine`` does, and MismatchError for ranks with other plans.
         """
         self._context, self._plan = context, plan
-        compare_plans(context.world, plan)
+        _compare_plans(context.world, plan)
         on_host = config.update_on == "host"
         (compute_on_all_cores if on_host else compute_on_one_core)(context.world)
         self.live = LiveEngine(context, config=config, plan=self.plan)
@@ -88,7 +89,7 @@ class PlanController:
         Raises ConfigError if it is for another model or world size, MismatchError if ranks have
         different ones.
         """
-        compare_plans(self._context.world, plan)
+        _compare_plans(self._context.world, plan)
         self._take_up(plan)
 
     def fuse(self, bucket_cap_mb: float) -> None:
@@ -177,3 +178,19 @@ def choose_controller(
     start = choose_plan(plan, merged)
     with context.world.named_call("DistributedOptimizer()"):
         return PlanController(context, config=merged, plan=start)
+
+
+def _compare_plans(world: World, plan: Plan | Literal["auto"] | None) -> None:
+    """Raise MismatchError unless all ranks follow the same plan, or none (collective)."""
+    own: str = "none" if plan is None else "auto"
+    if isinstance(plan, Plan):
+        digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+        own = f"one of {len(plan.buckets)} buckets (hash {digest})"
+    seen = world.all_gather_text(own)
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            raise MismatchError(
+                f"rank {rank} has another plan than rank 0: {other} against {seen[0]}; give every "
+                "rank the same",
+                code="ranks-differ-in-plan",
+            )

@@ -13,11 +13,11 @@ from dearmpi.comm.world import World
 from dearmpi.engine.iteration.compilation import compiled_part
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.self_planning import MOST_STEPS
-from dearmpi.engine.setup.settings import check_plan
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, read_plan
+from dearmpi.plan.data.plan_choice import check_plan
 from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches

@@ -8,8 +8,8 @@ from typing import Any
 
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.config import EngineConfig
-from dearmpi.engine.setup.settings import DECIDED_BY_PLAN
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.plan_choice import DECIDED_BY_PLAN
 from dearmpi.train.settings.choices import RunChoices
 from dearmpi.train.settings.setting import Setting, named
 

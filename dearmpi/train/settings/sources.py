@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dearmpi.config import known_names
-from dearmpi.engine.setup.settings import DECIDED_BY_PLAN
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.plan_choice import DECIDED_BY_PLAN
 from dearmpi.train.settings.settings import EXCLUSIVE, SETTINGS, RunSettings
 
 # Not what counts otherwise there, such as a batch size per device. Names that are alike but for a

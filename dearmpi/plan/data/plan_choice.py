@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dearmpi.config import EngineConfig
-from dearmpi.errors import ArgumentError, ConfigError, MismatchError
+from dearmpi.errors import ArgumentError, ConfigError
 from dearmpi.plan.data.plan import Plan, read_plan
-
-if TYPE_CHECKING:
-    from dearmpi.comm.world import World
 
 DECIDED_BY_PLAN = ("schedule", "bucket_cap_mb", "window")
 _PLANS = "give 'auto', the path of a plan or a Plan, or leave it out"
@@ -72,22 +68,6 @@ def choose_plan(
         chosen = read_plan(plan) if isinstance(plan, str | Path) else plan
     check_plan(chosen, config)
     return chosen
-
-
-def compare_plans(world: World, plan: Plan | Literal["auto"] | None) -> None:
-    """Raise MismatchError unless all ranks follow the same plan, or none (collective)."""
-    own: str = "none" if plan is None else "auto"
-    if isinstance(plan, Plan):
-        digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-        own = f"one of {len(plan.buckets)} buckets (hash {digest})"
-    told = world.all_gather_text(own)
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            raise MismatchError(
-                f"rank {rank} has another plan than rank 0: {other} against {told[0]}; give every "
-                "rank the same",
-                code="ranks-differ-in-plan",
-            )
 
 
 def merge_settings(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
