@@ -41,9 +41,9 @@ class Facade(Optimizer):
             """
             if name in MODES and has_mode(vars(self).get("_optimizer"), name):
                 return partial(self._switch, name)
-            told = answer_guess("DistributedOptimizer", name, OPTIMIZER)
-            if told is not None:
-                raise AttributeError(told)
+            advice = answer_guess("DistributedOptimizer", name, OPTIMIZER)
+            if advice is not None:
+                raise AttributeError(advice)
             return super().__getattribute__(name)  # raises as if this method were not there
 
     def __reduce__(self) -> NoReturn:

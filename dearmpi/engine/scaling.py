@@ -31,7 +31,7 @@ def clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type: 
     ``max_norm`` or ``norm_type`` that is not above 0, or no number.
     """
     max_norm, norm_type = _positive("max_norm", max_norm), _positive("norm_type", norm_type)
-    engine.wait_reduced()  # which may tell the others something first
+    engine.wait_reduced()  # which may exchange something first
     engine.joining.announce_clip(max_norm, norm_type)
     return _clip(engine, world, max_norm, norm_type)
 
@@ -54,8 +54,8 @@ def _positive(name: str, given: object) -> float:
 
 def follow_clips(engine: Engine | NullEngine, world: World) -> None:
     """As an exhausted rank, clip as often as the others do before their step (collective)."""
-    while (told := engine.next_clip()) is not None:
-        _clip(engine, world, *told)
+    while (clipped := engine.next_clip()) is not None:
+        _clip(engine, world, *clipped)
 
 
 def _clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type: float) -> float:

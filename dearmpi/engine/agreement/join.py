@@ -28,8 +28,8 @@ _thread = threading.local()  # whether it is inside a join()
 
 
 class Joining:
-    """Whether ranks may take unequal numbers of steps now (``is_open``), and what they tell each
-    other meanwhile over ``channel``, in the same order on all; a rank alone has none.
+    """Whether ranks may take unequal numbers of steps now (``is_open``), and what they exchange
+    meanwhile over ``channel``, in the same order on all; a rank alone has none.
     """
 
     def __init__(self, channel: Channel | None, *, rank: int = 0, size: int = 1) -> None:
@@ -67,9 +67,9 @@ class Joining:
 
     def announce(self, active: bool) -> None:
         """Say whether this rank still trains, before each step (collective)."""
-        told = torch.zeros_like(self._training)
-        told[self._rank] = active
-        self._training = self._reduce("who trains", told, "sum")
+        numbers = torch.zeros_like(self._training)
+        numbers[self._rank] = active
+        self._training = self._reduce("who trains", numbers, "sum")
 
     def training_ranks(self) -> list[int]:
         """The ranks that still did at the last ``announce``, of which the next or last step is."""
@@ -86,9 +86,9 @@ class Joining:
         """To which norm, of which type, those that still train clip; None if they step next
         (collective).
         """
-        told = self._reduce("next action", _numbers_of(*[-math.inf] * len(_STEP)), "max")
+        numbers = self._reduce("next action", _numbers_of(*[-math.inf] * len(_STEP)), "max")
         self.wait()
-        clips, max_norm, norm_type = told.tolist()
+        clips, max_norm, norm_type = numbers.tolist()
         return (max_norm, norm_type) if clips > 0 else None
 
     def announce_step(self, own: Options, *, exhausted: bool) -> Options:
@@ -97,26 +97,26 @@ class Joining:
         """
         if not self.is_open:
             return own
-        if not exhausted:  # else it has been told
+        if not exhausted:  # which knows it
             self._reduce("next action", _numbers_of(*_STEP), "max")
-        told = self._exchange_options(own, exhausted=exhausted)
+        numbers = self._exchange_options(own, exhausted=exhausted)
         if not exhausted:
             return own
         self.wait()
-        return unpack(own, told)
+        return unpack(own, numbers)
 
     def wait(self) -> None:
         """Wait until what was said to other ranks has arrived."""
         assert self._channel is not None, "a rank alone waits for nobody"
-        self._channel.run("wait for what ranks tell in join()", lambda _: Completed())
+        self._channel.run("wait for what ranks exchange in join()", lambda _: Completed())
 
     def _exchange_options(self, own: Options, *, exhausted: bool) -> Tensor:
         """The largest of each number over ranks, which must all have as many of the same names."""
-        assert self._channel is not None, "a rank alone tells nobody"
+        assert self._channel is not None, "a rank alone exchanges nothing"
         names = describe_numbers(own)
         number = zlib.crc32(names.encode(errors="replace"))
         seen = self._reduce("names of options", _numbers_of(number, -number), "max")
-        told = pack(own, exhausted=exhausted)
+        numbers = pack(own, exhausted=exhausted)
 
         def start(collectives: Collectives) -> Request:
             most, of_negatives = seen.tolist()  # known by now: one operation follows the other
@@ -127,15 +127,15 @@ class Joining:
                     "options on every rank, and make schedulers on all of them",
                     code="ranks-differ-in-options",
                 )
-            return collectives.start_all_reduce(told, "max")
+            return collectives.start_all_reduce(numbers, "max")
 
         self._channel.submit("options", start)
-        return told
+        return numbers
 
-    def _reduce(self, label: str, told: Tensor, operation: ReduceOp) -> Tensor:
-        assert self._channel is not None, "a rank alone tells nobody"
-        self._channel.submit(label, lambda c: c.start_all_reduce(told, operation))
-        return told
+    def _reduce(self, label: str, numbers: Tensor, operation: ReduceOp) -> Tensor:
+        assert self._channel is not None, "a rank alone exchanges nothing"
+        self._channel.submit(label, lambda c: c.start_all_reduce(numbers, operation))
+        return numbers
 
 
 def pack(options: Options, *, exhausted: bool) -> Tensor:

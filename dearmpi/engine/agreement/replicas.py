@@ -84,7 +84,7 @@ class Replicas:
 
     Parameters are hashed as they arrive, before a script can do anything to them.
     num_steps: how many were taken. is_due: whether the step under way is to be compared.
-    reduces, gathers: buckets whose collectives were posted since ranks were told, in order.
+    reduces, gathers: buckets whose collectives were posted since the last exchange, in order.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class Replicas:
         self.is_due = self._is_open = False
         self._hashes: dict[str, int] = {}
         self._own: list[int] = []
-        self._told = _in_fp64(self._own)
+        self._exchanged = _in_fp64(self._own)
         self._channel: Channel | None = None
         self._await: Callable[[], None] | None = None
         self._compared_step = 0
 
     def begin(self) -> None:
-        """An iteration begins: nothing is under way, and what was to be told is."""
+        """An iteration begins: nothing is under way, and what was to be exchanged is."""
         self.is_due = (self.num_steps + 1) % self._every == 0
         self._hashes = {}
 
@@ -124,8 +124,8 @@ class Replicas:
             for bucket in idle:
                 self.arrived(bucket)
 
-    def tell(self, channel: Channel) -> None:
-        """All of the step has arrived: begin to tell the other ranks, for ``compare``, unless it is
+    def announce(self, channel: Channel) -> None:
+        """All of the step has arrived: begin to exchange it, for ``compare``, unless it is
         not to be compared or they know (collective).
         """
         if not self._is_open:
@@ -133,21 +133,21 @@ class Replicas:
         self._hashes[self._subjects[-2]] = _number(str((self.reduces, self.gathers)).encode())
         self.reduces, self.gathers = [], []
         self._own = [self._hashes[what] for what in self._subjects]
-        self._told = _in_fp64([*self._own, *(-own for own in self._own)])
+        self._exchanged = _in_fp64([*self._own, *(-own for own in self._own)])
         self._channel, self._compared_step, self._is_open = channel, self.num_steps, False
         self._await = channel.begin(
-            "comparison of replicas", lambda c: c.start_all_reduce(self._told, "max")
+            "comparison of replicas", lambda c: c.start_all_reduce(self._exchanged, "max")
         )
 
     def compare(self) -> None:
-        """Wait for what the ranks have told each other. Raises MismatchError, on all of them alike,
+        """Wait for what the ranks exchange. Raises MismatchError, on all of them alike,
         if replicas differ (collective).
         """
         if self._await is None:
             return
         self._await()
         self._await = None
-        most, least = self._told.view(2, -1)
+        most, least = self._exchanged.view(2, -1)
         differing = (most != -least).nonzero().flatten().tolist()
         if not differing:
             return
@@ -163,10 +163,12 @@ class Replicas:
 
     def _gather(self, own: int) -> list[float]:
         """A number of each rank's, by rank (collective)."""
-        assert self._channel is not None, "nothing was told"
-        told = _in_fp64([own if rank == self._rank else 0 for rank in range(self._size)])
-        self._channel.run("replicas that differ", lambda c: c.start_all_reduce(told, "sum"))
-        numbers: list[float] = told.tolist()
+        assert self._channel is not None, "nothing was announced"
+        numbers_by_rank = _in_fp64([own if rank == self._rank else 0 for rank in range(self._size)])
+        self._channel.run(
+            "replicas that differ", lambda c: c.start_all_reduce(numbers_by_rank, "sum")
+        )
+        numbers: list[float] = numbers_by_rank.tolist()
         return numbers
 
 

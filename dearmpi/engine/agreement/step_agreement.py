@@ -1,7 +1,7 @@
-"""Step agreement: what ranks tell each other in every step, in one small reduction.
+"""Step agreement: what ranks exchange in every step, in one small reduction.
 
 A number of two bytes for each thing, of which the largest over ranks counts. Where ranks must be
-alike, its negative is told as well: the largest of that tells the smallest.
+alike, its negative travels as well: the largest of that gives the smallest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Loads:
         self.count += 1
         self._checksum = zlib.crc32("\n".join(lines).encode(errors="replace"), self._checksum)
 
-    def told(self) -> bytes:
+    def packed(self) -> bytes:
         """How many, and a checksum of all that was said of them."""
         return bytes([self.count % 256]) + self._checksum.to_bytes(self.NUM_BYTES - 1, "little")
 
@@ -55,14 +55,14 @@ class Edits:
         """A gradient was changed, as ``line`` describes."""
         self._checksum = zlib.crc32(line.encode(errors="replace"), self._checksum)
 
-    def told(self) -> bytes:
+    def packed(self) -> bytes:
         """A checksum of all changes, in their order."""
         return self._checksum.to_bytes(self.NUM_BYTES, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What all ranks have told. used: for each bucket, a byte for each parameter, 0 if it had no
+    """What ranks have agreed on. used: for each bucket, a byte for each parameter, 0 if it had no
     gradient on any. unfilled: the buckets that backprop has not filled on some.
     """
 
@@ -91,12 +91,12 @@ class StepAgreement:
     ) -> None:
         self._options = options
         self._missing = [(len(bucket.params), bucket.tracker.missing) for bucket in buckets]
-        self._num_told = sum(num for num, _ in self._missing) + len(buckets)
+        self._num_flags = sum(num for num, _ in self._missing) + len(buckets)
         self._active, self._unfilled = active, unfilled
-        self._num_reduced, self._edits, self._loads = num_reduced, edits.told(), loads.told()
+        self._num_reduced, self._edits, self._loads = num_reduced, edits.packed(), loads.packed()
 
     @cached_property
-    def told(self) -> Tensor:
+    def packed(self) -> Tensor:
         """To be reduced in place to the largest of each number. Made when the progress thread first
         asks for it, of what held when the roll was called: the main thread has better to do.
         """
@@ -116,8 +116,8 @@ class StepAgreement:
 
     def answer(self) -> Answer:
         """After the reduction. Raises ReplicaMismatchError if the ranks are not alike."""
-        told = bytes(self.told[: self._num_told].tolist())
-        largest, of_negatives = self.told[self._num_told :].view(2, -1)
+        packed = bytes(self.packed[: self._num_flags].tolist())
+        largest, of_negatives = self.packed[self._num_flags :].view(2, -1)
         most, least = largest.tolist(), (-of_negatives).tolist()
         if most != least:
             _compare_active(most[:_ACTIVE_BYTES], least[:_ACTIVE_BYTES])
@@ -130,9 +130,9 @@ class StepAgreement:
             self._compare_rates(most[Loads.NUM_BYTES :], least[Loads.NUM_BYTES :])
         used, first = [], 0
         for num, _ in self._missing:
-            used.append(told[first : first + num])
+            used.append(packed[first : first + num])
             first += num
-        unfilled = told[first:]
+        unfilled = packed[first:]
         return Answer(tuple(used), frozenset(i for i, some in enumerate(unfilled) if some))
 
     def _compare_loads(self, most: Sequence[int], least: Sequence[int]) -> None:

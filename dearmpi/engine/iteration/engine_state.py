@@ -151,7 +151,7 @@ class EngineState:
     def exchange_replicas(self) -> None:
         """Let other ranks know what the last step has led to, which is over (collective)."""
         if self.replicas is not None:
-            self.replicas.tell(self.control)
+            self.replicas.announce(self.control)
 
     def close_channels(self) -> None:
         """Give the channels back once they are empty (collective)."""

@@ -103,7 +103,7 @@ class Pipeline:
         # The answer may come when the next iteration has begun: not every bucket waits for it.
         state.control.submit(
             "step agreement",
-            lambda collectives: collectives.start_all_reduce(agreement.told, "max"),
+            lambda collectives: collectives.start_all_reduce(agreement.packed, "max"),
             lambda: self._agreed(iteration, agreement),
         )
 

@@ -125,7 +125,7 @@ def resident_scalars(optimizer: Optimizer) -> tuple[frozenset[str], ...]:
     """By group, names of the scalar state entries that lie on the parameters' device.
 
     Most optimizers count their steps on the host; those that run fused, or that CUDA graphs can
-    capture, do so on the device, and work nowhere else. On the host there is nothing to tell.
+    capture, do so on the device, and work nowhere else. On the host there are none.
     """
     if device_of_optimizer(optimizer).type == "cpu":
         return tuple(frozenset() for _ in optimizer.param_groups)
@@ -153,7 +153,7 @@ _FORMS: _Forms = (([24], None), ([9, 15], None), ([24], (6, 4)), ([24], (3, 2, 2
 _LARGE = (136, 160)
 _MANY = prod(_LARGE)
 _LARGE_FORMS: _Forms = (([_MANY], _LARGE), ([_MANY - 4001, 4001], None))
-_SCALARS = (bool, int, float, str, type(None))  # what ranks can tell each other as text
+_SCALARS = (bool, int, float, str, type(None))  # what ranks can exchange as text
 _UNLIKELY = (7, _MANY)  # elements, which no tensor of something else has by chance
 
 

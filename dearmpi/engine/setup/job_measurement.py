@@ -118,7 +118,7 @@ class JobMeasurement:
             rank, text = next((rank, text) for rank, text in texts if text)
             raise UsageError(f"rank {rank} cannot plan: {text}", code="rank-cannot-plan")
         profile, costs = slowest_profile(world, own), self._as_seen(*paces)
-        if micro_batches == 1:  # else the typical pass, which the profile tells of, hands none over
+        if micro_batches == 1:  # else the typical pass, which the profile is of, hands none over
             num_buckets = sum(bucket.trained for bucket in self._in_use.layout)
             profile = profile.with_shorter_backprop(num_buckets * costs.main_thread_s)
         return profile, costs

@@ -124,7 +124,7 @@ def load_state(
     """Set every bucket's optimizer state from whole states by parameter name.
 
     ``elementwise``: names of entries with one value per element, which a scalar parameter's shape
-    does not tell. Raises CheckpointError if a tensor's size fits neither parameter nor scalar.
+    does not show. Raises CheckpointError if a tensor's size fits neither parameter nor scalar.
     """
     for update in wholes_of(updates):
         names = update.bucket.spec.names

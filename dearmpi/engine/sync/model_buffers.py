@@ -151,11 +151,11 @@ class BufferExchange:
         comes back is to wait for whether any rank's are, or sparse ones that are to be added have
         their elements in other places.
         """
-        told = [float(tensors is None), -math.inf, -math.inf]
+        flags = [float(tensors is None), -math.inf, -math.inf]
         if counts and tensors is not None:
             places = _hash_of(tensors[index] for index in self._places)
-            told[1:] = places, -places
-        largest = torch.tensor(told, dtype=torch.float64, device="cpu")
+            flags[1:] = places, -places
+        largest = torch.tensor(flags, dtype=torch.float64, device="cpu")
         wait = channel.begin("news of buffers", lambda c: c.start_all_reduce(largest, "max"))
 
         def news() -> bool:

@@ -132,12 +132,12 @@ class LayerSpans:
     come in torch's layers, and begins where that of the layer before it in backprop ended, the
     first one's where autograd comes to what the model put out. So what lies between layers counts
     with one of them, and so does a layer whose parameters are all frozen, or tied to those of an
-    earlier one. Feed-forwards without gradients, and those that fail, are not told; on a device the
+    earlier one. Feed-forwards without gradients, and those that fail, are left out; on a device the
     times are those of the host.
 
     Gradients are watched, not outputs, since the engine's own hooks run at the same moments: what
     costs is to come back to Python after a large operation, not what is done there. For the same
-    reason all spans are told at the end of backprop.
+    reason all spans are reported at the end of backprop.
     """
 
     def __init__(self, model: nn.Module, spans: Spans) -> None:
@@ -214,7 +214,7 @@ class LayerSpans:
             self._begun_s = perf_counter()
 
     def _end_backprop(self) -> None:
-        """Backprop is over: tell of all layers that were computed."""
+        """Backprop is over: report all layers that were computed."""
         self._over += self._backprops()
         recorder, iteration = self._spans.recorder, self._spans.iteration
         if recorder is not None:

@@ -26,7 +26,7 @@ _UNSEEN = nullcontext()
 class Spans:
     """Where the engine says what took how long; without a listener it costs a test per event.
 
-    recorder: None, or told of every span.
+    recorder: None, or what gets every span.
     iteration: the one under way, from 1; the training loop counts.
     """
 
