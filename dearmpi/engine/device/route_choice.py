@@ -1,18 +1,20 @@
-"""Route: the choice of a route from a device's memory to MPI, the same on all ranks."""
+"""The choice of a route from a device's memory to MPI, and of the algorithms on it, alike on all
+ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, select_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
-from dearmpi.engine.device.accelerator import Device, device_of
+from dearmpi.engine.device.accelerator import Device, device_of, zeros
 from dearmpi.engine.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
 from dearmpi.engine.device.routes import (
     NUM_AHEAD,
@@ -118,6 +120,36 @@ def open_comm_stream(
     most_bytes = max(bucket.nbytes for bucket in layout)
     carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
     return DeviceCommStream(device, carry, name=str(route), num_ahead=NUM_AHEAD)
+
+
+def choose_algorithms(
+    world: World,
+    layout: BucketLayout,
+    params: Mapping[str, Tensor],
+    *,
+    config: EngineConfig,
+    comm_stream: CommStream,
+) -> CollectiveAlgorithms:
+    """The algorithms that the settings ask for, or those that are fastest on the way that gradients
+    take (collective). ``params``: by name.
+    """
+    wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
+    if config.reduce_scatter != "auto":
+        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype)
+    largest = max(layout, key=lambda bucket: (bucket.trained, bucket.nbytes))
+    # Not its own buffer, which it may never need.
+    buffer = zeros(largest.padded_numel, params[largest.names[0]])
+    comm_stream.wait_for_current()  # it is new
+    # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
+    dtypes = {placed.spec.dtype for bucket in layout for placed in bucket.placements}
+    fastest = select_reduce_scatter(
+        world,
+        buffer,
+        wire_dtype=config.wire_dtype,
+        library_can_add=dtypes <= {"float32", "float64"},
+        wrap=comm_stream.wrap_for_device,
+    )
+    return CollectiveAlgorithms(fastest, wire_dtype)
 
 
 def check_devices(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:

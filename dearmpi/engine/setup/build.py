@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dearmpi.engine.bucket.bucket import build_buckets
-from dearmpi.engine.codec.choose import choose_algorithms, choose_codecs
-from dearmpi.engine.device.route_choice import open_comm_stream
+from dearmpi.engine.codec.codec import choose_codecs
+from dearmpi.engine.device.route_choice import choose_algorithms, open_comm_stream
 from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.hooks import ModelHooks
@@ -92,7 +92,7 @@ def _build(spec: EngineSpec) -> BuiltEngine:
             comm_stream=stream,
             scalars=spec.scalars,
         )
-    algorithms = choose_algorithms(world, buckets, config, stream)
+    algorithms = choose_algorithms(world, spec.layout, params, config=config, comm_stream=stream)
     state = EngineState(
         world,
         buckets,

@@ -32,7 +32,7 @@ def test_mpis_own_sum_is_no_choice_where_it_cannot_add_every_bucket(
         offers.append(library_can_add)
         return "ring"
 
-    monkeypatch.setattr("dearmpi.engine.codec.choose.select_reduce_scatter", choose)
+    monkeypatch.setattr("dearmpi.engine.device.route_choice.select_reduce_scatter", choose)
 
     def rank(world: World) -> None:
         model = nn.Sequential(nn.Linear(50, 50), nn.Linear(3, 2, dtype=dtype))
@@ -51,7 +51,7 @@ def test_a_bucket_that_is_frozen_is_not_tried(monkeypatch: pytest.MonkeyPatch) -
         numels.append(buffer.numel())
         return "ring"
 
-    monkeypatch.setattr("dearmpi.engine.codec.choose.select_reduce_scatter", choose)
+    monkeypatch.setattr("dearmpi.engine.device.route_choice.select_reduce_scatter", choose)
 
     def rank(world: World) -> None:
         model = nn.Sequential(nn.Linear(50, 50), nn.Linear(3, 2, bias=False))
@@ -99,7 +99,7 @@ def test_what_auto_has_found_stays_where_buckets_change(monkeypatch: pytest.Monk
         choices.append("exchange")
         return "exchange"
 
-    monkeypatch.setattr("dearmpi.engine.codec.choose.select_reduce_scatter", choose)
+    monkeypatch.setattr("dearmpi.engine.device.route_choice.select_reduce_scatter", choose)
 
     def rank(world: World) -> int:
         model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
