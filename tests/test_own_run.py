@@ -103,6 +103,7 @@ def test_a_stopped_script_goes_on_with_the_same_numbers_on_another_number_of_ran
     assert rows[1][-1]["rate"] == 0.0125 and len(rows[1][-1]["rank_step_s"]) == 3
     assert write_report(whole, tmp_path / "page").page.exists()
     assert len(list((whole / "trace").iterdir())) == 2
+    assert len(list((parts / "trace").iterdir())) == 2  # what the first part recorded
 
 
 class Script:

@@ -27,7 +27,7 @@ from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
 from dearmpi.train.loop.precision import convert_model, device_of_model
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
-from dearmpi.train.ranks.random_state import restore_random_state, seed_all
+from dearmpi.train.run.resuming import continue_random_state
 from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
@@ -125,7 +125,8 @@ def prepare(
     start_step = 0 if snapshot is None else snapshot.step
     followed = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
     optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
-    _set_random_state(world, settings, start_step, snapshot)
+    with together(world):
+        continue_random_state(world, snapshot, settings.seed, start_step)
     return Job(
         world=world,
         settings=settings,
@@ -277,20 +278,6 @@ def _optimizer_state(
     if snapshot is None:
         return None
     return optimizer_state_dict(snapshot, parameter_names(task.model, inner.param_groups))
-
-
-def _set_random_state(
-    world: World, settings: RunSettings, start_step: int, snapshot: Snapshot | None
-) -> None:
-    """Continue each rank's random numbers where they stopped; where the number of ranks has
-    changed, at the start, or for a device that was not used before, draw from seed, step and rank
-    (collective).
-    """
-    states = [] if snapshot is None else snapshot.random
-    with together(world):
-        seed_all(settings.seed, start_step, world.rank)
-        if len(states) == world.size:
-            restore_random_state(states[world.rank])
 
 
 def _evaluator(

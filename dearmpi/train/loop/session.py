@@ -38,6 +38,7 @@ from dearmpi.train.run.environment import (
     model_fingerprints,
     model_lines,
 )
+from dearmpi.train.run.resuming import load_together
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.run_location import (
     RunLocation,
@@ -46,7 +47,6 @@ from dearmpi.train.run.run_location import (
     check_unchanged,
     hold_folder,
 )
-from dearmpi.train.run.saving import load_together
 from dearmpi.train.settings.settings import RunSettings, check_resumable
 from dearmpi.train.settings.sources import (
     BEFORE_THE_TASK,

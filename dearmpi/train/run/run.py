@@ -4,48 +4,38 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import yaml
 from torch import Tensor, nn
 
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.errors import CheckpointError, ConfigError, DataError, UsageError
+from dearmpi.errors import ConfigError, DataError, UsageError
 from dearmpi.report.read.pace import SlowRanks, StragglerWatch
-from dearmpi.train.checkpoint.snapshot import (
-    Snapshot,
-    check_model,
-    optimizer_state_dict,
-    parameter_names,
-)
-from dearmpi.train.checkpoint.survey import find_latest
 from dearmpi.train.data.data import Batches, StepSampler
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow, check_names
 from dearmpi.train.ranks.agreement import together
-from dearmpi.train.ranks.random_state import restore_random_state, seed_all
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.run.environment import describe_environment
+from dearmpi.train.run.resuming import (
+    Stateful,
+    continue_random_state,
+    find_newest,
+    load_together,
+    restore,
+)
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.run_location import hold_folder
-from dearmpi.train.run.saving import Saver, TrainingState, load_together
+from dearmpi.train.run.saving import Saver, TrainingState
 from dearmpi.train.run.steps import RunSteps
 from dearmpi.train.run.tracing import Tracing, open_tracing
 
 _logger = logging.getLogger("dearmpi")
-
-
-class Stateful(Protocol):
-    """Something whose state is plain data, the same on all ranks, such as a scheduler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 class Run:
@@ -108,7 +98,7 @@ class Run:
         self._row_step = self._start_step = 0
         self._last: dict[str, float] = {}
         self._names: frozenset[str] | None = None
-        self._lr = 0.0
+        self._lr = self._last_lr = 0.0
 
     def __enter__(self) -> Self:
         """Make the folder, and listen to requests to stop (collective)."""
@@ -170,23 +160,14 @@ class Run:
         """
         if self._steps is not None:
             raise ConfigError("resume() must come before the first step", code="resume-unclear")
-        latest = self._find_latest()
-        if latest is None:
-            self._begin(0)
-            return 0
-        snapshot = load_together(self._world, latest)
-        self._optimizer.synchronize()
-        with together(self._world):
-            check_model(snapshot, self._model.state_dict())
-            self._model.load_state_dict(snapshot.model)
-            names = parameter_names(self._model, self._optimizer.param_groups)
-            state = optimizer_state_dict(snapshot, names)
-            self._load_states(snapshot)
-        self._optimizer.load_state_dict(state)
-        with together(self._world):
-            self._restore_random_state(snapshot)
-        self._begin(snapshot.step)
-        return snapshot.step
+        found = find_newest(self._world, self._path)
+        if found is not None:
+            snapshot = load_together(self._world, found)
+            restore(snapshot, self._model, self._optimizer, self._states)
+            with together(self._world):
+                continue_random_state(self._world, snapshot, snapshot.step)
+        self._begin(0 if found is None else snapshot.step)
+        return self.step
 
     def sampler(
         self, num_samples: int, *, batch_size: int, num_steps: int, seed: int = 0
@@ -225,7 +206,7 @@ class Run:
             num_samples = self._sampler.batches.batch_size
         own = loss.detach() if isinstance(loss, Tensor) else loss
         steps.end(float(own), num_samples=num_samples, row_due=row_due)
-        self._last = metrics
+        self._last, self._last_lr = metrics, self._lr
         if row_due:
             steps.read_all_totals()
             self._write_row(steps)
@@ -258,7 +239,7 @@ class Run:
 
     def _running(self) -> RunSteps:
         if self._steps is None:
-            if self._find_latest() is not None:
+            if find_newest(self._world, self._path) is not None:
                 raise ConfigError(
                     f"{self._path} holds a run; call resume() first, or use another folder",
                     code="run-folder-not-empty",
@@ -273,7 +254,9 @@ class Run:
         folder = self._folder
         state = TrainingState(self._model, self._optimizer, self._meta, step, self._keep)
         saver = Saver(state, folder.path, saved=lambda _: None, check_own=folder.check_own)
-        self._tracing = open_tracing(self._model, self._optimizer, self._window, folder)
+        # Traces of an earlier part stay where nothing is left to record.
+        window = self._window if self._window is None or step + 1 < self._window[1] else None
+        self._tracing = open_tracing(self._model, self._optimizer, window, folder)
         self._watch = StragglerWatch(SlowRanks(step), self._world.hosts)
         self._row_step = self._start_step = step
         if self._tracing is not None:
@@ -287,18 +270,23 @@ class Run:
         self._begin_step(self._steps)
 
     def _finish(self, steps: RunSteps) -> None:
-        steps.read_all_totals()
-        if steps.step > steps.saver.started_step:
-            steps.save()
-        steps.saver.finish()
-        if steps.step > self._row_step:
-            self._write_row(steps)
+        """Save the last step, and write its row."""
+        try:
+            steps.read_all_totals()
+            if steps.step > steps.saver.started_step:
+                steps.save()
+            steps.saver.finish()
+            if steps.step > self._row_step:
+                self._write_row(steps)
+        except Exception as error:
+            steps.fail(error)
+            raise
         steps.close()
 
     def _write_row(self, steps: RunSteps) -> None:
         row = steps.make_row(
             epoch=0 if self._sampler is None else self._sampler.epoch(steps.step - 1),
-            learning_rate=self._lr,
+            learning_rate=self._last_lr,
             extra=self._last,
         )
         self._row_step = steps.step
@@ -332,40 +320,7 @@ class Run:
             )
         )
 
-    def _find_latest(self) -> Path | None:
-        """The checkpoint to resume from, as rank 0 finds it (collective)."""
-        found = ""
-        with together(self._world, root_only=True):
-            if self._world.is_root:
-                found = str(find_latest(self._path) or "")
-        return Path(text) if (text := self._world.broadcast_text(found)) else None
-
     def _meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint holds besides model and optimizer."""
         states = {name: state.state_dict() for name, state in self._states.items()}
         return {"world_size": self._world.size, "states": states}
-
-    def _load_states(self, snapshot: Snapshot) -> None:
-        stored = snapshot.meta.get("states", {})
-        if stored.keys() != self._states.keys():
-            raise CheckpointError(
-                f"the checkpoint of step {snapshot.step} has states {sorted(stored)}, and the "
-                f"script {sorted(self._states)}; give the same, or start a new run",
-                code="checkpoint-of-other-model",
-            )
-        for name, state in self._states.items():
-            now = state.state_dict()
-            # Schedulers with milestones keep a Counter, which is a mapping once it is stored.
-            state.load_state_dict(
-                {
-                    key: Counter(value) if isinstance(now.get(key), Counter) else value
-                    for key, value in stored[name].items()
-                }
-            )
-
-    def _restore_random_state(self, snapshot: Snapshot) -> None:
-        rank = self._world.rank
-        if len(snapshot.random) == self._world.size:
-            restore_random_state(snapshot.random[rank])
-        else:
-            seed_all(snapshot.step, rank)

@@ -32,7 +32,7 @@ from dearmpi.train.disk import is_folder, is_there
 from dearmpi.train.run.folder_lock import FolderLock
 
 
-class _Entry:
+class _Member:
     """The path of one file or folder in a run folder."""
 
     def __init__(self, name: str) -> None:
@@ -52,18 +52,18 @@ class RunFolder:
     path: Path
     lock: FolderLock | None = None
 
-    lock_file = _Entry("in-use-by")
-    config = _Entry("config.yaml")
-    environment = _Entry("env.json")
-    metrics_csv = _Entry("metrics.csv")
-    metrics_jsonl = _Entry("metrics.jsonl")
-    begun_from = _Entry("begun-from")
-    plan = _Entry("plan.json")
-    bucket_caps = _Entry("bucket_caps.csv")
-    logs = _Entry("logs")
-    trace = _Entry("trace")
-    checkpoints = _Entry("checkpoints")
-    latest = _Entry("latest")
+    lock_file = _Member("in-use-by")
+    config = _Member("config.yaml")
+    environment = _Member("env.json")
+    metrics_csv = _Member("metrics.csv")
+    metrics_jsonl = _Member("metrics.jsonl")
+    begun_from = _Member("begun-from")
+    plan = _Member("plan.json")
+    bucket_caps = _Member("bucket_caps.csv")
+    logs = _Member("logs")
+    trace = _Member("trace")
+    checkpoints = _Member("checkpoints")
+    latest = _Member("latest")
 
     @classmethod
     def create(cls, root: Path, name: str, *, resume: bool = False) -> RunFolder:

@@ -256,15 +256,3 @@ def _be_nice() -> None:
     with contextlib.suppress(OSError):  # a system that forbids it
         niceness = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
         os.setpriority(os.PRIO_PROCESS, thread, niceness)
-
-
-def load_together(world: World, path: Path) -> Snapshot:
-    """What all ranks go on from; each verifies a share of its files (collective).
-
-    All files are verified before any is read, so that one rank reports a damaged file by its
-    checksum.
-    """
-    with together(world):
-        record = checkpoint.verify(path, rank=world.rank, size=world.size)
-    with together(world):
-        return checkpoint.read(path, record)

@@ -132,7 +132,7 @@ class RunSteps:
             loss=math.fsum(losses) / len(losses) if losses else None,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
-            samples_per_s=sums.samples_per_s,
+            samples_per_s=sums.samples_per_s if sums.num_samples else None,
             step_s=sums.per_step.step_s,
             exposed_s=sums.exposed_s / num_steps,
             communication_s=sums.communication_s / num_steps,

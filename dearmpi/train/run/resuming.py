@@ -1,0 +1,93 @@
+"""Resuming: a checkpoint's state, found, read and put back by all ranks together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from dearmpi.comm.world import World
+from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.errors import CheckpointError
+from dearmpi.train import checkpoint
+from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.ranks.agreement import together
+from dearmpi.train.ranks.random_state import restore_random_state, seed_all
+
+
+class Stateful(Protocol):
+    """Something whose state is plain data, the same on all ranks, such as a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def find_newest(world: World, run_folder: Path) -> Path | None:
+    """The checkpoint to resume from, as rank 0 finds it (collective)."""
+    found = ""
+    with together(world, root_only=True):
+        if world.is_root:
+            found = str(checkpoint.find_latest(run_folder) or "")
+    return Path(text) if (text := world.broadcast_text(found)) else None
+
+
+def load_together(world: World, path: Path) -> Snapshot:
+    """What all ranks go on from; each verifies a share of its files (collective).
+
+    All files are verified before any is read, so that one rank reports a damaged file by its
+    checksum.
+    """
+    with together(world):
+        record = checkpoint.verify(path, rank=world.rank, size=world.size)
+    with together(world):
+        return checkpoint.read(path, record)
+
+
+def restore(
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: DistributedOptimizer,
+    states: Mapping[str, Stateful],
+) -> None:
+    """Put ``snapshot`` into a model that is distributed, its optimizer and what was saved besides
+    (collective).
+
+    Raises AgreedError where the checkpoint is of another model or has other ``states``.
+    """
+    optimizer.synchronize()
+    with together(optimizer.world):
+        checkpoint.check_model(snapshot, model.state_dict())
+        stored = snapshot.meta.get("states", {})
+        if stored.keys() != states.keys():
+            raise CheckpointError(
+                f"the checkpoint of step {snapshot.step} has states {sorted(stored)}, and the "
+                f"script {sorted(states)}; give the same, or start a new run",
+                code="checkpoint-of-other-model",
+            )
+        model.load_state_dict(snapshot.model)
+        names = checkpoint.parameter_names(model, optimizer.param_groups)
+        whole = checkpoint.optimizer_state_dict(snapshot, names)
+        for name, state in states.items():
+            now = state.state_dict()
+            # Schedulers with milestones keep a Counter, which is a mapping once it is stored.
+            state.load_state_dict(
+                {
+                    key: Counter(value) if isinstance(now.get(key), Counter) else value
+                    for key, value in stored[name].items()
+                }
+            )
+    optimizer.load_state_dict(whole)
+
+
+def continue_random_state(world: World, snapshot: Snapshot | None, *seed: int) -> None:
+    """Continue this rank's random numbers where they stopped; where the number of ranks has
+    changed, at the start, or for a device that was not used before, draw from ``seed`` and rank.
+    """
+    states = [] if snapshot is None else snapshot.random
+    seed_all(*seed, world.rank)
+    if len(states) == world.size:
+        restore_random_state(states[world.rank])
