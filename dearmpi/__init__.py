@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dearmpi.engine.scaling import GradScaler
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
-    from dearmpi.train.run.run import Run
+    from dearmpi.train.run.script_run import Run
     from dearmpi.tune.device_probe import probe_devices
 
 __all__ = [
@@ -45,7 +45,7 @@ _HOMES = {
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",
     "GradScaler": "dearmpi.engine.scaling",
-    "Run": "dearmpi.train.run.run",
+    "Run": "dearmpi.train.run.script_run",
     "StallLimits": "dearmpi.comm.watchdog.watchdog",
     "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",
     "World": "dearmpi.comm.world",

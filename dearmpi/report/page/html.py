@@ -12,7 +12,7 @@ from dearmpi.report.draw import svg
 from dearmpi.report.draw.shape import Picture
 from dearmpi.report.draw.units import digits, share_text, time_text
 from dearmpi.report.page.limit import UNMEASURED, Verdict
-from dearmpi.report.read.run_files import Run
+from dearmpi.report.read.run_files import RunRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ code{font-size:.85rem;overflow-wrap:anywhere}
 
 
 def draw_page(
-    run: Run,
+    run: RunRecord,
     figures: Figures | None,
     verdict: Verdict | None,
     sections: Sequence[Section],
@@ -90,7 +90,7 @@ def _draw_verdict(verdict: Verdict | None) -> str:
     return f'<p class="{kind}">{escape(verdict.sentence)}</p>'
 
 
-def _facts(run: Run, figures: Figures | None) -> list[tuple[str, str]]:
+def _facts(run: RunRecord, figures: Figures | None) -> list[tuple[str, str]]:
     facts = []
     if "task" in run.settings:
         facts.append(("task", str(run.settings["task"])))
@@ -148,7 +148,7 @@ def _draw_notes(notes: Sequence[str]) -> str:
     return f'<h2>What is missing</h2>\n<ul class="notes">{items}</ul>'
 
 
-def _draw_origin(run: Run) -> str:
+def _draw_origin(run: RunRecord) -> str:
     """How the run was started, so that it can be started again."""
     command = run.environment.get("command")
     if not isinstance(command, list):

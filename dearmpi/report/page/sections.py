@@ -18,20 +18,20 @@ from dearmpi.report.draw.units import digits, share_text, size_text, time_text, 
 from dearmpi.report.page.html import Section
 from dearmpi.report.read.history import HistoryRow
 from dearmpi.report.read.recording import Window, total, union
-from dearmpi.report.read.run_files import Run
+from dearmpi.report.read.run_files import RunRecord
 
 MOST_TRACKS = 4
 MOST_BARS = 24
 _SEEN = 0.005  # of a step; what is less is no wider than a line
 
 
-def overlap_sections(run: Run, figures: Figures) -> list[Section]:
+def overlap_sections(run: RunRecord, figures: Figures) -> list[Section]:
     """The sections for which there are figures, most telling first."""
     found = (_iteration(run, figures), _ranks(figures), _exposure(run, figures), _layout(run))
     return [section for section in found if section is not None]
 
 
-def _iteration(run: Run, figures: Figures) -> Section | None:
+def _iteration(run: RunRecord, figures: Figures) -> Section | None:
     recording = run.recording
     window = recording.typical()
     if window is None:
@@ -71,7 +71,7 @@ def _iteration(run: Run, figures: Figures) -> Section | None:
     )
 
 
-def _replica(run: Run, figures: Figures) -> Timeline | None:
+def _replica(run: RunRecord, figures: Figures) -> Timeline | None:
     """What the rank that waits least would have taken, as the run was set up."""
     conduct = conduct_of(
         run.recording,
@@ -84,7 +84,7 @@ def _replica(run: Run, figures: Figures) -> Timeline | None:
     return None if conduct is None else replicate(run.recording, rank, conduct)
 
 
-def _window(run: Run) -> int:
+def _window(run: RunRecord) -> int:
     window = run.settings.get("window")
     return window if isinstance(window, int) and window > 0 else EngineConfig().window
 
@@ -98,7 +98,7 @@ def _choose_ranks(ranks: list[int], figures: Figures) -> list[int]:
     return sorted({*spread, figures.slowest.rank} & set(ranks))
 
 
-def _waited(run: Run, rank: int, window: Window) -> float:
+def _waited(run: RunRecord, rank: int, window: Window) -> float:
     waits = [span for span in run.recording.spans[rank] if span.track is Track.WAIT]
     clipped = (window.clip(span) for span in waits)
     return total(union(part for part in clipped if part is not None))
@@ -155,7 +155,7 @@ def _compare_ranks(figures: Figures) -> str:
     )
 
 
-def _exposure(run: Run, figures: Figures) -> Section | None:
+def _exposure(run: RunRecord, figures: Figures) -> Section | None:
     rank = least_waiting_of(run.recording, figures.ranks)
     exposure = exposure_of(run.recording, rank)
     if exposure is None or not exposure.buckets:
@@ -218,7 +218,7 @@ def _group(buckets: tuple[BucketTime, ...]) -> list[tuple[str, BucketTime]]:
     return groups
 
 
-def _layout(run: Run) -> Section | None:
+def _layout(run: RunRecord) -> Section | None:
     sizes = [size for size in run.recording.bucket_bytes if size > 0]
     if not sizes:
         return None
@@ -233,7 +233,7 @@ def _layout(run: Run) -> Section | None:
     )
 
 
-def course_sections(run: Run) -> list[Section]:
+def course_sections(run: RunRecord) -> list[Section]:
     """The sections for which there are figures."""
     found = (
         _step_time(run),
@@ -244,7 +244,7 @@ def course_sections(run: Run) -> list[Section]:
     return [section for section in found if section is not None]
 
 
-def _step_time(run: Run) -> Section | None:
+def _step_time(run: RunRecord) -> Section | None:
     steps = run.history.column(lambda row: row.step_s)
     if not steps:
         return None
@@ -271,7 +271,7 @@ def _step_time(run: Run) -> Section | None:
     return Section("Step time", draw, caption)
 
 
-def _loss(run: Run) -> Section | None:
+def _loss(run: RunRecord) -> Section | None:
     training = run.history.column(lambda row: row.loss)
     held_out = run.history.column(lambda row: row.eval_loss)
     if not training and not held_out:
@@ -299,7 +299,7 @@ def _from_to(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _curve(
-    run: Run,
+    run: RunRecord,
     name: str,
     heading: str,
     value: Callable[[HistoryRow], float | None],

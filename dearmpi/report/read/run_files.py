@@ -1,4 +1,4 @@
-"""Run: what the files of one run say, as far as they can be read."""
+"""Run files: what the files of one run say, as far as they can be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dearmpi.report.read.trace import find_traces, read_traces
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecord:
     """settings: as in config.yaml. environment: as in env.json; both empty where missing.
 
     plan: what was followed at last; None without --plan.
@@ -46,7 +46,7 @@ class Run:
         return size if isinstance(size, int) else len(self.recording.spans) or None
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """Read the run folder at ``path``, laid out as ``train/run/run_folder.py`` says.
 
     Nothing that is missing or broken is an error: it becomes a note.
@@ -82,7 +82,9 @@ def read_run(path: Path) -> Run:
         notes.append("There is no trace: record one with --trace START:STOP to see an iteration.")
     notes += [*history.notes, *map(_sentence, recording.notes)]
     plan = _read_plan(path / "plan.json", notes)
-    return Run(path.resolve().name, settings, environment, history, recording, plan, tuple(notes))
+    return RunRecord(
+        path.resolve().name, settings, environment, history, recording, plan, tuple(notes)
+    )
 
 
 def _read_plan(path: Path, notes: list[str]) -> Plan | None:
