@@ -40,8 +40,8 @@ class Joining:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Ranks may. Raises UsageError where they may already: who has no batches left would take
-        part in the steps of one optimizer, while the others wait for it in those of the other.
+        """Ranks may. Raises UsageError where they may already: an exhausted rank would take part in
+        the steps of one optimizer, while the others wait for it in those of the other.
         """
         if getattr(_thread, "is_inside", False):
             raise UsageError(

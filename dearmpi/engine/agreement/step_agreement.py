@@ -98,7 +98,7 @@ class StepAgreement:
     @cached_property
     def packed(self) -> Tensor:
         """To be reduced in place to the largest of each number. Made when the progress thread first
-        asks for it, of what held when the roll was called: the main thread has better to do.
+        asks for it, of what held when the agreement was made: the main thread has better to do.
         """
         present = bytearray()
         for num, missing in self._missing:

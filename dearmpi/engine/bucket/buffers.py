@@ -17,18 +17,18 @@ from dearmpi.torch_internals import storage_owners
 
 _LEAST_BYTES = 1 << 20  # to copy less takes no longer than to look whether it can be adopted
 _ALIGNMENT = 64  # bytes; a cache line
-# Of a zeroed stretch, so that the padding of another layout fits as well; fresh memory that nobody
+# Of a zeroed block, so that the padding of another layout fits as well; fresh memory that nobody
 # touches takes none.
 _SPARE_PART = 256
 
 
 class Arena:
-    """One stretch of host memory for the flat buffers of all buckets, made at first use.
+    """One block of host memory for the flat buffers of all buckets, made at first use.
 
-    What the model's tensors leave behind when they move here is then one stretch as well, which
+    What the model's tensors leave behind when they move here is then one block as well, which
     the next arena fits into; buffers made one by one would leave holes. On other devices each
     buffer is allocated by itself: their allocators keep blocks by size. Buckets that are frozen at
-    the start have a stretch of their own, which may never be needed.
+    the start have a block of their own, which may never be needed.
     """
 
     def __init__(self, buckets: Iterable[Bucket], *, zeroed: bool = True) -> None:
@@ -107,7 +107,7 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether ``tensor`` fills one stretch of memory, each element once, in whatever order."""
+    """Whether ``tensor`` fills one block of memory, each element once, in whatever order."""
     if tensor.is_contiguous():
         return True
     filled = 1

@@ -25,7 +25,7 @@ from dearmpi.errors import WireRangeError
 
 
 class Codec(Protocol):
-    """Carries one bucket in one direction, with the same number of bytes in every step."""
+    """Sends one bucket in one direction, with the same number of bytes in every step."""
 
     @property
     def sent_bytes(self) -> int:
@@ -33,7 +33,7 @@ class Codec(Protocol):
         ...
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
-        """Begin to carry ``bucket``; every rank starts the same operations in the same order.
+        """Begin to send ``bucket``; every rank starts the same operations in the same order.
 
         After a reduce-scatter the own shard of the gradients holds the sum over the ranks, not the
         mean. After an all-gather the whole buffer holds the same bits on every rank.
@@ -42,7 +42,7 @@ class Codec(Protocol):
         ...
 
     def check(self, bucket: BucketRuntime) -> None:
-        """Raise WireRangeError for numbers that this codec cannot carry.
+        """Raise WireRangeError for numbers that this codec cannot send.
 
         A codec of reduce-scatters looks at what has arrived, once no caller may skip the step any
         more; a codec of all-gathers at what is about to leave.

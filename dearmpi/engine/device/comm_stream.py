@@ -147,11 +147,11 @@ class HostCommStream:
 class DeviceCommStream:
     """For tensors on a device."""
 
-    def __init__(self, device: Device, carry: Any, *, name: str = "", num_ahead: int = 0) -> None:
-        """``carry(collectives, comm_stream)`` makes collectives for this device's tensors."""
+    def __init__(self, device: Device, wrap: Any, *, name: str = "", num_ahead: int = 0) -> None:
+        """``wrap(collectives, comm_stream)`` makes collectives for this device's tensors."""
         self.device, self.name, self.num_ahead = device, name, num_ahead
         self._stream = device.new_stream()
-        self._carry = carry
+        self._wrap = wrap
         self._written: dict[int, tuple[DeviceEvent, ...]] = {}
 
     @contextmanager
@@ -224,8 +224,8 @@ class DeviceCommStream:
 
     def wrap_for_device(self, collectives: Collectives) -> Collectives:
         """As it was made to."""
-        carried: Collectives = self._carry(collectives, self)
-        return carried
+        wrapped: Collectives = self._wrap(collectives, self)
+        return wrapped
 
     def finish(self) -> None:
         """Before memory is given up or another's is looked at."""

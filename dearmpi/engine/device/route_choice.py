@@ -56,7 +56,7 @@ def choose_route(
     """The route for tensors of a device. verdicts: of MPI on device memory; none if not tried.
 
     They are of one host. Between hosts ``auto`` stages, since an MPI that fails there may end the
-    job late; who knows his MPI asks for direct.
+    job late; with an MPI that is known to work, ask for direct.
 
     Raises ConfigError, with what the trial printed, if direct is asked for and does not work.
     """
@@ -111,15 +111,15 @@ def open_comm_stream(
     verdicts = share_verdicts(world, known_verdicts())
     num_hosts = len(set(world.hosts))
     route = choose_route(config.cuda_buffers, config.reduce_scatter, verdicts, num_hosts=num_hosts)
-    carry: Any = partial(DirectCollectives, window=config.window)
+    wrap: Any = partial(DirectCollectives, window=config.window)
     if world.size == 1:
-        carry = partial(AloneDeviceCollectives, window=config.window)
-        return DeviceCommStream(device, carry, name="not at all: one rank sends nothing")
+        wrap = partial(AloneDeviceCollectives, window=config.window)
+        return DeviceCommStream(device, wrap, name="not at all: one rank sends nothing")
     if route.direct:
-        return DeviceCommStream(device, carry, name=str(route))
+        return DeviceCommStream(device, wrap, name=str(route))
     most_bytes = max(bucket.nbytes for bucket in layout)
-    carry = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
-    return DeviceCommStream(device, carry, name=str(route), num_ahead=NUM_AHEAD)
+    wrap = partial(StagedCollectives, window=config.window, most_bytes=most_bytes)
+    return DeviceCommStream(device, wrap, name=str(route), num_ahead=NUM_AHEAD)
 
 
 def choose_algorithms(

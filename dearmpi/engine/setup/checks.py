@@ -185,8 +185,8 @@ def optimized_parameters(
     """The optimizer's parameters with their names, in the model's order; those without elements,
     of which nothing travels and no step changes anything, are left out.
 
-    Who is ``known`` keeps the name, by which the state goes from one layout to another, whatever
-    the model calls it by now; who is new, and called as one of these, gets another one.
+    A ``known`` parameter keeps its name, by which the state goes from one layout to another,
+    whatever the model calls it by now. A new one that is called as one of these gets another name.
 
     Raises ConfigError for parameters that are not in the model, or if none requires grad.
     """

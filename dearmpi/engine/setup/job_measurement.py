@@ -50,7 +50,7 @@ class JobMeasurement:
         config, params = in_use.config, in_use.names
         self._timer = LayerTimer(context.model, params=params, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
-        self._crossings: dict[Track, list[Crossed]] = defaultdict(list)
+        self._crossed: dict[Track, list[Crossed]] = defaultdict(list)
         self.most_steps = 0
         costs = calibrate(
             context.world,
@@ -77,8 +77,8 @@ class JobMeasurement:
             return
         reduces = span.track is Track.REDUCE_SCATTER
         link = self._costs.reduce_scatter if reduces else self._costs.all_gather
-        crossing = Crossed(span.start_s, span.stop_s, link.wire_s(span.nbytes))
-        self._crossings[span.track].append(crossing)
+        crossed = Crossed(span.start_s, span.stop_s, link.wire_s(span.nbytes))
+        self._crossed[span.track].append(crossed)
 
     def stop(self) -> None:
         """Listen no longer."""
@@ -108,7 +108,7 @@ class JobMeasurement:
         except (UsageError, ConfigError) as error:
             problem = str(error)
         network = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
-        paces = [wire_pace(self._crossings[track]) for track in network]
+        paces = [wire_pace(self._crossed[track]) for track in network]
         steps = math.ceil(work_s / max(step_s, 1e-6))
         # All at once: each message waits behind those of buckets.
         any_problem, *paces, most = world.all_reduce([bool(problem), *paces, steps], "max")

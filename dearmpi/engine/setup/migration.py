@@ -24,7 +24,7 @@ class MigrationChannel:
     def open(self) -> Channel:
         """Open it, unless it is open."""
         if self._channel is None:
-            self._channel = self._world.open_channel("relocation", window=1)
+            self._channel = self._world.open_channel("resharding", window=1)
         return self._channel
 
     def close(self) -> None:

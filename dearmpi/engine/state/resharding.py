@@ -56,7 +56,7 @@ class SendBuffers:
     """
 
     def __init__(self, parts: Sequence[tuple[int, Part]], known: Mapping[Place, Tensor]) -> None:
-        """parts: each with the rank on the other side. known: parcels that are there already."""
+        """parts: each with the rank on the other side. known: those that are there already."""
         self._sizes: dict[Place, list[int]] = defaultdict(list)
         for rank, part in parts:
             self._sizes[rank, part.dtype].append(part.stop - part.start)
@@ -94,7 +94,7 @@ class OwnedRange:
 
 
 def owned_ranges(bucket: Bucket, placed: Placement) -> list[OwnedRange]:
-    """Who owns which elements of the parameter in ``placed``, by rank."""
+    """Which rank owns which elements of the parameter in ``placed``, by rank."""
     owned = []
     for rank in bucket.cuts.owners(placed.start, placed.stop):
         first, last = bucket.cuts.range_of(rank)
@@ -107,11 +107,11 @@ def owned_ranges(bucket: Bucket, placed: Placement) -> list[OwnedRange]:
 def pair(
     old: Sequence[OwnedRange], new: Sequence[OwnedRange], *, rank: int
 ) -> Iterator[tuple[OwnedRange, OwnedRange]]:
-    """Stretches of a parameter that have elements in common, where ``rank`` has one of both.
+    """Ranges of a parameter that have elements in common, where ``rank`` has one of both.
 
     In the order of ``old``, and then of ``new``: that in which every rank sees those that it has.
     """
-    own = [stretch for stretch in new if stretch.rank == rank]
+    own = [owned for owned in new if owned.rank == rank]
     for one in old:
         for other in new if one.rank == rank else own:
             if one.start < other.stop and other.start < one.stop:
@@ -147,7 +147,7 @@ class Share:
 
 
 class Resharding:
-    """State on its way from the updates of one layout to those of another, in two owned_ranges of a
+    """State on its way from the updates of one layout to those of another, in two parts of a
     ``Chain``, on the thread that drives progress. State that every rank holds whole stays so.
     """
 
@@ -202,13 +202,13 @@ class Resharding:
         with comm_stream.running():
             for whole in wholes_of(updates):
                 whole.set_states(self._whole)
-        parcels = SendBuffers([(p.source, p) for p in self._receives], self._sent.of(self._rank))
-        sends, receives = self._sent.to_others(self._rank), parcels.to_others(self._rank)
+        arrived = SendBuffers([(p.source, p) for p in self._receives], self._sent.of(self._rank))
+        sends, receives = self._sent.to_others(self._rank), arrived.to_others(self._rank)
         self._sent = SendBuffers([], {})
         if sends or receives:
             yield PeerMessages(collectives, sends=sends, receives=receives)
         sends.clear()
-        shares = self._open(parcels)
+        shares = self._open(arrived)
         for update in shards_of(updates):
             with comm_stream.running():
                 _place(update, shares)
@@ -244,7 +244,7 @@ class Resharding:
         starts: dict[str, int] = {}
         shares: dict[str, Share] = {}
         for name, owners in self._owners.items():
-            for own in (stretch for stretch in owners if stretch.rank == self._rank):
+            for own in (owned for owned in owners if owned.rank == self._rank):
                 entries: dict[str, Any] = {}
                 for described in self._described:
                     entries |= described.get(name, {})

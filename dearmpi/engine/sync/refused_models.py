@@ -101,7 +101,7 @@ def refuse_unaveraged(buffers: Iterable[tuple[str, Tensor]], how: Buffers) -> No
 
 def check_apart(params: Container[nn.Parameter], model: nn.Module) -> None:
     """Raise ConfigError if one of ``params`` shares memory with another parameter or buffer of
-    ``model``: who reads that would not wait for it, and where parameters are moved into buckets it
+    ``model``: a read of the other would not wait, and where parameters are moved into buckets it
     would no longer follow. Waits for no gathers: where parameters lie is known.
     """
     end, before, is_own_before = 0, "", False
@@ -169,8 +169,8 @@ def refuse_wrappers(model: nn.Module) -> None:
         found = _wrapper_of(module)
         if found:
             what, cure = found
-            who = f"module {name} of the model" if name else "the model"
-            raise ConfigError(f"{who} {what}; {cure}", code="wrapped-model")
+            module = f"module {name} of the model" if name else "the model"
+            raise ConfigError(f"{module} {what}; {cure}", code="wrapped-model")
     for _, name, tensor in model_tensors(model):
         kind = _sharded_kind(tensor)
         if kind:

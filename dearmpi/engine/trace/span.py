@@ -1,4 +1,4 @@
-"""Span: something that took time in an iteration, and who wants to know of it."""
+"""Span: something that took time in an iteration, and the recorder that gets it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Rank:
         collectives, request = FakeCollectives(hub, rank).start_duplicate()
         request.test()
         self.device = LazyDevice()
-        self.comm_stream = DeviceCommStream(self.device, carry=None)
+        self.comm_stream = DeviceCommStream(self.device, wrap=None)
         self.collectives: DeviceCollectives
         if direct:
             self.collectives = DirectCollectives(collectives, self.comm_stream, window=WINDOW)

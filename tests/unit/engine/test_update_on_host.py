@@ -238,7 +238,7 @@ def test_a_shard_comes_behind_what_is_queued_and_goes_back_before_what_follows(
     bucket = BucketRuntime(
         layout.buckets[0], [param], rank=0, gradients=Arena(layout), parameters=Arena(layout)
     )
-    comm_stream = DeviceCommStream(device, carry=None)
+    comm_stream = DeviceCommStream(device, wrap=None)
     shard = HostShard(bucket, rank=0, memory=HostMemory(comm_stream, most_bytes=16))
     gradients = torch.full((4,), 2.0)
     comm_stream.copy(gradients, into=bucket.gradients.shard)

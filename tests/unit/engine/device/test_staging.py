@@ -104,7 +104,7 @@ def test_a_whole_buffer_goes_both_ways_and_half_precision_is_passed_on(small_chu
 
 def test_one_rank_copies_nothing_and_waits_for_gradients() -> None:
     device, late, gradients = LazyDevice(), HostStream(), torch.ones(4)
-    comm_stream = DeviceCommStream(device, carry=None)
+    comm_stream = DeviceCommStream(device, wrap=None)
     collectives = AloneDeviceCollectives(AloneCollectives(), comm_stream, window=WINDOW)
     late.is_open = False
     comm_stream.written(gradients, [late])
