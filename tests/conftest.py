@@ -29,7 +29,7 @@ from tests.roster import (
     launched_size,
     roster_folder,
 )
-from tests.selection import CHOICES, Admitted, is_chosen
+from tests.selection import CHOICES, EVERY_TEST, Admitted, is_chosen
 
 _MPI_TESTS = Path(__file__).parent / "mpi"
 _PATIENCE_VARIABLE = "DEARMPI_TEST_PATIENCE_S"
@@ -54,10 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Join the other ranks; every test run is the same as the one before."""
-    hypothesis.settings.register_profile(
-        "dearmpi", derandomize=True, database=None, deadline=None, max_examples=50
-    )
-    hypothesis.settings.load_profile("dearmpi")
+    for name, max_examples in (("fast", 20), ("thorough", 150)):
+        hypothesis.settings.register_profile(
+            name, derandomize=True, database=None, deadline=None, max_examples=max_examples
+        )
+    takes_all = config.getoption("markexpr") == EVERY_TEST
+    hypothesis.settings.load_profile("thorough" if takes_all else "fast")
     if TIMES_VARIABLE in os.environ and not launched_rank():
         config.stash[_TIMES] = Path(os.environ[TIMES_VARIABLE])
     if config.getoption("collectonly") or not is_launched():

@@ -27,7 +27,7 @@ if not __package__:  # run as a file
 
 from tests.forks import share_server  # noqa: E402
 from tests.job import TIMES_VARIABLE  # noqa: E402
-from tests.selection import SIZES  # noqa: E402
+from tests.selection import EVERY_TEST, SIZES  # noqa: E402
 
 PARTS = ("lint", "types", "unit", "mpi", "openmpi", "lab", "slurm")
 NUM_SLOWEST = 20
@@ -80,7 +80,7 @@ class Running:
 
 def list_sections(*, everything: bool) -> list[Section]:
     """All sections, in the order in which they start."""
-    marks = ["-m", "slow or not slow"] if everything else []
+    marks = ["-m", EVERY_TEST] if everything else []
     long_s = 3000.0 if everything else 1500.0
     choice = "ranks" if everything else "fast"
     color = ["--color=yes"] if sys.stdout.isatty() else []

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 SIZES = (1, 2, 3, 4, 5)
 HOME = 2
+EVERY_TEST = "slow or not slow"  # the expression of `bin/test --all`
 
 # Files below tests/mpi whose tests run on three ranks as well, but for those that compile: that
 # takes long, and what is compiled is the same on any number of ranks.

@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.forks import forked
 from tests.job import clean_environment, run_job
@@ -51,22 +53,32 @@ def run_example(name: str, ranks: int = 2, arguments: Sequence[str] = ()) -> str
     return ended.output
 
 
-def run_alone(command: list[str], path: Path = ROOT) -> str:
-    """What a command without our launcher prints, errors included.
+def run_plain(script: Path, environment: Mapping[str, str]) -> str:
+    """What a script without our launcher prints, errors included.
 
     Its exit status is not ours: on a busy machine a thread of torch's gloo group can still want the
     interpreter while that ends, which aborts the process after all of its work (pytorch#179291).
     """
-    environment = clean_environment() | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    flags = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     ended = subprocess.run(
-        [sys.executable, *command],
-        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        forked([sys.executable, script]),
+        env={**clean_environment(), **flags, **environment},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
     return f"{ended.stdout}\n{ended.stderr}"
+
+
+def run_under_torchrun(script: Path, ranks: int = 2) -> str:
+    """What all ranks of a script print, with the environment and the store of torchrun."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    each = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        return "\n".join(pool.map(lambda environment: run_plain(script, environment), each))
 
 
 def number(output: str, label: str) -> float:
@@ -99,8 +111,7 @@ def test_the_gan_finds_the_circle() -> None:
 
 
 def test_what_comes_after_ddp_gives_the_same_numbers() -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    before = run_alone([*command, str(EXAMPLES / "migration" / "ddp_before.py")])
+    before = run_under_torchrun(EXAMPLES / "migration" / "ddp_before.py")
     after = run_example("migration/ddp_after.py")
     label = "sum of parameters"
     assert number(after, label) == pytest.approx(number(before, label), abs=1e-4)
@@ -112,7 +123,8 @@ def test_what_comes_after_horovod_gives_the_same_numbers(ranks: int, tmp_path: P
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "torch.py").write_text(STAND_IN)
-    before = run_alone([str(EXAMPLES / "migration" / "horovod_before.py")], tmp_path)
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    before = run_plain(EXAMPLES / "migration" / "horovod_before.py", {"PYTHONPATH": path})
     after = run_example("migration/horovod_after.py", ranks)
     assert number(after, "mean loss") == pytest.approx(number(before, "mean loss"), abs=1e-4)
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,9 +89,19 @@ def reason_to_skip() -> str:
     return ""
 
 
-def run_part(part: Part, *, folder: Path, limit_s: float, is_dry: bool) -> tuple[str, int]:
-    """What it prints, and its exit status; 124 if its time ran out. Its files go to ``folder``."""
-    command = [sys.executable, "-m", f"tests.gpu.{part.module}"]
+def run_part(
+    part: Part,
+    *,
+    folder: Path,
+    limit_s: float,
+    is_dry: bool,
+    python: Sequence[str | Path] = (sys.executable,),
+) -> tuple[str, int]:
+    """What it prints, and its exit status; 124 if its time ran out. Its files go to ``folder``.
+
+    python: the command that starts Python.
+    """
+    command = [*map(str, python), "-m", f"tests.gpu.{part.module}"]
     if part.ranks > 1:
         mpiexec = Path(sys.executable).with_name("mpiexec")
         launcher = str(mpiexec) if mpiexec.exists() else "mpiexec"

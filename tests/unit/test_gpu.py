@@ -43,7 +43,8 @@ def test_it_says_why_it_does_nothing(tmp_path: Path) -> None:
 def test_a_part_runs_on_the_host(tmp_path: Path, module: str, what: str) -> None:
     """Of the quick ones, each on as few ranks as it takes; all of them run now and then."""
     part = next(part for part in PARTS if part.module == module)
-    output, code = run_part(part, folder=tmp_path, limit_s=part.limit_s, is_dry=True)
+    python = forked([sys.executable])
+    output, code = run_part(part, folder=tmp_path, limit_s=part.limit_s, is_dry=True, python=python)
     assert code == 0, output
     assert what in {row[0] for row in rows_of(output)}
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
@@ -79,7 +79,6 @@ def load_or_refuse(path: Path) -> None:
     assert {p.name: p.read_bytes() for p in path.iterdir()} == before
 
 
-@settings(max_examples=40, deadline=None)
 @given(name=st.sampled_from([PART, "manifest.json"]), data=st.data())
 def test_spoilt_bytes_are_never_loaded(good: Path, name: str, data: st.DataObject) -> None:
     with copied(good) as path:
@@ -90,7 +89,6 @@ def test_spoilt_bytes_are_never_loaded(good: Path, name: str, data: st.DataObjec
         load_or_refuse(path)
 
 
-@settings(max_examples=60, deadline=None)
 @given(field=st.sampled_from(FIELDS), value=JSON)
 @example(field="files", value={"../secret": {"bytes": 1, "sha256": ""}})
 @example(field="files", value={PART: {"bytes": "1", "sha256": ""}})
@@ -107,7 +105,6 @@ def test_a_manifest_with_a_right_checksum_may_hold_anything(
         load_or_refuse(path)
 
 
-@settings(max_examples=40, deadline=None)
 @given(key=st.sampled_from(["pieces", "optimizer", "random", "all"]), value=JSON)
 @example(key="pieces", value={"model/weight": [0, [3], [1]]})
 @example(key="pieces", value={"model/weight": [9, [3, 4], [4, 1]]})
@@ -134,7 +131,6 @@ CONFIGS = st.binary(max_size=60) | st.dictionaries(
 ).map(lambda content: yaml.safe_dump(content).encode())
 
 
-@settings(max_examples=80, deadline=None)
 @given(content=CONFIGS)
 @example(content=b"2026-99-99: 1")
 @example(content=b"a: &x [*x]")
@@ -151,7 +147,6 @@ def test_a_config_file_may_hold_anything(content: bytes) -> None:
         assert path.read_bytes() == content and len(list(Path(folder).iterdir())) == 1
 
 
-@settings(max_examples=80, deadline=None)
 @given(name=st.text(max_size=12) | st.text(alphabet=":./\0 py" + string.ascii_letters, max_size=9))
 @example(name="\0:f")
 @example(name="a\0.py:f")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dearmpi.errors import ConfigError
@@ -65,7 +65,6 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("kind", READERS)
-@settings(max_examples=60)
 @given(data=st.data(), value=JSON)
 def test_any_value_may_stand_anywhere(kind: str, data: st.DataObject, value: Any) -> None:
     content = json.loads(READERS[kind][0])
@@ -96,7 +95,6 @@ def test_every_value_may_be_replaced(kind: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", READERS)
-@settings(max_examples=40)
 @given(start=st.integers(0, 3000), length=st.integers(0, 50), put=st.binary(max_size=20))
 @example(start=0, length=3000, put=b"")
 @example(start=0, length=3000, put=b"[" * 20_000)

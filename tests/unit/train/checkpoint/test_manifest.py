@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dearmpi.train.checkpoint import manifest
@@ -25,7 +25,6 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(value=PLAIN)
 def test_plain_values_survive_json_exactly(value: Any) -> None:
     text = json.dumps(manifest.encode(value, where="value"), allow_nan=False)
