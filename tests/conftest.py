@@ -29,7 +29,7 @@ from tests.roster import (
     launched_size,
     roster_folder,
 )
-from tests.selection import CHOICES, EVERY_TEST, Admitted, is_chosen
+from tests.selection import CHOICES, EVERY_TEST, Admitted, Share, is_chosen
 
 _MPI_TESTS = Path(__file__).parent / "mpi"
 _PATIENCE_VARIABLE = "DEARMPI_TEST_PATIENCE_S"
@@ -48,6 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     names = "; ".join(f"{name}: {meaning}" for name, meaning in CHOICES.items())
     parser.addoption(
         "--choice", choices=list(CHOICES), help=f"of the tests in tests/mpi, run these. {names}"
+    )
+    parser.addoption(
+        "--share",
+        type=Path,
+        metavar="FOLDER",
+        help="of the test files, run those that no other process with this folder has taken",
     )
 
 
@@ -101,6 +107,25 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With ``--share``, run the tests of the files that this process takes as it comes to them."""
+    folder = session.config.getoption("share")
+    if folder is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    share = Share(folder)
+    own = (item for item in session.items if share.takes(item.nodeid.partition("::")[0]))
+    following = next(own, None)
+    while (item := following) is not None:
+        following = next(own, None)  # the test before it ends what it does not need
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+    return True
 
 
 def _runs_on_all(item: pytest.Item) -> bool:

@@ -31,7 +31,7 @@ from tests.selection import EVERY_TEST, SIZES  # noqa: E402
 
 PARTS = ("lint", "types", "unit", "mpi", "openmpi", "lab", "slurm")
 NUM_SLOWEST = 20
-_ON_ONE_HALF = ("tests/unit/engine", "tests/unit/comm", "tests/unit/report", "tests/unit/plan")
+_LONGEST = ("tests/unit/engine", "tests/unit/plan")  # first, so that the processes end together
 _SCRIPTS = (
     "bin/demo",
     "bin/docs",
@@ -78,8 +78,11 @@ class Running:
     is_announced: bool = False
 
 
-def list_sections(*, everything: bool) -> list[Section]:
-    """All sections, in the order in which they start."""
+def list_sections(*, everything: bool, folder: Path) -> list[Section]:
+    """All sections, in the order in which they start.
+
+    folder: an empty one, in which the processes of the unit tests note which files they take.
+    """
     marks = ["-m", EVERY_TEST] if everything else []
     long_s = 3000.0 if everything else 1500.0
     choice = "ranks" if everything else "fast"
@@ -95,10 +98,8 @@ def list_sections(*, everything: bool) -> list[Section]:
         limit = ["--limit", f"{long_s - 20:g}"]
         return [*launch, *limit, "tests/mpi", "--choice", choice, *color, *marks]
 
-    half = [*pytest, *marks, *_ON_ONE_HALF]
-    others = [f"--ignore={folder}" for folder in _ON_ONE_HALF]
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py"))
-    other_half = [*pytest, *marks, "tests/unit", *files, *others]
+    unit = [*pytest, *marks, "--share", str(folder), *files, *_LONGEST, "tests/unit"]
     second = choice if everything else "second"
     scripts = [*_SCRIPTS, *sorted(str(path) for path in ROOT.glob("slurm/*.sbatch"))]
     shellcheck = [str(ROOT / ".venv/bin/shellcheck"), "--severity=warning", *scripts]
@@ -119,8 +120,8 @@ def list_sections(*, everything: bool) -> list[Section]:
         Section("lint", "lint (ruff check)", [*ruff, "check", "."]),
         Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
         Section("lint", "scripts (shellcheck)", shellcheck),
-        Section("unit", "unit tests, one half", half, 1, long_s),
-        Section("unit", "unit tests, other half", other_half, 1, long_s),
+        Section("unit", "unit tests, one process", unit, 1, long_s),
+        Section("unit", "unit tests, the other", unit, 1, long_s),
         Section("types", "types (mypy)", mypy, 1, long_s),
         *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in SIZES),
         Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
@@ -297,12 +298,15 @@ def main() -> int:
     options = parser.parse_args()
     started_s = time.monotonic() - options.set_up_s
     wanted = options.parts or PARTS
-    sections = [each for each in list_sections(everything=options.all) if each.part in wanted]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="dear-sections-") as name:
         times = Path(name) / "times"
         times.touch()
+        share = Path(name) / "share"
+        share.mkdir()
+        listed = list_sections(everything=options.all, folder=share)
+        sections = [each for each in listed if each.part in wanted]
         os.environ[TIMES_VARIABLE] = str(times)
         os.environ.pop(
             "PYTHONDONTWRITEBYTECODE", None

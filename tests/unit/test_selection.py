@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import COMPILING, COVERING, SECOND_MPI_JOBS, SIZES, UNEVEN, Admitted, is_chosen
+from tests.selection import (
+    COMPILING,
+    COVERING,
+    SECOND_MPI_JOBS,
+    SIZES,
+    UNEVEN,
+    Admitted,
+    Share,
+    is_chosen,
+)
 
 MPI_TESTS = Path(__file__).resolve().parents[1] / "mpi"
 FAST, OTHER = "test_semantics_state.py::test_a", "test_zero_grad.py::test_a"
@@ -66,3 +75,10 @@ def test_every_pattern_has_tests(pattern: str) -> None:
 
 def _fits(path: Path, pattern: str) -> bool:
     return fnmatchcase(str(path.relative_to(MPI_TESTS)), pattern)
+
+
+def test_each_file_runs_in_the_process_that_comes_to_it_first(tmp_path: Path) -> None:
+    first, second = Share(tmp_path), Share(tmp_path)
+    assert first.takes("tests/unit/test_a.py") and not second.takes("tests/unit/test_a.py")
+    assert second.takes("tests/unit/test_b.py") and not first.takes("tests/unit/test_b.py")
+    assert first.takes("tests/unit/test_a.py"), "all tests of a file run in one process"
