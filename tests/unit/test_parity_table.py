@@ -13,11 +13,10 @@ TABLE = ROOT / "docs" / "reference" / "parity.md"
 def find_tests(*patterns: str) -> set[str]:
     """Names of all test functions in the files that match."""
     return {
-        node.name
+        name
         for pattern in patterns
         for path in (ROOT / "tests").glob(pattern)
-        for node in ast.walk(ast.parse(path.read_text(), str(path)))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        for name in re.findall(r"^ *def (test_\w+)", path.read_text(), flags=re.MULTILINE)
     }
 
 

@@ -110,12 +110,17 @@ def train(world: World, interrupted: Callable[[nn.Module], Any], **settings: Any
 
 
 @pytest.mark.parametrize(
-    ("gather", "schedule"), [("parameters", "dear"), ("parameters", "wfbp"), ("gradients", "dear")]
+    ("gather", "schedule"),
+    [
+        ("parameters", "dear"),
+        pytest.param("parameters", "wfbp", marks=pytest.mark.slow),
+        ("gradients", "dear"),
+    ],
 )
 def test_a_handler_that_reads_the_model_finds_one_step_and_changes_nothing(
     gather: str, schedule: str
 ) -> None:
-    expected = values_by_step()
+    expected = torch.stack(values_by_step())
     num_read = [0, 0]
 
     def rank(world: World) -> Tensor:
@@ -123,7 +128,7 @@ def test_a_handler_that_reads_the_model_finds_one_step_and_changes_nothing(
             def read() -> None:
                 num_read[world.rank] += 1
                 seen = values(net)
-                assert any(torch.allclose(seen, step, rtol=1e-12) for step in expected), seen
+                assert (expected - seen).abs().amax(dim=1).min() < 1e-8, seen
 
             return interrupted_everywhere(read)
 

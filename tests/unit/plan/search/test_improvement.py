@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dearmpi.plan.search.planner import make_plan
 from tests.unit.plan.hosts import HOSTS, paper
 
 
 def test_costly_buckets_make_few() -> None:
-    profile = paper("resnet50", 0.5)
+    profile = paper("equal:100:24", 0.5)
     cheap = make_plan(profile, HOSTS, world_size=4, eager=True)
     dear_ones = replace(HOSTS, main_thread_s=0.05)
     costly = make_plan(profile, dear_ones, world_size=4, eager=True)
@@ -25,6 +27,7 @@ def test_buckets_that_gain_nothing_are_merged() -> None:
     assert made.prediction.iteration_s <= 1.005 * made.prediction.bound_s
 
 
+@pytest.mark.slow
 def test_buckets_are_merged_whose_gathers_were_tied_one_by_one() -> None:
     """With the gathers' order that is best for fewer buckets, and not with DeAR's own."""
     costs = replace(

@@ -90,7 +90,9 @@ def plan(given: Given) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 10 else pytest.mark.slow) for seed in range(24)]
+)
 def test_no_plan_of_a_small_model_is_better(seed: int) -> None:
     given = made_up(seed, 3)
     best_s = min(seconds_of_all(given))
@@ -127,7 +129,7 @@ def test_ties_that_make_no_difference_are_left_out() -> None:
     }
 
 
-EVERY_TIME = [("resnet50", 1.0), ("bert_base", 1.0)]
+EVERY_TIME = [("bert_base", 1.0)]
 NOW_AND_THEN = [
     pytest.param(*model, marks=pytest.mark.slow)
     for model in product(workload_names(), [0.5, 1.0, 2.0])
@@ -169,7 +171,7 @@ def as_measured(name: str, seed: int) -> tuple[ModelProfile, Costs]:
 
 
 @pytest.mark.parametrize(
-    "seed", [2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5))]
+    "seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))]
 )
 def test_noise_does_not_lead_the_search_astray(seed: int) -> None:
     """What each bucket costs, as measured, makes a plan of few the best, not one of forty."""
@@ -180,7 +182,7 @@ def test_noise_does_not_lead_the_search_astray(seed: int) -> None:
 
 
 def test_many_equal_layers_come_near_the_bound() -> None:
-    profile = paper("equal:100:64", 1)
+    profile = paper("equal:100:32", 1)
     made = make_plan(profile, HOSTS, world_size=4, eager=True)
     assert made.prediction.iteration_s <= 1.03 * made.prediction.bound_s
 

@@ -46,14 +46,17 @@ def accuracy(task: Task) -> float:
     return task.metrics(task.model, batch)["accuracy"] / len(task.eval_data)
 
 
-def test_recommended_settings_reach_97_percent_in_half_their_epochs() -> None:
+@pytest.mark.parametrize(
+    ("part", "least"), [(10, 0.85), pytest.param(2, 0.97, marks=pytest.mark.slow)]
+)
+def test_recommended_settings_learn_in_a_part_of_their_epochs(part: int, least: float) -> None:
     pytest.importorskip("sklearn")
     torch.manual_seed(0)
     task = build_digits({})
     assert task.defaults["optimizer"] == "AdamW"
     assert accuracy(task) < 0.3
-    train_as_recommended(task, epochs=int(setting(task, "epochs")) // 2)
-    assert accuracy(task) >= 0.97
+    train_as_recommended(task, epochs=int(setting(task, "epochs")) // part)
+    assert accuracy(task) >= least
 
 
 def test_a_fifth_of_each_class_is_held_out_and_nothing_is_lost() -> None:
