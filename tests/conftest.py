@@ -30,6 +30,7 @@ from tests.roster import (
     roster_folder,
 )
 from tests.selection import CHOICES, EVERY_TEST, Admitted, Share, is_chosen
+from tests.trials import remember_trials
 
 _MPI_TESTS = Path(__file__).parent / "mpi"
 _PATIENCE_VARIABLE = "DEARMPI_TEST_PATIENCE_S"
@@ -105,6 +106,7 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays: collections of garbage, of which many tests ask for one, and
     the end of Python need not look through it.
     """
+    remember_trials()
     gc.collect()
     gc.freeze()
 
