@@ -1,7 +1,7 @@
 """Trial steps of torch's own optimizers, taken once in a process and not for each test.
 
-Each `DistributedOptimizer` tries its optimizer about eighty times. What comes of it depends on the
-class and its options alone.
+Each `DistributedOptimizer` tries its optimizer by dozens of steps. What comes of them depends on
+the class and its options alone.
 """
 
 from __future__ import annotations
