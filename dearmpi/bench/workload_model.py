@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,40 +26,6 @@ _MOST_LOST = 0.5  # in sums over however many ranks: what has not trained at all
 # Half of a number's last place, as a part of it.
 _ROUNDED_OFF: Mapping[str, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 _NUM_BATCHES = 4
-
-
-class WorkloadModel(Protocol):
-    """A model to be built anew for each method, and what to do with it.
-
-    batch_size: samples per rank and iteration. unit: what is counted, such as ``img``.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def units_per_sample(self) -> int: ...
-
-    def build(self) -> nn.Module: ...
-
-    def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer: ...
-
-    def losses(self) -> Callable[[nn.Module], Tensor]:
-        """A function that gives the loss of a model on the next batch at every call."""
-        ...
-
-    def problem(self, model: nn.Module, num_steps: int, *, comm_dtype: CommDtype = "fp32") -> str:
-        """What is wrong with the parameters after ``num_steps`` steps; empty if nothing is.
-
-        comm_dtype: in what gradients of fp32 were sent, as far as one knows.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +133,9 @@ class TaskModel:
             if not bool(param.detach().isfinite().all()):
                 return f"{name} is not finite after {num_steps} steps"
         return ""
+
+
+WorkloadModel = ReplayedModel | TaskModel
 
 
 def task_model(task: Task, *, batch_size: int, rank: int, world_size: int) -> TaskModel:

@@ -140,10 +140,6 @@ class Workload:
                 places.setdefault(name, place)
         return places
 
-    def tied_parameters(self) -> set[str]:
-        """Names of parameters that several layers compute with."""
-        return {name for layer in self.layers for name in layer.uses}
-
 
 def workload_names() -> list[str]:
     """The models that come with the package."""
