@@ -27,7 +27,7 @@ def calibrate_all_reduce(world: World, *, budget_s: float = 4.0) -> LinkModel:
 
 
 def _prepare(world: World, numel: int, count: int) -> Run:
-    # Filled, since a page that nobody has written to is slow at first.
+    # Filled, since a page without a write before is slow at first.
     buffers = [torch.empty(numel).fill_(0.0) for _ in range(count)]
 
     def run(num: int, window: int) -> float:

@@ -317,7 +317,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def leave_out(function: Callable[..., object]) -> bool:
-    """Have torch compile no frame of ``function``; False where torch cannot be told in this way.
+    """Have torch compile no frame of ``function``; False where torch offers no way.
 
     Marks its code, so that a call costs nothing. Tried on 2.11, 2.13, 2.15.
     """

@@ -137,7 +137,7 @@ def _check_methods(world: World, workload: WorkloadModel, methods: Sequence[Meth
 
 
 def make_workload_model(world: World, settings: BenchmarkSettings, tell: Tell) -> WorkloadModel:
-    """The work that is asked for, and torch's threads set for it (collective).
+    """The workload model of ``settings``, and torch's threads set for it (collective).
 
     Raises AgreedError on all ranks for what cannot be measured.
     """
@@ -197,7 +197,7 @@ def _read_profile(settings: BenchmarkSettings) -> ModelProfile:
 def _divide_time(
     world: World, settings: BenchmarkSettings, workload: Workload, tell: Tell
 ) -> ModelProfile:
-    """``workload`` with the times asked for, or those that give the ratio."""
+    """``workload`` with the times of ``settings``, or with times that give the ratio."""
     feed_forward_s, backprop_s = settings.feed_forward_s, settings.backprop_s
     if feed_forward_s is None or backprop_s is None:
         compute_s = _communication_s(world, workload, settings.comm_dtype, tell) / (

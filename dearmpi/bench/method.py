@@ -70,7 +70,7 @@ class Method:
         after it.
     waits_in_mpi: a rank of it that fails leaves the others waiting in this package's operations.
     tunes_itself: in iterations before those that warm up.
-    check: raises ConfigError where it cannot enter; it communicates with nobody.
+    check: raises ConfigError where it cannot enter; without communication.
     find: raises, before anything is measured, where what it needs cannot be imported; all ranks
         call it, whatever the others meet.
     """
@@ -189,7 +189,7 @@ def _look_for(world: World, method: Method) -> str:
         method.find(world)
     except CommError:
         raise  # nothing can go on
-    except (Exception, SystemExit) as error:  # somebody else's module, which may do anything
+    except (Exception, SystemExit) as error:  # another package's code may raise anything
         return problem_of(error)
     return ""
 

@@ -26,7 +26,7 @@ class Pacer:
     """Spends given times so that they add up, although every sleep lasts a little too long.
 
     What one sleep took too long, the next ones are shorter. Delays beyond ``_MOST_DEBT_S`` are
-    not made up for: they are the doing of whoever held the process up.
+    not made up for: something else held the process up.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ReplayLayer(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Pass ``inputs`` on after the time of the feed-forward."""
-        # Looked up one by one, as a layer does, so that whoever watches the parameters notices.
+        # Looked up one by one, as a layer does, so that hooks on the parameters run.
         params = [getattr(self, name) for name in self._used]
         output: Tensor = _Spend.apply(inputs, self._work, *params)  # type: ignore[no-untyped-call]
         return output

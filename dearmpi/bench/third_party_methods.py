@@ -72,7 +72,7 @@ def _import_horovod() -> Any:
 
 
 def horovod_variables(options: Mapping[str, str]) -> dict[str, str]:
-    """What Horovod is told by its environment when it starts.
+    """The environment variables by which Horovod starts.
 
     Raises ConfigError for an option that does not exist or fit.
     """

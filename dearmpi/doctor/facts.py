@@ -38,7 +38,7 @@ class RankFacts:
     cores: those it may run on. quota: cores' worth of time that its container may use; None for no
     limit. threads: torch's, as ``dear-train run`` would choose them, and why. threads_asked:
     whether the environment or a file asks for them. script_threads: those that a script begins
-    with, which nobody chooses for.
+    with by itself.
     devices: names of the CUDA devices that it can use; gpus: where there are none, why.
     infiniband: names of its host's adapters.
     """

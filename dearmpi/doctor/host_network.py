@@ -95,8 +95,8 @@ def measure_network(world: World, channel: Channel) -> MeasuredNetwork:
     nbytes = int(min(_MOST_BYTES, max(1.0, _LARGE_S / max(first_s, 1e-6)) * _FIRST_BYTES))
     seconds = [_receive_s(world, channel, ends, nbytes) for _ in range(_NUM_LARGE)]
     own = None if place is None else [place, 8 * nbytes / max(1e-9, statistics.median(seconds))]
-    told = [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
-    links = tuple(Link(hosts[at - 1], hosts[at], rate) for at, rate in (t for t in told if t))
+    rates = [json.loads(text) for text in world.all_gather_text(json.dumps(own))]
+    links = tuple(Link(hosts[at - 1], hosts[at], rate) for at, rate in (t for t in rates if t))
     return MeasuredNetwork(between_hosts, latency_s, links)
 
 
@@ -234,7 +234,7 @@ _NAME_BYTES = 16  # of an algorithm at most, as Linux has it
 
 def algorithms_in_use() -> tuple[str, ...]:
     """The congestion control of this process's connections to other addresses, as Linux names it;
-    none where there are no such connections, or where that cannot be asked.
+    none where there are no such connections, or where the system does not report it.
     """
     names = os.listdir(_OWN_FILES) if _OWN_FILES.is_dir() else []
     return tuple(sorted({_algorithm(int(name)) for name in names} - {""}))
@@ -246,8 +246,8 @@ def _algorithm(descriptor: int) -> str:
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             with socket.socket(fileno=os.dup(descriptor)) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6) and _leaves(one):
-                    told = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
-                    return told.rstrip(b"\0").decode("ascii", "replace")
+                    name = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
+                    return name.rstrip(b"\0").decode("ascii", "replace")
     return ""
 
 

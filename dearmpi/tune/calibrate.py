@@ -139,7 +139,7 @@ def calibrate(
 def _prepare(
     world: World, channels: dict[int, Channel], operation: Operation, numel: int, count: int
 ) -> Run:
-    # Filled, since a page that nobody has written to is slow at first.
+    # Filled, since a page without a write before is slow at first.
     starts = [
         partial(operation, torch.empty(numel, dtype=torch.float32, device="cpu").fill_(0.0))
         for _ in range(count)

@@ -39,7 +39,7 @@ class Calibration:
     """Times of both operations at several sizes, and where they were measured.
 
     hosts: of each rank. library: the MPI library, in words. algorithm: of the reduce-scatters.
-    update_s, update_s_per_byte, main_thread_s: as in ``Costs``; 0 as long as nobody measured them.
+    update_s, update_s_per_byte, main_thread_s: as in ``Costs``; 0 unless measured.
 
     Raises ConfigError where the times are too few, or no times at all.
     """

@@ -72,9 +72,9 @@ def probe_devices(*, always: bool = True) -> tuple[ProbeVerdict, ...]:
 
 
 def _claims_cuda() -> bool:
-    """What the library says, asked in a process of its own: it must be initialised for that."""
+    """What the library reports in a process of its own, where it is initialised for that."""
     try:
-        asked = subprocess.run(
+        reported = subprocess.run(
             [sys.executable, "-c", _CLAIMS_CUDA],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -85,7 +85,7 @@ def _claims_cuda() -> bool:
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return asked.stdout.strip().endswith("True")
+    return reported.stdout.strip().endswith("True")
 
 
 def known_verdicts() -> tuple[ProbeVerdict, ...]:
@@ -199,9 +199,9 @@ def _on_all(collectives: Collectives, works: bool) -> bool:
     """Whether it works for both ranks; the numbers are in host memory, where all is well."""
     import torch
 
-    told = torch.tensor([float(works)], dtype=torch.float64, device="cpu")
-    _wait(lambda: collectives.start_all_reduce(told, "min"))
-    return told.item() > 0
+    result = torch.tensor([float(works)], dtype=torch.float64, device="cpu")
+    _wait(lambda: collectives.start_all_reduce(result, "min"))
+    return result.item() > 0
 
 
 def _works(collectives: Collectives, device: str, operation: str) -> bool:

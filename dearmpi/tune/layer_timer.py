@@ -172,7 +172,7 @@ class LayerTimer:
             self._open = (layer, self._stopwatch.mark())
 
     def _leave(self, *_: Any) -> None:
-        """A layer has run: where nobody calls the model as a whole, it may be the last."""
+        """A layer has run: where the model as a whole is not called, it may be the last."""
         if self._phase is _Phase.OUTSIDE and self._counts():
             self._pass.ended = self._stopwatch.mark()
 

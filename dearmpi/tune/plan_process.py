@@ -120,7 +120,7 @@ class PlanProcess:
                 return Plan.from_json(_read(self._out), "the plan")
             if code == _REFUSED:
                 raise ConfigError(_read(self._complaint).strip(), code="plan-not-found")
-            return self._request.carry_out()  # somebody has ended the process
+            return self._request.carry_out()  # the process was ended from outside
         finally:
             self.close()
 
@@ -133,7 +133,7 @@ class PlanProcess:
 
 
 def _temporary(text: str) -> TextIO:
-    """A file that nobody else sees, unlike a pipe of any length, to be read from its start."""
+    """A file without a name, unlike a pipe of any length, to be read from its start."""
     file: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
     file.write(text)
     file.seek(0)

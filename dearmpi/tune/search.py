@@ -61,7 +61,7 @@ class Trial:
 
 
 class Search(ABC):
-    """Suggests caps and is told how long iterations took with them.
+    """Suggests caps, and takes in how long iterations with them took.
 
     The same observations give the same suggestions, on every rank and in every run.
     """

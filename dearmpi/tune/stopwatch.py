@@ -70,7 +70,7 @@ def record_event(device: torch.device) -> TimingEvent:
 
 
 class DeviceStopwatch:
-    """For models on a device: marks are events on the stream in use, and nobody waits."""
+    """For models on a device: marks are events on the stream in use, which block nothing."""
 
     def __init__(self, record: Callable[[], TimingEvent]) -> None:
         """``record``: makes an event that is recorded now."""

@@ -52,7 +52,7 @@ _STOP_S: dict[Stage, Callable[[BucketTimes], float]] = {
     Stage.GATHER: lambda times: times.gather[1],
 }
 
-_IDLE = ((0.0, 0.0),) * 3  # a bucket that takes no part keeps nobody waiting
+_IDLE = ((0.0, 0.0),) * 3  # a bucket that takes no part holds up nothing
 
 
 class Flow:

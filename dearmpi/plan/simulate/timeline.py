@@ -151,7 +151,7 @@ def simulate(
 def _make_loads(
     layout: BucketLayout, costs: Costs, ready_s: Sequence[float], *, gather: Gather
 ) -> list[Load | None]:
-    """What each bucket brings; None of those that take no part. ready_s: by bucket."""
+    """What each bucket brings; None for a bucket that takes no part. ready_s: by bucket."""
     return [
         make_load(bucket.numel, bucket.itemsize, costs, ready_s=seconds, gather=gather)
         if bucket.trained

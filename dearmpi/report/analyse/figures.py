@@ -47,7 +47,7 @@ class Figures:
     first_s: the rank that waits least waited for the first bucket, see ``Exposure``.
     shared_wait: see ``exposure.shared_wait``.
     slow_shares: the share of the run in which the others waited for a rank; 1 where not known.
-    traced: whether the first bucket could be told apart.
+    traced: whether spans show the first bucket by itself.
     between_s: what was done between two steps, such as to save, by mean.
     planned: whether the run followed a plan, which has weighed schedules and buckets.
     """

@@ -76,7 +76,7 @@ _NARROW_LETTERS, _WIDE_LETTERS = frozenset("fijlrtI.,:;'|()[]- "), frozenset("mw
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A filled rectangle. hatched: with stripes, so that it is told apart without colour.
+    """A filled rectangle. hatched: with stripes, to differ without colour.
 
     hint: shown where a pointer rests on it.
     """

@@ -145,21 +145,25 @@ def _parse(line: str) -> HistoryRow | None:
     if not steps_s:
         steps_s, waits_s, data_s = _of_summary(values.get("rank_times"))
     if len(steps_s) == len(waits_s):
-        told = len(data_s) == len(steps_s)  # not by earlier versions
+        has_data = len(data_s) == len(steps_s)  # earlier versions lack it
         fields |= dict(
-            zip(_LISTS, (steps_s, waits_s, data_s if told else (0.0,) * len(steps_s)), strict=True)
+            zip(
+                _LISTS,
+                (steps_s, waits_s, data_s if has_data else (0.0,) * len(steps_s)),
+                strict=True,
+            )
         )
     return HistoryRow(values["step"], **fields)
 
 
-def _of_summary(told: Any) -> tuple[tuple[float, ...], ...]:
-    """Step, wait and data of every rank, of which only the busiest are told by number: the others
+def _of_summary(summary: Any) -> tuple[tuple[float, ...], ...]:
+    """Step, wait and data of every rank, of which it holds only the busiest by number: the others
     are as the median. Nothing where it is no summary.
     """
     try:
-        count = told["num_ranks"]
-        typical = _number_list([told[name]["median"] for name in _SUMMARIZED], "rank_s")
-        named = {int(r): _number_list(times, "rank_s") for r, times in told["busiest"].items()}
+        count = summary["num_ranks"]
+        typical = _number_list([summary[name]["median"] for name in _SUMMARIZED], "rank_s")
+        named = {int(r): _number_list(times, "rank_s") for r, times in summary["busiest"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         return (), (), ()
     rows_are_whole = {len(times) for times in (typical, *named.values())} == {len(_SUMMARIZED)}

@@ -9,7 +9,7 @@ from statistics import median
 
 # A part of less than this share of a step is not worth anybody's time.
 WORTH = 0.10
-_WAITED_SHARE = 0.5  # of the excess: where the others do not wait for it, it harms nobody
+_WAITED_SHARE = 0.5  # of the excess: where the others do not wait for it, it costs nothing
 _ALIKE_SHARE = 1 / 3  # of the excess: ranks so near to the slowest are as slow
 STRETCH_STEPS = 10  # over fewer steps any rank may be late: noise averages out
 STEADY = 5  # stretches in a row: ranks that share cores are late in turn, and each for a while

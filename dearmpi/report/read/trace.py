@@ -79,7 +79,7 @@ def find_traces(run_folder: Path) -> dict[int, Path]:
 def read_traces(run_folder: Path) -> Traces:
     """All traces of the run at ``run_folder``.
 
-    A rank whose trace is missing, empty or torn is told of in the notes. Raises ConfigError where
+    A rank whose trace is missing, empty or torn is named in the notes. Raises ConfigError where
     there is no trace at all, for a file that is no trace, and for one of another run.
     """
     if not os.path.isdir(run_folder):  # Path.is_dir fails where it may not look

@@ -55,7 +55,7 @@ class TraceHeader:
 
 
 class TraceWriter:
-    """Records spans in memory, and has them written when told to. A ``Recorder``.
+    """Records spans in memory, and has them written at each ``flush``. A ``Recorder``.
 
     A thread of its own writes, since the iterations that are recorded go on meanwhile. It puts few
     spans into words at a time, and rests in between: one thread at a time runs Python, and a layer
