@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from dearmpi.cli.console import Console
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import origin_of
-from dearmpi.comm.process.launch import announced_rank, announced_size
+from dearmpi.comm.process import announced_rank, announced_size
 from dearmpi.errors import UNNAMED, CommError, ConfigError, DearError, LaunchError
 
 if TYPE_CHECKING:

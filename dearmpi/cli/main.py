@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(error: click.ClickException) -> int:
     """Tell of a command line that click refuses, once for all ranks."""
-    from dearmpi.comm.process.launch import announced_size
+    from dearmpi.comm.process import announced_size
 
     if announced_size(os.environ) <= 1:
         error.show()

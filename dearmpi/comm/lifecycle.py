@@ -16,16 +16,18 @@ from typing import ClassVar
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import origin_of
 from dearmpi.comm.api.collectives import Collectives
-from dearmpi.comm.process.ending import Deadline, exit_status, note_exit_status
-from dearmpi.comm.process.launch import (
+from dearmpi.comm.process import (
+    Deadline,
     advise_on_workers,
     announced_size,
     check_launch,
+    exit_status,
     keep_from_mpi,
     limit_start,
+    note_exit_status,
     refuse_workers,
 )
-from dearmpi.comm.watchdog.absence import CURE
+from dearmpi.comm.watchdog.waits import CURE
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode

@@ -25,6 +25,7 @@ from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import Call
 from dearmpi.comm.api.collectives import (
     Buffer,
+    Chain,
     Collectives,
     Completed,
     ReduceOp,
@@ -32,7 +33,6 @@ from dearmpi.comm.api.collectives import (
     check_contiguous,
     even_shards,
 )
-from dearmpi.comm.api.requests import Chain
 from dearmpi.comm.messages.collective_calls import (
     Steps,
     broadcast_bytes,

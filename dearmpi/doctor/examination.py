@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.bench.collective_times import Overlap
-from dearmpi.comm.process.launch import Library
+from dearmpi.comm.process import Library
 from dearmpi.comm.world import World
 from dearmpi.doctor import launcher as launch
 from dearmpi.doctor.facts import RankFacts, cuda_devices, gather_facts

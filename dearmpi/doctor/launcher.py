@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.lifecycle import connect
-from dearmpi.comm.process.launch import Library, announced_size, is_from_torchrun
+from dearmpi.comm.process import Library, announced_size, is_from_torchrun
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.doctor.finding import Finding, fail, ok, warn

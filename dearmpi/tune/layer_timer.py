@@ -19,9 +19,18 @@ from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.workload import Workload
 from dearmpi.plan.model.profile import LayerTimes, ModelProfile, parse_profile
 from dearmpi.torch_internals import number_of_backprop
-from dearmpi.tune.layer_passes import Leg, Pass, build_layers, find_homes, summarize
+from dearmpi.tune.layer_passes import (
+    Leg,
+    Mark,
+    Pass,
+    Stopwatch,
+    build_layers,
+    find_homes,
+    no_wait,
+    stopwatch_for,
+    summarize,
+)
 from dearmpi.tune.own_hook import OwnHook
-from dearmpi.tune.stopwatch import Mark, Stopwatch, no_wait, stopwatch_for
 
 
 class _Phase(Enum):

@@ -178,9 +178,9 @@ FAULTS = (
     ),
     Fault(
         "a call that never returns does not end the process",
-        "comm/process/ending.py",
-        "        os._exit(StallError.exit_code)\n",
+        "comm/process.py",
+        "        os._exit(self._exit_code)\n",
         "",
-        ("tests/unit/comm/process/test_ending.py",),
+        ("tests/unit/comm/test_process.py",),
     ),
 )

@@ -12,8 +12,7 @@ from functools import cached_property, partial
 from typing import get_args
 
 from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
-from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm
-from dearmpi.comm.algorithms.native import NativeAlgorithm
+from dearmpi.comm.algorithms.library_algorithms import ExchangeAlgorithm, NativeAlgorithm
 from dearmpi.comm.algorithms.ring import RingAlgorithm
 from dearmpi.comm.algorithms.scratch import ScratchRequest, carrier_of, copy
 from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, Request, even_shards

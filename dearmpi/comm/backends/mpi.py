@@ -32,8 +32,7 @@ from dearmpi.comm.algorithms.registry import AlgorithmCollectives
 from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import Buffer, ReduceOp, Request
-from dearmpi.comm.process.ending import skip_exit_handlers
-from dearmpi.comm.process.launch import Library, doubt_launch
+from dearmpi.comm.process import Library, doubt_launch, skip_exit_handlers
 from dearmpi.cuts import Cuts
 from dearmpi.errors import CommError, ConfigError
 

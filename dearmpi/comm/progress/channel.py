@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dearmpi.comm.api.collectives import Collectives, Completed, Request
-from dearmpi.comm.api.requests import Chain
+from dearmpi.comm.api.collectives import Chain, Collectives, Completed, Request
 from dearmpi.comm.messages.collective_calls import gather_texts
 from dearmpi.comm.progress.lane import Lane, Observer, Operation, Work
 from dearmpi.comm.progress.progress import Progress

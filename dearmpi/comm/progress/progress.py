@@ -24,8 +24,7 @@ from dearmpi.comm.progress.sleeping import (
     deadlock_of,
     yield_to_computation,
 )
-from dearmpi.comm.watchdog.absence import Absence
-from dearmpi.comm.watchdog.waits import WatchedWait
+from dearmpi.comm.watchdog.waits import Absence, WatchedWait
 from dearmpi.comm.watchdog.watchdog import Watchdog
 from dearmpi.config import ProgressMode
 from dearmpi.errors import CommError, DearError, StallError

@@ -21,8 +21,7 @@ from typing import Any
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import stack_of
 from dearmpi.comm.messages.mail import Mail, Messenger
-from dearmpi.comm.watchdog.absence import CURE
-from dearmpi.comm.watchdog.waits import StallReport, Status, WatchedWait, explain_hopeless
+from dearmpi.comm.watchdog.waits import CURE, StallReport, Status, WatchedWait, explain_hopeless
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for

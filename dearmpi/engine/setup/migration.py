@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dearmpi.comm.api.requests import Chain
+from dearmpi.comm.api.collectives import Chain
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.build import BuiltEngine

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api.collectives import Collectives, Completed, Request
-from dearmpi.comm.api.requests import PeerMessages
+from dearmpi.comm.api.collectives import Collectives, Completed, PeerMessages, Request
 from dearmpi.comm.messages.collective_calls import gather_texts
 from dearmpi.engine.device.comm_stream import CommStream
 from dearmpi.engine.state.sharded_state import (

@@ -16,9 +16,8 @@ from dearmpi.report.draw.shape import Picture
 from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
 from dearmpi.report.draw.units import digits, share_text, size_text, time_text, time_unit
 from dearmpi.report.page.html import Section
-from dearmpi.report.read.history import HistoryRow
 from dearmpi.report.read.recording import Window, total, union
-from dearmpi.report.read.run_files import RunRecord
+from dearmpi.report.read.run_files import HistoryRow, RunRecord
 
 MOST_TRACKS = 4
 MOST_BARS = 24

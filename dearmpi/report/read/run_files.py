@@ -1,18 +1,19 @@
-"""Run files: what the files of one run say, as far as they can be read."""
+"""Run files: what the files of one run hold, as far as they can be read; rows of its metrics."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
 
 from dearmpi.errors import ConfigError, DataError
 from dearmpi.plan.data.plan import Plan, read_plan
-from dearmpi.report.read.history import History, read_history
+from dearmpi.report.read.pace import Pace, SlowRanks
 from dearmpi.report.read.recording import Recording, record
 from dearmpi.report.read.trace import find_traces, read_traces
 
@@ -111,3 +112,176 @@ def _read(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:].rstrip(".") + "."
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRow:
+    """What was measured up to one step; None where it was not. Units as in metrics.csv.
+
+    rank_step_s, rank_wait_s, rank_data_s: of every rank; empty where not known.
+    """
+
+    step: int
+    elapsed_s: float | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    learning_rate: float | None = None
+    samples_per_s: float | None = None
+    step_s: float | None = None
+    exposed_s: float | None = None
+    communication_s: float | None = None
+    rank_step_s: tuple[float, ...] = ()
+    rank_wait_s: tuple[float, ...] = ()
+    rank_data_s: tuple[float, ...] = ()
+
+
+_LISTS = ("rank_step_s", "rank_wait_s", "rank_data_s")
+_SUMMARIZED = ("step_s", "wait_s", "data_s")
+_MOST_RANKS = 1_000_000  # what tells of more is no row
+_MOST = 1e300  # what is greater, or not a number, cannot be drawn
+_NUMBERS = tuple(name for name in HistoryRow.__slots__[1:] if not name.startswith("rank_"))
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Rows in order of steps. notes: what could not be read, in words."""
+
+    rows: tuple[HistoryRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def column(
+        self, value: Callable[[HistoryRow], float | None]
+    ) -> tuple[tuple[float, float], ...]:
+        """(step, value) of the rows that have it."""
+        found = ((float(row.step), value(row)) for row in self.rows)
+        return tuple((step, number) for step, number in found if number is not None)
+
+    def typical(self, value: Callable[[HistoryRow], float | None]) -> float | None:
+        """The median over the rows of the ranks that trained last, as far as rows tell of ranks,
+        without their first, which pays for starting, if there are more.
+        """
+        rows = (row for row in self.rows if len(row.rank_step_s) in (0, self._num_ranks()))
+        numbers = [number for row in rows if (number := value(row)) is not None]
+        return median(numbers[1:] or numbers) if numbers else None
+
+    def typical_ranks(self) -> tuple[tuple[float, float, float], ...]:
+        """Of each rank the medians of step, wait and data; without their first row as well."""
+        rows = self._rank_rows()
+        return tuple(
+            (
+                median(row.rank_step_s[rank] for row in rows),
+                median(row.rank_wait_s[rank] for row in rows),
+                median(row.rank_data_s[rank] for row in rows),
+            )
+            for rank in range(self._num_ranks())
+        )
+
+    def between_s(self) -> float:
+        """What was done between steps, in seconds per step, without the last row: a run that has
+        reached its end saves and evaluates there whatever its intervals.
+        """
+        pace = Pace()
+        for row in self.rows[:-1]:
+            if len(row.rank_step_s) in (0, self._num_ranks()):
+                pace.add(row.step, row.elapsed_s, row.step_s)
+        return pace.between_s
+
+    def slow_ranks(self) -> SlowRanks:
+        """For how much of the run the others waited for which ranks."""
+        rows = self._rank_rows()
+        before = [row.step for row in self.rows if rows and row.step < rows[0].step]
+        slow_ranks = SlowRanks(before[-1] if before else 0)
+        for row in rows:
+            times = zip(row.rank_step_s, row.rank_wait_s, strict=True)
+            busy_s = [max(0.0, step_s - wait_s) for step_s, wait_s in times]
+            slow_ranks.add(row.step, busy_s, row.rank_wait_s)
+        return slow_ranks
+
+    def _rank_rows(self) -> list[HistoryRow]:
+        """The rows of the ranks that trained last, without their first if there are more."""
+        rows = [row for row in self.rows if row.rank_step_s]
+        rows = [row for row in rows if len(row.rank_step_s) == self._num_ranks()]
+        return rows[1:] or rows
+
+    def _num_ranks(self) -> int:
+        """Of the last row: a run may go on with another number of ranks."""
+        return next((len(row.rank_step_s) for row in reversed(self.rows) if row.rank_step_s), 0)
+
+
+def read_history(path: Path) -> History:
+    """Read ``path``. A run that has measured nothing yet has no rows; lines that are no rows, such
+    as the last half line of a writer that was killed, are left out and noted.
+
+    Raises DataError where the file is there but cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return History(notes=(f"There are no metrics: {path.name} is missing.",))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", code="unreadable-file") from error
+    rows = [_parse(line) for line in lines]
+    good = {row.step: row for row in rows if row is not None}
+    notes = []
+    if len(lines) > sum(row is not None for row in rows):
+        bad = [number for number, row in enumerate(rows, 1) if row is None]
+        notes.append(
+            f"{len(bad)} of {len(lines)} lines of {path.name} {'is' if len(bad) == 1 else 'are'} "
+            f"broken and left out; the first is line {bad[0]}."
+        )
+    if not good:
+        notes.append(f"{path.name} holds no row yet.")
+    return History(tuple(good[step] for step in sorted(good)), tuple(notes))
+
+
+def _parse(line: str) -> HistoryRow | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        return None
+    fields: dict[str, Any] = {name: _number(values.get(name), name) for name in _NUMBERS}
+    steps_s, waits_s, data_s = (_number_list(values.get(name), name) for name in _LISTS)
+    if not steps_s:
+        steps_s, waits_s, data_s = _of_summary(values.get("rank_times"))
+    if len(steps_s) == len(waits_s):
+        has_data = len(data_s) == len(steps_s)  # earlier versions lack it
+        fields |= dict(
+            zip(
+                _LISTS,
+                (steps_s, waits_s, data_s if has_data else (0.0,) * len(steps_s)),
+                strict=True,
+            )
+        )
+    return HistoryRow(values["step"], **fields)
+
+
+def _of_summary(summary: Any) -> tuple[tuple[float, ...], ...]:
+    """Step, wait and data of every rank, of which it holds only the busiest by number: the others
+    are as the median. Nothing where it is no summary.
+    """
+    try:
+        count = summary["num_ranks"]
+        typical = _number_list([summary[name]["median"] for name in _SUMMARIZED], "rank_s")
+        named = {int(r): _number_list(times, "rank_s") for r, times in summary["busiest"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return (), (), ()
+    rows_are_whole = {len(times) for times in (typical, *named.values())} == {len(_SUMMARIZED)}
+    if type(count) is not int or not rows_are_whole or not 0 < count <= _MOST_RANKS:
+        return (), (), ()
+    columns = zip(*(named.get(rank, typical) for rank in range(count)), strict=True)
+    return tuple(columns)
+
+
+def _number(value: Any, name: str) -> float | None:
+    """``value`` if it is a number that ``name`` can have; times and rates are not negative."""
+    if type(value) not in (int, float) or not abs(value) < _MOST:
+        return None
+    return None if value < 0 and name.endswith("_s") else float(value)
+
+
+def _number_list(values: Any, name: str) -> tuple[float, ...]:
+    numbers = [_number(value, name) for value in values] if isinstance(values, list) else []
+    found = tuple(number for number in numbers if number is not None)
+    return found if len(found) == len(numbers) else ()

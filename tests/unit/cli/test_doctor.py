@@ -13,7 +13,7 @@ import torch
 import dearmpi.comm.backends
 from dearmpi.cli.main import main
 from dearmpi.comm import lifecycle
-from dearmpi.comm.process.launch import Library
+from dearmpi.comm.process import Library
 from dearmpi.doctor import examination
 from dearmpi.doctor import launcher as launch
 from dearmpi.errors import CommError

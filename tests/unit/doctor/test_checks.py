@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dearmpi.bench.collective_times import Overlap
-from dearmpi.comm.process.launch import Library
+from dearmpi.comm.process import Library
 from dearmpi.doctor import launcher as launch
 from dearmpi.doctor.facts import RankFacts, read_quota, relevant
 from dearmpi.doctor.finding import Finding, exit_code

@@ -11,8 +11,8 @@ import pytest
 
 from dearmpi.report.analyse.figures import measure
 from dearmpi.report.page.limit import judge
-from dearmpi.report.read.history import History, read_history
 from dearmpi.report.read.recording import Recording
+from dearmpi.report.read.run_files import History, read_history
 from dearmpi.train.metrics import step_times
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
 from dearmpi.train.metrics.step_times import RankTimes

@@ -6,8 +6,8 @@ import torch
 
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.tune.layer_passes import DeviceStopwatch, HostStopwatch, Stopwatch
 from dearmpi.tune.layer_timer import LayerTimer
-from dearmpi.tune.stopwatch import DeviceStopwatch, HostStopwatch, Stopwatch
 from tests.fakes import FakeClock, FakeHub
 from tests.fakes.ranks import run_ranks
 from tests.unit.engine.chain import Chain

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dearmpi.comm.messages.values import HostBuffer
-from dearmpi.comm.watchdog.absence import Absence
+from dearmpi.comm.watchdog.waits import Absence
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.comm.world import World
 from dearmpi.errors import StallError
@@ -79,7 +79,7 @@ def test_a_rank_that_polls_looks_in_a_thread_of_its_own(monkeypatch: pytest.Monk
         texts.append(text)
         told.set()
 
-    monkeypatch.setattr("dearmpi.comm.watchdog.absence.safe_output.write", say)
+    monkeypatch.setattr("dearmpi.comm.watchdog.waits.safe_output.write", say)
     hub, limits = FakeHub(2), StallLimits(warning_s=0.1, abort_s=30.0)
     other = threading.Thread(target=lambda: World(FakeCollectives(hub, 1), progress="poll"))
     other.start()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.api.collectives import Collectives, Request
-from dearmpi.comm.api.requests import Chain
+from dearmpi.comm.api.collectives import Chain, Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena

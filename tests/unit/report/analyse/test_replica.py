@@ -14,8 +14,8 @@ from dearmpi.plan.data.schedule import Wait, build_schedule
 from dearmpi.plan.simulate.timeline import Timeline
 from dearmpi.report.analyse.figures import exposure_of, measure
 from dearmpi.report.analyse.replica import conduct_of, replica_spans, replicate
-from dearmpi.report.read.history import History
 from dearmpi.report.read.recording import Recording, Window, record, total, union
+from dearmpi.report.read.run_files import History
 from dearmpi.report.read.trace import read_traces
 from tests.unit.report.example_run import ExampleRun
 

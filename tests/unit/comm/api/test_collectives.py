@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dearmpi.comm.api.collectives import Completed, Movement, Request
-from dearmpi.comm.api.requests import Chain
+from dearmpi.comm.api.collectives import Chain, Completed, Movement, Request
 from dearmpi.errors import CommError
 from tests.codes import raises
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dearmpi.report.read.history import History, HistoryRow
+from dearmpi.report.read.run_files import History, HistoryRow
 
 
 def paced(*points: tuple[int, float]) -> History:
