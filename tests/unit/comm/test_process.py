@@ -152,19 +152,19 @@ print("unflushed", end="")
 {body}
 """
 WARNED = "[rank 1] has waited N s for Godot: look for him\n"
-ENDED = "[rank 1] gave up after waiting N s for Godot: look for him\n"
+GAVE_UP = "[rank 1] gave up after waiting N s for Godot: look for him\n"
 
 
 @pytest.mark.parametrize(
     ("limits", "body", "code", "told"),
     [
-        ("0.1, 0.2", "with deadline: threading.Event().wait()", 8, WARNED + ENDED),
+        ("0.1, 0.2", "with deadline: threading.Event().wait()", 8, WARNED + GAVE_UP),
         ("0.1, 60", "with deadline: threading.Event().wait(3.0)\nsys.exit(3)", 3, WARNED),
         (
             "0.1, 0.2",
             "sys.stdout.close()\nwith deadline: threading.Event().wait()",
             8,
-            WARNED + ENDED,
+            WARNED + GAVE_UP,
         ),
         ("0.1, 0.2", "sys.stderr.close()\nwith deadline: threading.Event().wait()", 8, ""),
         # What comes before and after may take as long as it likes.
