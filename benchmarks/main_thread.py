@@ -92,15 +92,15 @@ def clock_seconds() -> float:
 def main() -> None:
     name, count = [*sys.argv[1:], *("bytes-lm", "40")[len(sys.argv) - 1 :]]
     world = connect()
-    subject = make_workload_model(world, BenchmarkSettings(name, ()), lambda _: None)
-    model, watch = subject.build(), Stopwatch()
+    workload = make_workload_model(world, BenchmarkSettings(name, ()), lambda _: None)
+    model, watch = workload.build(), Stopwatch()
     for owner, method, title in _ENTRIES:
         watch.attach(owner, method, title)
     watch.attach_to_gradients()
-    wrapped = subject.make_optimizer(model.parameters())
+    wrapped = workload.make_optimizer(model.parameters())
     wrapped.zero_grad = watch.around(wrapped.zero_grad, _CLEAR)  # type: ignore[method-assign]
     optimizer = DistributedOptimizer(wrapped, model, world=world)
-    loss = subject.losses()
+    loss = workload.losses()
     for number in range(_WARMUP + int(count)):
         if number == _WARMUP:
             watch.seconds.clear()

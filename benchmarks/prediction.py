@@ -103,12 +103,12 @@ def measure(given: argparse.Namespace) -> None:
     peers = {m.label: simulated.parse_method(m.label) for m in methods if m.uses_group}
     world = connect()
     tell = print if world.is_root else lambda _: None
-    subject = make_workload_model(world, question, tell)
-    profile, costs = profile_subject(world, subject)
+    workload = make_workload_model(world, question, tell)
+    profile, costs = profile_workload_model(world, workload)
     all_reduce = calibrate_all_reduce(world) if peers else LinkModel(0.0, 0.0)
     followed: dict[str, simulated.SimulationSetup] = {}
     watched = [watch(method, profile, costs, followed) for method in methods]
-    result = compare_methods(world, subject, watched, length=length, tell=tell)
+    result = compare_methods(world, workload, watched, length=length, tell=tell)
     outcomes = []
     for method, row in zip(methods, result.rows, strict=True):
         if row.error:
@@ -138,18 +138,18 @@ def refuse_unlike_the_profile(methods: Sequence[Method]) -> None:
             )
 
 
-def profile_subject(world: World, subject: WorkloadModel) -> tuple[ModelProfile, Costs]:
+def profile_workload_model(world: World, workload: WorkloadModel) -> tuple[ModelProfile, Costs]:
     """What ``plan="auto"`` measures in its first iterations (collective)."""
-    model = subject.build()
+    model = workload.build()
     optimizer = DistributedOptimizer(
-        subject.make_optimizer(model.parameters()), model, world=world, eager=True
+        workload.make_optimizer(model.parameters()), model, world=world, eager=True
     )
     measurement = JobMeasurement(
         optimizer._built.spec,
         algorithms=CollectiveAlgorithms("ring"),  # the default
         waited=lambda: optimizer.waited_s,
     )
-    loss = subject.losses()
+    loss = workload.losses()
     for _ in range(NUM_WARMUP + NUM_PROFILED):
         optimizer.zero_grad()
         loss(model).backward()

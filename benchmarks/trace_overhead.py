@@ -40,12 +40,12 @@ _RESAMPLES = 4000
 
 
 class Training:
-    """Iterations of ``subject``, with and without somebody who listens."""
+    """Iterations of ``workload``, with and without an observer."""
 
-    def __init__(self, world: World, subject: WorkloadModel) -> None:
-        self._model, self._loss = subject.build(), subject.losses()
+    def __init__(self, world: World, workload: WorkloadModel) -> None:
+        self._model, self._loss = workload.build(), workload.losses()
         self.optimizer = DistributedOptimizer(
-            subject.make_optimizer(self._model.parameters()), self._model, world=world
+            workload.make_optimizer(self._model.parameters()), self._model, world=world
         )
 
     @contextmanager
@@ -74,8 +74,8 @@ def main() -> None:
     world = connect()
     times = _COMPUTE_S if is_workload(name) else (None, None)
     question = BenchmarkSettings(name, (), feed_forward_s=times[0], backprop_s=times[1])
-    subject = make_workload_model(world, question, lambda _: None)
-    training = Training(world, subject)
+    workload = make_workload_model(world, question, lambda _: None)
+    training = Training(world, workload)
     header = TraceHeader("r", "0", world.rank, world.size, world.host, (1, 2), "dear", ())
     with tempfile.TemporaryDirectory() as folder:
         writer = TraceWriter(Path(folder) / "trace.json")
@@ -91,7 +91,7 @@ def main() -> None:
                     on.append(training.iterate(writer))
         writer.close()
     if world.is_root:
-        print(f"{subject.name} on {world.size} ranks, {num_pairs} pairs of iterations")
+        print(f"{workload.name} on {world.size} ranks, {num_pairs} pairs of iterations")
         report(np.array(off), np.array(on))
     training.optimizer.close()
 

@@ -82,8 +82,8 @@ class Contents:
     default=3,
     show_default=True,
     metavar="N",
-    help="iterations before each block that do not count; in a contest with planned or bayes every "
-    "method has more, as many as a plan takes at least, and on several hosts as many as take 4 s",
+    help="iterations before each block that do not count; beside planned or bayes every method "
+    "has more, as many as a plan takes at least, and on several hosts as many as take 4 s",
 )
 @click.option(
     "--num-batches-per-iter",

@@ -1,4 +1,4 @@
-"""Narrator: what a run looks like on the console, from its first step to its summary."""
+"""Console listener: what a run looks like on the console, from its first step to its summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dearmpi.version import describe_other_version
 
 
 @dataclass(slots=True)
-class Narrator:
+class ConsoleListener:
     """Listens to the trainer: writes metrics on rank 0 and tells the console.
 
     metrics: None on all ranks but 0.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.console_listener import Narrator, describe_outcome, describe_stop
+from dearmpi.cli.console_listener import ConsoleListener, describe_outcome, describe_stop
 from dearmpi.cli.endings import RankLog
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.job_measurement import NUM_PROFILED, NUM_WARMUP
@@ -68,15 +68,15 @@ def _train(session: Session, folder: RunFolder, console: Console, stop: StopRequ
     tracing = open_tracing(job.task.model, job.optimizer, window, folder)
     searches = job.settings.plan == "bayes" and job.world.size > 1
     search = CapSearch(job.optimizer, job.world, log=folder.bucket_caps) if searches else None
-    narrator = Narrator(job, console, metrics, tracing, PlanFile(job, folder), search)
-    narrator.tell_plan()
+    listener = ConsoleListener(job, console, metrics, tracing, PlanFile(job, folder), search)
+    listener.tell_plan()
     if tracing is not None:
         tracing.begin_iteration(job.start_step + 1)
     stop.limit(job.settings.max_time_s)
     trainer = Trainer(
         job,
         folder.path,
-        listener=narrator,
+        listener=listener,
         stop_requested=lambda: stop.is_due,
         check_own=folder.check_own,
     )

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.console_listener import Narrator, describe_outcome, describe_stop
+from dearmpi.cli.console_listener import ConsoleListener, describe_outcome, describe_stop
 from dearmpi.report.read.pace import STEADY, STRETCH_STEPS
 from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
@@ -49,8 +49,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def make_narrator(out: io.StringIO, *, speaks: bool = True) -> Narrator:
-    return Narrator(cast(Job, JOB), Console(speaks=speaks, out=out), None)
+def make_narrator(out: io.StringIO, *, speaks: bool = True) -> ConsoleListener:
+    return ConsoleListener(cast(Job, JOB), Console(speaks=speaks, out=out), None)
 
 
 def make_row(step: int, **changes: Any) -> MetricsRow:
@@ -60,10 +60,10 @@ def make_row(step: int, **changes: Any) -> MetricsRow:
 
 def test_a_line_tells_throughput_what_is_hidden_and_how_long_it_goes_on() -> None:
     out = io.StringIO()
-    narrator = make_narrator(out)
-    narrator.stepped(4)
-    narrator.measured(make_row(4))
-    narrator.measured(make_row(10))
+    listener = make_narrator(out)
+    listener.stepped(4)
+    listener.measured(make_row(4))
+    listener.measured(make_row(10))
     assert out.getvalue().splitlines() == [
         "step 4/10  percent 150.0000  200 points/s  exposed 25%  hidden 50%  12 s left",
         "step 10/10  percent 150.0000  200 points/s  exposed 25%  hidden 50%",
@@ -72,10 +72,10 @@ def test_a_line_tells_throughput_what_is_hidden_and_how_long_it_goes_on() -> Non
 
 def test_in_a_terminal_the_live_line_moves_with_every_step() -> None:
     out = Terminal()
-    narrator = make_narrator(out)
-    narrator.measured(make_row(4))
+    listener = make_narrator(out)
+    listener.measured(make_row(4))
     assert out.getvalue() == ""
-    narrator.stepped(5)
+    listener.stepped(5)
     assert out.getvalue().endswith(" 5/10  10 s left  percent 150.0000  hidden 50%  200 points/s")
 
 
@@ -89,9 +89,9 @@ def test_a_line_tells_what_an_evaluation_found() -> None:
 
 def test_the_time_that_is_left_includes_what_is_done_between_steps() -> None:
     out = io.StringIO()
-    narrator = make_narrator(out)
+    listener = make_narrator(out)
     for step, elapsed_s in ((2, 9.0), (4, 13.0), (6, 33.0)):  # steps of 2 s, and 16 s once in four
-        narrator.measured(make_row(step, elapsed_s=elapsed_s))
+        listener.measured(make_row(step, elapsed_s=elapsed_s))
     assert [line.rpartition("  ")[2] for line in out.getvalue().splitlines()] == [
         "16 s left",
         "12 s left",
@@ -120,20 +120,20 @@ def test_the_summary_is_in_the_units_of_the_task() -> None:
 
 def test_ranks_that_do_not_speak_are_silent() -> None:
     out = Terminal()
-    narrator = make_narrator(out, speaks=False)
-    narrator.stepped(4)
-    narrator.measured(make_row(4, eval_loss=1.0, ranks=(RankTimes(2, 0), RankTimes(2, 1.5))))
+    listener = make_narrator(out, speaks=False)
+    listener.stepped(4)
+    listener.measured(make_row(4, eval_loss=1.0, ranks=(RankTimes(2, 0), RankTimes(2, 1.5))))
     assert out.getvalue() == ""
 
 
 def test_a_slow_rank_is_named_once_with_its_host_and_again_after_it_recovered() -> None:
     slow, even = (RankTimes(2, 1.5), RankTimes(2, 0)), (RankTimes(2, 0), RankTimes(2, 0))
     out = io.StringIO()
-    narrator = make_narrator(out)
+    listener = make_narrator(out)
     phases = (slow, STEADY), (even, 1), (slow, STEADY), (even, STEADY), (slow, STEADY)
     rows = [ranks for ranks, count in phases for _ in range(count)]
     for row, ranks in enumerate(rows, 1):
-        narrator.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
+        listener.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
     lines = [line for line in out.getvalue().splitlines() if "slow" in line]
     assert len(lines) == 2
     assert lines[0].startswith("rank 1 on n1 is slow: busy for 2 s per step, the other ranks for")
@@ -144,12 +144,12 @@ def test_the_ranks_of_a_slow_host_are_named_in_one_line() -> None:
     out = io.StringIO()
     world = SimpleNamespace(size=4, hosts=("n0", "n0", "n1", "n1"), is_root=True)
     job = SimpleNamespace(**{**vars(JOB), "world": world})
-    narrator = Narrator(cast(Job, job), Console(speaks=True, out=out), None)
+    listener = ConsoleListener(cast(Job, job), Console(speaks=True, out=out), None)
     for row in range(1, 3 * STEADY):
         late = [0.01 * (row % 2), 0.01 * (row % 3)]  # now the one is slowest, now the other
         waits_s = (1.5, 1.5, *late)
         ranks = tuple(RankTimes(2, wait_s) for wait_s in waits_s)
-        narrator.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
+        listener.measured(make_row(row * STRETCH_STEPS, ranks=ranks))
     (line,) = [line for line in out.getvalue().splitlines() if "slow" in line]
     assert line.startswith("ranks 2 and 3 on n1 are slow: busy for 1.9")
 
@@ -161,11 +161,11 @@ def test_a_slow_rank_stands_in_the_log_of_rank_0_alone(
     world = SimpleNamespace(size=2, hosts=("n0", "n1"), is_root=is_root)
     job = SimpleNamespace(**{**vars(JOB), "world": world})
     # Also where rank 0 has no standard output.
-    narrator = Narrator(cast(Job, job), Console(speaks=is_root, out=None), None)
+    listener = ConsoleListener(cast(Job, job), Console(speaks=is_root, out=None), None)
     with caplog.at_level(logging.INFO, "dearmpi"):
         for row in range(1, STEADY + 1):
             slow = RankTimes(2, 1.5), RankTimes(2, 0)
-            narrator.measured(make_row(row * STRETCH_STEPS, ranks=slow))
+            listener.measured(make_row(row * STRETCH_STEPS, ranks=slow))
     lines = [line for line in caplog.messages if "rank 1 on n1 is slow" in line]
     assert len(lines) == is_root
 
