@@ -87,6 +87,11 @@ class Deadline:
 class _Exit(SystemExit):
     """What ``sys.exit()`` raises. If it ends the program, it is deleted when no frame is left."""
 
+    __module__, __qualname__ = "builtins", "SystemExit"  # as tracebacks show it
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SystemExit, self.args
+
     def __del__(self) -> None:
         is_main = threading.get_ident() == threading.main_thread().ident
         if is_main and sys._getframe().f_back is None:

@@ -264,3 +264,19 @@ atexit.register(lambda: print(exit_status()))
     )
     assert ended.stdout == f"{status}\n", ended.stderr
     assert ended.returncode == (status if "Value" not in body else 1)
+
+
+def test_an_exit_is_shown_and_pickled_as_pythons_own() -> None:
+    script = """
+import pickle, sys, traceback
+from dearmpi.comm.process import note_exit_status
+
+note_exit_status()
+try:
+    sys.exit("diverged")
+except SystemExit as error:
+    print(*traceback.format_exception_only(error), end="")
+    print(type(pickle.loads(pickle.dumps(error))) is SystemExit)
+"""
+    shown = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=60)
+    assert shown == "SystemExit: diverged\nTrue\n"
