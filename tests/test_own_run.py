@@ -109,21 +109,55 @@ def test_a_stopped_script_goes_on_with_the_same_numbers_on_another_number_of_ran
 class Script:
     """A script of one rank."""
 
-    def __init__(self) -> None:
-        self.model = nn.Linear(3, 1)
+    def __init__(self, dtype: torch.dtype = torch.float32, **settings: object) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1, dtype=dtype)
         world = dearmpi.World(AloneCollectives(), progress="poll")
-        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.optimizer = dearmpi.DistributedOptimizer(inner, self.model, world=world)
+        inner = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = dearmpi.DistributedOptimizer(
+            inner,
+            self.model,
+            world=world,
+            **settings,  # type: ignore[arg-type]
+        )
 
     def run(self, folder: Path, **settings: object) -> dearmpi.Run:
         return dearmpi.Run(folder, self.model, self.optimizer, **settings)  # type: ignore[arg-type]
 
     def step(self) -> torch.Tensor:
-        loss: torch.Tensor = self.model(torch.ones(4, 3)).square().mean()
+        loss: torch.Tensor = (
+            self.model(torch.randn(4, 3).to(self.model.weight.dtype)).square().mean()
+        )
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float32, {"gather": "parameters"}),
+        (torch.float32, {"gather": "gradients"}),
+        (torch.bfloat16, {"master_weights": True}),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_by_bit(
+    tmp_path: Path, dtype: torch.dtype, settings: dict[str, object]
+) -> None:
+    whole, first, second = (Script(dtype, **settings) for _ in range(3))
+    torch.manual_seed(1)
+    for _ in range(6):
+        whole.step()
+    torch.manual_seed(1)
+    for script, until in ((first, 3), (second, 6)):
+        with script.run(tmp_path / "a") as run:
+            run.resume()
+            while run.step < until:
+                run.log(script.step())
+        torch.manual_seed(2)  # the checkpoint has the state to go on with
+    for left, right in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(left, right)
 
 
 def test_a_run_in_a_folder_that_holds_one_is_refused_until_it_resumes(tmp_path: Path) -> None:
