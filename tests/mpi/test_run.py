@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 import dearmpi
-from dearmpi.cli import ranks
+from dearmpi.cli import endings
 from dearmpi.train.tasks.task import Task
 
 
@@ -54,7 +54,7 @@ def make(options):
     wrong, pause_s = options.get("wrong", ""), float(options.get("pause_s", "0"))
     bad = int(options.get("bad", "-1"))
     if wrong == "everywhere":  # however busy the machine is, the others leave it to rank 0
-        ranks._GRACE_OF_OTHERS_S = 30.0
+        endings._GRACE_OF_OTHERS_S = 30.0
     steps = [0]
 
     def loss(model, batch):
