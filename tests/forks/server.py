@@ -177,6 +177,16 @@ def _become(fds: list[int], request: Request, *, python: Path) -> None:
     sys.modules["numpy"].random.seed()
     sys.executable = str(python)
     multiprocessing.set_executable(sys.executable)
+    _leave_out_destructors()
+
+
+def _leave_out_destructors() -> None:
+    """Let C's exit() skip the destructors of torch, which take longer than most forks.
+
+    It calls handlers from the last on: those that the fork registers, then these two.
+    """
+    _C.on_exit(_C._exit, None)
+    _C.__cxa_atexit(_C.fflush, None, None)
 
 
 def _run(argv: list[str], base: list[str]) -> None:
