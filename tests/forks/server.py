@@ -6,6 +6,7 @@ The server has torch and dearmpi loaded, but not MPI.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -57,8 +58,12 @@ def main(address: str) -> None:
     listener.bind(address)
     listener.listen(64)
     print("ready", flush=True)  # clients wait while it loads
+    first = set(sys.modules)
+    loaded: list[str] = []
+    atexit.register(_keep, loaded)  # before all others, and so called last
     for name in _LOADED:
         importlib.import_module(name)
+    loaded += sys.modules.keys() - first
     assert "mpi4py" not in sys.modules, "a fork must not share MPI with the server"
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     base = [path for path in sys.path if path and path not in listed and path != os.getcwd()]
@@ -66,6 +71,12 @@ def main(address: str) -> None:
     gc.freeze()  # the forks' collections leave alone what is loaded here, and so do not copy it
     argv = _serve(listener, python_beside(address))
     _run(argv, base)
+
+
+def _keep(names: list[str]) -> None:
+    """Have Python's end leave these modules whole: to take them apart copies what forks share."""
+    kept = [sys.modules.pop(name, None) for name in names]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _serve(listener: socket.socket, python: Path) -> list[str]:
