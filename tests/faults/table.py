@@ -101,7 +101,7 @@ FAULTS = (
         "engine/iteration/engine_state.py",
         "past = list(self._agreements)[:-1]",
         "past = list(self._agreements)[:0]",
-        (f"{ENGINE}/iteration/test_iteration.py",),
+        (f"{ENGINE}/iteration/test_engine_state.py",),
     ),
     Fault(
         "buckets are reduced as their gradients come, not in the plan's order",
