@@ -1,8 +1,8 @@
 """Private interfaces of torch, each as a small function; no other file uses one.
 
-Each comment names the torch versions on which the interface was tried (2.11.0, 2.13.0, 2.15.0), and
-what happens in a torch that lacks it. "Assumed" means that torch offers no public way and there is
-no fallback: the import, or the first call, raises.
+Each comment names the torch versions on which the interface was tried (2.6.0, 2.11.0, 2.13.0,
+2.15.0), and what happens in a torch that lacks it. "Assumed" means that torch offers no public way
+and there is no fallback: the import, or the first call, raises.
 """
 
 from __future__ import annotations
@@ -304,7 +304,8 @@ def composed_apis(module: nn.Module) -> Collection[str]:
 # On 2.11 models whose blocks are compiled one by one fail their tests.
 
 
-CompileEvent = compile_callbacks.CallbackArgs
+# What a callback of ``watch_compilation`` is given; nothing on 2.6.
+CompileEvent = Any
 _HANDLER = compile_callbacks.callback_handler
 
 
@@ -352,8 +353,12 @@ def unwatch_compilation(callback: Callable[[CompileEvent], None]) -> None:
 
 
 def is_tracing(event: CompileEvent) -> bool:
-    """Whether what torch is about to compile is traced; the code of a backprop is not."""
-    return event.callback_trigger is compile_callbacks.CallbackTrigger.DYNAMO
+    """Whether what torch is about to compile is traced; the code of a backprop is not.
+
+    Tried on 2.11, 2.13, 2.15; True on 2.6, which does not show it.
+    """
+    trigger = getattr(event, "callback_trigger", None)
+    return trigger is None or trigger.name == "DYNAMO"
 
 
 @contextmanager

@@ -235,7 +235,7 @@ def _call_weakly(method: Callable[[CompileEvent], None]) -> Callable[[CompileEve
     """A callback that keeps nobody alive."""
     reference = weakref.WeakMethod(method)
 
-    def callback(event: CompileEvent) -> None:
+    def callback(event: CompileEvent = None) -> None:
         alive = reference()
         if alive is not None:
             alive(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -115,6 +116,47 @@ def lively(options: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+class FirstState(dict[Tensor, dict[str, Any]]):
+    """The state of made-up tensors before their first step, as the constructor makes it.
+
+    Most optimizers begin without state; Adagrad up to torch 2.11 fills it when it is made.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self._template = _constructed_state(optimizer) if optimizer.state else {}
+
+    def __missing__(self, param: Tensor) -> dict[str, Any]:
+        self[param] = entry = {
+            key: _refill(value, param) if isinstance(value, Tensor) else value
+            for key, value in self._template.items()
+        }
+        return entry
+
+
+def _constructed_state(optimizer: Optimizer) -> Mapping[str, Any]:
+    """What an optimizer of this class and these options has of a parameter when it is made.
+
+    Empty where the class cannot be made by its options.
+    """
+    param = torch.zeros(_ROW, device=device_of_optimizer(optimizer), requires_grad=True)
+    known = inspect.signature(type(optimizer).__init__).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in known}
+    try:
+        made = type(optimizer)([param], **options)
+    except Exception:  # a class of the user's own, of which nothing is known
+        return {}
+    state: Mapping[str, Any] = made.state.get(param, {})
+    return state
+
+
+def _refill(value: Tensor, param: Tensor) -> Tensor:
+    """``value``, of another parameter, for ``param``: its one number in each element, or a copy."""
+    if value.dim() == 0:
+        return value.clone()
+    return torch.full_like(param, value.flatten()[0].item(), dtype=value.dtype)
+
+
 def try_steps(
     optimizer: Optimizer,
     options: Mapping[str, Any],
@@ -136,7 +178,7 @@ def try_steps(
         values, *gradients = drawn.to(device, dtype)
         bucket = TrialBucket(values, lengths, shape)
         groups = [[member] for member in bucket.members] if apart else [bucket.members]
-        clones = [clone(optimizer, [lively(options)], defaultdict(dict)) for _ in groups]
+        clones = [clone(optimizer, [lively(options)], FirstState(optimizer)) for _ in groups]
         for gradient in gradients:
             bucket.fill(gradient, anew=anew)
             for twin, group in zip(clones, groups, strict=True):
@@ -151,7 +193,7 @@ def first_state(
     """A made-up tensor, and its state after a first step as one of ``group``."""
     values = torch.zeros(prod(shape), device=device_of_optimizer(optimizer))
     bucket = TrialBucket(values, [len(values)], shape)
-    twin = clone(optimizer, [in_training(optimizer, group)], defaultdict(dict))
+    twin = clone(optimizer, [in_training(optimizer, group)], FirstState(optimizer))
     bucket.train(twin, 1.0)
     (param,) = bucket.members
     return param, twin.state[param]

@@ -141,9 +141,10 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
             f"{param.dtype}, such as that of parameter {name}; use 'ring' or 'exchange'",
             code="dtype-not-served",
         )
-    if param.grad_dtype != param.dtype:
+    grad_dtype = getattr(param, "grad_dtype", param.dtype)  # missing in older torch
+    if grad_dtype != param.dtype:
         raise ConfigError(
-            f"parameter {name} of {param.dtype} has the grad_dtype {param.grad_dtype}, but "
+            f"parameter {name} of {param.dtype} has the grad_dtype {grad_dtype}, but "
             "gradients are added and sent in the parameter's dtype; leave grad_dtype out, or keep "
             "the parameter in fp32 and compute under torch.autocast",
             code="dtype-not-served",

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.config import Gather
 from dearmpi.errors import CheckpointError
 from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
@@ -251,3 +252,48 @@ def test_neighbours_of_which_one_has_none_for_its_momentum_are_loaded() -> None:
     expected = train(None)
     for found in run_ranks(2, train):
         torch.testing.assert_close(found, expected)
+
+
+class FilledWhenMade(torch.optim.Optimizer):
+    """Adagrad whose constructor makes the state, as torch's own did up to 2.11."""
+
+    def __init__(self, params: Any, lr: float = 0.1, start: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "start": start})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {
+                    "step": torch.tensor(0.0),
+                    "sum": torch.full_like(param, group["start"]),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["step"] += 1
+                state["sum"].addcmul_(param.grad, param.grad)
+                rate = group["lr"] / (1.0 + 0.1 * (float(state["step"]) - 1.0))
+                param.addcdiv_(param.grad, state["sum"].sqrt(), value=-rate)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_an_optimizer_that_has_its_state_from_the_start_trains_as_alone(gather: Gather) -> None:
+    def train(world: World | None) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        fill(model)
+        optimizer: Any = FilledWhenMade(model.parameters())
+        if world is not None:
+            optimizer = DistributedOptimizer(optimizer, model, world=world, gather=gather)
+        for step in range(4):
+            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)).double()
+            mine = inputs if world is None else inputs[world.rank :: world.size]
+            optimizer.zero_grad()
+            model(mine).square().mean().backward()
+            optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    alone = train(None)
+    for trained in run_ranks(2, train):
+        for param, wanted in zip(trained, alone, strict=True):
+            torch.testing.assert_close(param, wanted, rtol=1e-12, atol=1e-12)
