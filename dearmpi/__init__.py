@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dearmpi.comm.watchdog.watchdog import StallLimits
     from dearmpi.comm.world import World
     from dearmpi.config import EngineConfig
+    from dearmpi.drop_in.wrapper import DistributedDataParallel
     from dearmpi.engine.optimizer import DistributedOptimizer
     from dearmpi.engine.scaling import GradScaler
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dearmpi.tune.device_probe import probe_devices
 
 __all__ = [
+    "DistributedDataParallel",
     "DistributedOptimizer",
     "EngineConfig",
     "GradScaler",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DistributedDataParallel": "dearmpi.drop_in.wrapper",
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",
     "GradScaler": "dearmpi.engine.scaling",

@@ -181,6 +181,9 @@ module-not-served
 buffer-not-averaged
     `buffers="average"` was set, but a buffer has a type that cannot be added.
     Use `buffers="broadcast"` or `"keep"`.
+ddp-not-served
+    An argument, hook or method of DistributedDataParallel has no counterpart here.
+    Leave it out, or use what the message names.
 wrapped-model
     The model is inside a wrapper that averages or shards its gradients itself.
     Pass the model without the wrapper.

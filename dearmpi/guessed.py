@@ -50,7 +50,8 @@ PACKAGE = _by_name(
         "local_rank get_local_rank": f"{_WORLD}local_rank",
         "local_size cross_rank cross_size get_local_size": f"{_WORLD}hosts, the host of each rank",
         "shutdown finalize destroy_process_group": _END,
-        "DistributedDataParallel DDP DataParallel data_parallel prepare wrap replicate": _WRAP,
+        "DDP": "write from dearmpi import DistributedDataParallel as DDP",
+        "DataParallel data_parallel prepare wrap replicate": _WRAP,
         "FSDP FullyShardedDataParallel fully_shard ZeroRedundancyOptimizer ZeRO": (
             f"{_WRAP} and keeps one share of the optimizer's state on each rank"
         ),

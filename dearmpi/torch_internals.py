@@ -228,6 +228,24 @@ def is_patched(optimizer: Optimizer) -> bool:
     return step is not None and step is not type(optimizer).step
 
 
+def call_with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step``, whose first argument is an optimizer, with the hooks that torch calls around steps.
+
+    Tried on 2.13; assumed.
+    """
+    hooked: Callable[..., Any] = Optimizer.profile_hook_step(step)
+    return hooked
+
+
+def mark_scheduled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Have schedulers leave ``step`` as it is, which sets STEPPED_MARK by itself.
+
+    Tried on 2.13; a torch that looks for another mark puts its own step around this one.
+    """
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
 def save_with_hooks(optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """A state dict by ``save``, with the hooks that torch calls around ``state_dict()``.
 

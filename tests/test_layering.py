@@ -1,5 +1,5 @@
 """Imports point one way: cli > doctor > bench > train > report > engine > tune > plan, comm, which
-import config.
+import config. drop_in stands on the package's public names.
 
 Everything may import errors, which imports nothing; so does version. torch_internals holds every
 private name of torch; it stands beside the parts since engine, tune and bench need some. Within a
@@ -38,12 +38,13 @@ BELOW: dict[str, frozenset[str]] = {
     "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "version"},
     "report": _LIBRARY,
     "train": _LIBRARY | {"report", "version"},
-    PACKAGE: _LIBRARY | {"guessed", "train", "version"},
+    "drop_in": _TORCH | {PACKAGE, "config", "errors"},
+    PACKAGE: _LIBRARY | {"drop_in", "guessed", "train", "version"},
     "bench": _LIBRARY | _TORCH | {PACKAGE, "train", "report"},
     # It measures as a benchmark does, and judges what a run would do: above both.
     "doctor": _LIBRARY | {PACKAGE, "bench", "train", "report"},
     "cli": _LIBRARY | {"version", PACKAGE, "doctor", "bench", "train", "report"},
-    "__main__": frozenset({"cli"}),
+    "__main__": frozenset({"drop_in"}),
 }
 
 # What each room, or file beside the rooms, may import of its part, besides itself.
@@ -109,10 +110,14 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
     },
 }
 
+_TORCH_PARTS = frozenset(
+    {"torch_internals.py", "engine", "tune", "train", "bench", "doctor", "drop_in"}
+)
+
 # Where alone these may be imported, and where else for type checkers.
 CONFINED: dict[str, frozenset[str]] = {
     "mpi4py": frozenset({"comm/backends/mpi.py"}),
-    "torch": frozenset({"torch_internals.py", "engine", "tune", "train", "bench", "doctor"}),
+    "torch": _TORCH_PARTS,
     "click": frozenset({"cli"}),
 }
 CONFINED_TYPES: dict[str, frozenset[str]] = {"torch": frozenset({"comm"})}
@@ -275,7 +280,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, line: str, problem: 
         ("comm/api/collectives.py", f"{TYPES}    import torch"),
         ("bench/loop.py", "import torch\nfrom dearmpi import __version__, connect"),
         ("cli/main.py", "import click\nfrom dearmpi.train import task"),
-        ("__main__.py", "from dearmpi.cli.main import main"),
+        ("__main__.py", "from dearmpi.drop_in.command import main"),
         ("__init__.py", "from dearmpi.comm.lifecycle import connect"),
     ],
 )

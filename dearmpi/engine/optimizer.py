@@ -140,6 +140,17 @@ class DistributedOptimizer(Readings):
         names = self._built.spec.names
         return {name: found[param] for param, name in names.items() if param in found}
 
+    def keep_gradients(self) -> None:
+        """From now on ``param.grad`` is a gradient as with DDP: each read or change is served.
+
+        Needs ``gather="gradients"``. A norm, and scaling by a number, work on shards. Every other
+        use between backward and ``step`` waits for the all-gathers (collective). Gradients stay
+        after ``step`` until they are cleared; a backward adds to what is not.
+
+        Raises UsageError with ``gather="parameters"`` or ``eager=True``.
+        """
+        self._live.keep_gradients()
+
     @untraced
     def synchronize(self) -> None:
         """Wait until every parameter shows the last step, and nothing else is under way."""

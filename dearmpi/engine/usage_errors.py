@@ -74,6 +74,15 @@ def set_late(name: str) -> UsageError:
     )
 
 
+def kept_in_shards(gather: str, *, eager: bool) -> UsageError:
+    """Between backward and step each rank has its own shard of the gradients, or nothing."""
+    return UsageError(
+        f"gradients cannot be kept with gather={gather!r} and eager={eager}, with which no rank "
+        'has whole gradients; make the optimizer with gather="gradients" and eager=False',
+        code="settings-contradict",
+    )
+
+
 def second_backprop() -> UsageError:
     """It comes too late for the updates."""
     return UsageError(

@@ -68,7 +68,7 @@ def test_all_answers_name_what_there_is() -> None:
         ("init", r"no init: call world = dearmpi.connect\(\)"),
         ("rank", "no rank: with world = .*, it is world.rank$"),
         ("local_rank", "world.local_rank$"),
-        ("DistributedDataParallel", r"dearmpi.DistributedOptimizer\(optimizer, model\)"),
+        ("replicate", r"dearmpi.DistributedOptimizer\(optimizer, model\)"),
         ("allreduce", r"world.mean\(x\) for an average, or all_reduce"),
         ("broadcast_object", r"world.broadcast_object\(x\)"),
         ("broadcast_optimizer_state", r"every rank load the state, by the load_state_dict\(\)"),
@@ -83,7 +83,7 @@ def test_a_guessed_attribute_of_the_package(name: str, told: str) -> None:
 
 
 def test_an_attribute_that_there_is_not_is_an_error_for_type_checkers() -> None:
-    with pytest.raises(AttributeError, match="dearmpi has no nope; known: DistributedOptimizer"):
+    with pytest.raises(AttributeError, match="dearmpi has no nope; known: DistributedDataParallel"):
         dearmpi.nope()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="module 'dearmpi' has no attribute '__nope__'"):
         dearmpi.__nope__()  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,11 @@ from torch import Tensor, nn
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory, give_back_freed
 from dearmpi.engine.bucket.grad_tracker import GradState, GradTracker, quiet_slots
-from dearmpi.engine.bucket.placeholder import GradPlaceholder
+from dearmpi.engine.bucket.placeholder import (
+    AveragedGradients,
+    GradPlaceholder,
+    held_elsewhere,
+)
 from dearmpi.engine.device.accelerator import DeviceEvent
 from dearmpi.plan.data.layout import Bucket, BucketLayout
 from dearmpi.torch_internals import copy_each
@@ -102,6 +107,8 @@ class BucketRuntime:
         if self.parameters is not None:
             self._move_parameters(self.parameters)
         self._addresses = [param.data_ptr() for param in self.params]
+        self._lacking: list[int] = []
+        self._served_by: ReferenceType[AveragedGradients] | None = None
         self.placeholders = tuple(
             GradPlaceholder.of(param, name)
             for param, name in zip(self.params, spec.names, strict=True)
@@ -207,6 +214,65 @@ class BucketRuntime:
                 param.grad = None
         self.tracker.release()
 
+    def keep_gradients(self) -> None:
+        """In ``release_gradients``' place: placeholders stay, for a script to read."""
+        missing = self.tracker.missing
+        self._lacking = [slot for slot in missing if self.params[slot].grad is None]
+        self.tracker.release()
+
+    def add_to_kept(self, used: bytes | None) -> None:
+        """A backprop is about to add to what the last step has left, of ``used`` parameters; those
+        that lack a gradient on this rank alone have the average as well.
+        """
+        lacking = [slot for slot in self._lacking if used is not None and used[slot]]
+        for slot in (*self.kept_slots(), *lacking):
+            self.params[slot].grad = self.gradients.views[slot].clone()
+
+    def kept_slots(self) -> list[int]:
+        """Slots whose parameter has its placeholder, of this iteration or kept from the last."""
+        pairs = zip(self.params, self.placeholders, strict=True)
+        return [slot for slot, (param, kept) in enumerate(pairs) if param.grad is kept]
+
+    def replaced_slots(self) -> list[int]:
+        """Slots in whose placeholder's place the script has put something else, or None."""
+        params, placeholders = self.params, self.placeholders
+        return [
+            slot for slot in self.tracker.covered if params[slot].grad is not placeholders[slot]
+        ]
+
+    def take_replaced(self, slot: int) -> None:
+        """What the script has put in a placeholder's place counts instead of the average."""
+        grad = self.params[slot].grad
+        if grad is not None:
+            self._renew_placeholders(held_elsewhere(self.placeholders, [slot]))
+            if self.memory.lent:
+                whole = self.gradients.data
+                self.memory.renew()
+                self.gradients.data.copy_(whole)
+            self.gradients.views[slot].copy_(self._usable_gradient(slot))
+        self.tracker.withdraw(slot, is_missing=grad is None)
+
+    def serve_placeholders(self, gradients: ReferenceType[AveragedGradients]) -> None:
+        """Have all placeholders ask ``gradients``."""
+        self._served_by = gradients
+        for slot, placeholder in enumerate(self.placeholders):
+            placeholder.serve_from(gradients, self.index, slot)
+
+    def renew_placeholders(self) -> None:
+        """Where the script holds a placeholder of the last iteration, it keeps what that shows."""
+        self._renew_placeholders(held_elsewhere(self.placeholders, range(len(self.params))))
+
+    def _renew_placeholders(self, held: Sequence[int]) -> None:
+        if held:
+            renewed = list(self.placeholders)
+            for slot in held:
+                renewed[slot].stay(self.gradients.views[slot])
+                renewed[slot] = GradPlaceholder.of(self.params[slot], self.spec.names[slot])
+            self.placeholders = tuple(renewed)
+            self.memory.lent = True
+            if self._served_by is not None:
+                self.serve_placeholders(self._served_by)
+
     def invalidate_params(self) -> None:
         """Bump version counters, so that a backward through an older graph raises instead of using
         stale values.
@@ -260,6 +326,8 @@ class BucketRuntime:
         is added when the new gradients are reduced.
         """
         self._carried = self.gradients.shard.clone()
+        if self.memory.keeps:
+            self.memory.renew()
         self._blank_frozen()
         self.tracker.reopen()
         self.move_to(BucketState.IDLE)

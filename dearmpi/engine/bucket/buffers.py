@@ -128,11 +128,15 @@ class GradientMemory:
     to be read; and only what has no other owner, who would find sums over ranks in it.
 
     made: the buffer of the bucket's own, if there is one by now.
+    keeps: gradients stay until the next backprop begins, for a script to read. lent: a script may
+        hold a view of them for longer.
     """
 
     def __init__(self, spec: Bucket, params: Sequence[Tensor], *, rank: int, arena: Arena) -> None:
         self._spec, self._params, self._rank, self._arena = spec, params, rank, arena
         self.made: FlatBuffer | None = None
+        self.keeps = self.lent = False
+        self._owns_stretch = True  # of the arena, once it has taken one
         self._adopted: FlatBuffer | None = None
         is_whole = len(params) == 1 and spec.numel == spec.padded_numel
         self._may_adopt = (
@@ -146,7 +150,10 @@ class GradientMemory:
             return adopted
         if self.made is None:
             likes = [param.detach() for param in self._params]
-            data = self._arena.take(self._spec, likes[0])
+            if self._owns_stretch:
+                data = self._arena.take(self._spec, likes[0])
+            else:
+                data = zeros(self._spec.padded_numel, likes[0])
             self.made = FlatBuffer(self._spec, data, likes, rank=self._rank)
         return self.made
 
@@ -163,8 +170,15 @@ class GradientMemory:
         return True
 
     def give_up(self) -> None:
-        """Nobody needs this iteration's gradients any more."""
+        """No stage needs this iteration's gradients any more."""
+        if not self.keeps:
+            self._adopted = None
+
+    def renew(self) -> None:
+        """Leave to the script what it may hold, and what is kept of an adopted gradient."""
         self._adopted = None
+        if self.lent:
+            self.made, self.lent, self._owns_stretch = None, False, False
 
 
 def _is_stored_as(grad: Tensor, param: Tensor) -> bool:

@@ -147,6 +147,14 @@ class GradTracker:
         self._had |= self.covered
         self.covered.clear()
 
+    def withdraw(self, slot: int, *, is_missing: bool) -> None:
+        """The script has put something else in the place of a placeholder, ``is_missing``: None."""
+        self.covered.discard(slot)
+        if is_missing:
+            self.missing |= {slot}
+        else:
+            self._had.add(slot)
+
     def reset(self) -> None:
         """Back to the start of an iteration."""
         self.states[:] = [GradState.IDLE] * len(self.states)

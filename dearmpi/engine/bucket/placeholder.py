@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import ReferenceType
@@ -20,9 +21,14 @@ from dearmpi.torch_internals import (
 
 _HARMLESS = frozenset(
     getattr(Tensor, name).__get__
-    for name in ("dtype", "device", "shape", "layout", "is_sparse", "requires_grad", "grad_fn")
-) | frozenset((Tensor.size, Tensor.dim, Tensor.numel))
-
+    for name in (
+        *("dtype", "device", "shape", "layout", "is_sparse", "requires_grad", "grad_fn"),
+        *("ndim", "is_leaf", "is_cuda", "itemsize", "nbytes"),
+    )
+) | frozenset(
+    (Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size)
+    + (Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__)
+)
 
 # Norms of all elements: the keyword of their type, and the types that are such a norm.
 _NORMS: Mapping[Any, tuple[str, int]] = {
@@ -49,6 +55,10 @@ _CHANGES: Mapping[Any, str] = {
     **CHANGES_OF_LISTS,
 }
 _SAME = frozenset((Tensor.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_READING = frozenset(("__int__", "__index__", "__invert__", "__iter__"))
+_MOVING = frozenset((Tensor.set_, Tensor.resize_, Tensor.resize_as_))
+_PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)
 
 
 class AveragedGradients(Protocol):
@@ -64,6 +74,22 @@ class AveragedGradients(Protocol):
         """Change the averaged gradient in place by a method of Tensor."""
         ...
 
+    def keeps_whole(self, *, now: bool) -> bool:
+        """Whether ``whole`` may be called; ``now``: and needs no exchange any more."""
+        ...
+
+    def whole(self, bucket: int, slot: int) -> Tensor:
+        """The whole averaged gradient, to read or to change (collective before the step)."""
+        ...
+
+    def changed(self, bucket: int, slot: int, how: str) -> None:
+        """The script has changed the ``whole`` gradient in place."""
+        ...
+
+    def lend(self, bucket: int) -> None:
+        """The script may hold a view of a ``whole`` gradient for as long as it likes."""
+        ...
+
 
 class GradPlaceholder(Tensor):
     """A placeholder for a gradient that is being averaged over the ranks.
@@ -71,12 +97,13 @@ class GradPlaceholder(Tensor):
     It has the parameter's shape and dtype, and no memory of its own. Its norms are the
     norms of the whole averaged gradient. A change that treats each element by itself, as torch's
     clipping functions make, changes the averaged gradient. Every rank must do the same. All else
-    raises UsageError.
+    raises UsageError, or where the engine keeps gradients works on the whole averaged gradient.
     """
 
     _name: str
     _place: tuple[int, int]
     _gradients: Callable[[], AveragedGradients | None]
+    _kept: Tensor | None
 
     @staticmethod
     def of(param: Tensor, name: str) -> GradPlaceholder:
@@ -86,6 +113,7 @@ class GradPlaceholder(Tensor):
         placeholder._name = name
         placeholder._place = (0, 0)
         placeholder._gradients = lambda: None
+        placeholder._kept = None
         return placeholder
 
     def serve_from(
@@ -94,8 +122,34 @@ class GradPlaceholder(Tensor):
         """Ask ``gradients``, which this does not keep alive, for ``slot`` of ``bucket``."""
         self._gradients, self._place = gradients, (bucket, slot)
 
+    def stay(self, whole: Tensor) -> None:
+        """Show ``whole`` from now on, whatever becomes of the engine."""
+        self._kept, self._gradients = whole, lambda: None
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._is_served(now=True):  # else one rank that prints would wait for the others
+            return repr(self._whole())
         return f"GradPlaceholder({self._name})"
+
+    def _is_served(self, *, now: bool) -> bool:
+        if self._kept is not None:
+            return True
+        gradients = self._gradients()
+        return gradients is not None and gradients.keeps_whole(now=now)
+
+    def _whole(self) -> Tensor:
+        if self._kept is not None:
+            return self._kept
+        gradients = self._gradients()
+        assert gradients is not None, "is_served has looked"
+        return gradients.whole(*self._place)
+
+    def _note(self, how: str | None, *, lent: bool) -> None:
+        gradients = self._gradients()
+        if gradients is not None and how is not None:
+            gradients.changed(*self._place, how)
+        if gradients is not None and lent:
+            gradients.lend(self._place[0])
 
     @classmethod
     def __torch_function__(
@@ -111,12 +165,75 @@ class GradPlaceholder(Tensor):
                 return func(*args, **kwargs)
         if func in _SAME:
             return args[0]
+        found = _placeholders((args, kwargs))
+        if found and all(one._is_served(now=True) for one in found):
+            return _on_whole(func, args, kwargs, found)
         if func in _NORMS and (norm_type := _norm_type(func, *args[1:], **kwargs)) is not None:
             return _each(args[0], lambda one: _norm(one, norm_type, kwargs.get("dtype")))
         method = _CHANGES.get(func)
         if method and all(map(_is_number, (*args[1:], *kwargs.values()))):
             return _each(args[0], lambda one: _change(one, method, args[1:], kwargs))
-        raise _refused(_placeholders(args))
+        if found and all(one._is_served(now=False) for one in found):
+            return _on_whole(func, args, kwargs, found)
+        raise _refused(found)
+
+
+def _on_whole(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    placeholders: Sequence[GradPlaceholder],
+) -> Any:
+    """What ``func`` does with the whole gradients in the place of their ``placeholders``."""
+    if func in _MOVING:
+        raise _refused(placeholders)
+    wholes = {id(one): one._whole() for one in placeholders}
+    if func == _SET_DATA:  # each look-up makes another object
+        func = Tensor.copy_
+    found = func(*_with_wholes(args, wholes), **_with_wholes(kwargs, wholes))
+    name = getattr(func, "__name__", "")
+    writes = "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
+    writes |= name.startswith(("__i", "__setitem__")) and name not in _READING
+    for one in placeholders:
+        lent = _shares(found, wholes[id(one)])
+        one._note(name if writes else None, lent=lent)
+    return _shown(found, {id(wholes[id(one)]): one for one in placeholders})
+
+
+def _with_wholes(value: Any, wholes: Mapping[int, Tensor]) -> Any:
+    """``value`` with whole gradients in the place of placeholders, in containers as well."""
+    if isinstance(value, GradPlaceholder):
+        return wholes[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(_with_wholes(item, wholes) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_wholes(item, wholes) for key, item in value.items()}
+    return value
+
+
+def _shown(found: Any, placeholders: Mapping[int, GradPlaceholder]) -> Any:
+    """``found`` with placeholders in the place of their whole gradients: of changes in place."""
+    if isinstance(found, Tensor):
+        return placeholders.get(id(found), found)
+    if type(found) in (list, tuple):
+        return type(found)(_shown(item, placeholders) for item in found)
+    return found
+
+
+def _shares(found: Any, whole: Tensor) -> bool:
+    """Whether ``found`` is, or may hold, a view of ``whole``; itself does not count."""
+    if found is whole or isinstance(found, _PLAIN):
+        return False
+    if isinstance(found, Tensor) and found.layout is torch.strided:
+        return found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    if type(found) in (list, tuple):
+        return any(_shares(item, whole) for item in found)
+    return True
+
+
+def held_elsewhere(placeholders: tuple[GradPlaceholder, ...], slots: Iterable[int]) -> list[int]:
+    """Which of ``slots``, in the ``grad`` of no parameter, a script refers to."""
+    return [slot for slot in slots if sys.getrefcount(placeholders[slot]) > _UNHELD]
 
 
 @contextmanager
@@ -198,6 +315,17 @@ def _refused(placeholders: Sequence[GradPlaceholder]) -> UsageError:
 def _placeholders(value: Any) -> list[GradPlaceholder]:
     if isinstance(value, GradPlaceholder):
         return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
         return [found for item in value for found in _placeholders(item)]
     return []
+
+
+def _references_of_one() -> int:
+    """To a placeholder that nothing but a tuple holds, as ``held_elsewhere`` counts them."""
+    placeholders = (GradPlaceholder.of(torch.empty(1, device="cpu"), ""),)
+    return sys.getrefcount(placeholders[0])
+
+
+_UNHELD = _references_of_one()

@@ -34,8 +34,12 @@ class Backprop:
 
         Where ``model.zero_grad()`` has cleared all gradients meanwhile, they are dropped.
         """
-        if self._state.iteration.stepped:
-            return
+        if not self._state.iteration.stepped:
+            self._continue_or_drop()
+        if self._state.keeps_gradients and self._state.iteration.stepped:
+            self._renew_kept()
+
+    def _continue_or_drop(self) -> None:
         name = self.find_cleared()
         params = (param for bucket in self._buckets for param in bucket.params)
         if name and any(param.grad is not None for param in params):
@@ -44,6 +48,20 @@ class Backprop:
             self.discard_grads()
         else:
             self.end()  # of one that was broken off
+
+    def _renew_kept(self) -> None:
+        """What a script has kept of the last step is its own from now on; what it has not cleared
+        is added to.
+        """
+        self._waiting.until_finished()
+        self._comm_stream.make_current_wait()
+        used = self._state.iteration.used
+        adds = any(bucket.kept_slots() for bucket in self._buckets)  # else all is cleared
+        for bucket in self._buckets:
+            if adds:
+                bucket.add_to_kept(None if used is None else used[bucket.index])
+            bucket.renew_placeholders()
+            bucket.memory.renew()
 
     def register_grad_ready(self, bucket: BucketRuntime, slot: int) -> None:
         """Autograd has finished the gradient of one parameter."""
@@ -110,6 +128,21 @@ class Backprop:
             raise usage_errors.looked_at_gradients()
         self.finish_backward()
         self._waiting.until(self._pipeline.is_settled, "the reduce-scatters")
+        self._comm_stream.make_current_wait()
+
+    def wait_gathered(self) -> None:
+        """Finish backprop and wait until every rank holds the whole averaged gradients, which the
+        step then uses as they are (collective).
+        """
+        self.wait_reduced()
+        self._state.iteration.gathers_early = True
+        self._pipeline.see_step()
+        self._waiting.until(self._pipeline.is_settled, "the all-gathers of gradients")
+        self._comm_stream.make_current_wait()
+
+    def wait_updated(self) -> None:
+        """Wait until the last step has used the gradients."""
+        self._waiting.until_finished()
         self._comm_stream.make_current_wait()
 
     def discard_grads(self) -> None:

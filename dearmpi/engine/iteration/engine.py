@@ -66,7 +66,9 @@ class Engine:
         """Have every bucket updated with the options of this moment, and gathered; ``exhausted``:
         this rank has no batches left and only takes part.
         """
-        if name := self.backprop.find_cleared():
+        if self.state.keeps_gradients:
+            self.reduced.take_replaced()
+        elif name := self.backprop.find_cleared():
             raise usage_errors.cleared(name)
         self.backprop.finish_backward()
         options = self.state.iteration.options
@@ -82,7 +84,10 @@ class Engine:
             self._options.count(options)  # before anything is begun, since it may raise
         iteration = self.state.iteration
         for bucket in self._buckets:
-            bucket.release_gradients()
+            if self.state.keeps_gradients:
+                bucket.keep_gradients()
+            else:
+                bucket.release_gradients()
         iteration.stepping = iteration.stepped = True
         if exhausted:  # it starts at once what it has no gradients for
             iteration.incomplete = frozenset()
@@ -159,7 +164,19 @@ class Engine:
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """Copies of the whole averaged gradients, as far as there are any (collective)."""
+        if self.state.keeps_gradients:
+            self.reduced.take_replaced()
         return self.reduced.gather()
+
+    def keep_gradients(self) -> None:
+        """Serve whatever a script does to ``param.grad``, also after the step.
+
+        Raises UsageError for settings with which no rank has whole gradients.
+        """
+        conduct = self.state.conduct
+        if conduct.gather != "gradients" or conduct.eager:
+            raise usage_errors.kept_in_shards(conduct.gather, eager=conduct.eager)
+        self.reduced.keep()
 
     def shards(self) -> list[Tensor]:
         """The own shards of reduced gradients, as far as there are any."""
@@ -204,6 +221,8 @@ class Engine:
 
     def close(self) -> None:
         """Finish what is under way and give the channels back."""
+        if self.state.keeps_gradients:
+            self.reduced.hand_over()
         if not self.state.iteration.stepped:
             self.backprop.finish_backward()  # other ranks may have reduced what is not full here
             if self._eager:  # the step is promised, and some buckets are updated by now

@@ -40,6 +40,7 @@ class Iteration:
     num_gathers: how many of ``all_gathers``, from the first on, are submitted; the gather of a
         bucket that takes no part counts as well.
     num_finished: buckets that have passed all stages.
+    gathers_early: a script reads whole gradients before the step.
     """
 
     reduce_scatters: tuple[int, ...] = ()
@@ -54,6 +55,7 @@ class Iteration:
     reduced: set[int] = field(default_factory=set)
     num_gathers: int = 0
     num_finished: int = 0
+    gathers_early: bool = False
 
     def is_finished(self) -> bool:
         """Whether every active bucket has passed all stages."""
@@ -64,6 +66,7 @@ class Iteration:
         self.started.clear()
         self.reduced.clear()
         self.num_gathers = 0
+        self.gathers_early = False
 
 
 class DeferredBuckets:
@@ -103,6 +106,7 @@ class EngineState:
         script has changed of averaged gradients.
     iteration: the one under way. deferred: which buckets go last in the next one.
     num_reduced: times that gradients were, or are being, reduced.
+    keeps_gradients: ``param.grad`` serves all reads, and stays after the step.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class EngineState:
         self.loads, self.edits = Loads(), Edits()
         self.deferred = DeferredBuckets()
         self.num_reduced = 0
+        self.keeps_gradients = False
         self.iteration = Iteration(stepped=True)
 
     def begin_iteration(self, active: frozenset[int], options: Options | None) -> None:

@@ -77,6 +77,9 @@ class NullEngine:
         grads = ((param, param.grad) for param in self._params())
         return {param: grad.detach().clone() for param, grad in grads if grad is not None}
 
+    def keep_gradients(self) -> None:
+        """Gradients are the script's own."""
+
     def shards(self) -> list[Tensor]:
         """All gradients."""
         self._refuse_if_closed("reading gradients")

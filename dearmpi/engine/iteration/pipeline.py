@@ -124,6 +124,8 @@ class Pipeline:
     def is_settled(self) -> bool:
         """Whether all that may happen before the options are known has happened."""
         buckets, last = self._state.buckets, self._before_step
+        if self._state.iteration.gathers_early:
+            last = BucketState.GATHERED
         return all(buckets[index].state is last for index in self._state.iteration.active)
 
     def reset_codecs(self) -> None:
@@ -176,7 +178,7 @@ class Pipeline:
     def _start_gathers(self) -> None:
         """Submit all-gathers in the schedule's order, as far as their buckets allow."""
         iteration = self._state.iteration
-        if iteration.options is None and self._gathers_wait:
+        if iteration.options is None and self._gathers_wait and not iteration.gathers_early:
             return  # a further backprop may still add to what has been reduced
         gathers = iteration.all_gathers
         while iteration.num_gathers < len(gathers):

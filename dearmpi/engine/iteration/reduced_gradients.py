@@ -36,8 +36,59 @@ class ReducedGradients:
         self._norms: dict[float, dict[Place, float]] = {}
         self._num_reduced = 0  # when these norms were found
         for bucket in state.buckets:
-            for slot, placeholder in enumerate(bucket.placeholders):
-                placeholder.serve_from(ref(self), bucket.index, slot)
+            bucket.serve_placeholders(ref(self))
+
+    def keep(self) -> None:
+        """Serve whatever a script does to ``param.grad``, also after the step."""
+        self._state.keeps_gradients = True
+        for bucket in self._state.buckets:
+            bucket.memory.keeps = True
+
+    def keeps_whole(self, *, now: bool) -> bool:
+        """Whether gradients are kept; ``now``: and each rank has all of them."""
+        iteration = self._state.iteration
+        return self._state.keeps_gradients and (
+            not now or iteration.stepped or iteration.gathers_early
+        )
+
+    def whole(self, bucket: int, slot: int) -> Tensor:
+        """The whole averaged gradient as it lies in its buffer (collective before the step).
+
+        Raises UsageError within a backward, and for a gradient that is not averaged.
+        """
+        if self._state.iteration.stepped:
+            self._refuse_in_backprop(self._state.buckets[bucket].spec.names[slot])
+            self._backprop.wait_updated()
+        else:
+            self._settle(bucket, slot)
+            self._backprop.wait_gathered()
+        return self._state.buckets[bucket].gradients.views[slot]
+
+    def changed(self, bucket: int, slot: int, how: str) -> None:
+        """Ranks compare in the step what they have changed."""
+        self.forget_norms()
+        if not self._state.iteration.stepped:
+            self._state.edits.note(f"{self._state.buckets[bucket].spec.names[slot]} {how}")
+
+    def lend(self, bucket: int) -> None:
+        """Use other memory for the next gradients of ``bucket``."""
+        self._state.buckets[bucket].memory.lent = True
+
+    def take_replaced(self) -> None:
+        """Before the step: what the script has put in the place of placeholders counts."""
+        replaced = [(b, slot) for b in self._state.buckets for slot in b.replaced_slots()]
+        if not replaced:
+            return
+        self._backprop.wait_gathered()
+        for bucket, slot in replaced:
+            bucket.take_replaced(slot)
+            self.changed(bucket.index, slot, "replaced")
+
+    def hand_over(self) -> None:
+        """At the end, the script gets what it has not read: gradients in place of placeholders."""
+        kept = [(b, slot) for b in self._state.buckets for slot in b.kept_slots()]
+        for bucket, slot in kept:
+            bucket.params[slot].grad = self.whole(bucket.index, slot)
 
     def norm(self, bucket: int, slot: int, norm_type: float) -> float:
         """The norm of an averaged gradient, the same on every rank (collective).
@@ -110,8 +161,7 @@ class ReducedGradients:
         and where ranks or backwards do not agree on what there is to be averaged.
         """
         runtime, iteration = self._state.buckets[bucket], self._state.iteration
-        if number_of_backprop() >= 0:
-            raise usage_errors.read_in_backprop(runtime.spec.names[slot])
+        self._refuse_in_backprop(runtime.spec.names[slot])
         if self._state.joining.is_open:
             raise usage_errors.clipped_in_join()
         if iteration.stepped or slot not in runtime.tracker.covered:
@@ -119,6 +169,10 @@ class ReducedGradients:
         if len(iteration.started) < len(iteration.active) and (name := self._find_local()):
             raise usage_errors.still_local(name)
         self._backprop.wait_reduced()
+
+    def _refuse_in_backprop(self, name: str) -> None:
+        if number_of_backprop() >= 0:
+            raise usage_errors.read_in_backprop(name)
 
     def _find_local(self) -> str:
         """The name of a parameter whose gradient of before the last backward is not on its way."""

@@ -38,6 +38,7 @@ class LiveEngine:
         """
         self.context = context
         self._waited_before_s = 0.0
+        self._keeps_gradients = False
         self._channel = MigrationChannel(context.world)
         spec = make_spec(context, config=config, plan=plan)
         self.built = build_engine(spec)
@@ -100,6 +101,13 @@ class LiveEngine:
         self.built = build_engine(spec)
         self.built.state.adopt()
         migration.deliver(self.built)
+        if self._keeps_gradients:
+            self.built.engine.keep_gradients()
+
+    def keep_gradients(self) -> None:
+        """Serve whatever a script does to ``param.grad``, in later engines too."""
+        self.built.engine.keep_gradients()
+        self._keeps_gradients = True
 
     def expect_renewal(self) -> None:
         """Open the channel on which state travels then (collective)."""

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dearmpi.config import Buffers
+from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.engine.sync.model_tensors import model_tensors
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.torch_internals import active_ddp, composed_apis, is_flat_shard
@@ -77,7 +78,8 @@ def refuse_alone_in_their_group(model: nn.Module) -> None:
     else:
         found = "torch.distributed is not initialized"
     for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
+        # Where dearmpi runs a script, torch's name has come to mean the other one.
+        if isinstance(module, nn.SyncBatchNorm) and not isinstance(module, SyncBatchNorm):
             raise ConfigError(
                 f"module {name or 'of the model'} is torch's SyncBatchNorm, which would normalise "
                 f"each rank's samples by themselves, as {found}; call model = "

@@ -1,0 +1,118 @@
+"""ServedOptimizer: an engine takes the steps of an optimizer that a script goes on to use."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dearmpi import DistributedOptimizer, World
+from dearmpi.drop_in.known_optimizers import KnownOptimizers, params_of
+from dearmpi.torch_internals import STEPPED_MARK, call_with_step_hooks, mark_scheduled
+
+if TYPE_CHECKING:
+    from dearmpi.drop_in.serving import ModelServing
+
+
+class ServedOptimizer:
+    """The engine behind an optimizer of the script's, whose class and param groups stay.
+
+    The engine wraps a twin that shares all but the state; in place of that the script sees the
+    engine's.
+    """
+
+    def __init__(self, optimizer: Optimizer, models: list[ModelServing], world: World) -> None:
+        """Raises ConfigError, with everything as it was, for what no engine can serve."""
+        self.optimizer, self.models = optimizer, models
+        self._twin = _twin_of(optimizer)
+        KnownOptimizers.own.add(self._twin)
+        whole = [serving.model for serving in models]
+        self.engine = DistributedOptimizer(
+            self._twin,
+            whole[0] if len(whole) == 1 else nn.ModuleList(whole),
+            world=world,
+            **models[0].settings(),
+        )
+        if self.engine.config.gather == "gradients":
+            self.engine.keep_gradients()
+        self._show_state()
+        self._before = vars(optimizer).get("step")
+        vars(optimizer)["step"] = MethodType(
+            mark_scheduled(call_with_step_hooks(self._step)), optimizer
+        )
+        vars(optimizer)["add_param_group"] = MethodType(self._add_param_group, optimizer)
+        vars(optimizer)["state_dict"] = MethodType(self._state_dict, optimizer)
+        self._handle = optimizer.register_load_state_dict_post_hook(self._loaded)
+
+    def params(self) -> Iterable[nn.Parameter]:
+        """Those of the optimizer."""
+        return params_of(self.optimizer)
+
+    def release(self) -> None:
+        """Leave the optimizer, with its state, to itself (collective)."""
+        optimizer = self.optimizer
+        state_dict = None if self.engine.config.gather == "gradients" else self.engine.state_dict()
+        self._handle.remove()
+        for model in self.models:
+            model.stop_averager()
+            model.engines.remove(self)
+        self.engine.close()
+        vars(optimizer)["state"] = self._twin.state
+        for name in _METHODS:
+            del vars(optimizer)[name]
+        if self._before is not None:
+            vars(optimizer)["step"] = self._before
+        if state_dict is not None:
+            optimizer.load_state_dict(state_dict)
+        KnownOptimizers.served.pop(optimizer, None)
+
+    def _step(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        self._follow_attributes()
+        vars(self.optimizer)[STEPPED_MARK] = True
+        return self.engine.step(closure)
+
+    def _follow_attributes(self) -> None:
+        """What the script has set on the optimizer, the engine refuses where it has no effect."""
+        own, twin = vars(self.optimizer), vars(self._twin)
+        for name, value in own.items():
+            if name not in _INSTEAD and "hooks" not in name and twin.get(name, self) is not value:
+                twin[name] = value
+
+    def _add_param_group(self, optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        self.release()  # which takes this method away
+        optimizer.add_param_group(param_group)
+
+    def _state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """torch's own, with its hooks, of plain entries, which can be saved."""
+        shown = vars(optimizer)["state"]
+        vars(optimizer)["state"] = {param: dict(entries) for param, entries in shown.items()}
+        try:
+            return type(optimizer).state_dict(optimizer)
+        finally:
+            vars(optimizer)["state"] = shown
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        vars(self._twin)["param_groups"] = optimizer.param_groups
+        self.engine.load_state_dict(self._state_dict(optimizer))
+        vars(optimizer)["param_groups"] = self._twin.param_groups
+        self._show_state()
+
+    def _show_state(self) -> None:
+        vars(self.optimizer)["state"] = self.engine.state
+
+
+_METHODS = ("step", "add_param_group", "state_dict")
+_INSTEAD = frozenset((*_METHODS, "state"))
+
+
+def _twin_of(optimizer: Optimizer) -> Optimizer:
+    """One of the same class, with the same attributes, param groups and state, but no hooks."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        is_hooks = isinstance(value, OrderedDict) and "hooks" in name
+        vars(twin)[name] = OrderedDict() if is_hooks else value
+    return twin

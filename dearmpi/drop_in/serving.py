@@ -1,0 +1,168 @@
+"""Serving: which engine averages which gradients of a wrapped model.
+
+A wrapper's parameters belong to its averager, an engine that never steps, until an optimizer has
+taken its first step on them. Then an engine of the optimizer's takes over: its buckets are updated
+behind the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+import dearmpi
+from dearmpi import DistributedOptimizer, World
+from dearmpi.config import CommDtype, EngineSettings
+from dearmpi.drop_in.given_settings import Chosen
+from dearmpi.drop_in.known_optimizers import KnownOptimizers, optimizers_of
+from dearmpi.drop_in.served_optimizer import ServedOptimizer
+from dearmpi.drop_in.step_hooks import serve, watch_steps
+from dearmpi.errors import ConfigError, UsageError
+
+_HALF_BYTES = 2  # of an element that is on the wire as it is
+
+
+class ModelServing:
+    """The engines of one wrapper.
+
+    engines: of optimizers that have parameters of the wrapper. synchronizes: whether the next
+    backward reduces gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, world: World, *, bucket_cap_mb: float | None, broadcasts: bool
+    ) -> None:
+        """``model``: the wrapper, whose trainable parameters of this moment are served."""
+        self._model, self._world = model, world
+        self._bucket_cap_mb, self._broadcasts = bucket_cap_mb, broadcasts
+        self.comm_dtype: CommDtype = Chosen.choices.comm_dtype
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        if not self.names:
+            raise ConfigError(
+                "no parameter of the model requires grad: nothing to train; leave out "
+                "DistributedDataParallel",
+                code="nothing-to-train",
+            )
+        self.engines: list[ServedOptimizer] = []
+        self.synchronizes = True
+        self._averager: DistributedOptimizer | None = None
+        self._unsynchronized = ExitStack()
+        self._is_synchronizing = True
+        self._is_complete = False
+        watch_steps(self)
+
+    def prepare(self) -> None:
+        """A forward begins, whose backward brings gradients (collective the first time)."""
+        if not self._is_complete:
+            self._complete()
+        if self._is_synchronizing is not self.synchronizes:
+            self._switch()
+        if self._averager is not None and not self.engines and self.synchronizes:
+            self._broadcast_buffers()
+
+    def average_now(self) -> None:
+        """Put averaged gradients, as plain tensors, where the averager's are (collective)."""
+        averager = self._averager
+        if averager is None:
+            return
+        found = averager.gradients()
+        averager.zero_grad()
+        for param, name in self.names.items():
+            if name in found:
+                param.grad = found[name]
+
+    def stop_averager(self) -> None:
+        """Leave its parameters to another engine, with what gradients they have (collective)."""
+        self._unsynchronized.close()
+        self._is_synchronizing, self._is_complete = True, False
+        if self._averager is not None:
+            self._averager.close()
+            self._averager = None
+
+    def only_engine(self) -> DistributedOptimizer:
+        """The engine of the one optimizer that has all parameters, for ``join``.
+
+        Raises UsageError where there is none.
+        """
+        for optimizer in optimizers_of(self.names) if not self.engines else ():
+            serve(optimizer)
+        if not self._is_complete:
+            self._complete()
+        if len(self.engines) != 1 or self._averager is not None:
+            raise UsageError(
+                f"join() needs one optimizer that has all parameters of the model, made before; "
+                f"there are {len(self.engines)} that are served; make one with param groups, or "
+                "give every rank as many batches",
+                code="join-misused",
+            )
+        return self.engines[0].engine
+
+    def choose_comm_dtype(self, dtype: CommDtype) -> None:
+        """Send gradients in ``dtype`` from now on (collective).
+
+        Raises UsageError once an optimizer is served.
+        """
+        if self.engines:
+            raise UsageError(
+                "register_comm_hook() after the first step; call it right after "
+                "DistributedDataParallel()",
+                code="ddp-not-served",
+            )
+        self.comm_dtype = dtype
+        self.stop_averager()
+
+    def wait(self) -> None:
+        """Wait until every parameter shows the last step."""
+        for served in self.engines:
+            served.engine.synchronize()
+
+    def settings(self) -> EngineSettings:
+        """Those of the next engine; steps of the first one exchange the model's buffers."""
+        choices = Chosen.choices
+        are_halves = all(param.dtype.itemsize == _HALF_BYTES for param in self.names)
+        return EngineSettings(
+            schedule=choices.schedule,
+            gather=choices.gather,
+            bucket_cap_mb=self._bucket_cap_mb,
+            comm_dtype="fp32" if are_halves else self.comm_dtype,
+            buffers="broadcast" if self._broadcasts and not self.engines else "keep",
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapper."""
+        return self._model
+
+    def _complete(self) -> None:
+        """Have an averager for what no engine has."""
+        taken = {p for served in self.engines for p in served.params()}
+        free = [p for p in self.names if p not in taken]
+        if free and self._averager is None:
+            never_stepped = torch.optim.SGD(free, lr=0.0)
+            KnownOptimizers.own.add(never_stepped)
+            settings = self.settings()
+            settings |= EngineSettings(gather="gradients", buffers="keep")
+            self._averager = DistributedOptimizer(
+                never_stepped, self._model, world=self._world, **settings
+            )
+            self._averager.keep_gradients()
+        self._is_complete = True
+
+    def _switch(self) -> None:
+        self._unsynchronized.close()
+        if not self.synchronizes:
+            for engine in self._all_engines():
+                self._unsynchronized.enter_context(engine.no_sync())
+        self._is_synchronizing = self.synchronizes
+
+    def _all_engines(self) -> Iterator[DistributedOptimizer]:
+        yield from (served.engine for served in self.engines)
+        if self._averager is not None:
+            yield self._averager
+
+    def _broadcast_buffers(self) -> None:
+        if self._broadcasts and any(True for _ in self._model.buffers()):
+            dearmpi.broadcast_buffers(self._model, self._world)

@@ -1,0 +1,425 @@
+"""Scripts of the shapes that people write for DistributedDataParallel, as functions of the wrapper.
+
+Each ends with what it has trained and the optimizers; ``seen`` has the numbers that it would print.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 5
+
+
+@dataclass(slots=True)
+class Job:
+    """What differs between the two runs of a script."""
+
+    wrap: Callable[..., Any]
+    rank: int
+    size: int
+    zero: Callable[..., Any] = ZeroRedundancyOptimizer
+
+    def batch(self, step: int, rank: int | None = None, *, num: int = 4) -> Tensor:
+        """This rank's inputs."""
+        rank = self.rank if rank is None else rank
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return torch.randn(num, 6, generator=generator, dtype=torch.float64)
+
+
+@dataclass(slots=True)
+class Trained:
+    """How a script ends."""
+
+    models: list[nn.Module]
+    optimizers: list[Optimizer] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """Three linear layers."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    return nn.Sequential(*layers).double()
+
+
+def loss_of(outputs: Tensor) -> Tensor:
+    """Some loss."""
+    return outputs.square().mean()
+
+
+def plain_loop(job: Job) -> Trained:
+    """The optimizer is made after the wrapper."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(STEPS):
+        loss = loss_of(model(job.batch(step)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return Trained([model], [optimizer], seen)
+
+
+def optimizer_first(job: Job) -> Trained:
+    """The optimizer and its scheduler are made before the wrapper."""
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    model = job.wrap(module, bucket_cap_mb=1)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+        scheduler.step()
+    return Trained([model], [optimizer], [float(rate) for rate in scheduler.get_last_lr()])
+
+
+def accumulation(job: Job) -> Trained:
+    """By no_sync, by its flag, and by backwards that all synchronize."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step % 3 == 0:
+            with model.no_sync():
+                for micro in range(2):
+                    loss_of(model(job.batch(10 * step + micro))).backward()
+            loss_of(model(job.batch(10 * step + 2))).backward()
+        for micro in range(3) if step % 3 else ():
+            model.require_backward_grad_sync = micro == 2 or step % 3 == 2
+            loss_of(model(job.batch(10 * step + micro))).backward()
+        optimizer.step()
+    return Trained([model], [optimizer])
+
+
+def gradients_that_stay(job: Job) -> Trained:
+    """Not all steps clear them."""
+    model = job.wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS + 2):
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+        if step == 2:
+            model.zero_grad()
+        if step == 4:
+            optimizer.zero_grad(set_to_none=False)
+    return Trained([model], [optimizer])
+
+
+def clipping(job: Job) -> Trained:
+    """By norm and by value."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        if step % 2:
+            seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        else:
+            nn.utils.clip_grad_value_(model.parameters(), 0.001)
+        optimizer.step()
+    return Trained([model], [optimizer], seen)
+
+
+def gradients_read_and_changed(job: Job) -> Trained:
+    """All that a script may do to ``param.grad``, and what it keeps of it."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    params = list(model.parameters())
+    seen: list[float] = []
+    kept: list[Any] = []
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        seen.append(sum(float(p.grad.abs().mean()) for p in params))
+        seen += [float((old * p.grad).sum()) for old, p in zip(kept, params, strict=False)]
+        kept = [p.grad if step % 2 else p.grad.view(-1).view(p.shape) for p in params]
+        params[1].grad.add_(params[1].detach(), alpha=0.1)
+        params[0].grad[0] = 0.5
+        _change(params, step)
+        optimizer.step()
+        seen.append(sum(float(p.grad.norm()) for p in params if p.grad is not None))
+    return Trained([model], [optimizer], seen)
+
+
+def _change(params: list[Any], step: int) -> None:
+    match step:
+        case 3:
+            params[2].grad = params[2].grad * 2
+        case 4:
+            params[4].grad = None
+        case 5:
+            params[3].grad.data = torch.ones_like(params[3])
+        case 6:
+            params[0].grad.view(-1)[:3].mul_(3.0)
+        case _:
+            nn.utils.clip_grad_norm_(params, 0.1)
+
+
+def amp_and_scaler(job: Job) -> Trained:
+    """A scaled loss, one of them infinite, unscaled to be clipped."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model(job.batch(step)))
+        loss = loss * (float("inf") if step == 2 and job.rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+        if step % 2 == 0:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    return Trained([model], [optimizer], seen)
+
+
+def two_optimizers(job: Job) -> Trained:
+    """A GAN: two models, each with its own optimizer."""
+    maker, judge = job.wrap(network(0)), job.wrap(network(1))
+    of_maker = torch.optim.Adam(maker.parameters(), lr=0.01)
+    of_judge = torch.optim.Adam(judge.parameters(), lr=0.01)
+    head = torch.ones(3, 6, dtype=torch.float64)
+    for step in range(STEPS):
+        made = maker(job.batch(step)) @ head
+        of_judge.zero_grad()
+        real = judge(job.batch(step + 50)).mean()
+        (judge(made.detach()).square().mean() - real).backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        judge(made).mean().backward()
+        of_maker.step()
+    return Trained([maker, judge], [of_maker, of_judge])
+
+
+def optimizers_of_parts(job: Job) -> Trained:
+    """One model, two optimizers, one norm; a third layer joins later."""
+    module = network()
+    model = job.wrap(module)
+    first = torch.optim.AdamW(module[0].parameters(), lr=0.01)
+    second = torch.optim.SGD(module[2].parameters(), lr=0.1, momentum=0.5)
+    for step in range(STEPS + 1):
+        if step == 3:
+            second.add_param_group({"params": list(module[4].parameters()), "lr": 0.02})
+        model.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        first.step()
+        second.step()
+    return Trained([model], [first, second])
+
+
+def optimizers_by_turns(job: Job) -> Trained:
+    """Two over the same parameters."""
+    model = job.wrap(network())
+    both = [
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    ]
+    for step in range(STEPS + 1):
+        optimizer = both[step % 2]
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+    return Trained([model], list(both))
+
+
+def closures(job: Job) -> Trained:
+    """A step with a closure, by LBFGS too."""
+    models = [job.wrap(network(seed)) for seed in range(2)]
+    optimizers: list[Optimizer] = [
+        torch.optim.SGD(models[0].parameters(), lr=0.1),
+        torch.optim.LBFGS(models[1].parameters(), max_iter=3),
+    ]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, step: int = step) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(model(job.batch(step)))
+                loss.backward()
+                return loss.detach() * 0 + 1.0  # the same on all ranks
+
+            optimizer.step(closure)
+    return Trained(models, optimizers[:1])
+
+
+def moving_averages(job: Job) -> Trained:
+    """Of the wrapped model, as torch's and as a copy of one's own."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    own = copy.deepcopy(model.module)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+        average.update_parameters(model)
+        with torch.no_grad():
+            for mine, param in zip(own.parameters(), model.parameters(), strict=True):
+                mine.mul_(0.9).add_(param, alpha=0.1)
+    return Trained([model, average.module, own], [optimizer])
+
+
+class Recomputed(nn.Module):
+    """Layers whose activations are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = checkpoint(self.layers[:2], inputs, use_reentrant=False)
+        outputs: Tensor = self.layers[4](checkpoint(self.layers[2:4], hidden, use_reentrant=False))
+        return outputs
+
+
+def recomputation(job: Job) -> Trained:
+    """Gradient checkpointing."""
+    model = job.wrap(Recomputed(), static_graph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+    return Trained([model], [optimizer])
+
+
+def uneven_inputs(job: Job) -> Trained:
+    """The last ranks have fewer batches."""
+    model = job.wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(STEPS - 2 * job.rank):
+            optimizer.zero_grad()
+            loss_of(model(job.batch(step))).backward()
+            optimizer.step()
+    return Trained([model])
+
+
+def resume(job: Job) -> Trained:
+    """To an earlier state, and in a new model."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(model: Any, optimizer: Any, steps: Iterator[int] | range) -> None:
+        for step in steps:
+            loss_of(model(job.batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(2, 4))
+    model.module.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    train(model, optimizer, range(2, 5))
+    other = job.wrap(network(3))
+    of_other = torch.optim.AdamW(other.parameters(), lr=0.5)
+    other.load_state_dict(model.state_dict())
+    of_other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(other, of_other, range(4))
+    return Trained([model, other], [optimizer, of_other])
+
+
+def compiled(job: Job) -> Trained:
+    """The wrapper compiled, and a model that is compiled in it."""
+    trained = Trained([], [])
+    for inside in (False, True):
+        module = network()
+        model = job.wrap(torch.compile(module, backend="aot_eager") if inside else module)
+        called = model if inside else torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(called(job.batch(step))).backward()
+            optimizer.step()
+        trained.models.append(module)
+        trained.optimizers.append(optimizer)
+    return trained
+
+
+class Branches(nn.Module):
+    """One layer that some batches use, one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+        self.branch = nn.Linear(6, 3, dtype=torch.float64)
+        self.never = nn.Linear(2, 2, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor, branch: bool) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs + self.branch(inputs) if branch else outputs
+
+
+def unused_parameters(job: Job) -> Trained:
+    """On some ranks, and on all."""
+    torch.manual_seed(5)
+    model = job.wrap(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        if step != 3:
+            optimizer.zero_grad()
+        loss_of(model(job.batch(step), branch=(step + job.rank) % 3 == 0)).backward()
+        optimizer.step()
+    return Trained([model], [optimizer])
+
+
+def zero_redundancy(job: Job) -> Trained:
+    """Rank 0 gets the optimizer's state."""
+    model = job.wrap(network())
+    optimizer = job.zero(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    saved = optimizer.state_dict() if job.rank == 0 else {"state": {}}
+    averages = [float(state["exp_avg"].sum()) for _, state in sorted(saved["state"].items())]
+    return Trained([model], [], averages)
+
+
+def batch_norm(job: Job) -> Trained:
+    """Running statistics are rank 0's in evaluation."""
+    module = nn.Sequential(network(), nn.BatchNorm1d(3, dtype=torch.float64))
+    model = job.wrap(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(STEPS):
+        model.train()
+        optimizer.zero_grad()
+        (model(job.batch(step)) - 0.3).pow(3).mean().backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            seen.append(float(model(job.batch(99, 0)).sum()))
+    return Trained([model], [optimizer], seen)
+
+
+SCRIPTS: dict[str, Callable[[Job], Trained]] = {
+    script.__name__: script
+    for script in (
+        *(plain_loop, optimizer_first, accumulation, gradients_that_stay, clipping),
+        *(gradients_read_and_changed, amp_and_scaler, two_optimizers, optimizers_of_parts),
+        *(optimizers_by_turns, closures, moving_averages, recomputation, uneven_inputs, resume),
+        *(compiled, unused_parameters, zero_redundancy, batch_norm),
+    )
+}

@@ -1,0 +1,160 @@
+"""Scripts written for DistributedDataParallel give the numbers that they give with torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchsWrapper
+
+import dearmpi
+from dearmpi.bench.gloo import join_group, leave_group
+from dearmpi.comm.world import World
+from dearmpi.drop_in.replacement import ZeroRedundancyOptimizer
+from dearmpi.errors import ArgumentError, ConfigError, UsageError
+from tests.codes import raises
+from tests.mpi.ddp_scripts import SCRIPTS, Job, Trained, loss_of, network
+
+pytestmark = pytest.mark.ranks(2, 3)
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group(world: World) -> Iterator[None]:
+    """torch.distributed over gloo, for torch's wrapper."""
+    join_group(world)
+    yield
+    leave_group(failed=False)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_what_it_trains_with_torchs_wrapper(name: str, world: World) -> None:
+    script, rank, size = SCRIPTS[name], world.rank, world.size
+    expected = script(Job(TorchsWrapper, rank, size))
+    torch.compiler.reset()
+    found = script(Job(dearmpi.DistributedDataParallel, rank, size, ZeroRedundancyOptimizer))
+    torch.compiler.reset()
+    assert found.seen == pytest.approx(expected.seen, rel=TOLERANCE, abs=TOLERANCE, nan_ok=True)
+    difference = max(
+        [
+            *(_difference(*pair) for pair in _pairs(found, expected)),
+            *(abs(one - other) for one, other in zip(found.seen, expected.seen, strict=True)),
+        ]
+    )
+    if world.is_root:
+        print(f"{name}: {difference:.1e}")
+
+
+def _pairs(found: Trained, expected: Trained) -> Iterator[tuple[Any, Any]]:
+    for model, other in zip(found.models, expected.models, strict=True):
+        states = model.state_dict(), other.state_dict()
+        assert list(states[0]) == list(states[1])
+        yield from zip(*(state.values() for state in states), strict=True)
+    for optimizer, twin in zip(found.optimizers, expected.optimizers, strict=True):
+        assert type(optimizer) is type(twin)
+        state, of_twin = optimizer.state_dict(), twin.state_dict()
+        assert state["param_groups"] == of_twin["param_groups"]
+        assert state["state"].keys() == of_twin["state"].keys()
+        for number, entries in of_twin["state"].items():
+            assert state["state"][number].keys() == entries.keys()
+            yield from ((state["state"][number][key], entries[key]) for key in entries)
+
+
+def _difference(found: Any, expected: Any) -> float:
+    if expected is None:
+        assert found is None
+        return 0.0
+    one, other = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    return float((one - other).abs().max())
+
+
+def test_batch_normalisation_is_over_all_ranks(world: World) -> None:
+    def train(model: Any, batches: list[Tensor]) -> nn.Module:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for inputs in batches:
+            optimizer.zero_grad()
+            (model(inputs) - 0.3).pow(3).mean().backward()
+            optimizer.step()
+        trained: nn.Module = getattr(model, "module", model)
+        return trained
+
+    def build() -> nn.Module:
+        return nn.Sequential(network(), nn.BatchNorm1d(3, dtype=torch.float64))
+
+    job = Job(TorchsWrapper, world.rank, world.size)
+    ranks = range(world.size)
+    alone = train(build(), [torch.cat([job.batch(s, r) for r in ranks]) for s in range(4)])
+    model = dearmpi.convert_sync_batchnorm(build())
+    wrapped = train(dearmpi.DistributedDataParallel(model), [job.batch(s) for s in range(4)])
+    for one, other in zip(wrapped.state_dict().values(), alone.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_half_precision_hook_sends_half_the_bytes(world: World) -> None:
+    model = dearmpi.DistributedDataParallel(network())
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact = network()
+    job = Job(TorchsWrapper, world.rank, world.size)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+        for rank in range(world.size):
+            (loss_of(exact(job.batch(step, rank))) / world.size).backward()
+        with torch.no_grad():
+            for param in exact.parameters():
+                assert param.grad is not None
+                param.sub_(param.grad, alpha=0.1)
+                param.grad = None
+    worst = max(
+        float((one - other).detach().abs().max())
+        for one, other in zip(model.parameters(), exact.parameters(), strict=True)
+    )
+    assert 0 < worst < 1e-2
+
+
+def test_one_rank_may_read_a_gradient_and_the_optimizers_state(world: World) -> None:
+    model = dearmpi.DistributedDataParallel(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    params: list[Any] = list(model.parameters())
+    job = Job(TorchsWrapper, world.rank, world.size)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        if world.is_root and step:
+            assert all(math.isfinite(float(p.grad.sum())) for p in params)
+        optimizer.step()
+        if world.is_root:
+            assert len(optimizer.state_dict()["state"]) == 6
+
+
+def test_what_cannot_be_served_is_refused_by_name(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrap = dearmpi.DistributedDataParallel
+    with raises(ArgumentError, "ddp-not-served", "mixed_precision"):
+        wrap(network(), mixed_precision=object())
+    with raises(ArgumentError, "unknown-argument", "buckets"):
+        wrap(network(), buckets=3)
+    model = wrap(network(), gradient_as_bucket_view=True, static_graph=True)
+    said = capsys.readouterr().err
+    assert ("gradient_as_bucket_view, static_graph" in said) is world.is_root
+    with raises(ConfigError, "ddp-not-served", "quantize"):
+        model.register_comm_hook(None, _quantize)
+    with raises(ArgumentError, "ddp-not-served"), model.join(divide_by_initial_world_size=False):
+        pass
+    with raises(UsageError, "join-misused", "one optimizer"), model.join():
+        pass
+    with raises(UsageError, "ddp-not-served", "model.join()"):
+        model.join_hook()
+
+
+def _quantize(state: object, bucket: object) -> None:
+    """A hook of a script's own."""

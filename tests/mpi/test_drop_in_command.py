@@ -1,0 +1,112 @@
+"""``python -m dearmpi SCRIPT``: the script is DDP's own, and knows nothing of dearmpi."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.forks import forked
+from tests.job import run_job
+
+pytestmark = pytest.mark.ranks(1)
+
+SCRIPT = """
+import argparse, json, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--schedule", type=float)
+parser.add_argument("--out")
+options = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank)
+module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+module = nn.SyncBatchNorm.convert_sync_batchnorm(module, None)
+model = DDP(module)
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=options.schedule)
+for step in range(4):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(4 * size, 4, generator=generator, dtype=torch.float64)[rank::size]
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+optimizer.consolidate_state_dict()
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+if rank == 0:
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, options.out)
+print(json.dumps({
+    "rank": rank, "size": size, "total": total.item(), "main": __name__, "file": __file__,
+    "kind": type(model).__module__, "optimizer": type(optimizer).__name__,
+    "local": [os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]],
+    "layers": sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()),
+}), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def expected_model(size: int) -> dict[str, torch.Tensor]:
+    """What one process trains on the whole batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        optimizer.zero_grad()
+        inputs = torch.randn(4 * size, 4, generator=generator, dtype=torch.float64)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("options", [[], ["--schedule", "wfbp"], ["--gather", "parameters"]])
+def test_a_script_runs_unchanged(options: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT
+        if "parameters" not in options
+        else SCRIPT.replace('"optimizer": optimizer.state_dict()', '"optimizer": None')
+    )
+    own = ["--schedule", "0.25", "--out", str(tmp_path / "out.pt")]
+    command = [sys.executable, "-m", "dearmpi", *options, str(script), *own]
+    ended = run_job(forked(command), ranks=2, limit_s=120)
+    assert ended.returncode == 0, ended.output
+    lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
+    assert sorted(line["rank"] for line in lines) == [0, 1]
+    for line in lines:
+        assert line["total"] == 1.0 and line["size"] == 2 and line["layers"] == 1
+        assert line["main"] == "__main__" and line["file"] == str(script)
+        assert line["kind"] == "dearmpi.drop_in.wrapper" and line["optimizer"] == "SGD"
+        assert line["local"] == [str(line["rank"]), "2"]
+    saved = torch.load(tmp_path / "out.pt", weights_only=True)
+    for name, value in expected_model(2).items():
+        torch.testing.assert_close(saved["model"][name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_a_module_and_an_exit_status(tmp_path: Path) -> None:
+    (tmp_path / "trains.py").write_text(
+        "import sys, torch.nn.parallel as parallel\n"
+        "assert parallel.DistributedDataParallel.__module__ == 'dearmpi.drop_in.wrapper'\n"
+        "sys.exit(int(sys.argv[1]))\n"
+    )
+    command = [sys.executable, "-m", "dearmpi", "-m", "trains", "3"]
+    ended = run_job(forked(command), ranks=2, limit_s=60, folder=tmp_path)
+    assert ended.returncode == 3, ended.output
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dearmpi", str(tmp_path / "absent.py")]
+    ended = run_job(forked(command), ranks=1, limit_s=60)
+    assert ended.returncode == 2
+    assert "absent.py" in ended.output
