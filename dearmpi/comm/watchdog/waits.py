@@ -101,13 +101,18 @@ def explain_hopeless(own: Status, other: Status) -> str:
         )
     interrupted = _INTERRUPTED if other.left and other.in_iteration else ""
     calls = [one.waiting for one in (own, other) if one.in_exchange]
-    missed = f". For {calls[0]}: {cure_for(*calls)}" if calls else ""
+    if calls:
+        return (
+            f"{steps} called collective operations in different order{interrupted}. For "
+            f"{calls[0]}: {cure_for(*calls)}. If they have unequal numbers of batches, train "
+            f"inside optimizer.join(){_GIVING_UP if other.left else ''}"
+        )
     if other.exit_status:
         return "it waits in vain, and the job ends with this status"
     return (
         f"{steps} unequal numbers of batches, or call collective operations in different "
         f"order{interrupted}. Give every rank the same number of batches, or train inside "
-        f"optimizer.join(){missed}{_GIVING_UP if other.left else ''}"
+        f"optimizer.join(){_GIVING_UP if other.left else ''}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -62,9 +63,7 @@ def describe_options(optimizer: Optimizer) -> list[str]:
 
 def describe_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
     """A line for each entry of the state, such as ``step 5 of fc.weight`` and ``exp_avg of shape
-    (3, 4) and float32 of fc.weight``; ``names``: of the parameters.
-
-    Of what has dimensions only those, since comparing all of it would take its time.
+    (3, 4) and float32 with checksum 8c8a7f52 of fc.weight``; ``names``: of the parameters.
     """
     return [
         f"{key} {text} of {name}"
@@ -105,8 +104,17 @@ def _differ(before: Any, now: Any) -> bool:
 def _describe_entry(value: Any) -> str | None:
     if isinstance(value, Tensor) and value.ndim:
         dtype = str(value.dtype).removeprefix("torch.")
-        return f"of shape {tuple(value.shape)} and {dtype}"
+        checksum = _checksum(value)
+        return f"of shape {tuple(value.shape)} and {dtype} with checksum {checksum:08x}"
     return _describe(value)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of the elements, in whatever order they lie in memory."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    # What counts as contiguous may have strides, such as a single element.
+    flat = flat.clone(memory_format=torch.contiguous_format) if flat.stride() != (1,) else flat
+    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
 def _describe(value: Any) -> str | None:

@@ -67,11 +67,13 @@ def test_loading_on_some_ranks_is_told_on_all(loaders: set[int]) -> None:
         assert "some ranks have called load_state_dict() 0 times and some 1 times" in text
 
 
-@pytest.mark.parametrize("differs", ["steps", "lr"])
+@pytest.mark.parametrize("differs", ["steps", "lr", "values"])
 def test_loading_another_state_is_told_on_all(differs: str) -> None:
     def load(trained: Trained, rank: int, state: State) -> None:
         if rank == 1 and differs == "lr":
             state["param_groups"][0]["lr"] = 0.2
+        elif rank == 1 and differs == "values":
+            state["state"][0]["exp_avg"].view(-1)[-1] += 1e-9
         elif rank == 1:
             for entries in state["state"].values():
                 entries["step"] += 1
