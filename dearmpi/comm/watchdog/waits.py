@@ -99,6 +99,8 @@ def explain_hopeless(own: Status, other: Status) -> str:
             f"{steps} not all received {handled}, or received it at different moments, and "
             f"its handler waits here for the others. Instead, {_AT_A_SIGNAL}"
         )
+    if other.exit_status:
+        return "it waits in vain, and the job ends with this status"
     interrupted = _INTERRUPTED if other.left and other.in_iteration else ""
     calls = [one.waiting for one in (own, other) if one.in_exchange]
     if calls:
@@ -107,8 +109,6 @@ def explain_hopeless(own: Status, other: Status) -> str:
             f"{calls[0]}: {cure_for(*calls)}. If they have unequal numbers of batches, train "
             f"inside optimizer.join(){_GIVING_UP if other.left else ''}"
         )
-    if other.exit_status:
-        return "it waits in vain, and the job ends with this status"
     return (
         f"{steps} unequal numbers of batches, or call collective operations in different "
         f"order{interrupted}. Give every rank the same number of batches, or train inside "

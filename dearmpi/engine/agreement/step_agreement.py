@@ -145,8 +145,8 @@ class StepAgreement:
             )
         if most[: Loads.NUM_BYTES] != least[: Loads.NUM_BYTES]:
             raise ReplicaMismatchError(
-                "ranks have loaded states that differ in hyperparameters, counts of steps, shapes or "
-                "values; load the same state on every rank",
+                "ranks have loaded states that differ in hyperparameters, counts of steps, shapes "
+                "or values; load the same state on every rank",
                 code="ranks-loaded-different-states",
             )
 

@@ -8,6 +8,7 @@ in its module's table, so the table waits too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -148,7 +149,8 @@ class ModelHooks:
         self._watched: list[tuple[nn.Module, str]] = []
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
         reads = buckets_by_module(model, places)
-        backprops = _Backprops(partial(_begin, tuple(reads), backprop.begin), backprop.end)
+        named = tuple((_name_of(module, read), module) for module, read in reads.items())
+        backprops = _Backprops(partial(_begin, named, backprop.begin), backprop.end)
         watch_calls = partial(_watch_calls, self._handles, pre_forward, waiting.polls)
         self._compilation = CompilationWatch(
             buckets,
@@ -211,7 +213,19 @@ class ModelHooks:
                 self._watched.append((module, name))
 
 
-def _begin(modules: Sequence[nn.Module], begin_backprop: Callable[[], None]) -> None:
+def _name_of(module: nn.Module, read: Sequence[BucketRuntime]) -> str:
+    """Of ``module``, which has parameters in the buckets that it will ``read``."""
+    own = {id(param) for param in dict.values(parameter_table(module))}
+    names = (
+        bucket.spec.names[slot]
+        for bucket in read
+        for slot, param in enumerate(bucket.params)
+        if id(param) in own
+    )
+    return next(names, "").rpartition(".")[0]
+
+
+def _begin(modules: Sequence[tuple[str, nn.Module]], begin_backprop: Callable[[], None]) -> None:
     refuse_replicated(modules)
     begin_backprop()
 
@@ -224,7 +238,7 @@ def _watch_calls(
     read: Sequence[BucketRuntime],
 ) -> None:
     """Have ``module`` wait for the buckets that it will ``read`` whenever it is called."""
-    hook = _PreForward(read, pre_forward, polls)
+    hook = _PreForward(_name_of(module, read), read, pre_forward, polls)
     handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
 
@@ -291,10 +305,12 @@ def _translate_gradient(
 class _PreForward(OwnHook):
     """Before a module's forward: wait for the buckets that it reads."""
 
-    __slots__ = ("_polls", "_pre_forward", "_read")
+    __slots__ = ("_name", "_polls", "_pre_forward", "_read")
 
-    def __init__(self, read: Sequence[BucketRuntime], pre_forward: PreForward, polls: bool) -> None:
-        self._read, self._pre_forward, self._polls = read, pre_forward, polls
+    def __init__(
+        self, name: str, read: Sequence[BucketRuntime], pre_forward: PreForward, polls: bool
+    ) -> None:
+        self._name, self._read, self._pre_forward, self._polls = name, read, pre_forward, polls
 
     @run_as_it_is
     def __call__(self, module: nn.Module, *_: Any) -> None:
@@ -302,6 +318,8 @@ class _PreForward(OwnHook):
             return  # in a graph nobody waits: see CompiledRoots
         if active_ddp() is not None:
             refuse_active(dict.values(parameter_table(module)))
+        if "torch.distributed._composable.replicate" in sys.modules:
+            refuse_replicated([(self._name, module)])
         for bucket in self._read:
             if self._polls or bucket.unread or bucket.mark is not None:
                 self._pre_forward(self._read)

@@ -192,6 +192,25 @@ def refuse_optimizer_wrappers(optimizer: Optimizer) -> None:
                 "it was made with or of, such as torch.optim.AdamW(model.parameters())",
                 code="wrapped-optimizer",
             )
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.distributed."):
+        raise ConfigError(
+            f"optimizer is a {kind.__name__} of torch.distributed, which expects torch to average "
+            "gradients or to shard parameters; pass an optimizer of torch.optim, such as "
+            "torch.optim.AdamW(model.parameters())",
+            code="wrapped-optimizer",
+        )
+
+
+def refuse_outer_optimizers() -> None:
+    """Raise UsageError if torch's PostLocalSGDOptimizer takes the step that is about to begin."""
+    home = "torch.distributed.optim.post_localSGD_optimizer"
+    if home in sys.modules and _is_called_from(home):
+        raise UsageError(
+            "a PostLocalSGDOptimizer steps this DistributedOptimizer and averages parameters, some "
+            "of which are still under way; leave it out, since gradients are averaged in each step",
+            code="wrapped-optimizer",
+        )
 
 
 def _wrapper_of(module: nn.Module) -> tuple[str, str] | None:
@@ -239,15 +258,19 @@ def refuse_active(params: Iterable[nn.Parameter | None]) -> None:
             )
 
 
-def refuse_replicated(modules: Iterable[nn.Module]) -> None:
-    """Raise UsageError if one of ``modules`` was given to replicate() after the optimizer was made.
+def refuse_replicated(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise UsageError if one of ``modules``, each with its name in the model, was given to
+    replicate() after the optimizer was made.
 
     Its hook runs after the optimizer's, so the wrapper is not active yet when that one looks.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    if any("replicate" in composed_apis(module) for module in modules):
-        raise UsageError(f"a module of the model {_REPLICATED}; {_CURE}", code="wrapped-model")
+    for name, module in modules:
+        if "replicate" in composed_apis(module):
+            raise UsageError(
+                f"module {name or 'of the model'} {_REPLICATED}; {_CURE}", code="wrapped-model"
+            )
 
 
 def refuse_sharded(name: str, param: Tensor | None) -> None:

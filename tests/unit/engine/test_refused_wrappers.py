@@ -14,7 +14,11 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.optim import (
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+    _NamedOptimizer,
+)
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -156,9 +160,11 @@ def test_a_part_that_was_given_to_replicate_is_refused() -> None:
         model = build()
         optimizer = wrap(model, world)
         with TURN:
-            replicated(model[0])
-            loss = model(INPUTS).sum()
-        with raises(UsageError, "wrapped-model", "replicate()"):
+            replicated(model[2])
+            with raises(UsageError, "wrapped-model", "module 2", "replicate()"):
+                model(INPUTS)
+        loss = nn.functional.linear(INPUTS[:, :4], model[2].weight).sum()  # past the hooks
+        with raises(UsageError, "wrapped-model", "module 2", "replicate()"):
             loss.backward()
         optimizer.close()
 
@@ -269,6 +275,29 @@ def test_optimizers_that_share_work_among_ranks_are_refused() -> None:
     for optimizer in sharing:
         with raises(ConfigError, "wrapped-optimizer", type(optimizer).__name__):
             DistributedOptimizer(optimizer, model)
+
+
+def test_other_optimizers_of_torch_distributed_are_refused_by_name() -> None:
+    model = build()
+    named = _NamedOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+    with raises(ConfigError, "wrapped-optimizer", "_NamedOptimizer"):
+        DistributedOptimizer(named, model)
+
+
+def test_an_optimizer_that_averages_parameters_around_this_one_is_refused() -> None:
+    def rank(world: World) -> None:
+        model = build()
+        optimizer = wrap(model, world)
+        around = PostLocalSGDOptimizer(optimizer, averager)
+        model(INPUTS).sum().backward()
+        with raises(UsageError, "wrapped-optimizer", "PostLocalSGDOptimizer"):
+            around.step()
+        optimizer.step()
+        optimizer.close()
+
+    with process_group(2):
+        averager = PeriodicModelAverager(period=1)
+        run_ranks(2, rank)
 
 
 @pytest.mark.parametrize("size", [1, 2])
