@@ -102,6 +102,9 @@ class DistributedOptimizer(Readings):
         which count in the average, with their options, and clips as they do.
         """
         self._live.check_joinable()
+        if self.world.size > 1:
+            with self._named_call("join()"):  # else its numbers would meet those of other steps
+                self.world.barrier()
         # It counts steps, of which ranks take unequal numbers here.
         self._controller.give_up_planning()
         with self._built.engine.join(self._shadow_step):

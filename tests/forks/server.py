@@ -112,8 +112,9 @@ def _serve(listener: socket.socket, python: Path) -> list[str]:
                 elif key.fileobj is sys.stdin:  # the process that started the server has ended
                     sys.exit()  # which ends the forks
                 elif key.data[0] == "client":  # the launcher has killed it
-                    selector.unregister(key.fileobj)
-                    os.kill(key.data[1], signal.SIGKILL)
+                    if key.data[1] in clients:  # else its fork has ended at the same moment
+                        selector.unregister(key.fileobj)
+                        os.kill(key.data[1], signal.SIGKILL)
                 else:
                     selector.unregister(key.fileobj)
                     os.close(key.fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.messages.ranks import digest, first_difference
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine.agreement.replicas import steps_between_checks
 from dearmpi.engine.state.options import describe_options, describe_state
 from dearmpi.engine.sync.model_tensors import describe, model_tensors
 from dearmpi.errors import MismatchError
@@ -36,7 +38,7 @@ def check_alike(
     State counts too: where rank 0 alone has loaded it, the others would begin without.
     """
     facts = {
-        "setting": [f"{field.name}={getattr(config, field.name)!r}" for field in fields(config)],
+        "setting": [f"{name}={value!r}" for name, value in _settings_of(config).items()],
         "model": [_describe(param, name) for param, name in names.items()],
         "parameter or buffer outside the optimizer": _describe_others(model, names),
         "layout": [f"bucket {b.index} with {len(b.placements)} parameters" for b in layout],
@@ -50,6 +52,12 @@ def check_alike(
     for (what, lines), seen in zip(facts.items(), zip(*texts, strict=True), strict=True):
         if len(set(seen)) > 1:
             _refuse(world, what, first_difference(lines, world.all_gather_text))
+
+
+def _settings_of(config: EngineConfig) -> dict[str, Any]:
+    """By name; ``check_every`` as the environment of this rank completes it."""
+    settings = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {**settings, "check_every": steps_between_checks(config.check_every)}
 
 
 def _refuse(world: World, what: str, seen: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.errors import ReplicaMismatchError
+from dearmpi.errors import MismatchError, ReplicaMismatchError
+from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
@@ -165,3 +166,32 @@ def test_ranks_that_have_stepped_their_schedulers_unequally_in_join_are_told_so(
 
 def test_schedulers_stepped_by_a_count_that_all_share_are_alike_in_join() -> None:
     run_ranks(2, lambda world: step_in_epochs(world, by_own_steps=False))
+
+
+def test_join_on_some_ranks_is_told_on_all() -> None:
+    """Its numbers would meet those of the others' steps."""
+
+    def train(world: World) -> str:
+        trained = Trained(world)
+        trained.step()
+        with pytest.raises(MismatchError) as caught:
+            if world.is_root:
+                with trained.optimizer.join():
+                    trained.step()
+            else:
+                world.mean(0.5)
+        return str(caught.value)
+
+    for text in run_ranks(2, train):
+        assert "optimizer.join()" in text and "world.mean()" in text
+        assert "with optimizer.join(): on every rank" in text
+
+
+def test_checks_that_the_environment_asks_for_on_some_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would meet the others' step agreement."""
+    settings = iter((0, 1))
+    monkeypatch.setattr("dearmpi.engine.setup.alike.steps_between_checks", lambda _: next(settings))
+    with raises(MismatchError, "ranks-built-differently", "check_every=1", "check_every=0"):
+        run_ranks(2, Trained)
