@@ -114,7 +114,7 @@ def _checksum(tensor: Tensor) -> int:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     # What counts as contiguous may have strides, such as a single element.
     flat = flat.clone(memory_format=torch.contiguous_format) if flat.stride() != (1,) else flat
-    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
 def _describe(value: Any) -> str | None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import (
     PostLocalSGDOptimizer,
     ZeroRedundancyOptimizer,
-    _NamedOptimizer,
+    named_optimizer,
 )
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -159,11 +159,12 @@ def test_a_part_that_was_given_to_replicate_is_refused() -> None:
             wrap(model, world)
         model = build()
         optimizer = wrap(model, world)
+        weight: Any = model[2].weight
         with TURN:
             replicated(model[2])
             with raises(UsageError, "wrapped-model", "module 2", "replicate()"):
                 model(INPUTS)
-        loss = nn.functional.linear(INPUTS[:, :4], model[2].weight).sum()  # past the hooks
+        loss = nn.functional.linear(INPUTS[:, :4], weight).sum()  # past the hooks
         with raises(UsageError, "wrapped-model", "module 2", "replicate()"):
             loss.backward()
         optimizer.close()
@@ -279,7 +280,8 @@ def test_optimizers_that_share_work_among_ranks_are_refused() -> None:
 
 def test_other_optimizers_of_torch_distributed_are_refused_by_name() -> None:
     model = build()
-    named = _NamedOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+    kind: Any = named_optimizer._NamedOptimizer
+    named = kind(dict(model.named_parameters()), torch.optim.SGD, lr=0.1)
     with raises(ConfigError, "wrapped-optimizer", "_NamedOptimizer"):
         DistributedOptimizer(named, model)
 
