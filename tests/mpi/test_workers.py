@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dearmpi
-from tests.job import Ended, run_job
+from tests.job import Ended, find_mpiexec, launch_command, run_job
 
 ROOT = Path(dearmpi.__file__).parents[1]
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
@@ -64,3 +64,27 @@ def test_a_worker_that_connects_is_refused(tmp_path: Path) -> None:
     assert ended.returncode, ended.output
     assert "LaunchError: connect() was called in a process that rank " in ended.output
     assert "put the code that starts training under if __name__ == '__main__':" in ended.output
+
+
+NESTED = """
+import subprocess, sys
+import dearmpi
+
+world = dearmpi.connect()
+if len(sys.argv) == 1:
+    print("inside:", world.all_reduce([1.0]))
+elif world.is_root:
+    inside = [*sys.argv[1:], sys.executable, __file__]
+    subprocess.run(inside, check=True, timeout=60)
+world.barrier()
+"""
+
+
+def test_a_job_that_a_rank_launches_is_a_job_of_its_own(tmp_path: Path) -> None:
+    """Although its ranks inherit what keeps workers from MPI."""
+    script = tmp_path / "script.py"
+    script.write_text(NESTED)
+    launch = launch_command(find_mpiexec(Path(sys.executable)), 2, [])
+    command = [sys.executable, str(script), *launch]
+    ended = run_job(command, ranks=2, limit_s=90.0, environment={"PYTHONPATH": str(ROOT)})
+    assert (ended.returncode, ended.output.count("inside: [2.0]")) == (0, 2), ended.output
