@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from dearmpi.comm.messages.ranks import digest, first_difference
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.agreement.replicas import steps_between_checks
 from dearmpi.engine.state.options import describe_options, describe_state
 from dearmpi.engine.sync.model_tensors import describe, model_tensors
 from dearmpi.errors import MismatchError
@@ -57,7 +56,7 @@ def check_alike(
 def _settings_of(config: EngineConfig) -> dict[str, Any]:
     """By name; ``check_every`` as the environment of this rank completes it."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {**settings, "check_every": steps_between_checks(config.check_every)}
+    return {**settings, "check_every": config.steps_between_checks}
 
 
 def _refuse(world: World, what: str, seen: Sequence[str]) -> None:

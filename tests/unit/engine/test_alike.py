@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
 from dearmpi.errors import MismatchError, ReplicaMismatchError
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
@@ -191,7 +193,8 @@ def test_checks_that_the_environment_asks_for_on_some_ranks_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They would meet the others' step agreement."""
-    settings = iter((0, 1))
-    monkeypatch.setattr("dearmpi.engine.setup.alike.steps_between_checks", lambda _: next(settings))
+    steps = {"rank-0": 0, "rank-1": 1}  # the environment is the same for all threads
+    found = lambda _: steps[threading.current_thread().name]  # noqa: E731
+    monkeypatch.setattr(EngineConfig, "steps_between_checks", property(found))
     with raises(MismatchError, "ranks-built-differently", "check_every=1", "check_every=0"):
         run_ranks(2, Trained)
