@@ -76,7 +76,7 @@ def test_loading_another_state_is_told_on_all(differs: str) -> None:
         if rank == 1 and differs == "lr":
             state["param_groups"][0]["lr"] = 0.2
         elif rank == 1 and differs == "values":
-            state["state"][0]["exp_avg"].view(-1)[-1] += 1e-9
+            state["state"][0]["exp_avg"].view(-1)[-1] += 1e-3
         elif rank == 1:
             for entries in state["state"].values():
                 entries["step"] += 1
