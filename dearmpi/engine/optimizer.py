@@ -19,7 +19,6 @@ from dearmpi.engine.scaling import clip, follow_clips, scale
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.setup.plan_controller import choose_controller
 from dearmpi.engine.state.sharded_state import LocalState
-from dearmpi.engine.sync.refused_models import refuse_outer_optimizers
 from dearmpi.guessed import SETTINGS, answers_guesses
 from dearmpi.plan.data.plan import Plan
 
@@ -68,7 +67,7 @@ class DistributedOptimizer(Readings):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        refuse_outer_optimizers()
+        self._live.check_stepper()
         self._check_shared()
         self._ranges.follow()
         self._built.engine.step()

@@ -16,6 +16,7 @@ from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.batch_norm import name_layers, refuse_join
 from dearmpi.engine.sync.model_buffers import BufferExchange
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
+from dearmpi.engine.sync.refused_models import refuse_outer_optimizers
 from dearmpi.plan.data.plan import Plan
 
 
@@ -67,6 +68,10 @@ class LiveEngine:
         take part, and after ``close``.
         """
         self.built.engine.check_changeable(what)
+
+    def check_stepper(self) -> None:
+        """Raise UsageError if the step is that of an optimizer around, which would go wrong."""
+        refuse_outer_optimizers()
 
     def check_joinable(self) -> None:
         """Raise UsageError for a model of which ranks cannot take unequal numbers of batches."""
