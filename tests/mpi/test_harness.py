@@ -16,7 +16,15 @@ from tests.job import Job, clean_environment, run_job
 from tests.roster import Entry
 
 TESTS = Path(__file__).resolve().parent.parent
-HARNESS = ("conftest.py", "forks", "job.py", "launch.py", "roster.py", "selection.py")
+HARNESS = (
+    "conftest.py",
+    "forks",
+    "job.py",
+    "launch.py",
+    "roster.py",
+    "selection.py",
+    "trials.py",
+)
 
 Plant = Callable[[str], Path]
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own

@@ -64,15 +64,20 @@ def describe_options(optimizer: Optimizer) -> list[str]:
 def describe_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
     """A line for each entry of the state, such as ``step 5 of fc.weight`` and ``exp_avg of shape
     (3, 4) and float32 with checksum 8c8a7f52 of fc.weight``; ``names``: of the parameters.
+
+    Of a parameter, single numbers come first: another step tells more than another checksum.
     """
     return [
         f"{key} {text} of {name}"
         for param, name in names.items()
-        for key, value in sorted(
-            optimizer.state.get(param, {}).items(), key=lambda item: str(item[0])
-        )
+        for key, value in sorted(optimizer.state.get(param, {}).items(), key=_numbers_first)
         if (text := _describe_entry(value)) is not None
     ]
+
+
+def _numbers_first(entry: tuple[Any, Any]) -> tuple[bool, str]:
+    key, value = entry
+    return isinstance(value, Tensor) and value.ndim > 0, str(key)
 
 
 def find_changed_option(earlier: Options, optimizer: Optimizer) -> str:

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,7 +72,9 @@ def make(options):
 
 
 @pytest.fixture
-def task_file(tmp_path: Path) -> Path:
+def task_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # Python would take what it compiled for the text of the same second and length.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     path = tmp_path / "line.py"
     path.write_text(TASK)
     return path
