@@ -57,6 +57,11 @@ def replace_parameter_table(module: nn.Module, table: dict[str, nn.Parameter | N
     module._parameters = table
 
 
+def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
+    """What is called before the forward of ``module`` itself."""
+    return module._forward_pre_hooks
+
+
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of ``module`` itself by name."""
     return module._buffers

@@ -105,6 +105,7 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
     shellcheck = [str(ROOT / ".venv/bin/shellcheck"), "--severity=warning", *scripts]
     mypy = [_PYTHON, "-m", "mypy"]
     ruff = [_PYTHON, "-m", "ruff"]
+    others = [size for size in SIZES if size != 1]
     return [
         # Of SLURM and of emulated hosts all tests may be skipped; each says why.
         Section("slurm", "SLURM", ["tests/slurm/run", *pytest, *marks], 0, long_s, 110.0),
@@ -121,9 +122,11 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
         Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
         Section("lint", "scripts (shellcheck)", shellcheck),
         Section("unit", "unit tests, one process", unit, 1, long_s),
-        Section("unit", "unit tests, the other", unit, 1, long_s),
+        # On one core too: both before the other process, since those two end together.
         Section("types", "types (mypy)", mypy, 1, long_s),
-        *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in SIZES),
+        Section("mpi", "MPICH, 1 rank(s)", on_ranks(1, choice), 1, long_s),
+        Section("unit", "unit tests, the other", unit, 1, long_s),
+        *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in others),
         Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
     ]
 

@@ -8,7 +8,6 @@ in its module's table, so the table waits too.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -39,6 +38,7 @@ from dearmpi.engine.sync.refused_models import (
 from dearmpi.torch_internals import (
     active_ddp,
     at_end_of_backprop,
+    forward_pre_hooks,
     number_of_backprop,
     parameter_table,
     replace_parameter_table,
@@ -305,12 +305,13 @@ def _translate_gradient(
 class _PreForward(OwnHook):
     """Before a module's forward: wait for the buckets that it reads."""
 
-    __slots__ = ("_name", "_polls", "_pre_forward", "_read")
+    __slots__ = ("_name", "_num_hooks", "_polls", "_pre_forward", "_read")
 
     def __init__(
         self, name: str, read: Sequence[BucketRuntime], pre_forward: PreForward, polls: bool
     ) -> None:
         self._name, self._read, self._pre_forward, self._polls = name, read, pre_forward, polls
+        self._num_hooks = 0  # of the module, when they were last looked at
 
     @run_as_it_is
     def __call__(self, module: nn.Module, *_: Any) -> None:
@@ -318,7 +319,8 @@ class _PreForward(OwnHook):
             return  # in a graph nobody waits: see CompiledRoots
         if active_ddp() is not None:
             refuse_active(dict.values(parameter_table(module)))
-        if "torch.distributed._composable.replicate" in sys.modules:
+        if (num_hooks := len(forward_pre_hooks(module))) != self._num_hooks:  # replicate() adds one
+            self._num_hooks = num_hooks
             refuse_replicated([(self._name, module)])
         for bucket in self._read:
             if self._polls or bucket.unread or bucket.mark is not None:
