@@ -313,6 +313,15 @@ def is_flat_shard(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False)
 
 
+def ignored_by_ddp(module: nn.Module) -> Collection[str]:
+    """Names of parameters and buffers that a script has told DistributedDataParallel to leave out.
+
+    Tried on 2.13; none in a torch that keeps them otherwise.
+    """
+    found: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return found
+
+
 def composed_apis(module: nn.Module) -> Collection[str]:
     """The names of torch's composable APIs, such as ``replicate``, that ``module`` was given to.
 

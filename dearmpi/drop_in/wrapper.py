@@ -14,7 +14,7 @@ import dearmpi
 from dearmpi.drop_in import arguments
 from dearmpi.drop_in.serving import ModelServing
 from dearmpi.errors import ArgumentError, UsageError
-from dearmpi.torch_internals import leave_out
+from dearmpi.torch_internals import ignored_by_ddp, leave_out
 
 
 class DistributedDataParallel(nn.Module):
@@ -54,6 +54,12 @@ class DistributedDataParallel(nn.Module):
         if device_ids is not None and len(device_ids) > 1:
             raise ArgumentError(
                 f"device_ids has {len(device_ids)} devices; give each rank one", code="wrong-type"
+            )
+        if unserved := ignored_by_ddp(module):
+            raise ArgumentError(
+                f"DistributedDataParallel cannot leave out {', '.join(sorted(unserved))}; set "
+                "requires_grad=False on these parameters, or have them averaged too",
+                code="ddp-not-served",
             )
         self.module = module
         self.device_ids = None if device_ids is None else list(device_ids)

@@ -141,6 +141,10 @@ def test_what_cannot_be_served_is_refused_by_name(
     wrap = dearmpi.DistributedDataParallel
     with raises(ArgumentError, "ddp-not-served", "mixed_precision"):
         wrap(network(), mixed_precision=object())
+    told = nn.Linear(2, 2)
+    told._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    with raises(ArgumentError, "ddp-not-served", "leave out bias"):
+        wrap(told)
     with raises(ArgumentError, "unknown-argument", "buckets"):
         wrap(network(), buckets=3)
     model = wrap(network(), gradient_as_bucket_view=True, static_graph=True)
