@@ -247,8 +247,8 @@ class BatchScript:
     arguments: of ``dear-train run``.
     environment: folder of the Python environment, used unless DEARMPI_VENV names another.
 
-    Raises ConfigError for an option that sbatch would read as something else or does not take
-    beside the files' own, and for a time limit that it would not take or in which no step is made.
+    Raises ConfigError for an option that sbatch would read as something else, or refuses beside the
+    files' own. Raises it too for a time limit that sbatch refuses, or that is over before a step.
     """
 
     launcher: Launcher

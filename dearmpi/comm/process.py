@@ -1,5 +1,7 @@
-"""Process: what the launcher has set in the environment before MPI starts, processes that a rank
-starts and that are no ranks, and how a process ends when a call may never return.
+"""Process: a rank as the operating system sees it.
+
+It holds what the launcher has set in the environment, what a rank's own child processes may do, and
+how a process ends when a call may never return.
 
 A spawned worker runs the script again. If the script imports ``mpi4py.MPI``, the worker would
 initialise MPI as the rank that started it: MPICH ends such a process, Open MPI may end the job.

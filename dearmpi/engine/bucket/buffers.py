@@ -25,8 +25,8 @@ _SPARE_PART = 256
 class Arena:
     """One block of host memory for the flat buffers of all buckets, made at first use.
 
-    What the model's tensors leave behind when they move here is then one block as well, which
-    the next arena fits into; buffers made one by one would leave holes. On other devices each
+    What the model's tensors leave behind when they move here is then one block as well. The next
+    arena fits into it; buffers made one by one would leave holes. On other devices each
     buffer is allocated by itself: their allocators keep blocks by size. Buckets that are frozen at
     the start have a block of their own, which may never be needed.
     """
@@ -136,7 +136,7 @@ class GradientMemory:
         self._spec, self._params, self._rank, self._arena = spec, params, rank, arena
         self.made: FlatBuffer | None = None
         self.keeps = self.lent = False
-        self._owns_stretch = True  # of the arena, once it has taken one
+        self._owns_block = True  # of the arena, once it has taken one
         self._adopted: FlatBuffer | None = None
         is_whole = len(params) == 1 and spec.numel == spec.padded_numel
         self._may_adopt = (
@@ -150,7 +150,7 @@ class GradientMemory:
             return adopted
         if self.made is None:
             likes = [param.detach() for param in self._params]
-            if self._owns_stretch:
+            if self._owns_block:
                 data = self._arena.take(self._spec, likes[0])
             else:
                 data = zeros(self._spec.padded_numel, likes[0])
@@ -178,7 +178,7 @@ class GradientMemory:
         """Leave to the script what it may hold, and what is kept of an adopted gradient."""
         self._adopted = None
         if self.lent:
-            self.made, self.lent, self._owns_stretch = None, False, False
+            self.made, self.lent, self._owns_block = None, False, False
 
 
 def _is_stored_as(grad: Tensor, param: Tensor) -> bool:

@@ -1,9 +1,9 @@
 """The wrapped optimizer's state while an engine's updates hold it.
 
 Updates take over the state that the optimizer has, each rank its part. ``pack`` shows it in plain
-torch form. The optimizer gets it back where every rank has all of it. ``switch`` calls the
-optimizer's ``train()`` or ``eval()``, as schedule-free ones have, which move parameters between two
-points by the state, and note in the param groups at which of them these are.
+torch form. The optimizer gets it back where every rank has all of it. ``switch`` calls
+``train()`` or ``eval()`` of an optimizer that has them, such as a schedule-free one. They move
+parameters between two points by the state. The param groups note which point is current.
 """
 
 from __future__ import annotations
