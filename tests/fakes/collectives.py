@@ -41,6 +41,12 @@ class FakeCollectives:
         """Fill ``buffer`` with every rank's shard of it."""
         return self._post_shards("AG", buffer, algorithm, wire_dtype)
 
+    def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
+        """Send each rank its shard of ``sent``."""
+        even_shards("EX", sent, self.size)
+        operation = self._hub.post(self.rank, self._communicator, "EX", sent, None, sent)
+        return FakeRequest(self._hub, operation, self.rank, arrived)
+
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         """Reduce ``buffer`` in rank order."""
         return self._post("AR", buffer, op)

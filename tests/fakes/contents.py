@@ -54,6 +54,8 @@ def combine(kind: str, detail: Any, parts: list[Any]) -> Any:
     """What an operation on ``parts`` (by rank) makes, whole; the parts may be used up."""
     if kind == "BC":
         return parts[detail]
+    if kind == "EX":
+        return parts
     total, size = parts[0], len(parts)
     for rank, part in enumerate(parts[1:], start=1):
         if kind == "AG":

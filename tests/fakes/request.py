@@ -23,7 +23,7 @@ class FakeRequest(Request):
         self._buffer, self._fault = buffer, operation.faults.get(rank)
         self._done = False
         if buffer is not None:
-            if operation.kind == "AG":
+            if operation.kind in ("AG", "EX"):
                 spoil(buffer, keep=rank, size=hub.size)
             elif operation.kind != "BC" or rank != operation.detail:
                 spoil(buffer)
@@ -58,10 +58,16 @@ class FakeRequest(Request):
                 f"rank {self._rank}: the buffer of {self._operation.label} was written to while "
                 "the operation was in flight"
             )
+        cuts = even_cuts(buffer.numel(), self._hub.size)
+        own = cuts.slice_of(self._rank)
+        if self._operation.kind == "EX":
+            for rank, sent in enumerate(self._operation.result):
+                if rank != self._rank:
+                    buffer[cuts.slice_of(rank)].copy_(sent[own])
+            return
         if self._operation.kind != "RS":
             buffer.copy_(self._operation.result)
             return
-        own = even_cuts(buffer.numel(), self._hub.size).slice_of(self._rank)
         spoil(buffer)
         buffer[own].copy_(self._operation.result[own])
 

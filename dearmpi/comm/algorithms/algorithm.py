@@ -55,10 +55,6 @@ class MessagePassing(ABC):
     def start_library_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
         """The library's own all-gather, in place."""
 
-    @abstractmethod
-    def start_all_to_all(self, sent: Buffer, arrived: Buffer, cuts: Cuts) -> Request:
-        """Send each rank its shard of ``sent``; the shards from all ranks fill ``arrived``."""
-
 
 class Algorithm(Protocol):
     """One algorithm on one communicator, of two ranks or more.

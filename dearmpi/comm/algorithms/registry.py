@@ -12,8 +12,9 @@ from functools import cached_property, partial
 from typing import get_args
 
 from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
-from dearmpi.comm.algorithms.library_algorithms import ExchangeAlgorithm, NativeAlgorithm
-from dearmpi.comm.algorithms.ring import RingAlgorithm
+from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm, RotatedExchange
+from dearmpi.comm.algorithms.native import NativeAlgorithm
+from dearmpi.comm.algorithms.ring import RingAlgorithm, RingContext, contexts_on
 from dearmpi.comm.algorithms.scratch import ScratchRequest, carrier_of, copy
 from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, Request, even_shards
 from dearmpi.comm.progress.channel import Channel
@@ -62,7 +63,7 @@ class CollectiveAlgorithms:
 
 
 class AlgorithmCollectives(MessagePassing):
-    """The two operations of ``Collectives`` that have algorithms, on one communicator."""
+    """What of ``Collectives`` is made of messages, on one communicator."""
 
     def start_reduce_scatter(
         self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
@@ -93,6 +94,14 @@ class AlgorithmCollectives(MessagePassing):
         # The own shard too, so that all ranks hold the same.
         finish = partial(copy, sent, into=buffer)
         return ScratchRequest(self.scratch, start(sent, cuts), held=[held], finish=finish)
+
+    def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
+        cuts = even_shards("exchange", sent, self.size)
+        return RotatedExchange(self._next_context(), sent, arrived, cuts)
+
+    @cached_property
+    def _next_context(self) -> Callable[[], RingContext]:
+        return contexts_on(self)
 
     @cached_property
     def _algorithms(self) -> dict[ReduceScatter, Algorithm]:

@@ -1,8 +1,9 @@
-"""Rings: P - 1 rounds, in each of which every rank sends one shard to its successor.
+"""Rounds: P - 1 of them, in each of which every rank sends one shard and receives one; and rings,
+in which each rank sends to its successor alone.
 
-Bandwidth-optimal on any MPI, since each round is one full-duplex exchange with fixed neighbours, so
-that senders never meet at a receiver. Needs only point-to-point of MPI, so that half precision and
-device buffers work wherever point-to-point does. Small state machines, driven by ``test``.
+Bandwidth-optimal on any MPI, since each round is one full-duplex exchange, so that senders never
+meet at a receiver. Needs only point-to-point of MPI, so that half precision and device buffers work
+wherever point-to-point does. Small state machines, driven by ``test``.
 
 Shards travel in chunks. While one is added the next ones are on the wire, and scratch memory does
 not grow with the bucket. A message of higher priority (``send_scheduler``) waits for no whole shard
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ def num_chunks(shard_numel: int, element_size: int) -> int:
 
 
 def num_receives(shard_numel: int, element_size: int, size: int) -> int:
-    """Number of receives that a ring over ``size`` ranks posts ahead, one chunk each."""
+    """Number of receives that rounds of ``size`` ranks post ahead, one chunk each."""
     return min(_MOST_RECEIVES, (size - 1) * num_chunks(shard_numel, element_size))
 
 
@@ -52,10 +53,10 @@ def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RingContext:
-    """Where a ring runs.
+    """Where rounds run.
 
-    order: ranks around the ring. place: of this rank in it. tag: of all messages of this ring.
-    scheduler: of all rings of this rank.
+    order: ranks around the ring. place: of this rank in it. tag: of all messages of one operation.
+    scheduler: of all rounds of this rank.
     """
 
     transport: PointToPoint
@@ -73,11 +74,17 @@ class RingContext:
         return self.order[place % len(self.order)]
 
 
-class Ring(Request):
-    """A ring in flight: sends and receives the same number of messages, in order.
+def contexts_on(transport: MessagePassing) -> Callable[[], RingContext]:
+    """Makes the context of each next operation, under a tag of its own."""
+    order = ring_order(transport.hosts)
+    place = order.index(transport.rank)
+    return lambda: RingContext(
+        transport, order, place, tag=transport.next_tag(), scheduler=transport.scheduler
+    )
 
-    Message n that comes in goes out one round later, as message n + ``num_chunks``.
-    """
+
+class Rounds(Request):
+    """Rounds in flight: sends and receives the same number of messages, in order."""
 
     priority: ClassVar[Priority]
 
@@ -133,44 +140,39 @@ class Ring(Request):
         return max(0, self._num_sent - self._num_arrived) * self._chunk_bytes
 
     def _post_sends(self) -> None:
-        """Post the messages that are ready: of the first round, and all that came in a round ago.
-
-        Call it only while messages are left to send.
-        """
-        num_ready = min(self._num_messages, self._num_chunks + self._num_arrived)
-        while (
-            self._num_sent < num_ready and self._context.scheduler.admits(self) and self._has_room()
-        ):
+        """Post the messages that are ready. Call it only while messages are left to send."""
+        num_ready, context = self._num_ready(), self._context
+        while self._num_sent < num_ready and context.scheduler.admits(self) and self._has_room():
             part = self._outgoing(self._num_sent)
-            successor = self._context.rank_at(self._context.place + 1)
-            self._sends.append(
-                self._context.transport.start_send(part, successor, self._context.tag)
-            )
+            receiver = context.rank_at(context.place + self._distance(self._num_sent))
+            self._sends.append(context.transport.start_send(part, receiver, context.tag))
             self._num_sent += 1
         if self._num_sent == self._num_messages:
             self._context.scheduler.leave(self)
 
     def _post_receive(self, number: int) -> None:
-        part = self._incoming(number)
-        predecessor = self._context.rank_at(self._context.place - 1)
-        self._receives.append(
-            self._context.transport.start_receive(part, predecessor, self._context.tag)
-        )
+        part, context = self._incoming(number), self._context
+        sender = context.rank_at(context.place - self._distance(number))
+        self._receives.append(context.transport.start_receive(part, sender, context.tag))
 
     def _release_sends(self) -> None:
         while self._sends and self._sends[0].test():
             self._sends.popleft()
 
-    def _part(self, first_place: int, number: int) -> Any:
-        """The elements of message ``number``.
-
-        It is a chunk of the shard of the rank at ``first_place`` less the message's round.
-        """
-        rounds, chunk = divmod(number, self._num_chunks)
-        base, _ = self._cuts.range_of(self._context.rank_at(first_place - rounds))
+    def _chunk_of(self, place: int, chunk: int) -> slice:
+        """The elements of one chunk of the shard of the rank at ``place``."""
+        base, _ = self._cuts.range_of(self._context.rank_at(place))
         start = min(chunk * self._chunk_numel, self._shard_numel)
         stop = min(start + self._chunk_numel, self._shard_numel)
-        return self._buffer[base + start : base + stop]
+        return slice(base + start, base + stop)
+
+    @abstractmethod
+    def _num_ready(self) -> int:
+        """How many messages may have been sent by now."""
+
+    @abstractmethod
+    def _distance(self, number: int) -> int:
+        """How many places after the sender the receiver of message ``number`` is."""
 
     @abstractmethod
     def _outgoing(self, number: int) -> Any:
@@ -187,6 +189,28 @@ class Ring(Request):
     def _has_room(self) -> bool:
         """Whether staging memory is free to send from."""
         return True
+
+
+class Ring(Rounds):
+    """Rounds with fixed neighbours.
+
+    Message n that comes in goes out one round later, as message n + ``num_chunks``.
+    """
+
+    def _num_ready(self) -> int:
+        """All of the first round, and all that came in a round ago."""
+        return min(self._num_messages, self._num_chunks + self._num_arrived)
+
+    def _distance(self, number: int) -> int:
+        return 1
+
+    def _part(self, first_place: int, number: int) -> Any:
+        """The elements of message ``number``.
+
+        It is a chunk of the shard of the rank at ``first_place`` less the message's round.
+        """
+        rounds, chunk = divmod(number, self._num_chunks)
+        return self._buffer[self._chunk_of(first_place - rounds, chunk)]
 
 
 class RingAllGather(Ring):
@@ -269,8 +293,7 @@ class RingAlgorithm:
 
     def __init__(self, transport: MessagePassing) -> None:
         self._transport = transport
-        self._order = ring_order(transport.hosts)
-        self._place = self._order.index(transport.rank)
+        self._next_context = contexts_on(transport)
 
     def start_reduce_scatter(self, buffer: Buffer, cuts: Cuts, *, carrier: Buffer) -> Request:
         """Takes scratch memory of a few chunks, twice that to send another dtype."""
@@ -289,9 +312,3 @@ class RingAlgorithm:
     def start_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
         """In place, without scratch memory."""
         return RingAllGather(self._next_context(), buffer, cuts)
-
-    def _next_context(self) -> RingContext:
-        """Where the next ring runs, under a tag of its own."""
-        transport = self._transport
-        tag, scheduler = transport.next_tag(), transport.scheduler
-        return RingContext(transport, self._order, self._place, tag=tag, scheduler=scheduler)

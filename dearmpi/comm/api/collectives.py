@@ -136,6 +136,14 @@ class Collectives(Protocol):
         """
         ...
 
+    def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
+        """Send shard r of ``sent`` to rank r; shard r of ``arrived`` is then what rank r sent here.
+
+        Both have one length, a multiple of the world size. The own shard of ``arrived`` is left as
+        it is.
+        """
+        ...
+
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         """Reduce ``buffer`` over the ranks, in place."""
         ...

@@ -155,13 +155,6 @@ class MpiCollectives(AlgorithmCollectives):
         )
         return MpiRequest(request, buffer, total)
 
-    def start_all_to_all(self, sent: Buffer, arrived: Buffer, cuts: Cuts) -> Request:
-        count = cuts.largest
-        request = self._comm.Ialltoall(
-            _spec(sent, count, moved=True), _spec(arrived, count, moved=True)
-        )
-        return MpiRequest(request, sent, arrived)
-
     def start_library_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
         spec = _spec(buffer, cuts.largest, moved=True)
         return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)

@@ -39,7 +39,7 @@ class Nothing(AlgorithmCollectives):
         raise NotImplementedError
 
     start_receive = check_addable = start_library_reduce_scatter = start_send  # type: ignore[assignment]
-    start_library_all_gather = start_all_to_all = start_send  # type: ignore[assignment]
+    start_library_all_gather = start_send  # type: ignore[assignment]
 
 
 class Filling:

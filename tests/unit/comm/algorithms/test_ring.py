@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dearmpi.comm.algorithms import ring
+from dearmpi.comm.algorithms import ring, send_scheduler
+from dearmpi.comm.algorithms.exchange import RotatedExchange
 from dearmpi.comm.algorithms.ring import (
     RingAllGather,
     RingReduceScatter,
+    Rounds,
     num_chunks,
     num_receives,
     ring_order,
 )
+from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Movement, Request
 from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.progress.lane import Lane, Work
@@ -297,3 +302,52 @@ def test_an_all_gather_gives_every_rank_every_shard(
         run(wires, rings, chance)
     assert all(torch.equal(buffer, whole) for buffer in buffers)
     assert not any(wires.sends.values()) and not any(wires.receives.values())
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.sampled_from([8, 24, 1 << 20]),
+    st.randoms(use_true_random=False),
+)
+def test_an_exchange_takes_each_shard_to_its_rank(
+    size: int, shard_numel: int, chunk_bytes: int, chance: random.Random
+) -> None:
+    sent = list(torch.arange(size * size * shard_numel).view(size, -1))
+    arrived = [torch.full_like(one, -1) for one in sent]
+    wires, cuts = Wires(), even_cuts(sent[0].numel(), size)
+    order = chance.sample(range(size), size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "CHUNK_BYTES", chunk_bytes)
+        exchanges = [
+            RotatedExchange(context(End(wires, rank), size, order=order), *buffers, cuts)
+            for rank, buffers in enumerate(zip(sent, arrived, strict=True))
+        ]
+        run(wires, exchanges, chance)
+    for receiver, sender in product(range(size), repeat=2):
+        came = shard(arrived[receiver], sender, size)
+        left = torch.full_like(came, -1)  # nothing comes from itself
+        was_sent = left if sender == receiver else shard(sent[sender], receiver, size)
+        assert torch.equal(came, was_sent)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_an_exchange_ends_beside_rings_that_other_ranks_start_in_another_order(
+    size: int, num_chunks: int, chance: random.Random
+) -> None:
+    wires, cuts = Wires(), even_cuts(size * 4 * num_chunks, size)
+    schedulers = [SendScheduler() for _ in range(size)]
+    started: list[Rounds] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "CHUNK_BYTES", 16)
+        patch.setattr(send_scheduler, "MOST_BYTES", 16)
+        for rank in range(size):
+            one = partial(context, End(wires, rank), size, scheduler=schedulers[rank])
+            buffers = [torch.zeros(cuts.total) for _ in range(4)]
+            starts: list[Callable[[], Rounds]] = [
+                partial(RotatedExchange, one(tag=1), buffers[0], buffers[1], cuts),
+                partial(RingAllGather, one(tag=2), buffers[2], cuts),
+                partial(RotatedExchange, one(tag=3), buffers[3], buffers[1].clone(), cuts),
+            ]
+            started += [start() for start in chance.sample(starts, 3)]
+        run(wires, started, chance)
