@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _FLAG_WIDTH = 30
+_SHOWS_ALL = "dearmpi.shows_all_flags"
 
 
 class SettingOption(click.Option):
     """The flag of one setting; its value stays text until all sources are known."""
 
     def __init__(self, name: str, about: Setting, *, hidden: bool = False) -> None:
-        self.section = about.section
+        self.section, self.usual = about.section, about.usual
         details: dict[str, Any] = {"help": _help(name, about), "default": None, "hidden": hidden}
         if about.kind == "switch":
             flags = f"--{about.flag}/--no-{about.flag}"
@@ -60,9 +61,13 @@ class RunCommand(click.Command):
             raise click.NoSuchOption(error.option_name, told, ctx=ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one list of flags for each section, in the order of the settings."""
+        """Write one list of flags for each section, in the order of the settings. Of the settings
+        only the usual ones, unless all are requested.
+        """
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
+            if not (getattr(parameter, "usual", True) or ctx.meta.get(_SHOWS_ALL)):
+                continue
             record = parameter.get_help_record(ctx)
             if record is not None:
                 sections.setdefault(getattr(parameter, "section", "Other"), []).append(record)
@@ -83,6 +88,21 @@ def setting_options(*, hidden: Container[str] = ()) -> Iterator[click.Parameter]
         envvar=CONFIG_VARIABLE,
         help="YAML file with settings, named as the flags are",
     )
+    yield click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_all,
+        help="Show every flag and exit.",
+    )
+
+
+def _show_all(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[_SHOWS_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
 
 
 def _help(name: str, about: Setting) -> str:

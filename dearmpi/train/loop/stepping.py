@@ -198,6 +198,9 @@ def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
     return StepResult(losses.total(), lr, norm)
 
 
+LOG_INTERVAL = 10
+
+
 @dataclass(frozen=True, slots=True)
 class Due:
     """What is due after a step. end: the run has no more. save: a checkpoint. evaluation: of the
@@ -215,12 +218,15 @@ class Timetable:
     """last: the run's last step; the first is 1.
 
     The intervals are in steps. 0: at the end alone; None: not even there.
+    log_time_s, save_time_s: seconds after which a row or a checkpoint is due too; 0: never.
     """
 
     last: int
     log_interval: int
     save_interval: int
     evaluation_interval: int | None
+    log_time_s: float = 0.0
+    save_time_s: float = 0.0
 
     @classmethod
     def of(cls, job: Job) -> Timetable:
@@ -229,13 +235,25 @@ class Timetable:
         if job.evaluator is not None:
             chosen = settings.eval_interval
             interval = job.batches.steps_per_epoch if chosen is None else chosen
-        return cls(job.total_steps, settings.log_interval, settings.checkpoint_interval, interval)
+        return cls(
+            job.total_steps,
+            settings.log_interval or (0 if settings.log_time_s else LOG_INTERVAL),
+            settings.checkpoint_interval,
+            interval,
+            settings.log_time_s or 0.0,
+            settings.checkpoint_time_s,
+        )
 
-    def after(self, step: int) -> Due:
-        """What is due once ``step`` is taken."""
+    def after(self, step: int, *, since_row_s: float = 0.0, since_save_s: float = 0.0) -> Due:
+        """What is due once ``step`` is taken.
+
+        since_row_s, since_save_s: seconds since the last row and checkpoint, alike on all ranks.
+        """
         end = step >= self.last
         save, evaluation, row = (
             interval is not None and (end or (interval > 0 and step % interval == 0))
             for interval in (self.save_interval, self.evaluation_interval, self.log_interval)
         )
-        return Due(end, save, evaluation, row=row or evaluation)
+        save = save or 0 < self.save_time_s <= since_save_s
+        row = row or evaluation or 0 < self.log_time_s <= since_row_s
+        return Due(end, save, evaluation, row)

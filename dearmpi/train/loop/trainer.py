@@ -93,17 +93,23 @@ class Trainer:
         return outcome
 
     def _take_turn(self) -> None:
-        self._take_step()
-        if self._due.save:
+        # Before the step, while all ranks have read the same totals.
+        due = self._timetable.after(
+            self._step + 1,
+            since_row_s=self._steps.since_row_s,
+            since_save_s=self._steps.since_save_s,
+        )
+        self._take_step(row_due=due.row)
+        if due.save:
             self._steps.save()
-        if self._due.end or self._due.evaluation:
+        if due.end or due.evaluation:
             self._steps.saver.finish()
-        if self._due.row:
+        if due.row:
             self._steps.read_all_totals()
             if not self._stopping:  # what is due then comes at the end
-                self._measure(evaluate=self._due.evaluation)
+                self._measure(evaluate=due.evaluation)
 
-    def _take_step(self) -> None:
+    def _take_step(self, *, row_due: bool) -> None:
         """Phases 1 and 2."""
         self._steps.begin()
         model = self._job.task.model
@@ -115,7 +121,7 @@ class Trainer:
             self._last.loss,
             num_samples=self._samples_of_step(),
             data_s=self._last.data_s,
-            row_due=self._timetable.after(self._step + 1).row,
+            row_due=row_due,
         )
         self._listener.stepped(self._step)
 

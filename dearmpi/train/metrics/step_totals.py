@@ -32,6 +32,7 @@ class StepTotal:
     num_stops: ranks that received a request to stop.
     num_saved: stages of checkpoints that the ranks have finished, added up (``Saver.num_done``).
     step_s: what it took, the mean over ranks, with waits for totals.
+    clock_s: rank 0's seconds since its first step began, by which all ranks go.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepTotal:
     num_stops: int
     num_saved: int
     step_s: float = 0.0
+    clock_s: float = 0.0
 
     def describe_bad(self, hosts: Sequence[str]) -> str:
         """How many ranks had such a loss, and which one if it is one. hosts: by rank."""
@@ -75,16 +77,24 @@ class StepTotals:
         return 0 if self._step_s > LONG_STEP_S else 1
 
     def post(
-        self, step: int, *, loss: float, stop: bool, num_saved: int = 0, step_s: float = 0.0
+        self,
+        step: int,
+        *,
+        loss: float,
+        stop: bool,
+        num_saved: int = 0,
+        step_s: float = 0.0,
+        clock_s: float = 0.0,
     ) -> None:
         """Send this rank's loss of ``step`` (its weighted sum), whether it shall stop, how many
-        stages of checkpoints it has finished, and how long it took.
+        stages of checkpoints it has finished, how long it took, and what its clock shows.
         """
         bad = not math.isfinite(loss)
         # Without its waits here a fast rank's steps would look short as soon as they are long.
         # Whole numbers, whose sum is the same on all ranks, in whatever order MPI adds them.
         micros, self._waited_s = round((step_s + self._waited_s) * 1e6), 0.0
-        values = [0.0 if bad else loss, bad, bad * self.world.rank, stop, num_saved, micros]
+        clock = round(clock_s * 1e6) if self.world.is_root else 0
+        values = [0.0 if bad else loss, bad, bad * self.world.rank, stop, num_saved, micros, clock]
         entry = _Entry(step, HostBuffer(np.array(values, dtype=np.float64)))
         self._entries.append(entry)
 
@@ -116,7 +126,8 @@ class StepTotals:
 
     def _total(self, entry: _Entry) -> StepTotal:
         loss, *counts = entry.buffer.array.tolist()
-        num_bad, bad_sum, num_stops, num_saved, micros = (int(count) for count in counts)
+        num_bad, bad_sum, num_stops, num_saved, micros, clock = (int(count) for count in counts)
         mean = math.nan if num_bad else loss / self.world.size
         step_s = micros / 1e6 / self.world.size
-        return StepTotal(entry.step, mean, num_bad, bad_sum, num_stops, num_saved, step_s)
+        clock_s = clock / 1e6
+        return StepTotal(entry.step, mean, num_bad, bad_sum, num_stops, num_saved, step_s, clock_s)

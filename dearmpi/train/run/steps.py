@@ -26,7 +26,8 @@ class RunSteps:
 
     step: optimizer steps taken. stopping: whether a rank requested a stop. skips_bad: a loss that
     is not finite is left out of the rows; else it is a NonFiniteLossError on all ranks, which
-    recommends ``cure``.
+    recommends ``cure``. since_row_s, since_save_s: seconds by rank 0's clock, as the last totals
+    that were read show it: the same on all ranks.
     """
 
     def __init__(
@@ -46,12 +47,23 @@ class RunSteps:
         self._times = TimesExchange(state.world)
         self._losses: list[float] = []
         self._began_s = time.perf_counter()
+        self._clock_s = self._row_s = self._save_s = 0.0
         self.begin()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the first step could begin."""
         return time.perf_counter() - self._began_s
+
+    @property
+    def since_row_s(self) -> float:
+        """Seconds since the last row, or since the beginning."""
+        return self._clock_s - self._row_s
+
+    @property
+    def since_save_s(self) -> float:
+        """Seconds since the last checkpoint was begun, or since the beginning."""
+        return self._clock_s - self._save_s
 
     def begin(self) -> None:
         """The next step begins now."""
@@ -72,6 +84,7 @@ class RunSteps:
             stop=self._stop_requested(),
             num_saved=self.saver.num_done,
             step_s=time.perf_counter() - self._begin_s,
+            clock_s=self.elapsed_s,
         )
         self._read_totals(pending=self._totals.delay)
         seconds, times = time.perf_counter() - self._begin_s, self._optimizer.times
@@ -95,6 +108,7 @@ class RunSteps:
         with self._optimizer.spans.span(Track.WAIT, "the totals of all ranks"):
             totals = self._totals.read(pending=pending)
         for total in totals:
+            self._clock_s = total.clock_s
             self.stopping = self.stopping or total.num_stops > 0
             if not total.num_bad:
                 self._losses.append(total.loss)
@@ -122,6 +136,7 @@ class RunSteps:
         extra: Mapping[str, float] | None = None,
     ) -> MetricsRow:
         """What was measured since the row before, once all totals are read."""
+        self._row_s = self._clock_s
         sums = self.meter.lap()
         losses, self._losses = self._losses, []
         num_steps = max(1, sums.num_steps)
@@ -153,6 +168,7 @@ class RunSteps:
         with self._optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
             self.catch_up()
             self.saver.start(self.step)
+        self._save_s = self._clock_s
 
     def fail(self, error: Exception) -> None:
         """End after ``error``: one of all ranks does not keep a checkpoint under way from being

@@ -49,9 +49,10 @@ class RunChoices:
         "bytes-lm, digits, images, synthetic:NAME, package.module:factory or FILE.py:factory",
         metavar="NAME",
         fixed=True,
+        usual=True,
     )
     data: str | None = setting(
-        None, "Task", "text", "data of the task: files or folders", metavar="PATH"
+        None, "Task", "text", "data of the task: files or folders", metavar="PATH", usual=True
     )
     task_options: Mapping[str, str] = setting(
         {}, "Task", "texts", "an option of the task", flag="task-option", fixed=True
@@ -66,10 +67,15 @@ class RunChoices:
     )
 
     epochs: int | None = setting(
-        None, "Length", "integer", "passes over the data; default: the task's, else 1", least=1
+        None,
+        "Length",
+        "integer",
+        "passes over the data; default: the task's, else 1",
+        least=1,
+        usual=True,
     )
     max_steps: int | None = setting(
-        None, "Length", "integer", "optimizer steps, instead of epochs", least=1
+        None, "Length", "integer", "optimizer steps, instead of epochs", least=1, usual=True
     )
     batch_size: int = setting(
         64,
@@ -79,6 +85,7 @@ class RunChoices:
         "else 64",
         least=1,
         fixed=True,
+        usual=True,
     )
     gradient_accumulation_steps: int = setting(
         1, "Length", "integer", "micro-batches per optimizer step; default: 1", least=1
@@ -91,12 +98,18 @@ class RunChoices:
         "optimizer by its name in torch.optim; default: the task's, else AdamW",
         metavar="NAME",
         fixed=True,
+        usual=True,
     )
     optimizer_options: Mapping[str, Any] = setting(
         {}, "Optimizer", "literals", "an option of it", flag="optimizer-option", fixed=True
     )
     lr: float | None = setting(
-        None, "Optimizer", "number", "learning rate; default: the task's, else torch's", least=0
+        None,
+        "Optimizer",
+        "number",
+        "learning rate; default: the task's, else torch's",
+        least=0,
+        usual=True,
     )
     momentum: float | None = setting(
         None, "Optimizer", "number", "momentum, for optimizers that have one", least=0, fixed=True
@@ -198,6 +211,7 @@ class RunChoices:
         "bf16: autocast over fp32 parameters",
         choices=get_args(Precision),
         fixed=True,
+        usual=True,
     )
     seed: int = setting(
         0, "Numerics", "integer", "of parameters, order and noise", least=0, most=2**63, fixed=True
@@ -224,7 +238,12 @@ class RunChoices:
         "runs", "Run", "text", "folder that holds the folders of runs", metavar="ROOT"
     )
     name: str | None = setting(
-        None, "Run", "text", "folder of this run in ROOT; default: date and time", metavar="NAME"
+        None,
+        "Run",
+        "text",
+        "folder of this run in ROOT; default: date and time",
+        metavar="NAME",
+        usual=True,
     )
     resume: str | None = setting(
         None,
@@ -232,6 +251,7 @@ class RunChoices:
         "text",
         "go on from a checkpoint or run folder; auto: from the run NAME where it has one",
         metavar="auto|PATH",
+        usual=True,
     )
     max_time_s: float | None = setting(
         None,
@@ -242,11 +262,36 @@ class RunChoices:
         above=0,
     )
     checkpoint_interval: int = setting(
-        0, "Run", "integer", "steps between checkpoints; 0: one, at the end", metavar="N", least=0
+        0,
+        "Run",
+        "integer",
+        "steps between checkpoints, beside those by time; 0: by time alone",
+        metavar="N",
+        least=0,
+    )
+    checkpoint_time_s: float = setting(
+        900.0,
+        "Run",
+        "duration",
+        "a checkpoint after this long without one, as 15m; 0: not by time; default: 15m",
+        flag="checkpoint-time",
+        least=0,
     )
     keep: int = setting(3, "Run", "integer", "checkpoints to keep", least=1)
-    log_interval: int = setting(
-        10, "Run", "integer", "steps between lines of the log and rows of metrics", least=1
+    log_interval: int | None = setting(
+        None,
+        "Run",
+        "integer",
+        "steps between lines of the log and rows of metrics; default: 10",
+        least=1,
+    )
+    log_time_s: float | None = setting(
+        None,
+        "Run",
+        "duration",
+        "the same by time, as 30s, instead of steps",
+        flag="log-time",
+        above=0,
     )
     eval_interval: int | None = setting(
         None,

@@ -45,6 +45,7 @@ class Setting:
     metavar: how the value is shown in help.
     least, above, most: bounds of a number.
     fixed: a run that is resumed must keep it.
+    usual: the short help lists it.
     """
 
     section: Section
@@ -57,6 +58,7 @@ class Setting:
     above: float | None = None
     most: float | None = None
     fixed: bool = False
+    usual: bool = False
 
     @property
     def is_pairs(self) -> bool:

@@ -127,7 +127,11 @@ class RunSettings(RunChoices):
 
 
 PLANNING = ("auto", "bayes")  # plans that are found while training
-EXCLUSIVE = (("epochs", "max_steps"), ("warmup_steps", "warmup_epochs"))
+EXCLUSIVE = (
+    ("epochs", "max_steps"),
+    ("warmup_steps", "warmup_epochs"),
+    ("log_interval", "log_time_s"),
+)
 
 SETTINGS: Mapping[str, Setting] = {
     f.name: named(f.metadata["setting"], f.name) for f in fields(RunSettings)

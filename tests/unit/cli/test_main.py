@@ -23,11 +23,21 @@ TOO_LONG = "a" * 300  # a name that may not be looked at, not even by root
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--help"]) == 0
+    assert main(["run", "--help-all"]) == 0
     text = capsys.readouterr().out
     assert all(f"--{about.flag}" in text for about in SETTINGS.values())
     for section in {about.section for about in SETTINGS.values()}:
         assert f"\n{section}:\n" in text
+
+
+def test_the_short_help_lists_the_usual_flags_and_names_the_long_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    shown = [name for name, about in SETTINGS.items() if f"  --{about.flag} " in text]
+    assert shown == [name for name, about in SETTINGS.items() if about.usual]
+    assert len(shown) == 10 and "--help-all" in text and "--config FILE" in text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ from dearmpi.train.metrics import step_totals as tally
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.random_state import seed_all
+from dearmpi.train.run import steps
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
 from tests.codes import raises
+from tests.fakes.clock import FakeClock
 from tests.fakes.ranks import run_ranks
 from tests.unit.train.points import (
     SGD,
@@ -96,6 +99,38 @@ def test_rows_evaluations_and_checkpoints_come_when_due(alone: World, tmp_path: 
     assert outcome.step == 8 and not outcome.stopped
     assert outcome.first_loss == notes.rows[0].loss
     assert outcome.last_loss == notes.rows[-1].loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "checkpoints"),
+    [
+        ({"checkpoint_time_s": 25.0, "log_time_s": 15.0}, [3, 6, 9, 10], [4, 8, 10]),
+        ({"checkpoint_time_s": 25.0, "checkpoint_interval": 6}, [10], [4, 6, 10]),
+        ({"log_interval": 4}, [4, 8, 10], [10]),
+    ],
+)
+def test_rows_and_checkpoints_by_time(
+    alone: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    rows: list[int],
+    checkpoints: list[int],
+) -> None:
+    """A step takes ten seconds, and what rank 0's clock showed after one is known before the
+    next."""
+    clock = FakeClock()
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=clock.now))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        clock.advance(10.0)
+        return squared_error(model, batch)
+
+    chosen = RunSettings(max_steps=10, eval_interval=0, keep=9, **settings, **SGD)
+    task = make_task(loss, eval_count=0)
+    _, notes = train(make_job(alone, chosen, task), tmp_path)
+    assert [row.step for row in notes.rows] == rows
+    assert notes.checkpoints == [f"step-{step:08d}" for step in checkpoints]
 
 
 def test_the_loss_of_a_row_is_the_mean_over_its_steps(alone: World, tmp_path: Path) -> None:

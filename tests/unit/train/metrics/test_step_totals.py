@@ -55,6 +55,17 @@ def test_all_ranks_learn_of_a_bad_loss_and_of_a_stop_on_one() -> None:
     assert StepTotal(7, math.nan, 2, 3, 0, 0).describe_bad(["n"] * 3) == "2 of 3 ranks"
 
 
+def test_all_ranks_go_by_the_clock_of_rank_0() -> None:
+    def work(world: World) -> float:
+        step_totals = StepTotals(world)
+        step_totals.post(1, loss=0.0, stop=False, clock_s=7.25 + world.rank)
+        (total,) = step_totals.read()
+        step_totals.close()
+        return total.clock_s
+
+    assert run_ranks(3, work) == [7.25] * 3
+
+
 def test_after_a_long_step_all_ranks_read_the_newest_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
