@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dearmpi.bench.gloo import join_group, leave_group
+from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.tune.calibrate import Run, climb

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.ring import RingContext, RingReduceScatter, num_receives
 from dearmpi.comm.algorithms.scratch import add_in_order
-from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Request
 from dearmpi.cuts import even_cuts
 

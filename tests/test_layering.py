@@ -60,7 +60,6 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "process": frozenset({"api", "watchdog"}),
         "progress": frozenset({"api", "messages", "watchdog"}),
         "world": frozenset({"api", "messages", "watchdog", "progress"}),
-        "clock_offset": frozenset({"messages", "world"}),
         "algorithms": frozenset({"api", "progress", "world"}),
         "backends": frozenset({"api", "algorithms", "process", "watchdog"}),
         "lifecycle": frozenset({"api", "backends", "process", "watchdog", "world"}),

@@ -18,13 +18,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from dearmpi.bench.gloo import PATIENCE_S, join_group, leave_group
 from dearmpi.bench.link import measure_link
 from dearmpi.bench.method import Entrant, Method, Setup, agree_on, problem_of
 from dearmpi.bench.method_names import read_method
 from dearmpi.bench.own_methods import ALONE
 from dearmpi.bench.process_memory import peak_bytes, start_peak
 from dearmpi.bench.result import Block, MeasuredIteration, Result, Row
+from dearmpi.bench.torch_methods import PATIENCE_S, join_group, leave_group
 from dearmpi.bench.workload_model import WorkloadModel
 from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, EngineConfig

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dearmpi.bench.gloo import PATIENCE_S
 from dearmpi.bench.method import Entrant, Setup, read_cap, refuse_unknown
+from dearmpi.bench.torch_methods import PATIENCE_S
 from dearmpi.comm.world import World
 from dearmpi.config import check_choice, engine_setting
 from dearmpi.errors import ConfigError

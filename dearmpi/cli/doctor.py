@@ -54,7 +54,7 @@ def doctor(run_folder: Path | None, json_path: Path | None) -> int:
     try:
         import_module("dearmpi.cli.run_session")  # all that a run needs
         from dearmpi.doctor.examination import Examination, examine, probe_devices
-        from dearmpi.doctor.facts import cuda_devices
+        from dearmpi.doctor.finding import cuda_devices
         from dearmpi.doctor.launcher import open_world
     except Exception as error:  # libraries with compiled parts fail at import in many ways
         return _tell_broken_packages(error, console, json_path)

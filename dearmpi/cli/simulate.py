@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from dearmpi.plan.model.network import Network
     from dearmpi.plan.model.profile import ModelProfile
     from dearmpi.plan.rivals.methods import SimulatedMethod
-    from dearmpi.plan.rivals.paper import Gain
-    from dearmpi.plan.rivals.side_by_side import Comparison
+    from dearmpi.plan.rivals.side_by_side import Comparison, Gain
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
 _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -162,7 +161,7 @@ def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
 def _read_profile(given: dict[str, Any]) -> ModelProfile:
     from dearmpi.plan.data.workload import read_workload
     from dearmpi.plan.model.profile import profile_workload, read_profile
-    from dearmpi.plan.rivals.paper import paper_profile
+    from dearmpi.plan.rivals.side_by_side import paper_profile
 
     if given["profile"] is not None:
         return read_profile(given["profile"])
@@ -264,7 +263,13 @@ def _draw(console: Console, comparison: Comparison, others: Sequence[Network], p
 
 def _compare_paper(console: Console) -> Sequence[Gain]:
     from dearmpi.plan.model.network import PRESETS
-    from dearmpi.plan.rivals.paper import CAPS_MB, DEVICE, PARTITION_NUMEL, WORLD_SIZE, paper_gains
+    from dearmpi.plan.rivals.side_by_side import (
+        CAPS_MB,
+        DEVICE,
+        PARTITION_NUMEL,
+        WORLD_SIZE,
+        paper_gains,
+    )
     from dearmpi.report.draw.curves import describe_gains, gain_rows
     from dearmpi.report.draw.units import align
 

@@ -12,8 +12,7 @@ from dearmpi.bench.collective_times import Overlap
 from dearmpi.comm.process import Library
 from dearmpi.comm.world import World
 from dearmpi.doctor import launcher as launch
-from dearmpi.doctor.facts import RankFacts, cuda_devices, gather_facts
-from dearmpi.doctor.finding import Finding, exit_code, ok
+from dearmpi.doctor.finding import Finding, RankFacts, cuda_devices, exit_code, gather_facts, ok
 from dearmpi.doctor.folder import FolderTrial, judge_folder, try_folder
 from dearmpi.doctor.host_network import (
     MeasuredNetwork,

@@ -1,4 +1,4 @@
-"""Serving: which engine averages which gradients of a wrapped model.
+"""Serving: which engine averages which gradients of a wrapped model, with which settings.
 
 A wrapper's parameters belong to its averager, an engine that never steps, until an optimizer has
 taken its first step on them. Then an engine of the optimizer's takes over: its buckets are updated
@@ -9,18 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 import dearmpi
 from dearmpi import DistributedOptimizer, World
-from dearmpi.config import CommDtype, EngineSettings
-from dearmpi.drop_in.given_settings import Chosen
-from dearmpi.drop_in.known_optimizers import KnownOptimizers, optimizers_of
-from dearmpi.drop_in.served_optimizer import ServedOptimizer
+from dearmpi.config import CommDtype, EngineSettings, Gather, ScheduleName
+from dearmpi.drop_in.served_optimizer import KnownOptimizers, ServedOptimizer, optimizers_of
 from dearmpi.drop_in.step_hooks import serve, watch_steps
 from dearmpi.errors import ConfigError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Settings of ``EngineConfig`` for every model that is wrapped from now on."""
+
+    schedule: ScheduleName = "dear"
+    gather: Gather = "gradients"
+    comm_dtype: CommDtype = "fp32"
+
+
+class Chosen:
+    """What holds in this process."""
+
+    choices: ClassVar[Choices] = Choices()
+
 
 _HALF_BYTES = 2  # of an element that is on the wire as it is
 

@@ -18,8 +18,7 @@ from torch.optim.optimizer import (
 import dearmpi
 from dearmpi import DistributedOptimizer, World
 from dearmpi.drop_in.arguments import note
-from dearmpi.drop_in.known_optimizers import KnownOptimizers, params_of
-from dearmpi.drop_in.served_optimizer import ServedOptimizer
+from dearmpi.drop_in.served_optimizer import KnownOptimizers, ServedOptimizer, params_of
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """Layer passes: marks while a model computes, on the host or on a device, and the layers and times
-that follow from them.
+that follow from them. ``OwnHook`` is a hook of one model, which its copies do not have.
 """
 
 from __future__ import annotations
@@ -261,3 +261,30 @@ def stopwatch_for(model: torch.nn.Module, waited: Callable[[], float] = no_wait)
     return (
         HostStopwatch(waited) if device is None else DeviceStopwatch(partial(record_event, device))
     )
+
+
+class OwnHook:
+    """Calls ``hook``, of whatever kind.
+
+    A copy of the module, or one that is read from a file, is an ordinary one: it has a hook that
+    does nothing.
+    """
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._hook(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_copies, ()
+
+
+def _hook_of_copies() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    return None

@@ -22,6 +22,7 @@ from dearmpi.torch_internals import number_of_backprop
 from dearmpi.tune.layer_passes import (
     Leg,
     Mark,
+    OwnHook,
     Pass,
     Stopwatch,
     build_layers,
@@ -30,7 +31,6 @@ from dearmpi.tune.layer_passes import (
     stopwatch_for,
     summarize,
 )
-from dearmpi.tune.own_hook import OwnHook
 
 
 class _Phase(Enum):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dearmpi
-from dearmpi.bench.gloo import join_group, leave_group
+from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
 from tests.gpu.machine import IS_DRY, device, say, seconds_each
 from tests.gpu.models import WORKLOADS, Workload

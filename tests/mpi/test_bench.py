@@ -18,11 +18,11 @@ from dearmpi.bench import benchmark as session
 from dearmpi.bench import comparison as bench_contest
 from dearmpi.bench.benchmark import BenchmarkSettings, run_benchmark
 from dearmpi.bench.collective_times import describe_collectives, measure_collectives
-from dearmpi.bench.gloo import leave_group
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.method_names import plug_in, read_method
 from dearmpi.bench.output import collectives_json, describe_result, result_json
 from dearmpi.bench.result import LinkTimes, Result
+from dearmpi.bench.torch_methods import leave_group
 from dearmpi.comm.world import World
 from dearmpi.errors import DearError
 from dearmpi.plan.data.layout import ParamSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dearmpi.bench import gloo, torch_methods
+from dearmpi.bench import torch_methods
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.method_names import plug_in, read_method
 from dearmpi.bench.output import describe_result
@@ -73,7 +73,7 @@ def test_a_method_of_this_package_that_breaks_ends_the_benchmark(world: World) -
 def test_a_group_that_rank_0_cannot_open_is_out_and_the_rest_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gloo, "root_address", lambda one_host: "192.0.2.1")  # nobody's
+    monkeypatch.setattr(torch_methods, "root_address", lambda one_host: "192.0.2.1")  # nobody's
     result, _ = contest(world, read_method("ddp"), read_method("dear"), patience_s=_SHORT_S)
     check_only_one_failed(result, "ddp", "cannot be reached at 192.0.2.1", "set MASTER_ADDR")
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchsWrapper
 
 import dearmpi
-from dearmpi.bench.gloo import join_group, leave_group
+from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
 from dearmpi.drop_in.replacement import ZeroRedundancyOptimizer
 from dearmpi.errors import ArgumentError, ConfigError, UsageError

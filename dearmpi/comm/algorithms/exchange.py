@@ -9,10 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
-from dearmpi.comm.algorithms.algorithm import MessagePassing
+from dearmpi.comm.algorithms.algorithm import MessagePassing, Priority
 from dearmpi.comm.algorithms.ring import RingAlgorithm, RingContext, Rounds, contexts_on
 from dearmpi.comm.algorithms.scratch import ScratchRequest, add_in_order, copy
-from dearmpi.comm.algorithms.send_scheduler import Priority
 from dearmpi.comm.api.collectives import Buffer, Request
 from dearmpi.config import ReduceScatter
 from dearmpi.cuts import Cuts

@@ -6,7 +6,7 @@ meet at a receiver. Needs only point-to-point of MPI, so that half precision and
 wherever point-to-point does. Small state machines, driven by ``test``.
 
 Shards travel in chunks. While one is added the next ones are on the wire, and scratch memory does
-not grow with the bucket. A message of higher priority (``send_scheduler``) waits for no whole shard
+not grow with the bucket. A message of higher priority (``SendScheduler``) waits for no whole shard
 of lower priority. Chunks may travel in half precision, at half the bytes.
 """
 
@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dearmpi.comm.algorithms.algorithm import MessagePassing
+from dearmpi.comm.algorithms.algorithm import MessagePassing, Priority, SendScheduler
 from dearmpi.comm.algorithms.scratch import ScratchRequest
-from dearmpi.comm.algorithms.send_scheduler import Priority, SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Movement, PointToPoint, Request
 from dearmpi.config import ReduceScatter
 from dearmpi.cuts import Cuts

@@ -28,8 +28,8 @@ else:
 
 from mpi4py import MPI
 
+from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.registry import AlgorithmCollectives
-from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import Buffer, ReduceOp, Request
 from dearmpi.comm.process import Library, doubt_launch, skip_exit_handlers

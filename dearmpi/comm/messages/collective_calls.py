@@ -3,10 +3,14 @@
 All calls begin with ``meet``, whose message holds a digest of the call and its content. Ranks in
 different calls find out before they use any content. The message has the same size for every call,
 so that no two calls can mix. Content that fits the message needs no other.
+
+Also how messages name ranks, and where texts of ranks differ.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -18,7 +22,6 @@ import numpy.typing as npt
 
 from dearmpi.comm.api.call import Call, cure_for
 from dearmpi.comm.api.collectives import Collectives, ReduceOp, Request
-from dearmpi.comm.messages.ranks import name_ranks
 from dearmpi.comm.messages.values import HostBuffer, decode, encode
 from dearmpi.errors import MismatchError
 
@@ -153,3 +156,53 @@ def _explain(described: Sequence[str], hosts: Sequence[str]) -> str:
         alike[call].append(rank)
     calls = "; ".join(f"{name_ranks(ranks, hosts)}: {call}" for call, ranks in alike.items())
     return f"the ranks are in different collective calls: {calls}. Cure: {cure_for(*alike)}"
+
+
+_NUM_DIGITS = 12
+
+Gather = Callable[[str], Sequence[str]]
+"""Gives every rank's text, by rank, to all of them (collective)."""
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Ranks as ranges, with the names of up to three hosts: ``ranks 0, 2-5 (node1)``.
+
+    hosts: of every rank.
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    names = sorted({hosts[rank] for rank in ranks})
+    where = f" ({', '.join(names)})" if len(names) <= 3 else f" ({len(names)} hosts)"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{where}"
+
+
+def digest(lines: Sequence[str]) -> str:
+    """A short hash of ``lines``."""
+    return hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()[:_NUM_DIGITS]
+
+
+def first_difference(lines: Sequence[str], gather: Gather) -> list[str]:
+    """Every rank's line, by rank, at the first place where ranks differ (collective).
+
+    The line is ``nothing further`` on ranks whose lines have ended. Empty if all are the same.
+    Bisection over hashes finds the place, so that only hashes and one line of each rank travel.
+    """
+
+    def is_alike(num_lines: int) -> bool:
+        return len(set(gather(digest(lines[:num_lines])))) == 1
+
+    same, differs = 0, max(int(num) for num in gather(str(len(lines))))
+    if is_alike(differs):
+        return []
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        if is_alike(middle):
+            same = middle
+        else:
+            differs = middle
+    return list(gather(lines[same] if same < len(lines) else "nothing further"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import cure_for, signal_handled, stack_of
-from dearmpi.comm.messages.ranks import name_ranks
+from dearmpi.comm.messages.collective_calls import name_ranks
 
 _GIVING_UP = (  # the status of sys.exit is not known here
     "; if the other rank has called sys.exit(), have it raise an exception or call "

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.errors import MismatchError, UsageError
-from dearmpi.tune.own_hook import OwnHook
+from dearmpi.tune.layer_passes import OwnHook
 
 
 class Checks:

@@ -43,7 +43,7 @@ from dearmpi.torch_internals import (
     parameter_table,
     replace_parameter_table,
 )
-from dearmpi.tune.own_hook import OwnHook
+from dearmpi.tune.layer_passes import OwnHook
 
 if TYPE_CHECKING:
     from _collections_abc import dict_items, dict_values

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dearmpi.comm.messages.ranks import digest, first_difference
+from dearmpi.comm.messages.collective_calls import digest, first_difference
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.state.options import describe_options, describe_state

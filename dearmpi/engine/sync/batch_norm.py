@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.comm.lifecycle import choose_world, connect
-from dearmpi.comm.messages.ranks import digest
+from dearmpi.comm.messages.collective_calls import digest
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.engine.device.accelerator import through_host

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dearmpi.comm.lifecycle import choose_world
-from dearmpi.comm.messages.ranks import Gather, digest, first_difference
+from dearmpi.comm.messages.collective_calls import Gather, digest, first_difference
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.buffers import flattened, is_dense
 from dearmpi.engine.device.accelerator import through_host

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dearmpi.engine.trace.span import Span, Track
 from dearmpi.engine.trace.spans import Spans, profiled
 from dearmpi.torch_internals import at_end_of_backprop, is_profiling, parameter_table
-from dearmpi.tune.own_hook import OwnHook
+from dearmpi.tune.layer_passes import OwnHook
 
 
 @dataclass(frozen=True, slots=True)

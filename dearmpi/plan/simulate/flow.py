@@ -219,7 +219,7 @@ class Wire:
     waits for the large one's message in every round, unless that pauses. (The engine hands over
     2 MiB at most, so beside larger buckets it waits less than here.)
 
-    Reduce-scatters pass all-gathers, as in ``comm/algorithms/send_scheduler.py``: what is left of a
+    Reduce-scatters pass all-gathers, as in ``comm/algorithms/algorithm.py``: what is left of a
     gather's message goes on after them.
     """
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.plan.rivals.paper import CLAIMS, Gain
-from dearmpi.plan.rivals.side_by_side import Comparison, MethodRow
+from dearmpi.plan.rivals.side_by_side import CLAIMS, Comparison, Gain, MethodRow
 from dearmpi.report.draw.axis import Axis
 from dearmpi.report.draw.shape import DASHES, Label, Line, Picture, Shape
 from dearmpi.report.draw.units import count_text

@@ -14,7 +14,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
 from dearmpi.train.data.data import evaluation_shares, load_batch
 from dearmpi.train.data.loading import BatchLoader, BatchRequest
-from dearmpi.train.loop.precision import computing, convert_batch, device_of_model, send_batch
+from dearmpi.train.ranks.device import computing, convert_batch, device_of_model, send_batch
 from dearmpi.train.ranks.random_state import capture_random_state, restore_random_state
 from dearmpi.train.settings.choices import Precision
 from dearmpi.train.tasks.task import Task

@@ -24,9 +24,9 @@ from dearmpi.train.data.data import Batches
 from dearmpi.train.data.loading import BatchLoader, open_loader
 from dearmpi.train.loop.evaluation import Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
-from dearmpi.train.loop.precision import convert_model, device_of_model
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
+from dearmpi.train.ranks.device import convert_model, device_of_model
 from dearmpi.train.run.resuming import continue_random_state
 from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import RunSettings

@@ -16,7 +16,7 @@ from dearmpi.errors import NonFiniteLossError, TaskError
 from dearmpi.train.data.data import MicroBatch
 from dearmpi.train.data.loading import BatchRequest
 from dearmpi.train.loop.job import Job
-from dearmpi.train.loop.precision import computing, convert_batch, send_batch
+from dearmpi.train.ranks.device import computing, convert_batch, send_batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dearmpi import version
-from dearmpi.comm.messages.ranks import first_difference, name_ranks
+from dearmpi.comm.messages.collective_calls import first_difference, name_ranks
 from dearmpi.errors import MismatchError
 from dearmpi.train.ranks.agreement import TextWorld
 from dearmpi.train.tasks.task import Task

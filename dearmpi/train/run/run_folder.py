@@ -28,8 +28,7 @@ from typing import Any
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
 from dearmpi.train import disk
-from dearmpi.train.disk import is_folder, is_there
-from dearmpi.train.run.folder_lock import FolderLock
+from dearmpi.train.disk import FolderLock, is_folder, is_there
 
 
 class _Member:

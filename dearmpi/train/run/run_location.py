@@ -14,9 +14,8 @@ from typing import Any
 from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError, ConfigError, DearError, TaskError
 from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
-from dearmpi.train.disk import is_folder, is_there
+from dearmpi.train.disk import FolderLock, is_folder, is_there, lock_folder
 from dearmpi.train.ranks.agreement import together
-from dearmpi.train.run.folder_lock import FolderLock, lock_folder
 from dearmpi.train.run.run_folder import RunFolder, free_name
 
 

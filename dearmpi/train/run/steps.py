@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dearmpi.engine.trace.span import Track
 from dearmpi.errors import NonFiniteLossError
 from dearmpi.train.metrics.metrics import MetricsRow
-from dearmpi.train.metrics.step_times import Meter, Sums, TimesExchange
-from dearmpi.train.metrics.step_totals import StepTotal, StepTotals
+from dearmpi.train.metrics.step_times import Meter, StepTotal, StepTotals, Sums, TimesExchange
 from dearmpi.train.ranks.agreement import AgreedError, is_agreed
 from dearmpi.train.run.saving import Saver, TrainingState
 

@@ -14,7 +14,7 @@ from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.train.data.data import Batches
 from dearmpi.train.metrics import metrics
-from dearmpi.train.metrics import step_totals as tally
+from dearmpi.train.metrics import step_times as tally
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED
 from tests.mpi.session.points import BATCH_SIZE, NUM_SAMPLES, TASK, run, saved_model

@@ -22,7 +22,7 @@ from dearmpi.errors import MismatchError
 from dearmpi.train import checkpoint
 from dearmpi.train.loop import session
 from dearmpi.train.loop.session import open_session
-from dearmpi.train.metrics import step_totals as tally
+from dearmpi.train.metrics import step_times as tally
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.device import DeviceChoice
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest

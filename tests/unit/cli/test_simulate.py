@@ -168,7 +168,7 @@ def test_json_tells_the_caps_and_cycles_that_were_given(tmp_path: Path) -> None:
 def test_the_paper_beside_what_is_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dearmpi.plan.rivals.paper.MODELS", ("resnet50",))
+    monkeypatch.setattr("dearmpi.plan.rivals.side_by_side.MODELS", ("resnet50",))
     path = tmp_path / "paper.json"
     assert main(["simulate", "--compare-paper", "--json", str(path)]) == 0
     text = capsys.readouterr().out

@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.ring import RingContext, Rounds
-from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Request
 from dearmpi.cuts import even_cuts
 

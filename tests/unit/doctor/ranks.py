@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dearmpi.doctor.facts import RankFacts
+from dearmpi.doctor.finding import RankFacts
 from dearmpi.train.ranks.device import VisibleGpus
 
 

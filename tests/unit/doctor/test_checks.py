@@ -11,8 +11,7 @@ import pytest
 from dearmpi.bench.collective_times import Overlap
 from dearmpi.comm.process import Library
 from dearmpi.doctor import launcher as launch
-from dearmpi.doctor.facts import RankFacts, read_quota, relevant
-from dearmpi.doctor.finding import Finding, exit_code
+from dearmpi.doctor.finding import Finding, RankFacts, exit_code, read_quota, relevant
 from dearmpi.doctor.host_network import (
     Link,
     MeasuredNetwork,

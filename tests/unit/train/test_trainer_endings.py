@@ -16,7 +16,7 @@ from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint
 from dearmpi.train.loop.trainer import Trainer
-from dearmpi.train.metrics import step_totals
+from dearmpi.train.metrics import step_times
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.random_state import seed_all
@@ -115,7 +115,7 @@ def test_who_is_asked_to_stop_in_the_last_step_has_a_whole_run(
 def test_a_stop_comes_after_the_step_at_hand_where_steps_are_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(step_totals, "LONG_STEP_S", 0.0)
+    monkeypatch.setattr(step_times, "LONG_STEP_S", 0.0)
 
     def work(world: World) -> tuple[int, bool]:
         job, is_last = make_job(world, RunSettings(max_steps=9, **SGD)), world.rank == size - 1

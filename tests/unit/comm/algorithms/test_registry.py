@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from dearmpi.comm.algorithms import registry
+from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.registry import (
     ALGORITHMS,
     AlgorithmCollectives,
     CollectiveAlgorithms,
 )
-from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Buffer, Completed, Request
 from dearmpi.config import ADDED_BY_LIBRARY, ReduceScatter
 from dearmpi.cuts import Cuts

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dearmpi.comm.algorithms import ring, send_scheduler
+from dearmpi.comm.algorithms import algorithm, ring
+from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.exchange import RotatedExchange
 from dearmpi.comm.algorithms.ring import (
     RingAllGather,
@@ -26,7 +27,6 @@ from dearmpi.comm.algorithms.ring import (
     num_receives,
     ring_order,
 )
-from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.comm.api.collectives import Movement, Request
 from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.progress.lane import Lane, Work
@@ -340,7 +340,7 @@ def test_an_exchange_ends_beside_rings_that_other_ranks_start_in_another_order(
     started: list[Rounds] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "CHUNK_BYTES", 16)
-        patch.setattr(send_scheduler, "MOST_BYTES", 16)
+        patch.setattr(algorithm, "MOST_BYTES", 16)
         for rank in range(size):
             one = partial(context, End(wires, rank), size, scheduler=schedulers[rank])
             buffers = [torch.zeros(cuts.total) for _ in range(4)]

@@ -11,16 +11,16 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.model.network import PRESETS, Network
-from dearmpi.plan.rivals.paper import (
+from dearmpi.plan.rivals.side_by_side import (
     CLAIMS,
     MODELS,
     WORLD_SIZE,
     Gain,
+    compare,
     fused_methods,
     paper_profile,
     unfused_methods,
 )
-from dearmpi.plan.rivals.side_by_side import compare
 from tests.codes import raises
 
 RATE = LinkModel(0.0, 1e-9)

@@ -11,10 +11,10 @@ import pytest
 
 from dearmpi.comm.world import World
 from dearmpi.plan.data.plan import Plan
+from dearmpi.train.disk import lock_folder
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.planning import PlanFile
 from dearmpi.train.ranks.agreement import AgreedError
-from dearmpi.train.run.folder_lock import lock_folder
 from dearmpi.train.run.run_folder import RunFolder
 from tests.codes import raises
 

@@ -22,7 +22,7 @@ from dearmpi.report.read.pace import find_stragglers
 from dearmpi.train import checkpoint
 from dearmpi.train.loop.job import check_position
 from dearmpi.train.loop.trainer import Trainer
-from dearmpi.train.metrics import step_totals as tally
+from dearmpi.train.metrics import step_times as tally
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.random_state import seed_all

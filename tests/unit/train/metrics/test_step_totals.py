@@ -7,8 +7,8 @@ import math
 import pytest
 
 from dearmpi.comm.world import World
-from dearmpi.train.metrics import step_totals as module
-from dearmpi.train.metrics.step_totals import StepTotal, StepTotals
+from dearmpi.train.metrics import step_times as module
+from dearmpi.train.metrics.step_times import StepTotal, StepTotals
 from tests.fakes.ranks import run_ranks
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from dearmpi.comm.clock_offset import ClockOffset, measure_clock
 from dearmpi.comm.world import World
+from dearmpi.train.run.tracing import ClockOffset, measure_clock
 from tests.fakes.ranks import run_ranks
 
 

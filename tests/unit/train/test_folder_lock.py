@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
-from dearmpi.train.run.folder_lock import lock_folder
+from dearmpi.train.disk import lock_folder
 from tests.codes import raises
 
 _OCCUPY = """
 import sys
 from pathlib import Path
-from dearmpi.train.run.folder_lock import lock_folder
+from dearmpi.train.disk import lock_folder
 with lock_folder(Path(sys.argv[1])):
     print("there", flush=True)
     sys.stdin.read()
@@ -124,7 +124,7 @@ def test_a_folder_that_may_not_be_looked_at_is_not_called_removed(
         raise OSError(code, os.strerror(code))
 
     with lock_folder(path) as own:
-        monkeypatch.setattr("dearmpi.train.run.folder_lock.os.stat", refuse)
+        monkeypatch.setattr("dearmpi.train.disk.os.stat", refuse)
         with pytest.raises(CheckpointError) as caught:
             own.check()
         monkeypatch.undo()

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dearmpi.comm.algorithms import ring, send_scheduler
+from dearmpi.comm.algorithms import algorithm, ring
+from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.ring import Ring, RingAllGather, RingReduceScatter, num_receives
-from dearmpi.comm.algorithms.send_scheduler import SendScheduler
 from dearmpi.cuts import even_cuts
 from tests.unit.comm.wires import End, Post, Wires, context, run, shard
 
@@ -31,7 +31,7 @@ def test_rings_that_share_the_wires_all_complete(size: int, most_chunks: int, se
     rings: list[Ring] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "CHUNK_BYTES", 8)
-        patch.setattr(send_scheduler, "MOST_BYTES", 8 * most_chunks)
+        patch.setattr(algorithm, "MOST_BYTES", 8 * most_chunks)
         for rank in range(size):
             starts = [*range(2 * num)]
             chance.shuffle(starts)  # ranks need not agree on the order either
@@ -59,7 +59,7 @@ def test_a_small_reduce_scatter_does_not_queue_behind_a_large_all_gather(
 ) -> None:
     """Ahead of each of its messages there is what may be under way, never a whole shard."""
     monkeypatch.setattr(ring, "CHUNK_BYTES", 8)
-    monkeypatch.setattr(send_scheduler, "MOST_BYTES", 3 * 8)
+    monkeypatch.setattr(algorithm, "MOST_BYTES", 3 * 8)
     sent: list[str] = []
 
     class Logging(End):

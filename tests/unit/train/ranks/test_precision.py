@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.comm.world import World
-from dearmpi.train.loop.precision import computing, convert_batch, convert_model
+from dearmpi.train.ranks.device import computing, convert_batch, convert_model
 from dearmpi.train.settings.settings import RunSettings
 from tests.unit.train.points import SGD, make_job, make_task, train
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dearmpi.comm.messages.ranks import first_difference
+from dearmpi.comm.messages.collective_calls import first_difference
 from dearmpi.comm.world import World
 from tests.fakes.ranks import run_ranks
 
