@@ -48,7 +48,7 @@ def settings_page() -> str:
     sections: dict[str, list[tuple[str, ...]]] = {}
     for field in fields(RunChoices):
         about = named(field.metadata["setting"], field.name)
-        value = "|".join(about.choices) or about.metavar
+        value = about.metavar or "|".join(about.choices)
         flag = f"`--{about.flag}{f' {value}' if value else ''}`"
         default = field.default if isinstance(field.default, (str, int, float)) else None
         shown = "" if default is None or "default:" in about.help else f"`{default}`"

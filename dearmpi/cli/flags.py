@@ -39,7 +39,7 @@ class SettingOption(click.Option):
             flags = f"--{about.flag}/--no-{about.flag}"
         else:
             flags = f"--{about.flag}"
-            details["metavar"] = "|".join(about.choices) or about.metavar
+            details["metavar"] = about.metavar or "|".join(about.choices)
             details["multiple"] = about.is_pairs
         super().__init__([flags, name], **details)
 

@@ -23,7 +23,7 @@ from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
 from dearmpi.train.data.loading import BatchLoader, open_loader
 from dearmpi.train.loop.evaluation import Evaluator, probe_metrics
-from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
+from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve, parameter_groups
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
 from dearmpi.train.ranks.device import convert_model, device_of_model
@@ -119,7 +119,7 @@ def prepare(
         _fill_model(task, settings, snapshot)
         loading = open_loader(task, name=settings.task, num_workers=settings.workers)
         evaluator = _evaluator(settings, task, batches, loading)
-        inner = choice.build(p for p in task.model.parameters() if p.requires_grad)
+        inner = choice.build(parameter_groups(task.model, settings.no_decay))
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
     start_step = 0 if snapshot is None else snapshot.step

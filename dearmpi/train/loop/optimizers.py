@@ -1,4 +1,4 @@
-"""Optimizers by their name in torch.optim, and the learning rate over a run.
+"""Optimizers by their name in torch.optim or of the user's own, and the learning rate over a run.
 
 The learning rate is a pure function of the step, so there is no state to save.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import nn
 
 from dearmpi.config import known_names
 from dearmpi.errors import TaskError
-from dearmpi.train.settings.choices import LrSchedule
+from dearmpi.train.settings.choices import LrSchedule, NoDecay
 from dearmpi.train.settings.settings import RunSettings
+from dearmpi.train.tasks.own_code import load_own
 
 # LBFGS calls the model several times a step; SparseAdam takes gradients that are no dense tensors.
 UNSUITED = ("LBFGS", "SparseAdam")
@@ -26,21 +27,25 @@ FROM_FLAGS = ("lr", "momentum", "weight_decay")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """An optimizer class of torch.optim, and the arguments to make it with."""
+    """An optimizer class, the arguments to make it with, and the name to choose it by."""
 
     kind: type[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
+    name: str
 
     @property
     def lr(self) -> float:
         """The learning rate, torch's own default where none was chosen."""
         return float(self.arguments["lr"])
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make it for ``parameters``. Raises TaskError, with torch's reason, where it cannot be."""
+    def build(self, parameters: Iterable[nn.Parameter | dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make it for ``parameters`` or their groups. Raises TaskError, with its reason, where it
+        cannot be.
+        """
         try:
-            return self.kind(list(parameters), **self.arguments)
-        except (TypeError, ValueError, RuntimeError) as error:
+            given: list[Any] = list(parameters)
+            return self.kind(given, **self.arguments)
+        except Exception as error:  # a class of the user's may raise anything
             raise TaskError(
                 f"optimizer {self.kind.__name__} cannot be made: {error}",
                 code="optimizer-not-built",
@@ -65,30 +70,94 @@ def choose_optimizer(settings: RunSettings) -> OptimizerChoice:
     Raises TaskError for a name that torch.optim does not have, and for an option that the
     optimizer does not take.
     """
-    kind = _find(settings.optimizer)
+    kind, name = find_optimizer(settings.optimizer)
     accepted = inspect.signature(kind).parameters
+    takes_all = any(option.kind is option.VAR_KEYWORD for option in accepted.values())
     arguments = dict(settings.optimizer_options)
-    for name in FROM_FLAGS:
-        value = getattr(settings, name)
+    for flag in FROM_FLAGS:
+        value = getattr(settings, flag)
         if value is None:
             continue
-        if name in arguments:
+        if flag in arguments:
             raise TaskError(
-                f"{name} is given twice, as --{name.replace('_', '-')} {value} and as "
-                f"--optimizer-option {name}={arguments[name]}; give it once",
+                f"{flag} is given twice, as --{flag.replace('_', '-')} {value} and as "
+                f"--optimizer-option {flag}={arguments[flag]}; give it once",
                 code="given-twice",
             )
-        arguments[name] = value
-    options = [name for name in accepted if name != "params"]
-    for name in arguments:
-        if name not in options:
+        arguments[flag] = value
+    options = [option for option in accepted if option != "params"]
+    needed = [*arguments, *(["weight_decay"] if settings.no_decay else [])]
+    for option in needed:
+        if option not in options and not takes_all:
+            shown = option if option in arguments else "no_decay"
             raise TaskError(
-                f"{name} has no effect: {kind.__name__} has no such option"
-                f"{known_names(name, options)}",
+                f"{shown} has no effect: {kind.__name__} has no such option"
+                f"{known_names(option, options)}",
                 code="setting-without-effect",
             )
-    arguments.setdefault("lr", accepted["lr"].default)
-    return OptimizerChoice(kind, arguments)
+    if "lr" not in arguments:
+        arguments["lr"] = _default_lr(accepted, name)
+    return OptimizerChoice(kind, arguments, name)
+
+
+def _default_lr(accepted: Mapping[str, inspect.Parameter], name: str) -> float:
+    """The learning rate that an optimizer has by itself."""
+    try:
+        return float(accepted["lr"].default)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TaskError(
+            f"optimizer {name} has no learning rate of its own; give --lr",
+            code="optimizer-not-built",
+        ) from error
+
+
+def parameter_groups(
+    model: nn.Module, no_decay: Collection[NoDecay] | None
+) -> Sequence[nn.Parameter | dict[str, Any]]:
+    """The trained parameters of ``model``, for an optimizer to be made of: a list, or two groups
+    of which the second has no weight decay.
+
+    no_decay: ``norms``, all parameters of layers whose class is called a norm; ``biases``, those
+    with ``bias`` in the last part of their name. Raises TaskError where the model has none.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not no_decay:
+        return list(trained.values())
+    norms = {
+        id(parameter)
+        for module in model.modules()
+        if "norm" in type(module).__name__.lower()
+        for parameter in module.parameters(recurse=False)
+    }
+    free, rest = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in trained.items():
+        is_bias = "biases" in no_decay and "bias" in name.rpartition(".")[2]
+        is_free = is_bias or ("norms" in no_decay and id(parameter) in norms)
+        (free if is_free else rest).append(parameter)
+    if not free:
+        raise TaskError(
+            f"no_decay has no effect: the model has no {' and no '.join(no_decay)}; leave it out",
+            code="setting-without-effect",
+        )
+    groups: list[dict[str, Any]] = [{"params": free, "weight_decay": 0.0}]
+    return [{"params": rest}, *groups] if rest else groups
+
+
+def find_optimizer(name: str) -> tuple[type[torch.optim.Optimizer], str]:
+    """The class that ``name`` means, and the name by which it is found again.
+
+    Raises TaskError where there is none, or it is no optimizer.
+    """
+    if ":" in name:
+        found: Any = load_own(name, noun="optimizer")
+        if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
+            raise TaskError(
+                f"optimizer {name} is not a class of torch.optim.Optimizer's kind; name one",
+                code="unknown-choice",
+            )
+        return found, name
+    kind = _find(name)
+    return kind, kind.__name__
 
 
 def _find(name: str) -> type[torch.optim.Optimizer]:
@@ -103,7 +172,9 @@ def _find(name: str) -> type[torch.optim.Optimizer]:
             code="optimizer-not-built",
         )
     raise TaskError(
-        f"unknown optimizer {name!r}{known_names(name, sorted(known))}", code="unknown-choice"
+        f"unknown optimizer {name!r}{known_names(name, sorted(known))}; one of your own is "
+        "package.module:Class or FILE.py:Class",
+        code="unknown-choice",
     )
 
 

@@ -166,7 +166,7 @@ def settle(
     """
     settings = resolve([*sources, from_task(task.defaults, task=task.name)])
     choice = choose_optimizer(settings)
-    settings = replace(settings, lr=choice.lr, optimizer=choice.kind.__name__)
+    settings = replace(settings, lr=choice.lr, optimizer=choice.name)
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, epochs=1)
     if settings.eval_interval and task.eval_data is None:

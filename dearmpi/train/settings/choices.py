@@ -22,6 +22,7 @@ from dearmpi.train.settings.setting import setting
 Precision = Literal["fp32", "bf16", "fp64"]
 DeviceSetting = Literal["auto", "cpu", "cuda"]
 LrSchedule = Literal["constant", "cosine", "step"]
+NoDecay = Literal["norms", "biases"]
 OnNan = Literal["stop", "skip"]
 
 _LIMITS = StallLimits()
@@ -95,7 +96,8 @@ class RunChoices:
         "AdamW",
         "Optimizer",
         "text",
-        "optimizer by its name in torch.optim; default: the task's, else AdamW",
+        "its name in torch.optim, package.module:Class or FILE.py:Class; default: the task's, "
+        "else AdamW",
         metavar="NAME",
         fixed=True,
         usual=True,
@@ -120,6 +122,15 @@ class RunChoices:
         "number",
         "weight decay; default: the task's, else torch's",
         least=0,
+        fixed=True,
+    )
+    no_decay: tuple[NoDecay, ...] | None = setting(
+        None,
+        "Optimizer",
+        "several",
+        "parameters without weight decay: those of normalisation layers, biases, or both",
+        choices=get_args(NoDecay),
+        metavar="norms,biases",
         fixed=True,
     )
     max_grad_norm: float = setting(

@@ -22,6 +22,7 @@ Kind = Literal[
     "literals",
     "numbers",
     "range",
+    "several",
 ]
 Section = Literal["Task", "Length", "Optimizer", "Communication", "Numerics", "Run"]
 
@@ -39,7 +40,8 @@ class Setting:
     """One setting.
 
     kind: ``texts`` are pairs of a name and text, ``literals`` pairs of a name and a plain Python
-        value, ``numbers`` several numbers, ``range`` two whole ones, as START:STOP.
+        value, ``numbers`` several numbers, ``range`` two whole ones, as START:STOP,
+        ``several`` some of the choices, separated by commas.
         A ``duration`` is in seconds, or text such as 90m.
     flag: without the dashes; the environment variable and the file's key follow from the name.
     metavar: how the value is shown in help.
@@ -87,6 +89,16 @@ class Setting:
                 return _to_numbers(value, label)
             case "range":
                 return _to_range(value, label)
+            case "several":
+                parts = value.split(",") if isinstance(value, str) else value
+                if not isinstance(parts, Sequence):
+                    raise ConfigError(
+                        f"{label} is {value!r}; it must be some of {', '.join(self.choices)}, "
+                        "separated by commas",
+                        code="malformed-value",
+                    )
+                texts = (_to_text(part, label).strip() for part in parts)
+                return tuple(self._check_choice(text, label) for text in texts)
             case "texts":
                 pairs = _to_pairs(value, label)
                 return {name: _to_text(text, f"{label}: {name}") for name, text in pairs.items()}

@@ -126,6 +126,7 @@ class RunSettings(RunChoices):
         }
 
 
+OF_OWN_CODE = ("task", "optimizer")  # which may name a file
 PLANNING = ("auto", "bayes")  # plans that are found while training
 EXCLUSIVE = (
     ("epochs", "max_steps"),
@@ -156,7 +157,7 @@ def check_resumable(
     stored = {name: _plain(value) for name, value in stored.items() if value != {}}
     for name in names:
         before, now = stored.get(name), new.get(name)
-        if name == "task":  # whose file may be called from another folder, or lie there by now
+        if name in OF_OWN_CODE:  # whose file may be called from another folder, or lie there now
             before, now = _without_folder(before), _without_folder(now)
         if SETTINGS[name].fixed and before != now:
             raise ConfigError(
@@ -166,8 +167,8 @@ def check_resumable(
             )
 
 
-def _without_folder(task: Any) -> Any:
-    return task.rpartition("/")[2] if isinstance(task, str) and ".py:" in task else task
+def _without_folder(name: Any) -> Any:
+    return name.rpartition("/")[2] if isinstance(name, str) and ".py:" in name else name
 
 
 def _show(value: Any) -> str:

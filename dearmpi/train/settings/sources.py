@@ -27,6 +27,7 @@ _OTHERS: Mapping[str, str] = {
     "batch_size": "global_batch_size train_batch_size bs",
     "gradient_accumulation_steps": "accumulate_grad_batches accumulation_steps grad_accum",
     "optimizer": "opt optim",
+    "optimizer_options": "optimizer_arg optimizer_args optim_args opt_args",
     "lr": "learning_rate base_lr",
     "weight_decay": "wd",
     "max_grad_norm": "clip_grad clip_grad_norm gradient_clip_val gradient_clipping",
@@ -53,7 +54,7 @@ PREFIX = "DEAR_TRAIN_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
 # What suits one optimizer says nothing about another.
-OF_THE_OPTIMIZER = ("optimizer_options", "lr", "momentum", "weight_decay")
+OF_THE_OPTIMIZER = ("optimizer_options", "lr", "momentum", "weight_decay", "no_decay")
 OF_THE_STEP_SCHEDULE = ("lr_milestones", "lr_gamma")
 # Of the process that trains, not of the run: MPI is asked for it before a checkpoint is looked for.
 OF_THE_PROCESS = ("progress", "stall_warning_s", "stall_abort_s")

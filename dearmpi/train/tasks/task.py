@@ -11,6 +11,8 @@ imports torch only to collate, so that commands that train nothing do without it
 
 from __future__ import annotations
 
+import ast
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -99,7 +101,9 @@ TASK_FORMS = (
 
 
 def check_task_name(name: str) -> None:
-    """Raise TaskError for a name that no task can have. Reads no file and imports no module."""
+    """Raise TaskError for a name that no task can have. Imports no module; a file of that name is
+    read for what was meant.
+    """
     kind, colon, rest = name.partition(":")
     if name in BUILT_IN:
         return
@@ -114,13 +118,40 @@ def check_task_name(name: str) -> None:
         place, _, attribute = name.rpartition(":")
         if not place or not attribute:
             raise TaskError(
-                f"task {name!r} names no function; write {name.strip(':')}:FUNCTION",
+                f"task {name!r} names no function; write {_meant(name.strip(':'))}",
                 code="malformed-value",
             )
+    elif os.path.isfile(f"{name}.py"):
+        raise TaskError(
+            f"there is no task {name!r}, but a file {name}.py; write --task {_meant(f'{name}.py')}",
+            code="unknown-choice",
+        )
     else:
         raise TaskError(
             f"there is no task {name!r}{known_names(name, TASK_FORMS)}", code="unknown-choice"
         )
+
+
+def _meant(place: str) -> str:
+    """The functions in the file ``place`` that may build a task, each as a task's name.
+
+    Those that return a ``Task`` by their annotation, else those that take one argument.
+    """
+    try:
+        with open(place, encoding="utf-8") as file:
+            body = ast.parse(file.read()).body
+    except (OSError, ValueError, SyntaxError):
+        body = []
+    functions = [
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and len(node.args.posonlyargs + node.args.args) == 1
+    ]
+    builders = [f for f in functions if f.returns and ast.unparse(f.returns).endswith("Task")]
+    names = [f"{place}:{function.name}" for function in builders or functions]
+    return " or ".join(names) or f"{place}:FUNCTION"
 
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
 from dearmpi.errors import TaskError
-from dearmpi.train.loop.optimizers import LrCurve, choose_optimizer, known_optimizers, lr_curve
+from dearmpi.train.loop.optimizers import (
+    LrCurve,
+    choose_optimizer,
+    known_optimizers,
+    lr_curve,
+    parameter_groups,
+)
+from dearmpi.train.settings.choices import NoDecay
 from dearmpi.train.settings.settings import RunSettings
 from tests.codes import raises
 
@@ -40,6 +50,14 @@ def test_every_optimizer_offered_can_be_made_with_its_own_learning_rate(name: st
     ("settings", "message"),
     [
         (RunSettings(optimizer="adm"), "unknown optimizer 'adm'; did you mean 'Adam'?"),
+        (
+            RunSettings(optimizer="Rprop", no_decay=("norms",)),
+            "no_decay has no effect: Rprop has no such option",
+        ),
+        (
+            RunSettings(optimizer="torch.nn:Linear"),
+            "torch.nn:Linear is not a class of torch.optim.Optimizer's kind",
+        ),
         (RunSettings(optimizer="LBFGS"), "LBFGS cannot be used"),
         (RunSettings(optimizer="Optimizer"), "unknown optimizer 'Optimizer'"),
         (RunSettings(optimizer="Adam", momentum=0.9), "momentum has no effect: Adam has no such"),
@@ -105,3 +123,77 @@ def test_a_drop_is_not_late_where_binary_numbers_are_not_exact() -> None:
     for percent in range(5, 100, 5):
         curve = LrCurve("step", total_steps=100, milestones=(percent / 100,), gamma=0.5)
         assert (curve.factor(percent - 1), curve.factor(percent)) == (1.0, 0.5)
+
+
+class Norms(nn.Module):
+    """Two norms, one of them with a class of its own, and biases of other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.own = OwnRMSNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+
+
+class OwnRMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+
+@pytest.mark.parametrize(
+    ("no_decay", "expected"),
+    [
+        (("norms",), {"norm.weight", "norm.bias", "own.gain"}),
+        (
+            ("biases",),
+            {"norm.bias", "attention.in_proj_bias", "attention.out_proj.bias", "head.bias"},
+        ),
+    ],
+)
+def test_groups_without_weight_decay(no_decay: tuple[NoDecay, ...], expected: set[str]) -> None:
+    model = Norms()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    settings = RunSettings(optimizer="AdamW", weight_decay=0.5, no_decay=no_decay)
+    optimizer = choose_optimizer(settings).build(parameter_groups(model, settings.no_decay))
+    rest, free = (
+        ({names[id(p)] for p in group["params"]}, group["weight_decay"])
+        for group in optimizer.param_groups
+    )
+    assert free == (expected, 0.0) and rest[1] == 0.5
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert rest[0] == trained - expected
+
+
+def test_a_model_without_such_parameters_is_refused() -> None:
+    norms: tuple[NoDecay, ...] = ("norms",)
+    with raises(TaskError, "setting-without-effect", "norms"):
+        parameter_groups(nn.Linear(2, 2), norms)
+    assert len(parameter_groups(nn.LayerNorm(2), norms)) == 1
+
+
+def test_an_optimizer_of_the_users_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import torch\n"
+        "class Plain(torch.optim.SGD):\n"
+        "    def __init__(self, params, lr, **more):\n"
+        "        super().__init__(params, lr=lr, **more)\n"
+        "class Broken(torch.optim.SGD):\n"
+        "    def __init__(self, params, lr=0.5):\n"
+        "        raise KeyError('no such thing')\n"
+    )
+    chosen = RunSettings(optimizer=f"{path}:Plain", lr=0.25, optimizer_options={"momentum": 0.5})
+    choice = choose_optimizer(chosen)
+    group = choice.build(parameters()).param_groups[0]
+    assert (group["lr"], group["momentum"], choice.name) == (0.25, 0.5, f"{path}:Plain")
+    with raises(TaskError, "optimizer-not-built", "--lr"):
+        choose_optimizer(RunSettings(optimizer=f"{path}:Plain"))
+    with raises(TaskError, "optimizer-not-built", "no such thing"):
+        choose_optimizer(RunSettings(optimizer=f"{path}:Broken")).build(parameters())
+    with raises(TaskError, "unknown-choice", "Plain"):
+        choose_optimizer(RunSettings(optimizer=f"{path}:Plane"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from dataclasses import replace
@@ -228,6 +229,45 @@ def test_ranks_together_train_the_model_that_one_trains(tmp_path: Path) -> None:
     for found in run_ranks(3, work):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_groups_without_weight_decay_are_trained_as_one_process_trains_them(
+    tmp_path: Path,
+) -> None:
+    settings = RunSettings(
+        max_steps=6, precision="fp64", optimizer="AdamW", lr=0.05, weight_decay=0.5,
+        no_decay=("norms", "biases"), batch_size=8, eval_interval=0,
+    )  # fmt: skip
+
+    torch.manual_seed(1)
+    start = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def work(world: World) -> tuple[list[Tensor], list[list[int]]]:
+        model = copy.deepcopy(start)
+        job = make_job(world, settings, Task("points", model, Points(20), squared_error))
+        notes = Notes()
+        notes.saved = lambda checkpoint: None  # type: ignore[method-assign]
+        batches = job.batches
+        shares = [s.indices for step in range(6) for s in batches.step(*divmod(step, 3))]
+        Trainer(job, tmp_path, listener=notes).run()
+        return parameters(model), [list(indices) for indices in shares]
+
+    ranks = run_ranks(2, work)
+    model, data = copy.deepcopy(start), Points(20)
+    named = dict(model.named_parameters())
+    decays = [named["0.weight"], named["3.weight"]]
+    free = [p for p in named.values() if all(p is not other for other in decays)]
+    groups: list[dict[str, Any]] = [{"params": decays}, {"params": free, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.5)
+    for parts in zip(*(shares for _, shares in ranks), strict=True):
+        indices = [index for part in parts for index in part]
+        optimizer.zero_grad()
+        inputs, targets = data.inputs[indices].double(), data.targets[indices].double()
+        torch.autograd.backward(squared_error(model, (inputs, targets)))
+        optimizer.step()
+    for found, _ in ranks:
+        for ours, theirs in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_rows_count_the_time_that_a_slower_rank_takes(tmp_path: Path) -> None:

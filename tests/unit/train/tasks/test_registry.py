@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dearmpi.errors import DataError, DearError, TaskError
 from dearmpi.train.tasks import registry
 from dearmpi.train.tasks import task as task_module
 from dearmpi.train.tasks.registry import build_task
-from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task import Task, check_task_name
 from tests.codes import raises
 
 
@@ -38,6 +39,26 @@ def test_an_unknown_task_gets_the_nearest_and_all_known(name: str) -> None:
         build_task(name, {})
     assert all(form in str(raised.value) for form in ("digits", "images", "synthetic:NAME"))
     assert "path/to/file.py:function" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "meant"),
+    [
+        ("sine", "def sine(options): ...\ndef _own(options): ...\n", "sine.py:sine"),
+        ("sine", "def a(x): ...\ndef make(o) -> dearmpi.Task: ...\n", "sine.py:make"),
+        ("sine", "def a(x): ...\ndef b(x): ...\n", "sine.py:a or sine.py:b"),
+        ("sine", "def broken(", "sine.py:FUNCTION"),
+        ("sine.py", "def sine(options): ...\n", "sine.py:sine"),
+    ],
+)
+def test_a_file_beside_says_what_was_meant(
+    name: str, text: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sine.py").write_text(text)
+    with pytest.raises(TaskError) as caught:
+        check_task_name(name)
+    assert str(caught.value).endswith(f" {meant}")
 
 
 def test_names_are_told_without_their_builders() -> None:
