@@ -1,9 +1,11 @@
 """pytest on one process or on several: `python -m pytest` and `mpiexec -n 4 python -m pytest`.
 
 Tests in tests/mpi run on all ranks together, in one order; all others run on rank 0 alone, after
-them, as if there were no launcher. Rank 0 reports; another rank speaks only of its failures. All
-ranks wait for each other at the end of each test: if some rank failed, the test has failed on all;
-and if a rank failed while another still waits for it inside the test, the whole job is aborted.
+them, as if there were no launcher. Several ranks without a named file run the covering set and the
+unit tests, so that this ends within ten minutes. Rank 0 reports; another rank speaks only of its
+failures. All ranks wait for each other at the end of each test: if some rank failed, the test has
+failed on all; and if a rank failed while another still waits for it inside the test, the whole job
+is aborted.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from tests.selection import CHOICES, EVERY_TEST, Admitted, Share, is_chosen
 from tests.trials import remember_trials
 
 _MPI_TESTS = Path(__file__).parent / "mpi"
+_UNIT_TESTS = Path(__file__).parent / "unit"
 _PATIENCE_VARIABLE = "DEARMPI_TEST_PATIENCE_S"
 _CUT_SHORT = (
     pytest.ExitCode.INTERRUPTED,
@@ -93,6 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     together = [item for item in found if _is_for_here(item)]
     alone = [item for item in items if not _runs_on_all(item)]
     left_out = [item for item in found if not _is_for_here(item)]
+    if _is_short(config):  # the others start jobs, hosts and clusters of their own
+        left_out += [item for item in alone if _UNIT_TESTS not in item.path.parents]
+        alone = [item for item in alone if _UNIT_TESTS in item.path.parents]
     if launched_rank():
         alone, left_out = [], left_out + alone
     items[:] = together + alone
@@ -130,6 +136,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
+def _is_short(config: pytest.Config) -> bool:
+    """Whether several ranks were started without a file or a choice."""
+    is_bare = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return launched_size() > 1 and is_bare and config.getoption("choice") is None
+
+
 def _runs_on_all(item: pytest.Item) -> bool:
     return _MPI_TESTS in item.path.parents
 
@@ -145,7 +157,8 @@ def _is_for_here(item: pytest.Item) -> bool:
         admitted = Admitted(marker.args, **marker.kwargs)
     name = getattr(item, "originalname", None) or item.name
     test = f"{item.path.relative_to(_MPI_TESTS)}::{name}"
-    return is_chosen(item.config.getoption("choice"), test, admitted, size=launched_size())
+    choice = "second" if _is_short(item.config) else item.config.getoption("choice")
+    return is_chosen(choice, test, admitted, size=launched_size())
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ CHOICES = {
     "ranks": "every test that runs on the ranks of the launcher",
     "jobs": "the tests for one rank alone, which start jobs of their own",
     "fast": "of `ranks`, what this world size adds to the others",
-    "second": "of `ranks`, the covering set: for a second MPI",
+    "second": "of `ranks`, the covering set: for a second MPI, and for ranks without a file",
     "second-jobs": "of `jobs`, those that look at how the MPI ends a job",
 }
 

@@ -83,6 +83,19 @@ def test_ranks_that_agree_pass_and_rank_0_alone_reports(plant: Plant) -> None:
     assert ended.stdout.count("1 passed") == 1
 
 
+def test_ranks_without_a_file_run_the_covering_set_and_the_unit_tests(plant: Plant) -> None:
+    root = plant("def test_not_covering(): pass\n")
+    (root / "tests" / "unit").mkdir()
+    (root / "tests" / "mpi" / "test_join.py").write_text("def test_covering(): pass\n")
+    (root / "tests" / "unit" / "test_unit.py").write_text("def test_unit(): pass\n")
+    (root / "tests" / "test_job.py").write_text("def test_job(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    ended = run_job(command, ranks=3, limit_s=90, folder=root)
+    assert ended.returncode == 0, ended.output
+    assert "2 passed, 2 deselected" in ended.output
+    assert "test_covering PASSED" in ended.output and "test_unit PASSED" in ended.output
+
+
 def test_a_deadlock_ends_with_the_stacks_of_all_ranks(plant: Plant) -> None:
     root = plant("def test_stuck():\n    if comm.rank != 1:\n        comm.recv(source=1)\n")
     ended = launch(root, ranks=3, test_limit_s=4)
