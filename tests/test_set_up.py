@@ -24,7 +24,7 @@ esac"""
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for name in ("bin/setup", "bin/constraints.txt", "setup.cfg", "pyproject.toml"):
+    for name in ("bin/setup", "bin/constraints.txt", "pyproject.toml"):
         (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "checkout" / name)
     stand_in(tmp_path / "programs" / "python", PYTHON)
