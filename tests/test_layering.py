@@ -92,7 +92,7 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "setup": _ENGINE_BASE
         | {"agreement", "codec", "iteration", "probe", "state", "sync", "trace", "update"},
         "facade": frozenset({"usage_errors", "state"}),
-        "readings": frozenset({"facade", "setup", "trace"}),
+        "readings": frozenset({"codec", "facade", "setup", "trace"}),
         "scaling": frozenset({"facade", "iteration"}),
         "optimizer": frozenset({"iteration", "readings", "scaling", "setup", "state"}),
     },

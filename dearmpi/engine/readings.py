@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dearmpi.config import EngineConfig
+from dearmpi.engine.codec.choice import Traffic
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.setup.build import BuiltEngine
 from dearmpi.engine.setup.live_engine import LiveEngine
@@ -37,6 +38,11 @@ class Readings(Facade):
     def way_to_mpi(self) -> str:
         """How tensors get to MPI, and why: on a device ``staged`` or ``direct``."""
         return self._built.updates.comm_stream.name
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes of a step, and what they would be without compression."""
+        return self._built.engine.traffic
 
     @property
     def config(self) -> EngineConfig:

@@ -52,6 +52,8 @@ LEGAL = {
     BucketState.GATHERED: {BucketState.UPDATING, BucketState.IDLE},
 }
 
+_LEAST_COMPRESSED = 1 << 16  # elements; the start-up of a message costs more than smaller ones
+
 # Of gradients that are copied together: few enough for them to be in a processor's cache still.
 _COPIED_BYTES = 1 << 20
 
@@ -69,6 +71,7 @@ class BucketRuntime:
     mark: on a device, the event for which the stream of a reader waits; None once it has passed.
     placeholders: what each parameter has for its gradient while that is under way.
     held_on: on a device, the stream that made the gradients which are taken and not stored yet.
+    shown: of compressed parameters, what replicas show of the own shard; None of others.
     streams: on a device, all streams that have written gradients since the iteration began.
 
     One thread at a time writes: the main thread until the reduce-scatter is submitted, then the
@@ -93,6 +96,7 @@ class BucketRuntime:
         self.memory = GradientMemory(spec, self.params, rank=rank, arena=gradients)
         self.parameters = None if parameters is None else self._make_room(parameters)
         self.state = BucketState.IDLE
+        self.shown: Tensor | None = None
         self.pending = self.unread = False
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
@@ -113,6 +117,17 @@ class BucketRuntime:
             GradPlaceholder.of(param, name)
             for param, name in zip(self.params, spec.names, strict=True)
         )
+
+    @property
+    def is_worth_compressing(self) -> bool:
+        """Whether it is of fp32 or wider, trained, and large enough for its bytes to count."""
+        is_wide = self.spec.dtype in ("float32", "float64")
+        return is_wide and self.spec.trained and self.spec.padded_numel >= _LEAST_COMPRESSED
+
+    def keep_shown(self) -> None:
+        """From now on ``shown`` is kept: parameters are gathered compressed."""
+        assert self.parameters is not None
+        self.shown = torch.empty_like(self.parameters.shard)
 
     @property
     def gradients(self) -> FlatBuffer:
@@ -310,8 +325,8 @@ class BucketRuntime:
         Not of frozen ones: with eager updates backprop may still go through them.
         """
         assert self.parameters is not None
-        if not self.parameters.data.is_floating_point():
-            return
+        if not self.parameters.data.is_floating_point() or self.shown is not None:
+            return  # to what is compressed differences are added
         first, last = self.spec.shard_range(self._rank)
         for slot, placed in enumerate(self.spec.placements):
             if self.params[slot].requires_grad:

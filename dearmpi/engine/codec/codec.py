@@ -8,8 +8,7 @@ progress thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -17,10 +16,9 @@ from torch import Tensor
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.api.collectives import Collectives, Request
-from dearmpi.config import EngineConfig, Gather
+from dearmpi.config import Gather
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import FlatBuffer
-from dearmpi.engine.update.master import is_half
 from dearmpi.errors import WireRangeError
 
 
@@ -182,31 +180,3 @@ def _largest(shard: Tensor) -> float:
 def _name(bucket: BucketRuntime) -> str:
     first, last = bucket.spec.names[0], bucket.spec.names[-1]
     return first if first == last else f"{first} .. {last}"
-
-
-@dataclass(frozen=True, slots=True)
-class Codecs:
-    """By bucket: how its gradients are reduced, and how its shards are gathered.
-
-    algorithms: by which all of them travel.
-    """
-
-    reduce: tuple[Codec, ...]
-    gather: tuple[Codec, ...]
-    algorithms: CollectiveAlgorithms
-
-
-def choose_codecs(
-    buckets: Sequence[BucketRuntime], algorithms: CollectiveAlgorithms, config: EngineConfig
-) -> Codecs:
-    """Codecs by the settings; what is of half precision already travels as it is."""
-    reduce: list[Codec] = []
-    gather: list[Codec] = []
-    for bucket in buckets:
-        if algorithms.wire_dtype is None or is_half(bucket.params[0]):
-            reduce.append(DenseReduce(bucket, algorithms))
-            gather.append(DenseGather(bucket, algorithms, gather=config.gather))
-        else:
-            reduce.append(HalfReduce(bucket, algorithms))
-            gather.append(HalfGather(bucket, algorithms, gather=config.gather))
-    return Codecs(tuple(reduce), tuple(gather), algorithms)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.bucket import BucketState
-from dearmpi.engine.codec.codec import Codecs
+from dearmpi.engine.codec.choice import Codecs
 from dearmpi.engine.iteration.backprop import Backprop
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
@@ -35,7 +35,7 @@ class Engine:
         """``optimizer``: the wrapped one. An iteration reads its options; with eager updates before
         the first update, so that the step has to see that they still hold.
         """
-        self.state, self.algorithms = state, codecs.algorithms
+        self.state, self.algorithms, self.traffic = state, codecs.algorithms, codecs.traffic
         self.pipeline = pipeline = Pipeline(
             state, updates.of_buckets, codecs, num_updating=updates.num_at_once
         )

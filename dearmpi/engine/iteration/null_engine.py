@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Loads
+from dearmpi.engine.codec.choice import Traffic
 from dearmpi.engine.trace.span import Track
 from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.errors import UsageError
@@ -26,6 +27,7 @@ class NullEngine:
     waited_s = 0.0
     num_checked = 0
     algorithms = CollectiveAlgorithms("ring")
+    traffic = Traffic()
 
     def __init__(
         self, optimizer: Optimizer, spans: Spans, *, closed_after: IterationTimes | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dearmpi.engine.bucket.bucket import build_buckets
-from dearmpi.engine.codec.codec import choose_codecs
+from dearmpi.engine.codec.choice import choose_codecs
 from dearmpi.engine.device.route_choice import choose_algorithms, open_comm_stream
 from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.engine_state import EngineState
@@ -82,6 +82,10 @@ def _build(spec: EngineSpec) -> BuiltEngine:
     params = {name: param for param, name in spec.names.items()}
     moves = config.gather == "parameters"
     buckets = build_buckets(spec.layout, params, rank=world.rank, moves=moves)
+    if moves and config.compress != "none":
+        for bucket in buckets:
+            if bucket.is_worth_compressing:
+                bucket.keep_shown()
     stream = open_comm_stream(spec.names, world=world, layout=spec.layout, config=config)
     with stream.section():
         updates = build_updates(

@@ -111,6 +111,12 @@ def check_parameters(
             "fp32 and compute under torch.autocast",
             code="setting-without-effect",
         )
+    if config.compress != "none" and device_of(names) is not None:
+        raise ConfigError(
+            f"compress is {config.compress!r}, but the parameters are on a device, from which "
+            "nothing is compressed yet; use comm_dtype 'bf16', or leave compress out",
+            code="settings-contradict",
+        )
     if config.update_on == "host":
         require_host(optimizer)
     elif not config.master_weights:

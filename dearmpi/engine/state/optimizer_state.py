@@ -153,11 +153,11 @@ class OptimizerState:
             act(optimizer)
             return
         name = f"{type(optimizer).__name__}.{mode}()"
-        if masters.weights or masters.gathered_as is not None:
+        if masters.weights or masters.is_for_wide:
             raise UsageError(
                 f"{name} changes parameters, and would not reach their master copies; leave "
-                "master_weights, comm_dtype and update_on='host' out, or use gather='gradients' "
-                "with comm_dtype",
+                "master_weights, comm_dtype, compress and update_on='host' out, or use "
+                "gather='gradients' with comm_dtype or compress",
                 code="mode-not-served",
             )
         whole = gather_state(world, self.updates.of_buckets)

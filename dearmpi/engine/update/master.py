@@ -1,12 +1,12 @@
 """Master copies: the optimizer's own values behind parameters that replicas see rounded.
 
-Either the parameters are of half precision themselves, or they travel in it: small updates add up
-in the copy that rounding would lose.
+Either the parameters are of half precision themselves, or they travel in it or compressed: small
+updates add up in the copy that rounding would lose.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from dearmpi.config import EngineConfig
 from dearmpi.errors import CheckpointError
 
 MASTER = "master"  # the copy's name among the optimizer's state entries
+SHOWN = "shown"  # what replicas of a compressed parameter show of the copy
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,11 +27,14 @@ class MasterCopy:
 
     values: what the optimizer changes; without memory until the first step, which what is frozen
         never takes. stepped: whether it has; before, the copy means nothing.
+    shown: where it is kept what replicas show, if that does not follow from ``values``.
     """
 
-    def __init__(self, stored: Tensor, seen_as: torch.dtype) -> None:
-        """``seen_as``: the dtype to which replicas see ``values`` rounded."""
-        self._stored, self._seen_as = stored, seen_as
+    def __init__(
+        self, stored: Tensor, seen_as: torch.dtype, *, shown: Tensor | None = None
+    ) -> None:
+        """``seen_as``: the dtype to which replicas see ``values`` rounded, without ``shown``."""
+        self._stored, self._seen_as, self.shown = stored, seen_as, shown
         self.values = torch.empty_like(stored, dtype=dtype_of_copy(stored))
         self._nbytes = self.values.untyped_storage().nbytes()
         self.values.untyped_storage().resize_(0)
@@ -42,7 +46,9 @@ class MasterCopy:
             self._allocate()
             self.values.copy_(self._stored)
             return
-        seen = self.values.to(self._seen_as).to(self._stored.dtype)
+        seen = self.shown
+        if seen is None:
+            seen = self.values.to(self._seen_as).to(self._stored.dtype)
         # Looking whether there are any is cheaper on the host; a device has to be waited for.
         if seen.device.type != "cpu" or not torch.equal(seen, self._stored):
             self.values.copy_(torch.where(seen != self._stored, self._stored, self.values))
@@ -52,12 +58,21 @@ class MasterCopy:
         self._stored.copy_(self.values)
         self.stepped = True
 
-    def restore(self, saved: Tensor | None) -> None:
-        """Go on with the values of an earlier run; without, with what is stored."""
+    def entries(self) -> dict[str, Tensor]:
+        """What belongs to the optimizer's state; nothing before the first step."""
+        if not self.stepped:
+            return {}
+        return {MASTER: self.values} | ({} if self.shown is None else {SHOWN: self.shown})
+
+    def restore(self, state: MutableMapping[str, Any]) -> None:
+        """Take ``entries`` of before out of ``state``; without, go on with what is stored."""
+        saved, shown = state.pop(MASTER, None), state.pop(SHOWN, None)
         self.stepped = saved is not None
         if saved is not None:
             self._allocate()
             self.values.copy_(saved)
+            if self.shown is not None:
+                self.shown.copy_(shown)
 
     def _allocate(self) -> None:
         storage = self.values.untyped_storage()
@@ -70,19 +85,32 @@ class MasterRule:
     """Which tensors of an optimizer have master copies.
 
     weights: those of half precision. gathered_as: a dtype in which wider ones are gathered, which
-    have one as well; None if they are gathered as they are, or not at all.
+    have one as well; None if they are gathered as they are, or not at all. compressed: names of
+    parameters that are gathered compressed.
     """
 
     weights: bool = False
     gathered_as: torch.dtype | None = None
+    compressed: frozenset[str] = frozenset()
 
     @classmethod
-    def chosen_by(cls, config: EngineConfig, *, world_size: int) -> MasterRule:
-        """By the settings: the host works in fp32, and one rank gathers nothing."""
+    def chosen_by(
+        cls, config: EngineConfig, *, world_size: int, compressed: Iterable[str]
+    ) -> MasterRule:
+        """By the settings: the host works in fp32, and one rank gathers nothing.
+
+        compressed: names of parameters.
+        """
         gathered_as = None
         if config.wire_dtype is not None and config.gather == "parameters" and world_size > 1:
             gathered_as = HALVES[config.wire_dtype]
-        return cls(config.master_weights or config.update_on == "host", gathered_as)
+        weights = config.master_weights or config.update_on == "host"
+        return cls(weights, gathered_as, frozenset(compressed))
+
+    @property
+    def is_for_wide(self) -> bool:
+        """Whether parameters of full precision may have copies."""
+        return self.gathered_as is not None or bool(self.compressed)
 
     def seen_as(self, stored: Tensor) -> torch.dtype | None:
         """The dtype to which replicas see ``stored`` rounded; None if it needs no copy."""
@@ -90,8 +118,10 @@ class MasterRule:
             return stored.dtype if self.weights else None
         return self.gathered_as if stored.is_floating_point() else None
 
-    def copy_of(self, stored: Tensor) -> MasterCopy | None:
-        """A new master copy, if ``stored`` needs one."""
+    def copy_of(self, stored: Tensor, *, shown: Tensor | None = None) -> MasterCopy | None:
+        """A new master copy, if ``stored`` needs one. ``shown``: as in ``MasterCopy``."""
+        if shown is not None:
+            return MasterCopy(stored, stored.dtype, shown=shown)
         seen_as = self.seen_as(stored)
         return None if seen_as is None else MasterCopy(stored, seen_as)
 
@@ -103,21 +133,31 @@ class MasterRule:
         now on, so that no digit is lost where a run goes on in another ``comm_dtype``. Others have
         been changed since, and count more. Raises CheckpointError for a copy of another shape.
         """
-        master = state.get(MASTER)
+        master, shown = state.get(MASTER), state.pop(SHOWN, None)
         if master is None:
             return
-        if master.shape != stored.shape:
+        for kept in (master, master if shown is None else shown):
+            if kept.shape == stored.shape:
+                continue
             raise CheckpointError(
-                f"the master copy of parameter {name} has shape {tuple(master.shape)}, but the "
+                f"the master copy of parameter {name} has shape {tuple(kept.shape)}, but the "
                 f"parameter has shape {tuple(stored.shape)}; load the state of this model",
                 code="state-of-other-model",
             )
         seen_as = self.seen_as(stored)
         if not is_half(stored):
             master = master.to(stored.device)
-            shows = [stored == master.to(half).to(stored.dtype) for half in HALVES.values()]
+            if shown is not None:
+                shows = stored == shown.to(stored.device)
+            else:
+                rounded = [master.to(half).to(stored.dtype) for half in HALVES.values()]
+                shows = (stored == rounded[0]) | (stored == rounded[1])
+            if name in self.compressed:
+                state[MASTER] = torch.where(shows, master, stored)
+                state[SHOWN] = stored.clone()
+                return
             seen = master if seen_as is None else master.to(seen_as).to(stored.dtype)
-            stored.copy_(torch.where(shows[0] | shows[1], seen, stored))
+            stored.copy_(torch.where(shows, seen, stored))
         if seen_as is None:
             del state[MASTER]
 

@@ -26,10 +26,12 @@ class Shard(Protocol):
 
     start: the first element, in the bucket's flat buffer.
     parameters: the stored values; what a step writes here, ``send_back`` makes the bucket's.
+    shown: of compressed parameters, where it is kept what replicas show of them.
     """
 
     start: int
     parameters: Tensor
+    shown: Tensor | None
 
     @property
     def gradients(self) -> Tensor:
@@ -51,7 +53,7 @@ class ResidentShard:
     def __init__(self, bucket: BucketRuntime, *, rank: int) -> None:
         assert bucket.parameters is not None
         self.start, _ = bucket.spec.shard_range(rank)
-        self.parameters = bucket.parameters.shard
+        self.parameters, self.shown = bucket.parameters.shard, bucket.shown
         self._bucket = bucket
 
     @property
@@ -94,6 +96,7 @@ class HostShard:
         self._there = bucket.parameters.shard
         pinned = memory.comm_stream.device.new_pinned(self._there.nbytes)
         self.parameters = pinned.view(self._there.dtype)
+        self.shown: Tensor | None = None  # what is on a device is not compressed
         self._piece: Tensor | None = None
 
     @property

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.api.collectives import Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.update.master import MASTER, MasterRule
+from dearmpi.engine.update.master import MasterRule
 from dearmpi.engine.update.shard import Shard
 from dearmpi.engine.update.update import (
     Options,
@@ -53,7 +53,8 @@ class FusedRange:
         self.start, self.stop = pieces[0].start, pieces[-1].stop
         self._range = slice(self.start - shard.start, self.stop - shard.start)
         self.values = shard.parameters[self._range]
-        self.master = masters.copy_of(self.values)
+        shown = None if shard.shown is None else shard.shown[self._range]
+        self.master = masters.copy_of(self.values, shown=shown)
         if self.master is not None:
             self.values = self.master.values
 
@@ -130,6 +131,8 @@ class ShardUpdate:
                 run.master.refresh()
             run.values.grad = run.gradients
             members.setdefault(run.group, []).append(run.values)
+        if self._shard.shown is not None:  # before it is changed, of what has no gradient as well
+            self._shard.shown.copy_(self._shard.parameters)
         step_on(self._optimizer, options, members)
         for run in self.runs:
             if run.master is not None and not unused.intersection(run.slots):
@@ -179,9 +182,7 @@ class ShardUpdate:
         A master copy stands among them under its own name, once it has taken a step.
         """
         state: dict[str, Any] = self._optimizer.state.get(run.values, {})
-        if run.master is not None and run.master.stepped:
-            return {**state, MASTER: run.values}
-        return state
+        return state if run.master is None else {**state, **run.master.entries()}
 
     def set_state(self, run: FusedRange, state: dict[str, Any]) -> None:
         """Replace the optimizer's state of ``run``."""
@@ -190,7 +191,7 @@ class ShardUpdate:
         else:
             state = beside(state, run.values, self._scalars[run.group])
         if run.master is not None:
-            run.master.restore(state.pop(MASTER, None))
+            run.master.restore(state)
         if state:
             self._optimizer.state[run.values] = state
         else:

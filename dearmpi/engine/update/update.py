@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.update.master import MASTER, MasterCopy, MasterRule
+from dearmpi.engine.update.master import MasterCopy, MasterRule
 from dearmpi.torch_internals import plain_step
 
 Options = Sequence[Mapping[str, Any]]
@@ -195,8 +195,8 @@ class WholeUpdate:
             zip(self.bucket.spec.names, self._aliases, strict=True)
         ):
             state = dict(self._optimizer.state.get(alias, {}))
-            if slot in self._masters and self._masters[slot].stepped:
-                state[MASTER] = alias
+            if slot in self._masters:
+                state |= self._masters[slot].entries()
             if state:
                 states[name] = state
         return states
@@ -214,7 +214,7 @@ class WholeUpdate:
         ):
             state = beside(states.get(name, {}), alias, self._scalars[self._groups[slot]])
             if slot in self._masters:
-                self._masters[slot].restore(state.pop(MASTER, None))
+                self._masters[slot].restore(state)
             if state:
                 self._optimizer.state[alias] = {
                     key: fit(value, alias, elementwise=key in elementwise)

@@ -72,7 +72,10 @@ def build_updates(
         for param in group["params"]
     }
     on_host = config.update_on == "host"
-    masters = MasterRule.chosen_by(config, world_size=buckets[0].spec.world_size)
+    compressed = [name for b in buckets if b.shown is not None for name in b.spec.names]
+    masters = MasterRule.chosen_by(
+        config, world_size=buckets[0].spec.world_size, compressed=compressed
+    )
     updates: Updates
     if config.gather == "gradients":
         updates = [

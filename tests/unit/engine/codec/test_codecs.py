@@ -15,7 +15,8 @@ from dearmpi.comm.api.collectives import Chain, Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
-from dearmpi.engine.codec.codec import Codec, Codecs, DenseReduce, choose_codecs
+from dearmpi.engine.codec.choice import Codecs, choose_codecs
+from dearmpi.engine.codec.codec import Codec, DenseReduce
 from dearmpi.engine.setup import build
 from dearmpi.plan.data.layout import build_layout, spec_of
 from tests.fakes.ranks import run_ranks

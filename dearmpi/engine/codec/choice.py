@@ -1,0 +1,66 @@
+"""Which codec carries which bucket: dense, in half precision, or quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.scratch import Scratch
+from dearmpi.config import EngineConfig
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce, HalfGather, HalfReduce
+from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, quantizer_of
+from dearmpi.engine.update.master import is_half
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in a step in which all parameters have gradients.
+
+    reduced: in reduce-scatters. gathered: in all-gathers. dense: what both would be without
+    compression or half precision.
+    """
+
+    reduced: int = 0
+    gathered: int = 0
+    dense: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    """By bucket: how its gradients are reduced, and how its shards are gathered.
+
+    algorithms: by which dense ones travel, and those of half precision. traffic: of all of them.
+    """
+
+    reduce: tuple[Codec, ...]
+    gather: tuple[Codec, ...]
+    algorithms: CollectiveAlgorithms
+    traffic: Traffic = Traffic()
+
+
+def choose_codecs(
+    buckets: Sequence[BucketRuntime], algorithms: CollectiveAlgorithms, config: EngineConfig
+) -> Codecs:
+    """Codecs by the settings; what is of half precision already travels as it is."""
+    quantizer, scratch, how = quantizer_of(config.compress), Scratch(), config.gather
+    reduce: list[Codec] = []
+    gather: list[Codec] = []
+    for bucket in buckets:
+        if config.compress != "none" and bucket.is_worth_compressing:
+            reduce.append(QuantizedReduce(bucket, quantizer, scratch))
+            gather.append(QuantizedGather(bucket, quantizer, scratch, gather=how))
+        elif algorithms.wire_dtype is None or is_half(bucket.params[0]):
+            reduce.append(DenseReduce(bucket, algorithms))
+            gather.append(DenseGather(bucket, algorithms, gather=how))
+        else:
+            reduce.append(HalfReduce(bucket, algorithms))
+            gather.append(HalfGather(bucket, algorithms, gather=how))
+    trained = [bucket.spec for bucket in buckets if bucket.spec.trained]
+    traffic = Traffic(
+        sum(reduce[spec.index].sent_bytes for spec in trained),
+        sum(gather[spec.index].sent_bytes for spec in trained),
+        2 * sum((spec.padded_numel - spec.largest_shard) * spec.itemsize for spec in trained),
+    )
+    return Codecs(tuple(reduce), tuple(gather), algorithms, traffic)

@@ -1,0 +1,268 @@
+"""Quantized codecs: 8 or 4 bits for each element, and a scale for each block of elements.
+
+A rank quantizes what it contributes once, and the owner adds the decoded parts in fp32: nothing is
+quantized at each hop, as it would be around a ring. What is gathered is the difference between the
+owner's parameters and those that replicas show. All ranks add the same decoded bytes, the owner as
+well, so that replicas stay equal to the bit; what a step's bytes cannot express is part of the next
+step's difference, and so nothing is lost (quantized weight differences: SDP4Bit, arXiv 2410.15526;
+error feedback of the server: EF21-BC, arXiv 2110.03294).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.algorithms.scratch import Scratch
+from dearmpi.comm.api.collectives import Chain, Collectives, Completed, Request
+from dearmpi.config import Compress, Gather
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.codec.codec import StatelessCodec, gathered_buffer
+
+_PIECE = 1 << 16  # elements at once: its scratch memory stays in a core's cache
+_PIECES_A_STEP = 16  # about 2 ms; other operations are polled between two steps
+_ALIGNMENT = 64  # bytes
+_SCALE_BYTES = 2  # bf16
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # smaller ones have no finite reciprocal
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A format: ``bits`` of each element, and one scale for each ``block`` elements.
+
+    Elements become whole numbers from -``most`` to ``most``, times the scale: the block's largest
+    magnitude over ``most``, in bf16 and rounded up. A block that is not finite decodes to NaN.
+
+    A message holds the scales of all blocks and then the codes. With 4 bits each byte holds
+    element i of a piece, and the one that lies half a piece further.
+    """
+
+    bits: int
+    block: int
+
+    @property
+    def most(self) -> int:
+        """The largest code."""
+        return (1 << (self.bits - 1)) - 1
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of the message for ``numel`` elements, with its padding."""
+        blocks = -(-numel // self.block)
+        unaligned = blocks * (_SCALE_BYTES + self.block * self.bits // 8)
+        return -(-unaligned // _ALIGNMENT) * _ALIGNMENT
+
+    def encode(
+        self, values: Tensor, message: Tensor, *, base: Tensor | None = None, dithers: bool = False
+    ) -> Iterator[None]:
+        """Write ``values``, less ``base``, into ``message``; stops after each piece.
+
+        values, base: 1-D, of one length. message: uint8, of ``num_bytes`` for that length or more.
+        dithers: round to one of the two nearest codes by chance, so that the mean is right; else to
+            the nearest. The chance is a function of the numbers, so that runs can be repeated.
+        """
+        scales, codes = self._parts(message, values.numel())
+        for start in range(0, values.numel(), _PIECE):
+            piece = slice(start, start + _PIECE)
+            scaled = self._load(values[piece], None if base is None else base[piece])
+            rows = scaled.view(-1, self.block)
+            first = start // self.block
+            scale = scales[first : first + len(rows)]
+            magnitudes = torch.abs(scaled, out=self._second[: scaled.numel()])
+            largest = magnitudes.view(-1, self.block).amax(1)
+            scale.copy_(_rounded_up(largest.div_(self.most)))
+            wide = scale.float()
+            rows.mul_(torch.where(wide > 0, wide.reciprocal(), wide)[:, None])
+            if not torch.isfinite(wide).all():
+                scaled.nan_to_num_(0.0, 0.0, 0.0)  # the scale shows it; others share their bytes
+            if dithers:
+                scaled.add_(self._noise(scale, scaled.numel())).floor_()
+            else:
+                scaled.round_()
+            self._pack(scaled, codes, start)
+            yield
+
+    def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> Iterator[None]:
+        """Add ``message`` to ``into``, or overwrite it; stops after each piece.
+
+        The product and the sum are rounded one after the other, so that every processor comes to
+        the same bits.
+        """
+        scales, codes = self._parts(message, into.numel())
+        for start in range(0, into.numel(), _PIECE):
+            target = into[start : start + _PIECE]
+            decoded = self._unpack(codes, start, target.numel())
+            rows = decoded.view(-1, self.block)
+            first = start // self.block
+            rows.mul_(scales[first : first + len(rows)].float()[:, None])
+            decoded = decoded[: target.numel()]
+            if adds:
+                target.add_(decoded)
+            else:
+                target.copy_(decoded)
+            yield
+
+    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Scales, and codes: int8 or two in each uint8."""
+        blocks = -(-numel // self.block)
+        end = blocks * _SCALE_BYTES
+        codes = message[end : end + blocks * self.block * self.bits // 8]
+        return message[:end].view(torch.bfloat16), codes
+
+    def _load(self, values: Tensor, base: Tensor | None) -> Tensor:
+        """Values less base in fp32 scratch memory, with zeros up to the end of the last block."""
+        numel = values.numel()
+        padded = -(-numel // self.block) * self.block
+        scratch = self._scratch[:padded]
+        if base is None:
+            scratch[:numel].copy_(values)
+        else:
+            torch.sub(values, base, out=scratch[:numel])
+        scratch[numel:].zero_()
+        return scratch
+
+    def _pack(self, scaled: Tensor, codes: Tensor, start: int) -> None:
+        numel = scaled.numel()
+        if self.bits == 8:
+            codes[start : start + numel].view(torch.int8).copy_(scaled)
+            return
+        half = numel // 2
+        # Both nibbles are counted from -8, so that the sum lies in 0 .. 255.
+        both = scaled[:half].add_(scaled[half:], alpha=16).add_(8 * 17)
+        codes[start // 2 : start // 2 + half].copy_(both)
+
+    def _unpack(self, codes: Tensor, start: int, numel: int) -> Tensor:
+        padded = -(-numel // self.block) * self.block
+        scratch = self._scratch[:padded]
+        if self.bits == 8:
+            return scratch.copy_(codes[start : start + padded].view(torch.int8))
+        half = padded // 2
+        both = codes[start // 2 : start // 2 + half]
+        scratch[:half].copy_(both & 15)
+        scratch[half:].copy_(both >> 4)
+        return scratch.sub_(8)
+
+    def _noise(self, scales: Tensor, numel: int) -> Tensor:
+        """Evenly spread over (0, 1): a part of a fixed table, which the ``scales`` choose."""
+        seed = zlib.crc32(scales.view(torch.uint8).numpy().tobytes())
+        first = seed % (len(self._table) - numel + 1)
+        return self._table[first : first + numel]
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        return torch.empty(_PIECE)
+
+    @cached_property
+    def _second(self) -> Tensor:
+        return torch.empty(_PIECE)
+
+    @cached_property
+    def _table(self) -> Tensor:
+        evenly = torch.rand(8 * _PIECE, generator=torch.Generator().manual_seed(0))
+        # Away from both ends, so that a rounding of ``most`` itself leads to no larger code.
+        return evenly.mul_(1 - 2**-15).add_(2**-16)
+
+
+def quantizer_of(compress: Compress) -> Quantizer:
+    """The format of a setting, with scratch memory of its own: for one thread."""
+    return Quantizer(bits=8, block=256) if compress == "int8" else Quantizer(bits=4, block=64)
+
+
+class QuantizedReduce(StatelessCodec):
+    """The sum of gradients: each rank sends each owner its part quantized, and keeps its own."""
+
+    def __init__(self, bucket: BucketRuntime, quantizer: Quantizer, scratch: Scratch) -> None:
+        """``scratch``: shared by all buckets."""
+        self._quantizer, self._scratch = quantizer, scratch
+        self._dithers = quantizer.bits < 8  # else errors of one sign would add up over the steps
+        self._num_bytes = quantizer.num_bytes(bucket.spec.largest_shard)
+        self.sent_bytes = (bucket.spec.world_size - 1) * self._num_bytes
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Encode, exchange, decode and add."""
+        return Chain(_in_turns(self._steps(bucket, collectives)))
+
+    def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request | None]:
+        size, each, own = bucket.spec.world_size, self._num_bytes, collectives.rank
+        data = bucket.gradients.data[: bucket.spec.numel]  # not the padding, which may be anything
+        message = torch.empty(0, dtype=torch.uint8)
+        held = [self._scratch.take(message, size * each) for _ in range(2)]
+        sent, arrived = (buffer[: size * each] for buffer in held)
+        for rank in range(size):
+            if rank != own:
+                shard = data[bucket.spec.cuts.slice_of(rank)]
+                yield from self._quantizer.encode(
+                    shard, sent[rank * each : (rank + 1) * each], dithers=self._dithers
+                )
+        yield collectives.start_exchange(sent, arrived)
+        shard = bucket.gradients.shard
+        for rank in range(size):
+            if rank != own:
+                part = arrived[rank * each : (rank + 1) * each]
+                yield from self._quantizer.decode(part, shard, adds=True)
+        for buffer in held:
+            self._scratch.give_back(buffer)
+
+
+class QuantizedGather(StatelessCodec):
+    """The own shard of parameters, as its difference to what replicas show; or that of averaged
+    gradients, as it is.
+    """
+
+    def __init__(
+        self, bucket: BucketRuntime, quantizer: Quantizer, scratch: Scratch, *, gather: Gather
+    ) -> None:
+        """``scratch``: shared by all buckets."""
+        self._quantizer, self._scratch, self._gather = quantizer, scratch, gather
+        # The next difference has all that this one leaves out, but not the next gradient.
+        self._dithers = quantizer.bits < 8 and gather == "gradients"
+        self._num_bytes = quantizer.num_bytes(bucket.spec.largest_shard)
+        self.sent_bytes = (bucket.spec.world_size - 1) * self._num_bytes
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Encode, gather the messages, decode."""
+        return Chain(_in_turns(self._steps(bucket, collectives)))
+
+    def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request | None]:
+        size, each, own = bucket.spec.world_size, self._num_bytes, collectives.rank
+        buffer = gathered_buffer(bucket, self._gather)
+        data, shown = buffer.data[: bucket.spec.numel], bucket.shown
+        held = self._scratch.take(torch.empty(0, dtype=torch.uint8), size * each)
+        messages = held[: size * each]
+        own_message = messages[own * each : (own + 1) * each]
+        yield from self._quantizer.encode(
+            buffer.shard, own_message, base=shown, dithers=self._dithers
+        )
+        if shown is not None:
+            buffer.shard.copy_(shown)
+        yield collectives.start_all_gather(messages, "ring")
+        for rank in range(size):
+            yield from self._quantizer.decode(
+                messages[rank * each : (rank + 1) * each],
+                data[bucket.spec.cuts.slice_of(rank)],
+                adds=shown is not None,
+            )
+        if shown is not None:
+            shown.copy_(buffer.shard)
+        self._scratch.give_back(held)
+
+
+def _in_turns(steps: Iterator[Request | None]) -> Iterator[Request]:
+    """The requests of ``steps``, and one that is complete after each few pieces."""
+    num_pieces = 0
+    for request in steps:
+        if request is not None:
+            yield request
+        elif (num_pieces := num_pieces + 1) % _PIECES_A_STEP == 0:
+            yield Completed()
+
+
+def _rounded_up(scales: Tensor) -> Tensor:
+    """``scales``, not negative, in fp32, as the next numbers of bf16; tiny ones are zero."""
+    bits = scales.view(torch.int32).add(0xFFFF).bitwise_and_(~0xFFFF)
+    up = torch.where(scales < _LEAST_SCALE, 0.0, bits.view(torch.float32))
+    return torch.where(torch.isfinite(scales), up, torch.nan)
