@@ -107,7 +107,7 @@ class StallError(CommError):
     def __init__(
         self, message: str = "", *, code: str = UNNAMED, exit_code: int = CommError.exit_code
     ) -> None:
-        """exit_code: that of a rank which has ended by ``sys.exit()`` while others wait for it."""
+        """exit_code: that of a rank which an exception has ended while others wait for it."""
         super().__init__(message, code=code)
         self.exit_code = exit_code
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from multiprocessing import current_process, parent_process
 from types import TracebackType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.watchdog.watchdog import StallLimits
@@ -86,18 +87,27 @@ class Deadline:
         safe_output.write(f"[{self._origin}] {text}: {self._advice}")
 
 
-class _Exit(SystemExit):
-    """What ``sys.exit()`` raises. If it ends the program, it is deleted when no frame is left."""
+class _NotedCode:
+    """``SystemExit.code``, which notes the code with which Python ends the program.
 
-    __module__, __qualname__ = "builtins", "SystemExit"  # as tracebacks show it
+    member: what the attribute was before. Python reads it when no frame is left.
+    """
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return SystemExit, self.args
+    def __init__(self, member: Any) -> None:
+        self._member = member
 
-    def __del__(self) -> None:
+    def __get__(self, error: SystemExit | None, kind: type[SystemExit]) -> Any:
+        code = self._member.__get__(error, kind)
         is_main = threading.get_ident() == threading.main_thread().ident
-        if is_main and sys._getframe().f_back is None:
-            _Program.exit_status = _status_of(self.code)
+        if error is not None and is_main and sys._getframe().f_back is None:
+            _Program.exit_status = _status_of(code)
+        return code
+
+    def __set__(self, error: SystemExit, code: object) -> None:
+        self._member.__set__(error, code)
+
+    def __delete__(self, error: SystemExit) -> None:
+        self._member.__delete__(error)
 
 
 class _Program:
@@ -107,26 +117,39 @@ class _Program:
 
 
 def note_exit_status() -> None:
-    """Have ``exit_status`` know with what ``sys.exit()``, or ``exit()``, ends the program.
+    """Have ``exit_status`` know with which status an exception ends the program.
 
-    Python shows its exit status to no handler. A ``raise SystemExit``, and a ``sys.exit`` that a
-    script has imported before, go unnoticed.
+    Python shows it to no handler. Python 3.11 makes no object of what its own ``sys.exit`` raises,
+    so that is replaced, also where the script has imported it. Safe to call twice.
     """
 
     def leave_program(status: object = None, /) -> NoReturn:
-        raise _Exit(status)
+        raise SystemExit(status)
 
     leave_program.__doc__ = sys.exit.__doc__
-    sys.exit = leave_program
+    original, sys.exit = sys.exit, leave_program
+    script = vars(sys.modules["__main__"])
+    for name in [name for name, value in script.items() if value is original]:
+        script[name] = leave_program
     for name in ("exit", "quit"):  # of the module site, which may not be loaded
         quitter = getattr(builtins, name, None)
         if type(quitter).__module__ == "_sitebuiltins":
             setattr(type(quitter), "__call__", lambda _, code=None: leave_program(code))  # noqa: B010
+    # A built-in type lets nobody set its attributes, so the entry goes straight into its dict.
+    (attributes,) = gc.get_referents(SystemExit.__dict__)
+    if not isinstance(attributes["code"], _NotedCode):
+        attributes["code"] = _NotedCode(attributes["code"])
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # drops cached look-ups
 
 
 def exit_status() -> int:
-    """The status with which ``sys.exit()`` has ended the program; 0 if it has not, or with 0."""
-    return _Program.exit_status
+    """The status with which an exception has ended the program; 0 if none has, or with 0."""
+    if _Program.exit_status:
+        return _Program.exit_status
+    uncaught = getattr(sys, "last_type", None)  # printed by a hook that has replaced ours
+    if uncaught is None:
+        return 0
+    return 130 if issubclass(uncaught, KeyboardInterrupt) else 1
 
 
 def _status_of(code: object) -> int:

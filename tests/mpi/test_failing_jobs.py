@@ -34,8 +34,13 @@ if how == "interrupt" and is_last:
     raise KeyboardInterrupt
 if how == "dear":
     world.all_reduce([1.0], "mistaken")
-if how.startswith("exit") and is_last:
-    exit(4) if how == "exit()" else sys.exit(3)
+if how == "exit" and is_last:
+    sys.exit(3)
+if how == "system exit" and is_last:
+    raise SystemExit(3)
+if how == "own hook" and is_last:
+    sys.excepthook = lambda kind, error, trace: print("a hook of the script")
+    raise ValueError("a wrong turn")
 if how == "abort" and is_last:
     world.abort(7)
 world.barrier()
@@ -63,7 +68,10 @@ def run(how: str, *, ranks: int, folder: Path) -> Ended:
         ("interrupt", 2, 130, "KeyboardInterrupt"),
         ("dear", 3, 2, "op is 'mistaken'"),
         ("abort", 2, 7, ""),
-        ("exit", 3, 3, "rank 2 has ended by sys.exit(3)"),
+        ("exit", 3, 3, "rank 2 has ended with exit status 3"),
+        ("system exit", 2, 3, "rank 1 has ended with exit status 3"),
+        ("system exit", 4, 3, "rank 3 has ended with exit status 3"),
+        ("own hook", 2, 1, "rank 1 has ended with exit status 1"),
     ],
 )
 def test_a_job_that_fails_ends_by_its_own_error(
@@ -72,7 +80,7 @@ def test_a_job_that_fails_ends_by_its_own_error(
     ended = run(how, ranks=ranks, folder=tmp_path)
     said = [line for line in ended.output.splitlines() if line.startswith("[rank ")]
     assert ended.returncode == code, ended.output
-    told = "\n".join(said) if how == "exit" else said[-1] if said else ""
+    told = "\n".join(said) if "has ended" in words else said[-1] if said else ""
     assert words in told if words else not said, ended.output
     assert ended.left_over == 0
 

@@ -17,7 +17,7 @@ from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import cure_for, signal_handled, stack_of
 from dearmpi.comm.messages.collective_calls import name_ranks
 
-_GIVING_UP = (  # the status of sys.exit is not known here
+_GIVING_UP = (  # by a status of 0, as of a program that has reached its end
     "; if the other rank has called sys.exit(), have it raise an exception or call "
     "world.abort(status), which end the job at once"
 )
@@ -39,7 +39,7 @@ class Status:
     waiting: what it waits for, or empty. in_exchange: it waits inside a collective call on the
         world. left: its program has ended.
     in_iteration: it has begun a backprop, and no step since.
-    exit_status: of a program that has ended, where it has called sys.exit() with another than 0.
+    exit_status: of a program that has ended, if an exception, such as SystemExit, has ended it.
     """
 
     backprops: int
@@ -57,7 +57,7 @@ class Status:
         """One line, without the stack. ``waited``: replaces the seconds of the wait."""
         if self.left:
             where = ", between a backward and its step" if self.in_iteration else ""
-            how = f" by sys.exit({self.exit_status})" if self.exit_status else ""
+            how = f" with exit status {self.exit_status}" if self.exit_status else ""
             return f"has ended{how} after {self.backprops} backprops{where}"
         if not self.waiting:
             return f"has begun {self.backprops} backprops, does not wait for communication"

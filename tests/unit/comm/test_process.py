@@ -243,16 +243,24 @@ def test_handlers_that_would_end_the_process_by_a_signal_are_left_out(
         ("try:\n    sys.exit(3)\nfinally:\n    print('at last', file=sys.stderr)", 3),
         ("sys.exit('no data')", 1),
         ("exit(4)", 4),
+        ("raise SystemExit(5)", 5),
+        ("raise SystemExit", 0),
+        ("class Stop(SystemExit): pass\nraise Stop(6)", 6),
+        ("leave(7)", 7),
+        ("try:\n    raise SystemExit(8)\nexcept SystemExit as e:\n    e.code += 1", 0),
+        ("error = SystemExit(3)\nerror.code = 9\nraise error", 9),
         ("sys.exit()", 0),
         ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass", 0),
         ("try:\n    sys.exit(3)\nexcept SystemExit as error:\n    kept = error", 0),
         ("threading.Thread(target=sys.exit, args=(3,)).start()", 0),
-        ("raise ValueError", 0),
+        ("raise ValueError", 1),
+        ("import signal\nsignal.raise_signal(signal.SIGINT)", 130),
     ],
 )
 def test_the_status_with_which_a_program_ends_is_known_at_its_end(body: str, status: int) -> None:
     script = f"""
 import atexit, sys, threading
+from sys import exit as leave
 from dearmpi.comm.process import exit_status, note_exit_status
 
 note_exit_status()
@@ -263,7 +271,7 @@ atexit.register(lambda: print(exit_status()))
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
     assert ended.stdout == f"{status}\n", ended.stderr
-    assert ended.returncode == (status if "Value" not in body else 1)
+    assert ended.returncode == (status if status != 130 else -signal.SIGINT)
 
 
 def test_an_exit_is_shown_and_pickled_as_pythons_own() -> None:

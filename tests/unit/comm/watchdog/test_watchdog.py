@@ -73,7 +73,7 @@ def test_a_rank_that_has_ended_is_named_with_both_counts() -> None:
     assert "has called sys.exit(), have it raise an exception or call" in str(error)
 
 
-def test_a_rank_that_has_ended_by_sys_exit_ends_the_job_with_its_status() -> None:
+def test_a_rank_that_has_ended_with_a_status_ends_the_job_with_it() -> None:
     def train(world: World) -> None:
         world.begin_backprop()
         if world.rank == 0:
@@ -83,7 +83,7 @@ def test_a_rank_that_has_ended_by_sys_exit_ends_the_job_with_its_status() -> Non
 
     error = run_with_limits(2, train, LATE)[1]
     assert isinstance(error, StallError) and error.exit_code == 3
-    assert "rank 0 has ended by sys.exit(3) after 1 backprops" in str(error)
+    assert "rank 0 has ended with exit status 3 after 1 backprops" in str(error)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
