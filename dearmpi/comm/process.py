@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from multiprocessing import current_process, parent_process
@@ -316,7 +317,8 @@ def advise_on_workers(error: BaseException) -> str:
 
     Empty otherwise.
     """
-    if not any(words in str(error) for words in _ENDED) or not _main_uses_mpi():
+    shown = "".join(traceback.format_exception_only(error))  # even if its own str() raises
+    if not any(words in shown for words in _ENDED) or not _main_uses_mpi():
         return ""
     return (
         "If the workers were spawned, each has run the script again: MPI is not initialised "
@@ -328,7 +330,8 @@ def advise_on_workers(error: BaseException) -> str:
 
 def _main_uses_mpi() -> bool:
     """Whether the script has ``mpi4py.MPI``, or an object of it, at its top."""
-    values = vars(sys.modules["__main__"]).values()
-    names = (getattr(value, "__name__", None) for value in list(values))
-    kinds = (type(value).__module__ for value in list(values))
-    return "mpi4py.MPI" in names or "mpi4py.MPI" in kinds
+    module = sys.modules.get("mpi4py.MPI")
+    values = list(vars(sys.modules["__main__"]).values())
+    return module is not None and any(
+        value is module or type(value).__module__ == "mpi4py.MPI" for value in values
+    )

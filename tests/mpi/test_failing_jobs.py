@@ -38,6 +38,8 @@ if how == "exit" and is_last:
     sys.exit(3)
 if how == "system exit" and is_last:
     raise SystemExit(3)
+if how == "wordless" and is_last:
+    raise type("Wordless", (Exception,), {"__str__": lambda self: 1 / 0})
 if how == "own hook" and is_last:
     sys.excepthook = lambda kind, error, trace: print("a hook of the script")
     raise ValueError("a wrong turn")
@@ -71,6 +73,7 @@ def run(how: str, *, ranks: int, folder: Path) -> Ended:
         ("exit", 3, 3, "rank 2 has ended with exit status 3"),
         ("system exit", 2, 3, "rank 1 has ended with exit status 3"),
         ("system exit", 4, 3, "rank 3 has ended with exit status 3"),
+        ("wordless", 2, 1, "Wordless: <exception str() failed>"),
         ("own hook", 2, 1, "rank 1 has ended with exit status 1"),
     ],
 )

@@ -132,6 +132,7 @@ def test_advice_is_given_where_workers_may_have_called_mpi(monkeypatch: pytest.M
     main, mpi = ModuleType("__main__"), ModuleType("mpi4py.MPI")
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert not any(workers.advise_on_workers(error) for error in ENDED)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     vars(main)["MPI"] = mpi
     for error in ENDED:
         assert "Move such calls under if __name__" in workers.advise_on_workers(error)
