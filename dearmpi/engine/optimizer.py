@@ -118,8 +118,7 @@ class DistributedOptimizer(Readings):
         before clipping, of the averaged gradients, the same on every rank; inf clips nothing.
         Where no rank has a gradient, as after ``step``, it is 0, and rank 0 warns.
         """
-        with self._named_call("clip_grad_norm_()"):
-            norm = clip(self._built.engine, self.world, max_norm, norm_type)
+        norm = clip(self._built.engine, self.world, self._name, max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
@@ -129,7 +128,7 @@ class DistributedOptimizer(Readings):
 
         Call it between backward and ``step``. Waits for the reduce-scatters.
         """
-        with self._named_call("scale_gradients_()"):
+        with self._named_call(f"scale_gradients_({float(factor)})"):
             return scale(self._built.engine, self.world, factor)
 
     @torch.no_grad()
@@ -263,8 +262,7 @@ class DistributedOptimizer(Readings):
         self._show()
 
     def _shadow_step(self) -> None:
-        with self._named_call("clip_grad_norm_()"):
-            follow_clips(self._built.engine, self.world)
+        follow_clips(self._built.engine, self.world, self._name)
         self._built.engine.step(exhausted=True)
         self._after_step()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -24,16 +25,28 @@ _NO_GRADIENTS = (
 )
 
 
-def clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type: float) -> float:
+def clip(
+    engine: Engine | NullEngine, world: World, name: str, max_norm: float, norm_type: float
+) -> float:
     """Scale all gradients so that their norm is at most ``max_norm``; the norm before (collective).
 
+    name: the optimizer's. Raises MismatchError if the numbers differ between ranks.
     Where no rank has a gradient, that is 0, as in torch, and rank 0 warns. Raises ConfigError for a
     ``max_norm`` or ``norm_type`` that is not above 0, or no number.
     """
     max_norm, norm_type = _positive("max_norm", max_norm), _positive("norm_type", norm_type)
-    engine.wait_reduced()  # which may exchange something first
-    engine.joining.announce_clip(max_norm, norm_type)
-    return _clip(engine, world, max_norm, norm_type)
+    with _named_clip(world, name, max_norm, norm_type):
+        engine.wait_reduced()  # which may exchange something first
+        engine.joining.announce_clip(max_norm, norm_type)
+        return _clip(engine, world, max_norm, norm_type)
+
+
+def _named_clip(
+    world: World, name: str, max_norm: float, norm_type: float
+) -> AbstractContextManager[None]:
+    # Ranks compare names of calls. Each rank scales a shard of the gradients, so other numbers
+    # would be wrong ones, the same on every rank.
+    return world.named_call(f"{name}.clip_grad_norm_({max_norm}, norm_type={norm_type})")
 
 
 def _positive(name: str, given: object) -> float:
@@ -52,10 +65,11 @@ def _positive(name: str, given: object) -> float:
     return number
 
 
-def follow_clips(engine: Engine | NullEngine, world: World) -> None:
+def follow_clips(engine: Engine | NullEngine, world: World, name: str) -> None:
     """As an exhausted rank, clip as often as the others do before their step (collective)."""
     while (clipped := engine.next_clip()) is not None:
-        _clip(engine, world, *clipped)
+        with _named_clip(world, name, *clipped):
+            _clip(engine, world, *clipped)
 
 
 def _clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type: float) -> float:

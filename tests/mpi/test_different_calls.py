@@ -53,3 +53,34 @@ def test_ranks_in_different_calls_are_told_both_and_no_number_mixes(
     assert one.rstrip(")") in message and other.rstrip(")") in message, message
     assert message.count(f"{__file__}:") == 2, message
     assert world.all_reduce([world.rank], "max") == [world.size - 1.0]  # all are in order again
+
+
+_NUMBERS: dict[str, tuple[Action, Action]] = {
+    "optimizer.clip_grad_norm_(0.5, norm_type=2.0)": (
+        lambda w, a, b, m: a.clip_grad_norm_(1.0),
+        lambda w, a, b, m: a.clip_grad_norm_(torch.tensor(0.5)),  # type: ignore[arg-type]
+    ),
+    "optimizer.clip_grad_norm_(1.0, norm_type=inf)": (
+        lambda w, a, b, m: a.clip_grad_norm_(1.0),
+        lambda w, a, b, m: a.clip_grad_norm_(1.0, torch.inf),
+    ),
+    "optimizer.scale_gradients_(0.25)": (
+        lambda w, a, b, m: a.scale_gradients_(0.5),
+        lambda w, a, b, m: a.scale_gradients_(0.25),
+    ),
+}
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("other", list(_NUMBERS))
+def test_ranks_that_clip_or_scale_by_different_numbers_are_told_both(
+    world: World, other: str
+) -> None:
+    model = nn.Linear(3, 2)
+    world._labels.clear()
+    optimizer = _wrap(model, world)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(MismatchError) as raised:
+        _NUMBERS[other][world.rank == world.size - 1](world, optimizer, optimizer, model)
+    assert other in str(raised.value), raised.value
+    optimizer.close()

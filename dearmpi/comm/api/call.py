@@ -15,7 +15,9 @@ from types import CodeType
 
 _CURES = {
     "state_dict": "call state_dict() on every rank, and write the file on rank 0",
-    "clip_grad_norm_": "call clip_grad_norm_() on every rank, and log the norm on rank 0",
+    "clip_grad_norm_": (
+        "call clip_grad_norm_() on every rank, with the same numbers, and log the norm on rank 0"
+    ),
     "join()": "write with optimizer.join(): on every rank, around the same loop",
 }
 _CURE = "make the same collective calls on every rank, in the same order, with as many values"
