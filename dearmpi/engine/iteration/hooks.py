@@ -74,7 +74,7 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         self._wait(name)
-        return dict.__getitem__(self, name)
+        return super().__getitem__(name)
 
     def __delitem__(self, name: str) -> None:
         """Another module may have it from now on, as where a parametrization is put on."""
