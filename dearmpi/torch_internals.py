@@ -409,12 +409,16 @@ def not_compiling() -> Iterator[None]:
 
 _COMPILES = getattr(getattr(convert_frame, "_compile", None), "__code__", None)
 
+# Whether ``frame_to_compile`` finds anything. False on 2.6, 2.8, 2.11, which chain their entries: a
+# step there waits for all that a compiled model reads.
+SHOWS_FRAMES: bool = "cache_entries" in getattr(_COMPILES, "co_varnames", ())
+
 
 def frame_to_compile() -> tuple[CodeType, Mapping[str, Any], Sequence[Any]] | None:
     """What a callback of ``watch_compilation`` is called for: code, its variables, and the entries
     that torch has made of the code before; None where torch does not show them.
 
-    Read off the frame of torch's own function. Tried on 2.13, 2.15.
+    Read off the frame of torch's own function. Tried on 2.13, 2.14, 2.15.
     """
     caller: FrameType | None = sys._getframe()
     while caller is not None and caller.f_code is not _COMPILES:

@@ -1,6 +1,7 @@
 """Runs the sections of `bin/test`, those that wait beside those that compute, and sums them up.
 
     python tests/sections.py [--all] [--set-up-s SECONDS] [SECTION ...]
+    python tests/sections.py --torch VERSIONS
 
 Prints each section's output in one piece; the first of those under way prints as it goes. Ends with
 the slowest tests and a table. Exit status: 0 if every section passed, 130 if interrupted.
@@ -129,6 +130,19 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
         *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in others),
         Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
     ]
+
+
+def list_torch_sections(versions: list[str]) -> list[Section]:
+    """Of each version: the covering set and what looks into torch on 2 ranks, and unit tests."""
+    sections = []
+    for version in versions:
+        python = str(ROOT / f".venv-torch-{version}" / "bin" / "python")
+        launch = [_PYTHON, "tests/launch.py", "--python", python, "--ranks", "2", "--forks"]
+        ranks = [*launch, "--limit", "1480", "tests/mpi", "--choice", "torch"]
+        unit = [python, "-m", "pytest", "-p", "no:cacheprovider", "tests/unit/engine"]
+        sections.append(Section("torch", f"torch {version}, 2 ranks", ranks, 2, 1500.0))
+        sections.append(Section("torch", f"torch {version}, unit tests", unit, 1, 1500.0))
+    return sections
 
 
 class Runner:
@@ -296,6 +310,7 @@ def main() -> int:
     """Run the sections that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every test at every world size")
+    parser.add_argument("--torch", type=lambda names: names.split(","), metavar="VERSIONS")
     parser.add_argument("--set-up-s", type=float, default=0.0)
     parser.add_argument("parts", nargs="*", metavar="SECTION", help=", ".join(PARTS))
     options = parser.parse_args()
@@ -310,6 +325,8 @@ def main() -> int:
         share.mkdir()
         listed = list_sections(everything=options.all, folder=share)
         sections = [each for each in listed if each.part in wanted]
+        if options.torch:
+            sections = list_torch_sections(options.torch)
         os.environ[TIMES_VARIABLE] = str(times)
         os.environ.pop(
             "PYTHONDONTWRITEBYTECODE", None

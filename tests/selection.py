@@ -50,6 +50,14 @@ SECOND_MPI_JOBS = (
     "test_run.py::test_killing_one_rank_ends_the_job_in_time",
 )
 
+# What looks into torch most, beside the covering set: for another version of torch.
+TORCH = (
+    "test_semantics_buffers.py::*",
+    "test_semantics_compiled*.py::*",
+    "test_drop_in.py::*",
+    "test_master_weights.py::*",
+)
+
 # What `--choice` offers.
 CHOICES = {
     "ranks": "every test that runs on the ranks of the launcher",
@@ -95,6 +103,8 @@ def is_chosen(choice: str | None, test: str, admitted: Admitted, *, size: int) -
             return admitted.is_for_one and _is_in(SECOND_MPI_JOBS, test)
         case "second":
             return not admitted.is_for_one and _is_in(COVERING, test)
+        case "torch":
+            return not admitted.is_for_one and _is_in(COVERING + TORCH, test)
         case "fast":
             return not admitted.is_for_one and _is_fast(test, admitted, size)
         case _:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -98,9 +99,15 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.02, t0=2),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "muon": lambda p: torch.optim.Muon(p, lr=0.02),
+    "muon": lambda p: _muon()(p, lr=0.02),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
 }
+
+
+def _muon() -> Callable[..., Optimizer]:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip(f"torch {torch.__version__} has no Muon; torch 2.9 and newer have")
+    return torch.optim.Muon
 
 
 def build_optimizer(case: Case, model: torch.nn.Module) -> Optimizer:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.torch_internals import SHOWS_FRAMES
 from tests.mpi.models import NUM_FEATURES, squared_error
 from tests.mpi.oracle import BATCH, copies, cut, flat_state
 
@@ -165,6 +166,11 @@ def outcome(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 def num_unguarded(optimizer: Any) -> int:
     """Buckets that ``step`` waits for."""
     return sum(bucket.unguarded for bucket in optimizer._built.engine._buckets)
+
+
+def assert_all_guarded(optimizer: Any) -> None:
+    """No bucket is left for ``step`` to wait for, in a torch that shows what it compiles."""
+    assert not SHOWS_FRAMES or not num_unguarded(optimizer)
 
 
 def script_of(build: Callable[[], nn.Module]) -> Script:

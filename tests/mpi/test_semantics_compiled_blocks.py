@@ -17,8 +17,8 @@ from tests.mpi.semantics import (
     NUM_STEPS,
     ONE_GATHER,
     Side,
+    assert_all_guarded,
     assert_same_on_both_sides,
-    num_unguarded,
     outcome,
     seeded,
     slow_adam,
@@ -107,7 +107,7 @@ def test_compiled_blocks_wait_for_their_own_parameters_only(
             side.average(squared_error(model(rows))).backward()
             optimizer.step()
         if side.is_distributed and side.size > 1:
-            assert not num_unguarded(optimizer)
+            assert_all_guarded(optimizer)
         found = outcome(model, optimizer)
         return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
 
@@ -129,7 +129,7 @@ def test_compiled_blocks_in_other_buckets(gather: str, world: World) -> None:
             optimizer.fuse(0.001)
         train(side, model, optimizer)
         if side.is_distributed and side.size > 1:
-            assert not num_unguarded(optimizer)
+            assert_all_guarded(optimizer)
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather)
@@ -179,7 +179,7 @@ def test_compiled_blocks_beside_a_teacher_of_the_same_code(gather: str, world: W
             side.average((model(rows) - hint - 1).square().sum()).backward()
             optimizer.step()
         if side.is_distributed and side.size > 1:
-            assert not num_unguarded(optimizer)
+            assert_all_guarded(optimizer)
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather)

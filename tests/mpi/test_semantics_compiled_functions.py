@@ -17,10 +17,10 @@ from tests.mpi.semantics import (
     NUM_STEPS,
     ONE_GATHER,
     Side,
+    assert_all_guarded,
     assert_same_on_both_sides,
     gather_by_turns,
     layers,
-    num_unguarded,
     outcome,
     slow_adam,
 )
@@ -47,7 +47,7 @@ def test_a_compiled_function_without_parameters_makes_nobody_wait(
             side.average(loss(model(side.inputs(step)))).backward()
             optimizer.step()
         if side.is_distributed and side.size > 1:
-            assert not num_unguarded(optimizer)
+            assert_all_guarded(optimizer)
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather)
@@ -165,7 +165,7 @@ def test_an_optimizer_whose_arithmetic_is_compiled(gather: str, world: World) ->
             side.loss(model, step).backward()
             optimizer.step()
         if side.is_distributed and side.size > 1:
-            assert not num_unguarded(optimizer)
+            assert_all_guarded(optimizer)
         return outcome(model, optimizer)
 
     assert_same_on_both_sides(script, world, gather=gather)

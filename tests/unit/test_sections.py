@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sections import PARTS, Runner, Section, list_sections, slowest
+from tests.sections import PARTS, Runner, Section, list_sections, list_torch_sections, slowest
 
 
 def section(name: str, script: str, cores: int = 1, **limits: float) -> Section:
@@ -95,6 +95,14 @@ def _stop_once(runner: Runner, begun: Path) -> None:
 def test_every_part_has_a_section(everything: bool, tmp_path: Path) -> None:
     sections = list_sections(everything=everything, folder=tmp_path)
     assert {each.part for each in sections} == set(PARTS)
+
+
+def test_every_version_of_torch_has_sections_in_its_own_environment() -> None:
+    sections = list_torch_sections(["2.6.0", "2.11.0"])
+    assert len({each.name for each in sections}) == 4
+    for each in sections:
+        version = each.name.removeprefix("torch ").partition(",")[0]
+        assert any(f".venv-torch-{version}/bin/python" in part for part in each.command)
 
 
 def test_the_slowest_tests_come_first(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.selection import (
     COVERING,
     SECOND_MPI_JOBS,
     SIZES,
+    TORCH,
     UNEVEN,
     Admitted,
     Share,
@@ -65,7 +66,13 @@ def test_a_second_mpi_has_the_covering_set() -> None:
     assert sizes("second", OTHER) == []
 
 
-@pytest.mark.parametrize("pattern", [*COVERING, *SECOND_MPI_JOBS, *UNEVEN, *COMPILING])
+def test_another_torch_has_the_covering_set_and_what_looks_into_torch() -> None:
+    looks = "test_semantics_compiled_blocks.py::test_a"
+    assert sizes("torch", COVERED) == sizes("torch", looks) == [1, 2, 3, 4, 5]
+    assert sizes("torch", OTHER) == []
+
+
+@pytest.mark.parametrize("pattern", [*COVERING, *SECOND_MPI_JOBS, *TORCH, *UNEVEN, *COMPILING])
 def test_every_pattern_has_tests(pattern: str) -> None:
     file, _, name = pattern.partition("::")
     paths = [path for path in MPI_TESTS.rglob("test_*.py") if _fits(path, file)]
