@@ -50,6 +50,7 @@ class Figures:
     traced: whether spans show the first bucket by itself.
     between_s: what was done between two steps, such as to save, by mean.
     planned: whether the run followed a plan, which has weighed schedules and buckets.
+    num_cores: that rank 0 may run on. num_threads: that torch computes with on it. 0: not known.
     """
 
     step_s: float
@@ -63,6 +64,14 @@ class Figures:
     slow_shares: Mapping[int, float] = field(default_factory=dict)
     between_s: float = 0.0
     planned: bool = False
+    num_cores: int = 0
+    num_threads: int = 0
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are known to run on the same host, so that no network is between."""
+        hosts = {times.host for times in self.ranks}
+        return len(self.ranks) > 1 and len(hosts) == 1 and hosts != {""}
 
     @property
     def slowest(self) -> RankFigures:
@@ -125,11 +134,13 @@ def measure(
     hosts: tuple[str, ...],
     schedule: str,
     planned: bool = False,
+    num_cores: int = 0,
+    num_threads: int = 0,
 ) -> Figures | None:
     """The figures of a run; None where no step was measured.
 
     Times are those of the metrics, which cover the whole run, and of the recording what metrics do
-    not tell. hosts: of each rank, as far as known.
+    not tell. hosts: of each rank, as far as known. Others: as in ``Figures``.
     """
     traced = _traced_ranks(recording)
     ranks = _metric_ranks(history, hosts) or tuple(traced.values())
@@ -157,6 +168,8 @@ def measure(
         slow_shares={one.rank: slow_ranks.share(one.rank) for one in ranks},
         between_s=history.between_s(),
         planned=planned,
+        num_cores=num_cores,
+        num_threads=num_threads,
     )
 
 

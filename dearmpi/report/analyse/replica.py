@@ -2,12 +2,14 @@
 
 Each bucket becomes a layer. Its backprop takes from the readiness of the bucket before it to its
 own, its feed-forward the same share of the whole; the link carries as many bytes per second as it
-did while the recording's collectives were in flight, and nothing disturbs anything.
+did while the recording's collectives were in flight, or more where the measured iteration shows
+that it can, and nothing disturbs anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -38,6 +40,7 @@ _TRACKS = {
     "all-gather": Track.ALL_GATHER,
 }
 _NETWORK = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
+_LEAST_FACTOR, _NUM_HALVINGS = 1e-3, 12  # of the link's time per byte, and of its search
 
 
 def conduct_of(
@@ -60,11 +63,22 @@ def conduct_of(
     return Conduct(schedule, window, eager, gather)
 
 
-def replicate(recording: Recording, rank: int, conduct: Conduct) -> Timeline | None:
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A simulated iteration, and the same over a link that carries twice as much."""
+
+    timeline: Timeline
+    doubled: Timeline
+
+
+def replicate(
+    recording: Recording, rank: int, conduct: Conduct, *, most_s: float = math.inf
+) -> Replica | None:
     """The iteration of ``rank`` (the least waiting one tells most) simulated by ``conduct``.
 
-    None for an iteration of several micro-batches, and where the recording lacks bytes or
-    readiness.
+    most_s: what the measured iteration took, which the simulated one does not exceed: it shows that
+    the link can carry as much. None for an iteration of several micro-batches, where the recording
+    lacks bytes or readiness, and where computation alone takes longer than ``most_s``.
     """
     if rank not in recording.spans:
         return None
@@ -82,14 +96,31 @@ def replicate(recording: Recording, rank: int, conduct: Conduct) -> Timeline | N
     )
     world_size = recording.world_size
     update_s = median([s.stop_s - s.start_s for s in spans if s.track is Track.UPDATE] or [0.0])
+    laid_out = _lay_out(sizes, times, world_size)
+
+    def run(factor: float) -> Timeline:
+        """With a link that takes ``factor`` times as long per byte."""
+        own = link.scaled(alpha=1.0, beta=factor)
+        return simulate(*laid_out, conduct, Costs(world_size, own, own, update_s=update_s))
+
     try:
-        return simulate(
-            *_lay_out(sizes, times, world_size),
-            conduct,
-            Costs(world_size, link, link, update_s=update_s),
-        )
+        factor = _longest_factor(run, most_s)
+        return None if factor is None else Replica(run(factor), run(factor / 2))
     except ConfigError:
         return None
+
+
+def _longest_factor(run: Callable[[float], Timeline], most_s: float) -> float | None:
+    """The greatest factor up to 1 with which an iteration takes at most ``most_s``, nearly."""
+    low, high = _LEAST_FACTOR, 1.0
+    if run(high).iteration_s <= most_s:
+        return high
+    if run(low).iteration_s > most_s:
+        return None
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if run(middle).iteration_s <= most_s else (low, middle)
+    return low
 
 
 def _lay_out(
@@ -102,9 +133,14 @@ def _lay_out(
     return profile, build_layout([[spec] for spec in specs], world_size)
 
 
-def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:
+def replica_spans(
+    timeline: Timeline, *, waits_in_step: bool = False
+) -> tuple[tuple[Span, ...], Window]:
     """The spans of ``timeline`` from the end of backprop on, with waits where computation waits,
     and the window that they fill. Handing a bucket over is backprop, as in what is measured.
+
+    waits_in_step: the waits after backprop belong to the step that ends, and the window begins
+    where the forward does.
     """
     spans = [
         Span(_TRACKS[s.lane], _pass(s.name), s.start_s, s.stop_s, 0, _bucket(s.name))
@@ -116,7 +152,10 @@ def replica_spans(timeline: Timeline) -> tuple[tuple[Span, ...], Window]:
     spans += [Span(Track.WAIT, "", start, stop, 0) for start, stop in gaps]
     # Steady iterations follow each other: what happens before backprop ends comes round again.
     again = [s._replace(start_s=s.start_s + length_s, stop_s=s.stop_s + length_s) for s in spans]
-    window = Window(0, timeline.step_s, timeline.step_s + length_s)
+    begin_s = timeline.step_s
+    if waits_in_step:
+        begin_s = min(s.start_s for s in timeline.spans if s.name.startswith("F"))
+    window = Window(0, begin_s, begin_s + length_s)
     return (*spans, *again), window
 
 

@@ -14,14 +14,15 @@ from dearmpi.report.draw.shape import (
     Line,
     Picture,
     Shape,
+    Spot,
     bucket_colour,
     label_within,
     on_bucket_colour,
     text_width,
 )
-from dearmpi.report.draw.units import size_text
+from dearmpi.report.draw.units import digits, size_text
 
-_MOST_POINTS = 300
+_MOST_POINTS, _MOST_SPOTS = 300, 50
 _GAP = 8.0
 
 
@@ -67,6 +68,7 @@ def draw_chart(
     shapes += _draw_steps(x, bottom, most=5 if width < 600 else 9)
     for one in shown:
         shapes += _draw_series(one, x, y)
+    shapes += _draw_spots(shown, x, (top, bottom), unit=unit)
     return Picture(name, title, width, bottom + 40, tuple(shapes))
 
 
@@ -87,6 +89,30 @@ def _draw_series(series: Series, x: Axis, y: Axis) -> list[Shape]:
     if series.dots or len(points) == 1:
         shapes += [Box(a - 2.5, b - 2.5, 5, 5, series.colour) for a, b in points]
     return shapes
+
+
+def _draw_spots(
+    shown: Sequence[Series], x: Axis, ends: tuple[float, float], *, unit: str
+) -> list[Shape]:
+    """Columns that show their values where a pointer rests, the last point of each series there."""
+    by_column: dict[int, dict[int, tuple[float, float]]] = {}
+    extent = abs(x.stop - x.start)
+    count = max(1, min(_MOST_SPOTS, max(len(one.points) for one in shown), int(extent / 8)))
+    for place, one in enumerate(shown):
+        for point in one.points:
+            column = min(int((x.place(point[0]) - x.start) / extent * count), count - 1)
+            by_column.setdefault(column, {})[place] = point
+    top, bottom = ends
+    wide = extent / count
+    spots = list[Shape]()
+    for column, points in sorted(by_column.items()):
+        step = max(step for step, _ in points.values())
+        values = ", ".join(
+            f"{shown[place].name} {digits(value)}" for place, (_, value) in sorted(points.items())
+        )
+        left = x.start + wide * column
+        spots.append(Spot(left, top, wide, bottom - top, f"step {step:,.0f}: {values} ({unit})"))
+    return spots
 
 
 def _thinned(series: Series) -> Series:
@@ -138,19 +164,28 @@ def draw_bars(
         shapes.append(Label(x, bottom + 16, tick_text(tick, distance), anchor))
     shapes.append(Label((axis.start + axis.stop) / 2, bottom + 33, unit, "middle", "faint"))
     for place, bar in enumerate(bars):
-        shapes += _draw_bar(bar, keys, axis, top + step * place, beside=beside, width=width)
+        y = top + step * place
+        shapes += _draw_bar(bar, keys, axis, y, unit, beside=beside, width=width)
     return Picture(name, title, width, bottom + 40, tuple(shapes))
 
 
 def _draw_bar(
-    bar: Bar, keys: Sequence[Key], axis: Axis, top: float, *, beside: bool, width: float
+    bar: Bar,
+    keys: Sequence[Key],
+    axis: Axis,
+    top: float,
+    unit: str,
+    *,
+    beside: bool,
+    width: float,
 ) -> list[Shape]:
     y = top + (_STEP - _BAR) / 2 + (0 if beside else 16)
     start, shapes = 0.0, list[Shape]()
     for key, value in zip(keys, bar.values, strict=True):
         x, stop = axis.place(start), axis.place(start + value)
         if value > 0:
-            shapes.append(Box(x, y, stop - x, _BAR, key.colour, key.hatched))
+            hint = f"{bar.label}, {key.name}: {digits(value)} {unit}"
+            shapes.append(Box(x, y, stop - x, _BAR, key.colour, key.hatched, hint))
         start += value
     if beside:
         shapes.append(Label(axis.start - _GAP, y + 12, bar.label, "end"))
@@ -163,6 +198,40 @@ def _draw_bar(
 
 
 _HEIGHT = 34.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a whole, which ``key`` names in the legend. hint: its value in words."""
+
+    key: Key
+    value: float
+    hint: str
+
+
+def draw_stack(name: str, title: str, parts: Sequence[Part], *, unit: str, width: float) -> Picture:
+    """One bar whose parts (of which one at least is above 0) fill the width."""
+    keys = [Key(f"{one.key.name}: {one.hint}", one.key.colour, one.key.hatched) for one in parts]
+    legend, top = draw_legend(keys, width=width, top=0)
+    whole = math.fsum(one.value for one in parts)
+    axis = Axis(0.0, whole, 0.0, width)
+    bottom = top + _HEIGHT
+    shapes: list[Shape] = [*legend]
+    start = 0.0
+    for one in parts:
+        x, stop = axis.place(start), axis.place(start + one.value)
+        hint = f"{one.key.name}: {one.hint}"
+        shapes.append(Box(x, top, stop - x, _HEIGHT, one.key.colour, one.key.hatched, hint))
+        start += one.value
+    most = 9 if width >= 600 else 5
+    distance = tick_step(whole, most)
+    for tick in axis.ticks(most):
+        x = axis.place(tick)
+        anchor: Anchor = "start" if tick == 0 else "end" if x > width - 14 else "middle"
+        shapes.append(Line(((x, bottom), (x, bottom + 4)), "faint", 1))
+        shapes.append(Label(x, bottom + 17, tick_text(tick, distance), anchor))
+    shapes.append(Label(width / 2, bottom + 34, unit, "middle", "faint"))
+    return Picture(name, title, width, bottom + 40, tuple(shapes))
 
 
 def draw_strip(name: str, title: str, sizes: Sequence[int], *, width: float) -> Picture:

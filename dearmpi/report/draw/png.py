@@ -44,7 +44,7 @@ def draw(picture: Picture) -> bytes:
             _draw_box(canvas, shape)
         elif isinstance(shape, Line):
             _draw_line(canvas, shape)
-        else:
+        elif isinstance(shape, Label):
             _draw_label(canvas, shape)
     margin, head = round(MARGIN * _SCALE), round(_HEAD * _SCALE)
     sheet = Image.new("RGB", (size[0] + 2 * margin, size[1] + 2 * margin + head), LIGHT["paper"])

@@ -15,6 +15,7 @@ _ON_SERIES = ("#ffffff", "#000000", "#000000", "#000000", "#000000", "#000000")
 
 _BOTH: dict[str, str] = {
     "lost": "#d55e00",
+    "late": "#cc79a7",
     **{f"bucket{i}": colour for i, colour in enumerate(_SERIES)},
     **{f"on-bucket{i}": colour for i, colour in enumerate(_ON_SERIES)},
 }
@@ -116,7 +117,18 @@ class Label:
     hint: str = ""
 
 
-Shape = Box | Line | Label
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A place without a colour of its own. hint: shown where a pointer rests on it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    hint: str
+
+
+Shape = Box | Line | Label | Spot
 
 
 @dataclass(frozen=True, slots=True)

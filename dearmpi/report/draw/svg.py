@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from dearmpi.report.draw.shape import DARK, LIGHT, MARGIN, Box, Label, Line, Picture, Shape
+from dearmpi.report.draw.shape import (
+    DARK,
+    LIGHT,
+    MARGIN,
+    Box,
+    Label,
+    Line,
+    Picture,
+    Shape,
+    Spot,
+)
 
 _STRIPES = (
     '<pattern id="stripes" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -49,7 +59,9 @@ def style() -> str:
     return (
         f":root{{{_variables(LIGHT)}}}\n"
         f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}\n"
-        f"{fills}\n{strokes}\nsvg text{{font-family:system-ui,sans-serif;font-size:12px}}"
+        f"{fills}\n{strokes}\nsvg text{{font-family:system-ui,sans-serif;font-size:12px;"
+        "pointer-events:none}\nsvg text.hint{pointer-events:auto}\n"
+        ".spot{fill:transparent}\n.spot:hover{fill:var(--ink);fill-opacity:.08}"
     )
 
 
@@ -72,14 +84,20 @@ def _draw_shape(shape: Shape) -> str:
         return (
             f'<polyline class="s{shape.colour}" stroke-width="{width}"{dashes} points="{points}"/>'
         )
+    if isinstance(shape, Spot):
+        return f'<rect class="spot" {_place(shape)}><title>{escape(shape.hint)}</title></rect>'
     return _draw_label(shape)
 
 
-def _draw_box(box: Box) -> str:
-    place = (
-        f'x="{_number(box.x)}" y="{_number(box.y)}" '
-        f'width="{_number(max(box.width, 0.3))}" height="{_number(box.height)}"'
+def _place(shape: Box | Spot) -> str:
+    return (
+        f'x="{_number(shape.x)}" y="{_number(shape.y)}" '
+        f'width="{_number(max(shape.width, 0.3))}" height="{_number(shape.height)}"'
     )
+
+
+def _draw_box(box: Box) -> str:
+    place = _place(box)
     hint = f"<title>{escape(box.hint)}</title>" if box.hint else ""
     end = f">{hint}</rect>" if hint else "/>"
     drawn = f'<rect class="f{box.colour}" {place}{end}'
@@ -94,7 +112,8 @@ def _draw_label(label: Label) -> str:
     place = f'x="{_number(label.x)}" y="{_number(label.y)}"'
     hint = f"<title>{escape(label.hint)}</title>" if label.hint else ""
     text = f"{hint}{escape(label.text)}"
-    return f'<text class="f{label.colour}" {place}{anchor}{size}>{text}</text>'
+    kind = f"f{label.colour}{' hint' if hint else ''}"
+    return f'<text class="{kind}" {place}{anchor}{size}>{text}</text>'
 
 
 def _number(value: float) -> str:

@@ -109,7 +109,7 @@ def _draw_axis(x: Axis, axis_s: float, top: float, bottom: float, *, most: int) 
         anchor: Anchor = "end" if place > x.stop - 12 else "middle"
         shapes.append(Label(place, bottom + 15, tick_text(tick, step), anchor))
     middle = (x.start + x.stop) / 2
-    text = f"{unit.name} since backprop ended"
+    text = f"{unit.name} since the step began"
     return [*shapes, Label(middle, bottom + 33, text, "middle", "faint")]
 
 

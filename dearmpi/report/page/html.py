@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from dearmpi.report.analyse.figures import Figures
+from dearmpi.report.analyse.step_parts import SEEN
 from dearmpi.report.draw import svg
 from dearmpi.report.draw.shape import Picture
 from dearmpi.report.draw.units import digits, share_text, time_text
@@ -53,6 +55,9 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:2px 14px 2px 0;white-space:nowrap}
 th{color:var(--faint);font-weight:normal}
 code{font-size:.85rem;overflow-wrap:anywhere}
+.flag{white-space:nowrap}
+.terms dt{color:var(--ink);font-weight:600;margin-top:.5em}
+.terms dd{font-size:.92rem;color:var(--faint)}
 @media (max-width:640px){.wide{display:none}.narrow{display:block}}
 """
 
@@ -77,17 +82,23 @@ def draw_page(
         _draw_facts(_facts(run, figures)),
         *map(_draw_section, sections),
         _draw_notes(run.notes),
+        _draw_terms() if sections else "",
         _draw_origin(run),
         "</body>\n</html>\n",
     ]
     return "\n".join(parts)
 
 
+def _prose(text: str) -> str:
+    """``text`` for a page, whose flags stay on one line."""
+    return re.sub(r"(?<![\w-])--[a-z][\w-]*", r'<span class="flag">\g<0></span>', escape(text))
+
+
 def _draw_verdict(verdict: Verdict | None) -> str:
     if verdict is None:
         return f'<p class="verdict lost">{UNMEASURED}</p>'
     kind = "verdict lost" if verdict.lost_s > 0 else "verdict"
-    return f'<p class="{kind}">{escape(verdict.sentence)}</p>'
+    return f'<p class="{kind}">{_prose(verdict.sentence)}</p>'
 
 
 def _facts(run: RunRecord, figures: Figures | None) -> list[tuple[str, str]]:
@@ -102,9 +113,12 @@ def _facts(run: RunRecord, figures: Figures | None) -> list[tuple[str, str]]:
         facts.append(("steps", f"{run.history.rows[-1].step:,}"))
     if figures is not None:
         facts.append(("step time", time_text(figures.step_s)))
+        if figures.between_s > SEEN * figures.step_s:
+            facts.append(("between steps", time_text(figures.between_s)))
     rate = run.history.typical(lambda row: row.samples_per_s)
     if rate is not None:
-        facts.append(("throughput", f"{digits(rate)} samples/s"))
+        units = run.units
+        facts.append(("throughput", f"{digits(rate * units.per_sample)} {units.rate}/s"))
     if figures is not None and figures.hidden_share is not None:
         hidden = f"{share_text(figures.hidden_share)} hidden"
         facts.append(("communication", f"{time_text(figures.communication_s)} per step, {hidden}"))
@@ -123,7 +137,7 @@ def _draw_section(section: Section) -> str:
     )
     return (
         f"<h2>{escape(section.heading)}</h2>\n<figure>{drawings}"
-        f"<figcaption>{escape(section.caption)}</figcaption></figure>{_draw_table(section.table)}"
+        f"<figcaption>{_prose(section.caption)}</figcaption></figure>{_draw_table(section.table)}"
     )
 
 
@@ -144,8 +158,28 @@ def _draw_table(table: Sequence[Sequence[str]]) -> str:
 def _draw_notes(notes: Sequence[str]) -> str:
     if not notes:
         return ""
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    items = "".join(f"<li>{_prose(note)}</li>" for note in notes)
     return f'<h2>What is missing</h2>\n<ul class="notes">{items}</ul>'
+
+
+_TERMS = (
+    ("step", "a forward, a backprop and the update by the optimizer; between steps, a run saves, "
+     "evaluates and logs"),
+    ("bucket", "parameters whose gradients travel together, numbered from the first layers on"),
+    ("reduce-scatter, all-gather", "the two exchanges of a bucket: each rank receives its part of "
+     "the summed gradients; each rank receives the updated parameters of all"),
+    ("hidden, exposed", "communication behind which the rank computes; communication for which its "
+     "main thread waits"),
+    ("in flight", "from the start of an exchange to its end"),
+    ("waits for late ranks", "the rank waits while another one still computes or loads data"),
+    ("simulated", "the same buckets and computation, without disturbances and late ranks"),
+    ("hidden share", "one minus waits over the time in flight, on rank 0"),
+)  # fmt: skip
+
+
+def _draw_terms() -> str:
+    items = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in _TERMS)
+    return f'<h2>Terms</h2>\n<dl class="terms">{items}</dl>'
 
 
 def _draw_origin(run: RunRecord) -> str:
@@ -156,4 +190,4 @@ def _draw_origin(run: RunRecord) -> str:
     program, *arguments = map(str, command or ["?"])
     words = shlex.join([program.rpartition("/")[2], *arguments])
     started = escape(str(run.environment.get("started", "")))
-    return f"<h2>Started</h2>\n<p>{started}</p>\n<p><code>{escape(words)}</code></p>"
+    return f"<h2>Started</h2>\n<p>{started}</p>\n<p><code>{_prose(words)}</code></p>"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from statistics import median
 
 from dearmpi.report.analyse.figures import Figures
-from dearmpi.report.draw.units import share_text, time_text
+from dearmpi.report.analyse.step_parts import Change, Gain, StepParts, part_step
+from dearmpi.report.draw.units import count_text, share_text, time_text
 from dearmpi.report.read.pace import WORTH
 
 UNMEASURED = "Nothing was measured: neither metrics nor traces tell of a step."
@@ -19,6 +20,7 @@ class Limit(Enum):
 
     COMPUTE = "compute"
     NETWORK = "network"
+    CORES = "cores"
     FIRST_BUCKET = "first bucket"
     STRAGGLER = "straggler"
     UNEVEN = "uneven ranks"
@@ -35,56 +37,111 @@ class Verdict:
     lost_s: float
 
 
-def judge(figures: Figures) -> Verdict:
-    """Name what costs most of a step beyond its computation, or computation itself.
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What a sentence is made of. lost_s: the part of a step that it is about."""
 
-    A step of the slowest rank consists of its computation, its data and its waits. While all ranks
-    wait, they wait for the network; else for a rank that is late this time. What the slowest rank
-    computes longer than the others is what they wait for it. What is done between steps comes on
-    top.
+    figures: Figures
+    parts: StepParts
+    gains: Mapping[Change, Gain]
+    lost_s: float
+
+    def of_step(self) -> str:
+        """``0.61 s of 1.71 s per step (36 %)``."""
+        whole_s = self.parts.whole_s
+        share = share_text(self.lost_s / whole_s)
+        return f"{time_text(self.lost_s)} of {time_text(whole_s)} per step ({share})"
+
+    def gain(self, change: Change) -> str:
+        """``which would take 1.10 s then`` with a comma before it; empty where nothing tells."""
+        if change not in self.gains:
+            return ""
+        gain = self.gains[change]
+        about = "at best" if gain.at_best else "about"
+        return f", with which a step would take {about} {time_text(gain.step_s)}"
+
+
+def judge(figures: Figures, gains: Sequence[Gain] = ()) -> Verdict:
+    """Name the greatest part of a step beside its computation, or computation itself.
+
+    Late ranks are named where they are the same all the time. gains: what changes would give, which
+    the sentence says beside the change.
     """
-    # The first bucket and the network are one kind of loss: only together they compete.
-    is_first = figures.first_s > figures.network_s / 2
-    stragglers = figures.stragglers
-    kinds = {
-        Limit.FIRST_BUCKET if is_first else Limit.NETWORK: figures.network_s,
-        Limit.STRAGGLER: 0.0 if stragglers is None else stragglers.excess_s,
-        Limit.UNEVEN: figures.uneven_s,
-        Limit.DATA: figures.data_s,
-        Limit.BETWEEN_STEPS: figures.between_s,
+    parts = part_step(figures)
+    lost = {
+        _network_limit(figures): parts.network_s,
+        _late_limit(figures, parts): parts.late_s,
+        Limit.BETWEEN_STEPS: parts.other_s,
     }
-    limit = max(kinds, key=lambda one: kinds[one])
-    if kinds[limit] < WORTH * figures.step_s:
+    if parts.data_s >= lost.get(Limit.DATA, 0.0):
+        lost[Limit.DATA] = parts.data_s
+    limit = max(lost, key=lambda one: lost[one])
+    if lost[limit] < WORTH * parts.whole_s:
         limit = Limit.COMPUTE
-    lost_s = kinds.get(limit, 0.0)
-    return Verdict(limit, _SENTENCES[limit](figures, lost_s), lost_s)
+    lost_s = parts.network_s if limit is Limit.COMPUTE else lost[limit]
+    case = _Case(figures, parts, {gain.change: gain for gain in gains}, lost_s)
+    return Verdict(limit, _SENTENCES[limit](case), 0.0 if limit is Limit.COMPUTE else lost_s)
 
 
-def _of_step(figures: Figures, seconds: float) -> str:
-    """``0.61 s of 1.71 s per step (36 %)``."""
-    share = share_text(seconds / figures.step_s)
-    return f"{time_text(seconds)} of {time_text(figures.step_s)} per step ({share})"
+def _network_limit(figures: Figures) -> Limit:
+    if figures.one_host:
+        return Limit.CORES
+    return Limit.FIRST_BUCKET if figures.first_s > figures.network_s / 2 else Limit.NETWORK
 
 
-def _say_compute(figures: Figures, _lost_s: float) -> str:
+def _late_limit(figures: Figures, parts: StepParts) -> Limit:
+    """Why ranks are late: one is slow, one loads its data longer, or each in turn."""
+    if figures.stragglers is not None:
+        return Limit.STRAGGLER
+    loads_longer_s = figures.data_s - parts.data_s
+    return Limit.DATA if loads_longer_s > parts.late_s / 2 else Limit.UNEVEN
+
+
+def _say_compute(case: _Case) -> str:
+    figures = case.figures
     hidden = figures.hidden_share
+    waits, faster = "the network", "; a faster network would hardly help"
+    if figures.one_host:
+        waits, faster = "communication", ""
     if hidden is None:
         said = "nothing is communicated"
     else:
         said = (
-            f"{_of_step(figures, figures.network_s)} is spent waiting for the network, and "
+            f"{case.of_step()} is spent waiting for {waits}, and "
             f"{share_text(hidden)} of the communication is hidden"
         )
     return (
         f"Computation limits this run: {said}. To go faster try more ranks, --precision bf16, or "
-        "a faster model; a faster network would hardly help."
+        f"a faster model{faster}."
     )
 
 
-def _say_network(figures: Figures, lost_s: float) -> str:
-    cure = "try a larger --batch-size, which communicates less often, or a faster link"
+def _say_cores(case: _Case) -> str:
+    figures = case.figures
+    ranks = len(figures.ranks)
+    crowd = ""
+    if figures.num_cores and figures.num_threads:
+        crowd = (
+            f" ({ranks} ranks compute with {count_text(figures.num_threads, 'thread')} each and "
+            f"have one more for communication; rank 0 may use "
+            f"{count_text(figures.num_cores, 'core')})"
+        )
+    return (
+        f"Communication within one host limits this run: {case.of_step()} is spent waiting for it. "
+        f"Look at cores first{crowd}: try fewer ranks or --threads, so that each has cores of its "
+        "own; then a larger --batch-size, which communicates less often."
+    )
+
+
+def _say_network(case: _Case) -> str:
+    figures = case.figures
+    faster = f"or a link twice as fast{case.gain(Change.FASTER_LINK)}"
+    cure = f"try a larger --batch-size, which communicates less often, {faster}"
     if figures.schedule and figures.schedule != "dear" and not figures.planned:
-        cure = f"try --schedule dear (this was {figures.schedule}), then a larger --batch-size"
+        cure = (
+            f"try --schedule dear (this was {figures.schedule}), then a larger --batch-size, "
+            f"{faster}"
+        )
     hint = ""
     if not figures.traced:
         hint = (
@@ -93,70 +150,80 @@ def _say_network(figures: Figures, lost_s: float) -> str:
         )
     flight = time_text(figures.communication_s)
     waited = f"communication, which takes {flight} in all"
-    if lost_s > figures.communication_s:  # main threads wait for more than buckets
+    if case.lost_s > figures.communication_s:  # main threads wait for more than buckets
         waited = f"gradients, parameters and totals; the first two are under way for {flight}"
     return (
-        f"The network limits this run: {_of_step(figures, lost_s)} is spent waiting for {waited}; "
+        f"The network limits this run: {case.of_step()} is spent waiting for {waited}; "
         f"{cure}{hint}."
     )
 
 
-def _say_first_bucket(figures: Figures, lost_s: float) -> str:
+def _say_first_bucket(case: _Case) -> str:
+    figures = case.figures
     cure = "try a smaller --bucket-cap-mb, so that less is left for the end"
     if figures.planned:
         cure = "the plan has weighed that against what more buckets cost"
     return (
-        f"The first bucket limits this run: {_of_step(figures, lost_s)} is spent waiting for "
+        f"The first bucket limits this run: {case.of_step()} is spent waiting for "
         f"communication, and of an iteration in the trace {time_text(figures.first_s)} for the "
         "reduce-scatter, update and all-gather of the first layers between two iterations, which "
         f"nothing can hide; {cure}."
     )
 
 
-def _say_straggler(figures: Figures, _lost_s: float) -> str:
-    stragglers = figures.stragglers
+def _say_straggler(case: _Case) -> str:
+    stragglers = case.figures.stragglers
     assert stragglers is not None
     verb, compute, wait = "limit", "they compute", "these wait for them"
     if len(stragglers.places) == 1:
         verb, compute, wait = "limits", "it computes", "they wait for it"
+    cured = ""
+    if Change.EVEN_RANKS in case.gains:
+        even_s = case.gains[Change.EVEN_RANKS].step_s
+        cured = f" Without late ranks a step would take about {time_text(even_s)}."
     return (
-        f"{figures.name(stragglers)} {verb} this run: {compute} for {time_text(stragglers.busy_s)} "
-        f"per step, the others for {time_text(stragglers.typical_s)}, and {wait}; look for other "
-        "work, fewer cores or a slower clock there, or leave that host out."
+        f"{case.figures.name(stragglers)} {verb} this run: {compute} for "
+        f"{time_text(stragglers.busy_s)} per step, the others for "
+        f"{time_text(stragglers.typical_s)}, and {wait} for {case.of_step()}; look for other "
+        f"work, fewer cores or a slower clock there, or leave that host out.{cured}"
     )
 
 
-def _say_uneven(figures: Figures, lost_s: float) -> str:
+def _say_uneven(case: _Case) -> str:
     return (
-        f"Ranks that are late in turn limit this run: {_of_step(figures, lost_s)} is spent waiting "
+        f"Ranks that are late in turn limit this run: {case.of_step()} is spent waiting "
         "while another rank still computes; try fewer --threads or ranks per host, so that each "
         "has cores of its own, and look for other work on the hosts."
     )
 
 
-def _say_data(figures: Figures, lost_s: float) -> str:
+def _say_data(case: _Case) -> str:
+    figures = case.figures
     slowest = figures.slowest_loader
-    others_s = [times.data_s for times in figures.ranks if times is not slowest]
     where = ""
-    cure = "try more --workers, which load ahead, or prepare samples beforehand, or decode less"
-    if others_s and median(others_s) < lost_s / 2:
-        where = f" on {slowest.label}, and {time_text(median(others_s))} on the others"
+    cure = (
+        "try more --workers, which load ahead, or prepare samples beforehand, or decode less"
+        f"{case.gain(Change.DATA_AHEAD)}"
+    )
+    if len(figures.ranks) > 1 and case.parts.data_s < slowest.data_s / 2:
+        where = f" on {slowest.label}, and {time_text(case.parts.data_s)} on the others"
         cure = "look at that host's way to the data"
-    return f"Loading data limits this run: {_of_step(figures, lost_s)} goes into it{where}; {cure}."
+    loads = replace(case, lost_s=slowest.data_s if where else case.lost_s)
+    return f"Loading data limits this run: {loads.of_step()} goes into it{where}; {cure}."
 
 
-def _say_between_steps(figures: Figures, lost_s: float) -> str:
-    whole_s = figures.step_s + lost_s
+def _say_between_steps(case: _Case) -> str:
     return (
-        f"What is done between steps limits this run: {time_text(lost_s)} of {time_text(whole_s)} "
-        f"per step ({share_text(lost_s / whole_s)}) goes into checkpoints, evaluations and logs; "
+        f"What is done between steps limits this run: {case.of_step()} goes into checkpoints, "
+        "evaluations and logs; "
         "try a larger --checkpoint-interval, --eval-interval or --log-interval, or a faster disk."
     )
 
 
-_SENTENCES = {
+_SENTENCES: Mapping[Limit, Callable[[_Case], str]] = {
     Limit.COMPUTE: _say_compute,
     Limit.NETWORK: _say_network,
+    Limit.CORES: _say_cores,
     Limit.FIRST_BUCKET: _say_first_bucket,
     Limit.STRAGGLER: _say_straggler,
     Limit.UNEVEN: _say_uneven,

@@ -7,14 +7,20 @@ from pathlib import Path
 
 from dearmpi.errors import ConfigError
 from dearmpi.report.analyse.figures import measure
+from dearmpi.report.analyse.step_parts import gains_of, part_step
 from dearmpi.report.draw import png
 from dearmpi.report.page.html import WIDE, Section, draw_page
 from dearmpi.report.page.limit import Verdict, judge
-from dearmpi.report.page.sections import course_sections, overlap_sections
+from dearmpi.report.page.sections import (
+    course_sections,
+    overlap_sections,
+    replica_of,
+    step_sections,
+)
 from dearmpi.report.read.run_files import read_run
 
 _PICTURES = (
-    *("iteration", "ranks", "buckets", "layout"),
+    *("step", "gains", "iteration", "ranks", "buckets", "layout"),
     *("step-time", "throughput", "loss", "learning-rate"),
 )
 
@@ -45,9 +51,15 @@ def write_report(run_folder: Path, destination: Path) -> Report:
         hosts=run.hosts,
         schedule=str(run.settings.get("schedule", "")),
         planned=run.plan is not None,
+        num_cores=run.num_cores,
+        num_threads=run.num_threads,
     )
-    verdict = None if figures is None else judge(figures)
-    sections = [] if figures is None else overlap_sections(run, figures)
+    verdict, sections = None, list[Section]()
+    if figures is not None:
+        replica = replica_of(run, figures)
+        gains = gains_of(figures, part_step(figures), replica)
+        verdict = judge(figures, gains)
+        sections = [*step_sections(figures, gains), *overlap_sections(run, figures, replica)]
     sections += course_sections(run)
     page = destination / "report.html"
     notes = run.notes

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from dearmpi.config import EngineConfig
 from dearmpi.engine.trace.span import Track
-from dearmpi.plan.simulate.timeline import Timeline
+from dearmpi.plan.data.schedule import Conduct
 from dearmpi.report.analyse.exposure import BucketTime
 from dearmpi.report.analyse.figures import Figures, exposure_of, least_waiting_of
-from dearmpi.report.analyse.replica import conduct_of, replica_spans, replicate
+from dearmpi.report.analyse.replica import Replica, conduct_of, replica_spans, replicate
+from dearmpi.report.analyse.step_parts import SEEN, Change, Gain, part_step, typical_rank
 from dearmpi.report.draw.axis import Key
-from dearmpi.report.draw.charts import Bar, Series, draw_bars, draw_chart, draw_strip
+from dearmpi.report.draw.charts import (
+    Bar,
+    Part,
+    Series,
+    draw_bars,
+    draw_chart,
+    draw_stack,
+    draw_strip,
+)
 from dearmpi.report.draw.shape import Picture
 from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
 from dearmpi.report.draw.units import digits, share_text, size_text, time_text, time_unit
@@ -21,16 +31,102 @@ from dearmpi.report.read.run_files import HistoryRow, RunRecord
 
 MOST_TRACKS = 4
 MOST_BARS = 24
-_SEEN = 0.005  # of a step; what is less is no wider than a line
 
 
-def overlap_sections(run: RunRecord, figures: Figures) -> list[Section]:
-    """The sections for which there are figures, most telling first."""
-    found = (_iteration(run, figures), _ranks(figures), _exposure(run, figures), _layout(run))
+def step_sections(figures: Figures, gains: Sequence[Gain]) -> list[Section]:
+    """What a step consists of, and what changes would give, if any."""
+    found = (_parts(figures), _gains(figures, gains))
     return [section for section in found if section is not None]
 
 
-def _iteration(run: RunRecord, figures: Figures) -> Section | None:
+def _parts(figures: Figures) -> Section:
+    """The sentence on top is read from this bar."""
+    parts, rank = part_step(figures), typical_rank(figures)
+    waits = "waits for communication" if figures.one_host else "waits for network"
+    named = (
+        (Key("computes", "plain"), parts.compute_s),
+        (Key(waits, "lost", hatched=True), parts.network_s),
+        (Key("waits for late ranks", "late", hatched=True), parts.late_s),
+        (Key("loads data", "data"), parts.data_s),
+        (Key("other", "faint"), parts.other_s),
+    )
+    unit = time_unit(parts.whole_s)
+
+    def text(seconds: float) -> str:
+        return f"{time_text(seconds)} ({share_text(seconds / parts.whole_s)})"
+
+    def draw(width: float) -> Picture:
+        shown = [
+            Part(key, unit.of(value_s), text(value_s)) for key, value_s in named if value_s > 0
+        ]
+        title = "Where a step goes"
+        return draw_stack("step", title, shown, unit=f"{unit.name} per step", width=width)
+
+    whole = time_text(parts.whole_s)
+    caption = f"A step takes {whole}"
+    if len(figures.ranks) > 1:
+        caption += f"; the parts are those of {rank.label}, the rank of median work"
+    if figures.between_s > SEEN * parts.whole_s:
+        caption += f". Other includes {time_text(figures.between_s)} between steps"
+    rows = tuple(
+        (key.name, time_text(value_s), share_text(value_s / parts.whole_s))
+        for key, value_s in named
+    )
+    table = (("part", "time", "share"), *rows, ("step", whole, share_text(1.0)))
+    return Section("Where a step goes", draw, f"{caption}.", table)
+
+
+def _gains(figures: Figures, gains: Sequence[Gain]) -> Section | None:
+    if not gains:
+        return None
+    whole_s = part_step(figures).whole_s
+    unit = time_unit(whole_s)
+    rows = [
+        ("now", whole_s, ""),
+        *((g.change.value, g.step_s, _times_faster(whole_s, g)) for g in gains),
+    ]
+
+    def draw(width: float) -> Picture:
+        bars = [
+            Bar(label, (unit.of(step_s),), f"{time_text(step_s)}{faster}")
+            for label, step_s, faster in rows
+        ]
+        keys = [Key("a step", "first")]
+        title = "What a change would give"
+        return draw_bars("gains", title, bars, keys=keys, unit=f"{unit.name} per step", width=width)
+
+    caption = "Each change by itself. Waits that vanish are subtracted from the step."
+    if any(gain.change is Change.FASTER_LINK for gain in gains):
+        caption += " The faster link is simulated with the buckets and passes of the trace."
+    if any(gain.at_best for gain in gains):
+        caption = (
+            "Each change by itself. Without a trace a faster link is not simulated: it saves half "
+            "of the communication at best."
+        )
+    return Section("What a change would give", draw, caption)
+
+
+def _times_faster(whole_s: float, gain: Gain) -> str:
+    at_best = " at best" if gain.at_best else ""
+    times = whole_s / gain.step_s if gain.step_s > 0 else math.inf
+    return f"{at_best}, {times:.2f} x as fast" if math.isfinite(times) else at_best
+
+
+def overlap_sections(run: RunRecord, figures: Figures, replica: Replica | None) -> list[Section]:
+    """The sections for which there are figures, most telling first.
+
+    replica: the simulated iteration, drawn below the measured one; None where there is none.
+    """
+    found = (
+        _iteration(run, figures, replica),
+        _ranks(figures),
+        _exposure(run, figures),
+        _layout(run),
+    )
+    return [section for section in found if section is not None]
+
+
+def _iteration(run: RunRecord, figures: Figures, replica: Replica | None) -> Section | None:
     recording = run.recording
     window = recording.typical()
     if window is None:
@@ -49,18 +145,21 @@ def _iteration(run: RunRecord, figures: Figures) -> Section | None:
     ]
     caption = (
         f"Iteration {window.iteration}, of median length among those recorded: "
-        f"{time_text(window.length_s)}. It begins where the last rank ended the backprop before. "
+        f"{time_text(window.length_s)}. It begins with the forward of the last rank. "
         "Blank is what the main thread does besides, such as to hand over a step or to evaluate."
     )
     if len(ranks) < len(recording.spans):
         caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
-    timeline = _replica(run, figures)
-    if timeline is not None:
+    if replica is not None:
+        timeline = replica.timeline
         exposed = f"waits {time_text(timeline.exposed_s)}"
-        groups.append(TrackGroup("simulated", *replica_spans(timeline), exposed))
+        conduct = _conduct(run)
+        drawn = replica_spans(timeline, waits_in_step=bool(conduct and conduct.waits_in_step))
+        groups.append(TrackGroup("simulated", *drawn, exposed))
+        carries = "communication as fast" if figures.one_host else "a link as fast"
         caption += (
-            " Simulated, with these buckets, a link that carries what this one did while it was "
-            f"busy, and no rank late: {time_text(timeline.iteration_s)}."
+            f" Simulated, with these buckets, {carries} as it was here while busy, and no rank "
+            f"late: {time_text(timeline.iteration_s)}."
         )
     title = f"Iteration {window.iteration} of {run.name}, by rank"
     return Section(
@@ -70,17 +169,25 @@ def _iteration(run: RunRecord, figures: Figures) -> Section | None:
     )
 
 
-def _replica(run: RunRecord, figures: Figures) -> Timeline | None:
-    """What the rank that waits least would have taken, as the run was set up."""
-    conduct = conduct_of(
+def replica_of(run: RunRecord, figures: Figures) -> Replica | None:
+    """What the rank that waits least would have taken, as the run was set up; None where the trace
+    does not tell.
+    """
+    conduct, window = _conduct(run), run.recording.typical()
+    rank = least_waiting_of(run.recording, figures.ranks)
+    if conduct is None or window is None:
+        return None
+    return replicate(run.recording, rank, conduct, most_s=window.length_s)
+
+
+def _conduct(run: RunRecord) -> Conduct | None:
+    return conduct_of(
         run.recording,
         window=_window(run),
         plan=run.plan,
         eager=not run.settings.get("max_grad_norm"),
         gather="gradients" if run.settings.get("gather") == "gradients" else "parameters",
     )
-    rank = least_waiting_of(run.recording, figures.ranks)
-    return None if conduct is None else replicate(run.recording, rank, conduct)
 
 
 def _window(run: RunRecord) -> int:
@@ -108,7 +215,7 @@ def _ranks(figures: Figures) -> Section | None:
         return None
     unit = time_unit(figures.step_s)
     keys = [Key("computes", "plain"), Key("waits for communication", "lost", hatched=True)]
-    if figures.data_s > _SEEN * figures.step_s:
+    if figures.data_s > SEEN * figures.step_s:
         keys.append(Key("loads data", "data"))
     ranks = figures.ranks
     if len(ranks) > MOST_BARS:
@@ -173,7 +280,7 @@ def _exposure(run: RunRecord, figures: Figures) -> Section | None:
             for label, times in groups
         ]
         title = "Hidden and exposed communication by bucket"
-        name = f"{unit.name} of the network per iteration"
+        name = f"{unit.name} in flight per iteration"
         return draw_bars("buckets", title, bars, keys=keys, unit=name, width=width)
 
     waited_s, idle_s = exposure.waited_s, exposure.idle_s
@@ -188,7 +295,7 @@ def _exposure(run: RunRecord, figures: Figures) -> Section | None:
 
 
 def _tabulate(buckets: Sequence[BucketTime], sizes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """A head, and a row for each bucket that was on the network. sizes: in bytes, by bucket."""
+    """A head, and a row for each bucket that was in flight. sizes: in bytes, by bucket."""
     rows = tuple(
         (
             str(one.bucket),
@@ -200,7 +307,7 @@ def _tabulate(buckets: Sequence[BucketTime], sizes: Sequence[int]) -> tuple[tupl
         for one in buckets
         if one.network_s > 0
     )
-    return (("bucket", "size", "network", "exposed", "hidden"), *rows)
+    return (("bucket", "size", "in flight", "exposed", "hidden"), *rows)
 
 
 def _group(buckets: tuple[BucketTime, ...]) -> list[tuple[str, BucketTime]]:
@@ -236,7 +343,7 @@ def course_sections(run: RunRecord) -> list[Section]:
     """The sections for which there are figures."""
     found = (
         _step_time(run),
-        _curve(run, "throughput", "Throughput", lambda row: row.samples_per_s, unit="samples/s"),
+        _throughput(run),
         _loss(run),
         _curve(run, "learning-rate", "Learning rate", lambda row: row.learning_rate),
     )
@@ -270,26 +377,41 @@ def _step_time(run: RunRecord) -> Section | None:
     return Section("Step time", draw, caption)
 
 
+def _throughput(run: RunRecord) -> Section | None:
+    units = run.units
+
+    def rate(row: HistoryRow) -> float | None:
+        return None if row.samples_per_s is None else row.samples_per_s * units.per_sample
+
+    return _curve(run, "throughput", "Throughput", rate, unit=f"{units.rate}/s")
+
+
 def _loss(run: RunRecord) -> Section | None:
-    training = run.history.column(lambda row: row.loss)
-    held_out = run.history.column(lambda row: row.eval_loss)
+    units = run.units
+
+    def scaled(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+        return tuple((step, value * units.loss_scale) for step, value in points)
+
+    training = scaled(run.history.column(lambda row: row.loss))
+    held_out = scaled(run.history.column(lambda row: row.eval_loss))
     if not training and not held_out:
         return None
+    heading = units.loss[:1].upper() + units.loss[1:]
     series = [
         Series("training", training, "first"),
         Series("held out", held_out, "second", dots=True),
     ]
 
     def draw(width: float) -> Picture:
-        title = "Loss over the run"
-        return draw_chart("loss", title, series, unit="loss", width=width, from_zero=False)
+        title = f"{heading} over the run"
+        return draw_chart("loss", title, series, unit=units.loss, width=width, from_zero=False)
 
     parts = [
         f"{name} {_from_to(points)}"
         for name, points in (("In training", training), ("held out", held_out))
         if points
     ]
-    return Section("Loss", draw, ", ".join(parts) + ".")
+    return Section(heading, draw, ", ".join(parts) + ".")
 
 
 def _from_to(points: Sequence[tuple[float, float]]) -> str:

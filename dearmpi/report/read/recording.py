@@ -54,6 +54,7 @@ def total(intervals: Iterable[Interval]) -> float:
 
 
 _OF_BUCKETS = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
+_MAIN_THREAD = (Track.COMPUTE, Track.WAIT, Track.DATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +76,34 @@ class Recording:
     def windows(self, rank: int) -> tuple[Window, ...]:
         """The iterations that ``rank`` recorded from end to end.
 
-        One reaches from the end of the backprop before it to the end of its own, so that it holds
-        the waits at the boundary, its feed-forward with the all-gathers of the iteration before,
-        and its backprop with its own reduce-scatters.
+        One reaches from where its main thread begins, with data or the wait for the first layers,
+        to where the next one begins. It holds the forward with the all-gathers of the iteration
+        before, the backprop with its own reduce-scatters, and the step. The first recorded
+        iteration lacks those all-gathers and does not count. The last one, whose successor is not
+        recorded, counts alone where there is no other: it ends with its last span.
         """
+        begins: dict[int, float] = {}
         ends: dict[int, float] = {}
+        trained: dict[int, float] = {}  # the end of backprop
         for span in self.spans[rank]:
-            if span.track is Track.COMPUTE and span.name.startswith("B"):
-                ends[span.iteration] = max(span.stop_s, ends.get(span.iteration, span.stop_s))
-        return tuple(
-            Window(number, ends[number - 1], stop_s)
-            for number, stop_s in sorted(ends.items())
-            if ends.get(number - 1, stop_s) < stop_s
-        )
+            if span.track in _MAIN_THREAD:
+                number = span.iteration
+                begins[number] = min(span.start_s, begins.get(number, span.start_s))
+                ends[number] = max(span.stop_s, ends.get(number, span.stop_s))
+                if span.track is Track.COMPUTE and span.name.startswith("B"):
+                    trained[number] = max(span.stop_s, trained.get(number, span.stop_s))
+        for number in begins.keys() & {before + 1 for before in trained}:
+            begins[number] = max(begins[number], trained[number - 1])  # times are rounded
+        numbers = sorted(number for number in trained if number - 1 in begins)
+        whole = (Window(n, begins[n], begins[n + 1]) for n in numbers if n + 1 in begins)
+        found = tuple(window for window in whole if window.length_s > 0)
+        return found or tuple(Window(n, begins[n], ends[n]) for n in numbers[-1:])
 
     def typical(self) -> Window | None:
         """Of the iterations that all ranks recorded, the one of median length.
 
-        It reaches from where the last rank ended one backprop to where the last ended the next.
+        It reaches from where the last rank begins to where the last begins the next, so that no
+        rank shows the backprop of the iteration before.
         """
         by_rank = [{w.iteration: w for w in self.windows(rank)} for rank in self.spans]
         shared = set.intersection(*map(set, by_rank)) if by_rank else set()

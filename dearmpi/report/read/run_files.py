@@ -41,10 +41,50 @@ class RunRecord:
         return tuple(map(str, hosts)) if isinstance(hosts, list) else ()
 
     @property
+    def num_cores(self) -> int:
+        """The cores that rank 0 may run on; 0 where not known."""
+        cores = self.environment.get("cores")
+        return len(cores) if isinstance(cores, list) else 0
+
+    @property
+    def num_threads(self) -> int:
+        """The threads that torch computes with on rank 0; 0 where not known."""
+        count = self.environment.get("torch_threads")
+        return count if type(count) is int and count > 0 else 0
+
+    @property
+    def units(self) -> Units:
+        """What the console calls throughput and loss."""
+        return _read_units(self.environment.get("units"))
+
+    @property
     def num_ranks(self) -> int | None:
         """How many ranks trained; None where not known."""
         size = self.environment.get("world_size")
         return size if isinstance(size, int) else len(self.recording.spans) or None
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """rate: of what throughput counts ``per_sample``. loss_scale: the factor of what ``loss``
+    names.
+    """
+
+    rate: str = "samples"
+    per_sample: float = 1.0
+    loss: str = "loss"
+    loss_scale: float = 1.0
+
+
+def _read_units(values: object) -> Units:
+    """The units that env.json holds; samples and loss where they are missing or are none."""
+    if not isinstance(values, dict):
+        return Units()
+    rate, loss = values.get("rate"), values.get("loss")
+    factors = [_number(values.get(name), name) for name in ("per_sample", "loss_scale")]
+    if not (isinstance(rate, str) and isinstance(loss, str) and all(factors)):
+        return Units()
+    return Units(rate, factors[0] or 1.0, loss, factors[1] or 1.0)
 
 
 def read_run(path: Path) -> RunRecord:
@@ -76,8 +116,8 @@ def read_run(path: Path) -> RunRecord:
             elif recording.typical() is None:
                 notes.append(
                     "The trace holds no iteration from end to end on all ranks: record two at "
-                    "least, such as --trace 20:22, since one begins where the backprop before it "
-                    "ended."
+                    "least, such as --trace 20:22, since the first one lacks the all-gathers "
+                    "before it."
                 )
     else:
         notes.append("There is no trace: record one with --trace START:STOP to see an iteration.")

@@ -221,8 +221,19 @@ def _describe(session: Session, folder: RunFolder, command: Sequence[str]) -> No
             command=command,
             folder=Path.cwd(),
             threads_reason=session.threads.reason,
+            units=_describe_units(session.job.task),
         )
     )
+
+
+def _describe_units(task: Task) -> dict[str, str | float]:
+    """What the console shows of throughput and loss, for the report."""
+    return {
+        "rate": task.unit,
+        "per_sample": task.units_per_sample,
+        "loss": task.loss_scale_name,
+        "loss_scale": task.loss_scale,
+    }
 
 
 def open_metrics(job: Job, folder: RunFolder) -> MetricsLog | None:

@@ -169,13 +169,14 @@ def describe_environment(
     command: Sequence[str],
     folder: Path,
     threads_reason: str,
+    units: Mapping[str, str | float] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     """Return plain data about this run.
 
     hosts: the host of each rank. command: the command line.
     folder: the user's working folder, whose git commit is noted if it has one. threads_reason: why
-    torch has as many threads as it has.
+    torch has as many threads as it has. units: what people read instead of samples and loss.
     """
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -196,6 +197,7 @@ def describe_environment(
         "torch_threads": torch.get_num_threads(),
         "torch_threads_reason": threads_reason,
         "cores": sorted(os.sched_getaffinity(0)),
+        **({} if units is None else {"units": dict(units)}),
         "job": {name: environ[name] for name in JOB_VARIABLES if name in environ},
     }
 

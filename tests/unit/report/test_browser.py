@@ -90,7 +90,7 @@ def test_pictures_are_seen_whole_and_legible(
 ) -> None:
     run = ExampleRun(num_ranks=3, num_buckets=13, backlog_s=0.2, slow={2: 0.1}, data_s=0.05)
     write_report(run.write(tmp_path), tmp_path)
-    probe, height = tmp_path / "probe.html", 4200
+    probe, height = tmp_path / "probe.html", 5200
     probe.write_text(PROBE.format(width=width, height=height))
     kept = Path(os.environ.get("DEAR_TEST_PICTURES", tmp_path))
     kept.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def test_pictures_are_seen_whole_and_legible(
     dom, console = browse(probe, picture, *options, width=max(width, 500), height=height)
     assert not console, console
     found = json.loads(html.unescape(dom.partition("<title>")[2].partition("</title>")[0]))
-    assert found["figures"] == found["shown"] == 8, found
+    assert found["figures"] == found["shown"] == 10, found
     assert found["wider"] <= 0, "the page is wider than the screen"
     assert found["smallest"] >= 10 and not found["cut"], found
     assert found["paper"] == colour(paper)

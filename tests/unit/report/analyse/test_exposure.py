@@ -60,8 +60,10 @@ def test_means_are_over_all_windows_and_nothing_outside_counts() -> None:
 
 def test_a_wait_is_shared_while_all_ranks_wait() -> None:
     def rank(*waits: tuple[float, float]) -> tuple[Span, ...]:
-        ends = [Span(Track.COMPUTE, "B fc", stop - 1, stop, stop) for stop in (1, 11)]
-        ends[1] = ends[1]._replace(iteration=2)
+        ends = [
+            Span(Track.COMPUTE, "B fc", stop - 1, stop, iteration)
+            for iteration, stop in ((0, 1), (1, 11), (2, 12))
+        ]
         return (*ends, *(_wait(*wait) for wait in waits))
 
     both = {0: rank((2, 5), (6, 7)), 1: rank((1, 3), (4, 9))}
@@ -107,16 +109,29 @@ def test_union_closes_gaps_that_are_small_enough() -> None:
     assert union([(0, 2), (2.5, 4)], gap_s=0.5) == [(0, 4)]
 
 
-def test_an_iteration_reaches_from_backprop_to_backprop() -> None:
-    def passes(rank_s: float) -> tuple[Span, ...]:
-        return tuple(
+def test_an_iteration_begins_with_its_forward_and_ends_with_the_next() -> None:
+    def rank(late_s: float) -> tuple[Span, ...]:
+        passes = (
             Span(Track.COMPUTE, f"{kind} fc", start, start + 1.0, number)
-            for number, begin in ((4, 0.0), (5, 3.0 + rank_s), (6, 8.0))
+            for number, begin in ((4, 0.0), (5, 3.0 + late_s), (6, 8.0), (7, 11.0))
             for kind, start in (("F", begin), ("B", begin + 1.0))
         )
+        return (*passes, Span(Track.WAIT, "bucket 0", 2.5 + late_s, 3.0 + late_s, 5))
 
-    recording = Recording({0: passes(0.0), 1: passes(0.5)})
-    assert recording.windows(0) == (Window(5, 2.0, 5.0), Window(6, 5.0, 10.0))
-    assert recording.typical() == Window(5, 2.0, 5.5)
-    assert Recording({0: passes(0.0), 1: ()}).typical() is None
+    recording = Recording({0: rank(0.0), 1: rank(0.5)})
+    assert recording.windows(0) == (Window(5, 2.5, 8.0), Window(6, 8.0, 11.0))
+    assert recording.typical() == Window(6, 8.0, 11.0)
+    within = [span for span in recording.spans[1] if Window(5, 3.0, 8.0).clip(span)]
+    assert [kind for kind, _ in Window(5, 3.0, 8.0).passes(within)] == ["F", "B"]
+    assert Recording({0: rank(0.0), 1: ()}).typical() is None
     assert Recording().typical() is None
+
+
+def test_of_two_recorded_iterations_the_second_counts_though_its_end_is_not_recorded() -> None:
+    spans = tuple(
+        Span(Track.COMPUTE, f"{kind} fc", start, start + 1.0, number)
+        for number, begin in ((4, 0.0), (5, 3.0))
+        for kind, start in (("F", begin), ("B", begin + 1.0))
+    )
+    assert Recording({0: spans}).windows(0) == (Window(5, 3.0, 5.0),)
+    assert Recording({0: spans[:2]}).windows(0) == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from dearmpi.plan.data.plan import Plan, Prediction
 from dearmpi.plan.data.schedule import Wait, build_schedule
 from dearmpi.plan.simulate.timeline import Timeline
 from dearmpi.report.analyse.figures import exposure_of, measure
-from dearmpi.report.analyse.replica import conduct_of, replica_spans, replicate
+from dearmpi.report.analyse.replica import Replica, conduct_of, replica_spans, replicate
 from dearmpi.report.read.recording import Recording, Window, record, total, union
 from dearmpi.report.read.run_files import History
 from dearmpi.report.read.trace import read_traces
@@ -32,8 +33,21 @@ def replica(
     gather: Gather = "parameters",
 ) -> Timeline | None:
     """Rank 0's iteration with two operations of a kind in flight."""
+    found = both(recording, plan=plan, eager=eager, gather=gather)
+    return None if found is None else found.timeline
+
+
+def both(
+    recording: Recording,
+    *,
+    plan: Plan | None = None,
+    eager: bool = False,
+    gather: Gather = "parameters",
+    most_s: float = math.inf,
+) -> Replica | None:
+    """The same, and over a link twice as fast."""
     conduct = conduct_of(recording, window=2, eager=eager, gather=gather, plan=plan)
-    return None if conduct is None else replicate(recording, 0, conduct)
+    return None if conduct is None else replicate(recording, 0, conduct, most_s=most_s)
 
 
 def test_an_ideal_link_leaves_only_the_first_bucket(tmp_path: Path) -> None:
@@ -50,6 +64,43 @@ def test_a_slower_link_takes_longer(tmp_path: Path) -> None:
     assert fast is not None and slow is not None
     assert slow.communication_s > fast.communication_s
     assert slow.iteration_s > fast.iteration_s
+
+
+@pytest.mark.parametrize("backlog_s", [0.0, 0.2, 0.8])
+def test_the_simulated_iteration_is_never_slower_than_the_measured_one(
+    tmp_path: Path, backlog_s: float
+) -> None:
+    """The measured one shows that the link can carry as much."""
+    run = ExampleRun(backlog_s=backlog_s)
+    recording = recorded(run, tmp_path)
+    free, window = both(recording), recording.typical()
+    assert free is not None and window is not None
+    for most_s in (window.length_s, 0.97 * free.timeline.iteration_s):
+        found = both(recording, most_s=most_s)
+        assert found is not None and found.timeline.iteration_s <= most_s
+        if free.timeline.iteration_s > most_s:
+            assert found.timeline.iteration_s == pytest.approx(most_s, rel=0.01)
+        assert found.doubled.iteration_s <= found.timeline.iteration_s
+    assert both(recording, most_s=0.8 * (run.forward_s + run.backward_s)) is None
+
+
+def test_a_link_twice_as_fast_halves_what_is_in_flight(tmp_path: Path) -> None:
+    found = both(recorded(ExampleRun(backlog_s=0.8), tmp_path))
+    assert found is not None
+    halved_s = found.doubled.communication_s
+    assert halved_s == pytest.approx(found.timeline.communication_s / 2, rel=0.01)
+
+
+def test_waits_of_a_step_stand_at_its_end(tmp_path: Path) -> None:
+    """As in what is measured, where all-reduces end before the step."""
+    timeline = replica(replace(recorded(ExampleRun(), tmp_path), schedule="wfbp"))
+    assert timeline is not None and timeline.exposed_s > 0
+    spans, window = replica_spans(timeline, waits_in_step=True)
+    first = min(s.start_s for s in spans if s.track is Track.COMPUTE and window.clip(s))
+    assert first == pytest.approx(window.start_s)
+    waits = union(part for s in spans if s.track is Track.WAIT and (part := window.clip(s)))
+    assert total(waits) == pytest.approx(timeline.exposed_s)
+    assert waits[-1][1] == pytest.approx(window.stop_s)
 
 
 def plan_of(num_buckets: int) -> Plan:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dearmpi.report.analyse.figures import Figures, RankFigures
+from dearmpi.report.analyse.step_parts import Change, Gain
 from dearmpi.report.page.limit import Limit, judge
 from dearmpi.report.read.pace import WORTH
 
@@ -48,7 +49,12 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankFigures, ...]:
         (
             replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.1, 0.52)),
             Limit.STRAGGLER,
-            ["Rank 2 on n2", "900 ms", "500 ms", "wait for it"],
+            [
+                "Rank 2 on n2",
+                "900 ms",
+                "500 ms",
+                "wait for it for 400 ms of 1.00 s per step (40 %)",
+            ],
         ),
         (  # a slow host
             replace(FIGURES, ranks=_with_waits(0.5, 0.51, 0.1, 0.11)),
@@ -57,13 +63,13 @@ def _with_waits(*waits: float, data_s: float = 0.0) -> tuple[RankFigures, ...]:
         ),
         (  # in half of the run only, as when others need its cores
             replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.05, 0.52), slow_shares={2: 0.5}),
-            Limit.COMPUTE,
-            ["Computation"],
+            Limit.UNEVEN,
+            ["late in turn", "450 ms of 1.00 s", "45 %"],
         ),
         (
             replace(FIGURES, ranks=_with_waits(0.4, 0.42), shared_wait=0.25),
             Limit.UNEVEN,
-            ["late in turn", "300 ms of 1.00 s", "30 %", "--threads"],
+            ["late in turn", "320 ms of 1.00 s", "32 %", "--threads"],
         ),
         (
             replace(FIGURES, ranks=_with_waits(0.1, 0.1, data_s=0.3)),
@@ -134,3 +140,33 @@ def test_waiting_for_a_slow_rank_is_not_blamed_on_the_network() -> None:
     slow, network = _with_waits(0.5, 0.02), _with_waits(0.5, 0.5)
     assert judge(replace(FIGURES, ranks=slow)).limit is Limit.STRAGGLER
     assert judge(replace(FIGURES, ranks=network)).limit is Limit.NETWORK
+
+
+def _on_one_host(*waits: float) -> Figures:
+    ranks = tuple(replace(times, host="n0") for times in _with_waits(*waits))
+    return replace(FIGURES, ranks=ranks, first_s=0.3, num_cores=2, num_threads=1)
+
+
+def test_one_host_has_no_network_and_cores_come_first() -> None:
+    waits = judge(_on_one_host(0.4, 0.42))
+    assert waits.limit is Limit.CORES
+    assert "400 ms of 1.00 s per step (40 %)" in waits.sentence
+    said = "2 ranks compute with 1 thread each and have one more for communication; rank 0 may use"
+    assert f"{said} 2 cores" in waits.sentence
+    assert waits.sentence.index("cores first") < waits.sentence.index("--batch-size")
+    computes = judge(_on_one_host(0.05, 0.06))
+    assert computes.limit is Limit.COMPUTE
+    for verdict in (waits, computes):
+        assert "network" not in verdict.sentence and "link" not in verdict.sentence
+    unknown = replace(FIGURES, ranks=tuple(replace(t, host="") for t in _with_waits(0.4, 0.4)))
+    assert judge(unknown).limit is Limit.NETWORK
+
+
+def test_the_sentence_gives_what_its_cure_would_bring() -> None:
+    slow = replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.1, 0.52))
+    gains = (Gain(Change.EVEN_RANKS, 0.6), Gain(Change.FASTER_LINK, 0.8, at_best=True))
+    assert judge(slow, gains).sentence.endswith(
+        "Without late ranks a step would take about 600 ms."
+    )
+    network = judge(replace(FIGURES, ranks=_with_waits(0.4, 0.42)), gains)
+    assert "a link twice as fast, with which a step would take at best 800 ms" in network.sentence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import re
@@ -23,7 +24,7 @@ RUNS = {
     "Loading data limits": ExampleRun(data_s=0.4),
 }
 
-PICTURES = "iteration ranks buckets layout step-time throughput loss learning-rate"
+PICTURES = "step gains iteration ranks buckets layout step-time throughput loss learning-rate"
 
 
 @pytest.fixture
@@ -38,6 +39,11 @@ quick = pytest.mark.usefixtures("no_pillow")
 def report(folder: Path, *options: str) -> str:
     assert main(["report", str(folder), *options]) == 0
     return (folder / "report.html").read_text()
+
+
+def text_of(page: str) -> str:
+    """What a reader sees and hears of ``page``."""
+    return html.unescape(re.sub(r"<style>.*?</style>|<[^>]*>", "", page, flags=re.DOTALL))
 
 
 @quick
@@ -61,14 +67,15 @@ def test_ranks_that_are_slow_in_turn_are_not_called_slow(tmp_path: Path) -> None
         row["rank_wait_s"].reverse()
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = report(folder)
-    assert "Computation limits" in page and "no rank is so much slower all the time" in page
+    assert "Ranks that are late in turn limit" in page
+    assert "no rank is so much slower all the time" in page
 
 
 @quick
 def test_a_trace_of_one_iteration_is_told_what_it_lacks(tmp_path: Path) -> None:
     page = report(ExampleRun(backlog_s=0.4, num_iterations=1).write(tmp_path))
     assert "One iteration" not in page
-    assert "record two at least, such as --trace 20:22" in page
+    assert "record two at least, such as --trace 20:22" in text_of(page)
 
 
 def test_slow_data_is_told_without_a_trace_and_not_guessed_at(tmp_path: Path) -> None:
@@ -304,3 +311,79 @@ def test_values_that_cannot_be_are_left_out(tmp_path: Path) -> None:
         assert old in text
         trace.write_text(text.replace(old, new))
         report(folder)
+
+
+def on_one_host(folder: Path, **facts: object) -> Path:
+    path = folder / "env.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hosts": ["n0", "n0"]} | facts))
+    return folder
+
+
+@quick
+@pytest.mark.parametrize(
+    "run",
+    [ExampleRun(), ExampleRun(backlog_s=0.4), ExampleRun(first_s=0.5), ExampleRun(data_s=0.4)],
+)
+def test_on_one_host_the_page_does_not_speak_of_a_network(tmp_path: Path, run: ExampleRun) -> None:
+    folder = on_one_host(run.write(tmp_path), cores=[0, 1], torch_threads=2)
+    assert not re.search("network|link", text_of(report(folder)).lower())
+    shutil.rmtree(folder / "trace")
+    assert not re.search("network|link", text_of(report(folder)).lower())
+
+
+@quick
+def test_the_bar_of_a_step_is_filled_by_its_parts(tmp_path: Path) -> None:
+    page = report(ExampleRun(num_ranks=3, backlog_s=0.2, slow={2: 0.3}, data_s=0.1).write(tmp_path))
+    bar = page[page.index("<h2>Where a step goes") : page.index("<h2>What a change")]
+    for drawing, width in zip(bar.split("<svg")[1:], (920, 340), strict=True):
+        boxes = re.findall(
+            r'<rect class="f\w+" x="([\d.]+)" .*?width="([\d.]+)" height="34">', drawing
+        )
+        assert len(boxes) == 4  # nothing is done besides
+        ends = [float(x) + float(wide) for x, wide in boxes]
+        starts = [float(x) for x, _ in boxes]
+        assert starts[0] == 0 and ends[-1] == pytest.approx(width, abs=0.5)
+        assert all(a == pytest.approx(b, abs=0.5) for a, b in zip(ends, starts[1:], strict=False))
+    assert "1.52 s" in bar and "waits for late ranks: 300 ms (20 %)" in bar
+
+
+@quick
+def test_flags_do_not_break_across_lines(tmp_path: Path) -> None:
+    folder = ExampleRun(backlog_s=0.4).write(tmp_path)
+    shutil.rmtree(folder / "trace")
+    page = report(folder)
+    prose = re.sub(r'<span class="flag">--[\w-]+</span>', "", page[page.index("<h1>") :])
+    assert page.count('<span class="flag">--batch-size') == 1
+    assert ".flag{white-space:nowrap}" in page and "--" not in text_of(prose)
+
+
+@quick
+def test_values_stand_where_a_pointer_rests(tmp_path: Path) -> None:
+    page = report(ExampleRun(backlog_s=0.4).write(tmp_path))
+    for figure in page.split("<figure")[1:]:
+        drawn = figure.partition("</figure>")[0]
+        assert "<title>" in drawn, figure[:400]
+    assert "<title>step 100: step 1.32, of it waiting for communication 0.42 (s per step)" in page
+    assert "<title>rank 0 on n0, computes: 0.9 s per step</title>" in page
+
+
+@quick
+def test_terms_are_explained_on_the_page(tmp_path: Path) -> None:
+    page = report(ExampleRun(slow={1: 0.5}, backlog_s=0.2).write(tmp_path))
+    terms = page[page.index("<h2>Terms") :]
+    for term in ("step", "bucket", "reduce-scatter", "hidden, exposed", "late ranks", "simulated"):
+        assert term in terms
+
+
+@quick
+def test_throughput_and_loss_have_the_units_of_the_console(tmp_path: Path) -> None:
+    folder = ExampleRun().write(tmp_path)
+    units = {"rate": "tokens", "per_sample": 128, "loss": "bits per byte", "loss_scale": 2.0}
+    text = text_of(report(on_one_host(folder, units=units)))
+    rate = round(128 * 64 / ExampleRun().step_s)
+    assert f"{rate:,} tokens/s" in text and "samples/s" not in text
+    assert "Bits per byte" in text and "In training 10.0000 to 0.5000" in text
+    half = {"rate": "a", "per_sample": "x", "loss": "b", "loss_scale": 1}
+    wrong: tuple[object, ...] = ({"rate": 1}, half, [])
+    for broken in wrong:
+        assert "samples/s" in text_of(report(on_one_host(folder, units=broken)))
