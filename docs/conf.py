@@ -28,6 +28,7 @@ include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "benchmarks/README.md",
     "tests/README.md",
 ]
