@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
 
@@ -122,3 +123,20 @@ def origin_of(error: BaseException) -> str:
     ]
     shown = (own or frames)[-1:]
     return "".join(f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in shown)
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Ranks as ranges, with the names of up to three hosts: ``ranks 0, 2-5 (node1)``.
+
+    hosts: of every rank.
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    names = sorted({hosts[rank] for rank in ranks})
+    where = f" ({', '.join(names)})" if len(names) <= 3 else f" ({len(names)} hosts)"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{where}"

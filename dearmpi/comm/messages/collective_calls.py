@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dearmpi.comm.api.call import Call, cure_for
+from dearmpi.comm.api.call import Call, cure_for, name_ranks
 from dearmpi.comm.api.collectives import Collectives, ReduceOp, Request
 from dearmpi.comm.messages.values import HostBuffer, decode, encode
 from dearmpi.errors import MismatchError
@@ -162,23 +162,6 @@ _NUM_DIGITS = 12
 
 Gather = Callable[[str], Sequence[str]]
 """Gives every rank's text, by rank, to all of them (collective)."""
-
-
-def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks as ranges, with the names of up to three hosts: ``ranks 0, 2-5 (node1)``.
-
-    hosts: of every rank.
-    """
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
-    names = sorted({hosts[rank] for rank in ranks})
-    where = f" ({', '.join(names)})" if len(names) <= 3 else f" ({len(names)} hosts)"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{where}"
 
 
 def digest(lines: Sequence[str]) -> str:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dearmpi.comm.api import safe_output
-from dearmpi.comm.api.call import cure_for, signal_handled, stack_of
-from dearmpi.comm.messages.collective_calls import name_ranks
+from dearmpi.comm.api.call import cure_for, name_ranks, signal_handled, stack_of
 
 _GIVING_UP = (  # by a status of 0, as of a program that has reached its end
     "; if the other rank has called sys.exit(), have it raise an exception or call "

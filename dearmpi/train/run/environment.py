@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dearmpi import version
-from dearmpi.comm.messages.collective_calls import first_difference, name_ranks
+from dearmpi.comm.api.call import name_ranks
+from dearmpi.comm.messages.collective_calls import first_difference
 from dearmpi.errors import MismatchError
 from dearmpi.train.ranks.agreement import TextWorld
 from dearmpi.train.tasks.task import Task
