@@ -32,7 +32,7 @@ from dearmpi.bench.own_methods import BAYES, read_config
 from dearmpi.bench.workload_model import WorkloadModel
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
-from dearmpi.engine.setup.job_measurement import NUM_PROFILED, NUM_WARMUP, JobMeasurement
+from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, JobMeasurement
 from dearmpi.plan.data.schedule import Conduct
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile

@@ -86,7 +86,7 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "codec": frozenset({"bucket", "device", "update"}),
         "probe": frozenset({"update"}),
         "agreement": frozenset({"bucket", "update"}),
-        "state": _ENGINE_BASE | {"probe", "update"},
+        "state": _ENGINE_BASE | {"probe", "sync", "update"},
         "sync": frozenset({"agreement", "bucket", "device"}),
         "iteration": _ENGINE_BASE | {"agreement", "codec", "state", "sync", "trace", "update"},
         "setup": _ENGINE_BASE

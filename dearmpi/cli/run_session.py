@@ -9,8 +9,7 @@ from dearmpi.cli.console import Console
 from dearmpi.cli.console_listener import ConsoleListener, describe_outcome, describe_stop
 from dearmpi.cli.endings import RankLog
 from dearmpi.comm.world import World
-from dearmpi.engine.setup.job_measurement import NUM_PROFILED, NUM_WARMUP
-from dearmpi.engine.setup.self_planning import MOST_STEPS
+from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
 from dearmpi.report.draw.units import count_text
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN, Job

@@ -17,10 +17,12 @@ from typing import Any, TextIO
 
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.plan import Plan
+from dearmpi.plan.data.schedule import Conduct
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile, parse_profile
-from dearmpi.plan.search.planner import make_plan
+from dearmpi.plan.search.planner import make_plan, plan_of
 
 _NICENESS = 10  # training goes first where cores are few
 _LEAST_GAIN = 0.005
@@ -69,6 +71,16 @@ class PlanRequest:
         standing = self.standing.over(self.micro_batches)
         least_s = (1 - _LEAST_GAIN) * standing.prediction.iteration_s
         return plan if plan.prediction.iteration_s <= least_s else standing
+
+
+def plan_in_use(
+    profile: ModelProfile, costs: Costs, layout: BucketLayout, conduct: Conduct
+) -> Plan | None:
+    """The buckets in use as a plan; None where layers were frozen or thawed meanwhile."""
+    try:
+        return plan_of(profile, costs, layout, conduct, origin="the buckets in use")
+    except ConfigError:
+        return None
 
 
 def parse_request(text: str) -> PlanRequest:

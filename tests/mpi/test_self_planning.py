@@ -10,7 +10,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.engine.setup import job_measurement, self_planning
+from dearmpi.engine.setup import self_planning
 from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError
@@ -141,7 +141,7 @@ def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(
     """Other than before the first step, when connections carry less than ever after."""
     link = LinkModel(1e-4, 1e-9)
     calibrated = Costs(world.size, link, link)
-    monkeypatch.setattr(job_measurement, "calibrate", lambda *_, **__: _Calibrated(calibrated))
+    monkeypatch.setattr(self_planning, "calibrate", lambda *_, **__: _Calibrated(calibrated))
     model, side, optimizer = begin_planning(world)
     train(side, model, optimizer, 3)
     optimizer.synchronize()

@@ -16,8 +16,8 @@ from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
 from dearmpi.engine.iteration.reduced_gradients import ReducedGradients
 from dearmpi.engine.state.options import OptionReader
+from dearmpi.engine.update.shard_update import UpdateSet
 from dearmpi.engine.update.update import Options
-from dearmpi.engine.update.update_set import UpdateSet
 
 
 class Engine:

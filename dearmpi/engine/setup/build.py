@@ -13,7 +13,7 @@ from dearmpi.engine.iteration.hooks import ModelHooks
 from dearmpi.engine.iteration.null_engine import NullEngine
 from dearmpi.engine.setup.spec import EngineSpec, check_unclaimed, claim, release
 from dearmpi.engine.state.optimizer_state import OptimizerState
-from dearmpi.engine.update.update_set import UpdateSet, build_updates
+from dearmpi.engine.update.shard_update import UpdateSet, build_updates
 
 
 @dataclass(frozen=True, slots=True)

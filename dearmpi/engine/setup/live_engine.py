@@ -1,19 +1,21 @@
-"""LiveEngine: the engine in use, replaced by another where buckets change."""
+"""LiveEngine: the engine in use, replaced by another where buckets change; a Migration carries over
+what goes on.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dearmpi.config import EngineConfig
-from dearmpi.engine.setup.build import build_engine
+from dearmpi.engine.setup.build import BuiltEngine, build_engine
 from dearmpi.engine.setup.context import TrainingContext
-from dearmpi.engine.setup.migration import Migration, MigrationChannel
-from dearmpi.engine.setup.spec import add_parameters, is_followed, make_spec
+from dearmpi.engine.setup.spec import EngineSpec, add_parameters, is_followed, make_spec
+from dearmpi.engine.state.resharding import Resharding, ReshardingChannel
 from dearmpi.engine.state.sharded_state import LocalState
-from dearmpi.engine.sync.batch_norm import name_layers, refuse_join
 from dearmpi.engine.sync.model_buffers import BufferExchange
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.sync.refused_models import refuse_outer_optimizers
@@ -40,7 +42,7 @@ class LiveEngine:
         self.context = context
         self._waited_before_s = 0.0
         self._keeps_gradients = False
-        self._channel = MigrationChannel(context.world)
+        self._channel = ReshardingChannel(context.world)
         spec = make_spec(context, config=config, plan=plan)
         self.built = build_engine(spec)
         model, world = context.model, context.world
@@ -48,7 +50,6 @@ class LiveEngine:
             broadcast_buffers(model, world)  # first, since the optimizer then still has its state
             self.built.state.adopt()
             broadcast_parameters(model, world)
-            name_layers(model)
             self._buffers = BufferExchange(model, world, config.buffers)
         except BaseException:
             self.built.detach()  # nobody has this one, to close it
@@ -76,7 +77,7 @@ class LiveEngine:
     def check_joinable(self) -> None:
         """Raise UsageError for a model of which ranks cannot take unequal numbers of batches."""
         if self.context.world.size > 1:
-            refuse_join(self.context.model)
+            self._buffers.check_joinable()
 
     @torch.inference_mode(False)
     def grow(self, param_group: dict[str, Any]) -> None:
@@ -196,3 +197,37 @@ class LiveEngine:
         before = self.built.engine
         self.built = self.built.closed()
         self._waited_before_s += before.waited_s
+
+
+class Migration:
+    """Carries parameters' history and the optimizer's state over, from ``old``, whose last step is
+    over, to an engine built by ``spec``.
+    """
+
+    def __init__(self, channel: ReshardingChannel, old: BuiltEngine, spec: EngineSpec) -> None:
+        self._channel = channel
+        updates = old.updates
+        buckets = [update.bucket for update in updates.of_buckets]
+        self._resharding = Resharding(
+            updates.of_buckets, updates.comm_stream, spec.layout, rank=spec.context.world.rank
+        )
+        self._history = dict(had for b in buckets for had in b.tracker.history().items())
+        self._times, self._num_checked = old.engine.times, old.engine.num_checked
+
+    def take(self) -> None:
+        """Take the state out of the old engine, so that its buffers can go before there are
+        others (collective).
+        """
+        self._channel.run(self._resharding.take)
+
+    def deliver(self, new: BuiltEngine) -> None:
+        """Have ``new`` go on where the old engine has ended (collective)."""
+        updates, stream = new.updates.of_buckets, new.updates.comm_stream
+        for update in updates:
+            update.bucket.tracker.recall(self._history)
+        new.engine.times, new.engine.num_checked = self._times, self._num_checked
+        if not updates:
+            return  # the wrapped optimizer has all there is
+        stream.wait_for_current()  # what is whole was made elsewhere
+        self._channel.run(partial(self._resharding.deliver, updates=updates, comm_stream=stream))
+        stream.make_current_wait()

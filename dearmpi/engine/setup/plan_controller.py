@@ -14,9 +14,8 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
 from dearmpi.engine.setup.context import TrainingContext
-from dearmpi.engine.setup.job_measurement import JobMeasurement
 from dearmpi.engine.setup.live_engine import LiveEngine
-from dearmpi.engine.setup.self_planning import Pause, SelfPlanning
+from dearmpi.engine.setup.self_planning import JobMeasurement, Pause, SelfPlanning
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.plan_choice import (

@@ -12,7 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dearmpi.config import EngineConfig
 from dearmpi.engine.device.route_choice import check_devices
-from dearmpi.engine.setup.alike import check_alike
 from dearmpi.engine.setup.checks import (
     NOT_KNOWN,
     check_optimizer,
@@ -21,6 +20,7 @@ from dearmpi.engine.setup.checks import (
     optimized_parameters,
 )
 from dearmpi.engine.setup.context import TrainingContext
+from dearmpi.engine.state.options import check_alike
 from dearmpi.engine.sync.refused_models import (
     check_apart,
     check_private,

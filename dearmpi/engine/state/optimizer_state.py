@@ -29,8 +29,8 @@ from dearmpi.engine.state.sharded_state import (
     read_whole,
 )
 from dearmpi.engine.update.master import MASTER, dtype_of_copy, is_half
+from dearmpi.engine.update.shard_update import UpdateSet
 from dearmpi.engine.update.update import clone, read_options
-from dearmpi.engine.update.update_set import UpdateSet
 from dearmpi.errors import UsageError
 from dearmpi.torch_internals import version_of
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dearmpi.comm.api.collectives import Collectives, Completed, PeerMessages, Request
+from dearmpi.comm.api.collectives import Chain, Collectives, Completed, PeerMessages, Request
 from dearmpi.comm.messages.collective_calls import gather_texts
+from dearmpi.comm.progress.channel import Channel
+from dearmpi.comm.world import World
 from dearmpi.engine.device.comm_stream import CommStream
 from dearmpi.engine.state.sharded_state import (
     State,
@@ -27,8 +29,13 @@ from dearmpi.engine.state.sharded_state import (
     read_scalar,
     read_whole,
 )
-from dearmpi.engine.update.shard_update import ParamRange, ShardUpdate
-from dearmpi.engine.update.update_set import Updates, shards_of, wholes_of
+from dearmpi.engine.update.shard_update import (
+    ParamRange,
+    ShardUpdate,
+    Updates,
+    shards_of,
+    wholes_of,
+)
 from dearmpi.plan.data.layout import Bucket, BucketLayout, Placement
 
 Place = tuple[int, str]
@@ -286,3 +293,29 @@ def _join(shares: Sequence[Share], device: torch.device) -> State:
         else read_scalar(entry)
         for key, entry in shares[0].entries.items()
     }
+
+
+class ReshardingChannel:
+    """On which state travels. Opened at the first use, or before (collective): where a migration is
+    known to come, before the wire is busy.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._channel: Channel | None = None
+
+    def open(self) -> Channel:
+        """Open it, unless it is open."""
+        if self._channel is None:
+            self._channel = self._world.open_channel("resharding", window=1)
+        return self._channel
+
+    def run(self, steps: Callable[[Collectives], Iterator[Request]]) -> None:
+        """Carry out a part of a ``Resharding`` (collective)."""
+        self.open().run("the optimizer's state", lambda collectives: Chain(steps(collectives)))
+
+    def close(self) -> None:
+        """Give it back (collective)."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None

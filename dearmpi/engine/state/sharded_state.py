@@ -14,9 +14,14 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.buffers import flattened, shaped_like
 from dearmpi.engine.device.accelerator import through_host
-from dearmpi.engine.update.shard_update import FusedRange, ShardUpdate
+from dearmpi.engine.update.shard_update import (
+    FusedRange,
+    ShardUpdate,
+    Updates,
+    shards_of,
+    wholes_of,
+)
 from dearmpi.engine.update.update import fit, is_elementwise_tensor
-from dearmpi.engine.update.update_set import Updates, shards_of, wholes_of
 from dearmpi.errors import CheckpointError
 
 

@@ -13,6 +13,7 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import Buffers
 from dearmpi.engine.agreement.join import Joining
+from dearmpi.engine.sync.batch_norm import name_layers, refuse_join
 from dearmpi.engine.sync.model_tensors import compare_tensors, describe, stored_parts
 from dearmpi.engine.sync.refused_models import refuse_unaveraged
 from dearmpi.errors import ConfigError
@@ -36,7 +37,11 @@ class BufferExchange:
     """
 
     def __init__(self, model: nn.Module, world: World, how: Buffers) -> None:
-        """``how``: as in ``EngineConfig`` (collective). All ranks must have the same buffers."""
+        """``how``: as in ``EngineConfig`` (collective). All ranks must have the same buffers.
+
+        ``SyncBatchNorm`` layers get to know their names, for errors.
+        """
+        name_layers(model)
         self._model, self._how = model, how
         self._rank, self._hosts = world.rank, world.hosts
         self._channel: Channel | None = None
@@ -44,6 +49,10 @@ class BufferExchange:
         if how != "keep" and world.size > 1:
             self._agree()
             self._channel = world.open_channel("buffers", window=_WINDOW)
+
+    def check_joinable(self) -> None:
+        """Raise UsageError for a model of which ranks cannot take unequal numbers of batches."""
+        refuse_join(self._model)
 
     def exchange(self, joining: Joining) -> None:
         """Wait for the other ranks' buffers, if they are wanted (collective).

@@ -11,8 +11,7 @@ from statistics import median
 from dearmpi.comm.world import World
 from dearmpi.config import MIB
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.engine.setup.job_measurement import NUM_PROFILED, NUM_WARMUP
-from dearmpi.engine.setup.self_planning import MOST_STEPS
+from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
 from dearmpi.plan.data.plan import Plan
 from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.agreement import together

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
 from dearmpi.engine.probe.probe import resident_scalars
-from dearmpi.engine.update.master import MASTER, MasterRule
-from dearmpi.engine.update.shard import ResidentShard
+from dearmpi.engine.update.master import MASTER, MasterRule, ResidentShard
 from dearmpi.engine.update.shard_update import ShardUpdate
 from dearmpi.engine.update.update import WholeUpdate, read_options
 from dearmpi.plan.data.layout import build_layout, spec_of

@@ -15,7 +15,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
 from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.update.shard import HostMemory, HostShard
+from dearmpi.engine.update.master import HostMemory, HostShard
 from dearmpi.errors import CommError, ConfigError
 from dearmpi.plan.data.layout import ParamSpec, build_layout
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from dearmpi.errors import ConfigError
+from dearmpi.tune.calibrate import Crossed, wire_pace
 from dearmpi.tune.calibration import (
     Calibration,
-    Crossed,
     SizeTimes,
     parse_calibration,
     read_calibration,
-    wire_pace,
 )
 
 ALPHA_S, BETA = 1e-3, 8e-9
