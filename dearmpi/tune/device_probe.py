@@ -52,7 +52,7 @@ class ProbeVerdict:
     output: str = ""
 
 
-class _Process:
+class _Probed:
     """MPI can be tried once in a process, before it is initialised there."""
 
     verdicts: ClassVar[tuple[ProbeVerdict, ...]] = ()
@@ -66,9 +66,9 @@ def probe_devices(*, always: bool = True) -> tuple[ProbeVerdict, ...]:
     """
     import torch
 
-    if torch.cuda.is_available() and not _Process.verdicts and (always or _claims_cuda()):
-        _Process.verdicts = probe()
-    return _Process.verdicts
+    if torch.cuda.is_available() and not _Probed.verdicts and (always or _claims_cuda()):
+        _Probed.verdicts = probe()
+    return _Probed.verdicts
 
 
 def _claims_cuda() -> bool:
@@ -90,7 +90,7 @@ def _claims_cuda() -> bool:
 
 def known_verdicts() -> tuple[ProbeVerdict, ...]:
     """What this process has found out; none before ``probe_devices``."""
-    return _Process.verdicts
+    return _Probed.verdicts
 
 
 def share_verdicts(world: World, verdicts: Sequence[ProbeVerdict]) -> list[ProbeVerdict]:

@@ -20,7 +20,7 @@ ERRORS = {
     name
     for name, value in vars(errors).items()
     if isinstance(value, type) and issubclass(value, DearError)
-} | {"AgreedError"}
+} | {"AgreedError", "Misuse"}
 
 
 def _made(path: Path) -> Iterator[tuple[int, str | None]]:

@@ -175,7 +175,7 @@ class Engine:
         """
         conduct = self.state.conduct
         if conduct.gather != "gradients" or conduct.eager:
-            raise usage_errors.kept_in_shards(conduct.gather, eager=conduct.eager)
+            raise usage_errors.kept_in_shards(gather=conduct.gather, eager=conduct.eager)
         self.reduced.keep()
 
     def shards(self) -> list[Tensor]:
