@@ -24,7 +24,7 @@ from dearmpi.report.draw.units import time_text
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.threads import choose_threads
-from dearmpi.train.tasks.registry import build_task
+from dearmpi.train.tasks.task_registry import build_task
 
 _FEED_FORWARD_SHARE = 1 / 3  # backprop takes about twice as long
 _NUM_TRIALS = 3

@@ -25,8 +25,8 @@ from dearmpi.errors import ConfigError, DataError
 from dearmpi.train.data.data import load_batch
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.stop import SIGNALS
-from dearmpi.train.tasks.registry import prepare_to_load
 from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task_registry import prepare_to_load
 
 _AHEAD = 2  # batches of each process that are ready or on their way
 

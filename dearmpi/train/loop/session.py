@@ -59,8 +59,8 @@ from dearmpi.train.settings.sources import (
     resolve,
     without,
 )
-from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task_registry import build_task
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,3 @@
-"""The built-in tasks, and tasks of the user's own by name. Begin with `registry`. May import
+"""The built-in tasks, and tasks of the user's own by name. Begin with `task_registry`. May import
 checkpoint.
 """

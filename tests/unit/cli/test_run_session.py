@@ -27,8 +27,8 @@ from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.device import DeviceChoice
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.settings.sources import make_source
-from dearmpi.train.tasks.registry import build_task
 from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task_registry import build_task
 from tests.fakes.ranks import run_ranks
 
 TASK = """

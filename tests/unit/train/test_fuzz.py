@@ -24,7 +24,7 @@ from dearmpi.train.checkpoint import Snapshot
 from dearmpi.train.checkpoint.manifest import record_file
 from dearmpi.train.settings.settings import SETTINGS
 from dearmpi.train.settings.sources import read_file, resolve
-from dearmpi.train.tasks.registry import build_task
+from dearmpi.train.tasks.task_registry import build_task
 
 PART = "part-00000.safetensors"
 FIELDS = ["step", "serial", "written", "files", "model", "aliases", "groups", "meta", "version"]

@@ -233,7 +233,7 @@ def make(options):
 def test_a_task_of_one_s_own_is_found_in_the_other_processes(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dearmpi.train.tasks.registry import build_task
+    from dearmpi.train.tasks.task_registry import build_task
 
     (tmp_path / "beside.py").write_text("class Offset:\n    offset = 100\n")
     for name in ("numbers.py", "numbers_module.py"):

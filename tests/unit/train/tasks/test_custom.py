@@ -11,7 +11,7 @@ import torch
 
 from dearmpi.errors import DataError, TaskError
 from dearmpi.train.data.data import Batches, load_batch
-from dearmpi.train.tasks.registry import build_task
+from dearmpi.train.tasks.task_registry import build_task
 from tests.codes import raises
 
 GOOD = """

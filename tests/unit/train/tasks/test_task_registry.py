@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.errors import DataError, DearError, TaskError
-from dearmpi.train.tasks import registry
 from dearmpi.train.tasks import task as task_module
-from dearmpi.train.tasks.registry import build_task
+from dearmpi.train.tasks import task_registry as registry
 from dearmpi.train.tasks.task import Task, check_task_name
+from dearmpi.train.tasks.task_registry import build_task
 from tests.codes import raises
 
 
