@@ -165,7 +165,7 @@ def _profile(
         return [without(source, _OF_A_RUN) for source in read_sources(given, os.environ, config)]
 
     def carry_out(world: World, sources: Sequence[Source], _log: RankLog) -> int:
-        from dearmpi.bench.layer_times import describe_profile, measure_layers
+        from dearmpi.bench.collective_times import describe_profile, measure_layers
         from dearmpi.train.ranks.agreement import together
 
         with together(world, root_only=True):

@@ -1,5 +1,5 @@
 """Registry: all algorithms by name, the collectives of a library that carry them out, and the
-algorithm that is fastest in trials.
+algorithm that is fastest in trials. ``NativeAlgorithm`` is the library's own.
 """
 
 from __future__ import annotations
@@ -9,17 +9,46 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import get_args
+from typing import ClassVar, get_args
 
 from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
 from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm, RotatedExchange
-from dearmpi.comm.algorithms.native import NativeAlgorithm
 from dearmpi.comm.algorithms.ring import RingAlgorithm, RingContext, contexts_on
 from dearmpi.comm.algorithms.scratch import ScratchRequest, carrier_of, copy
 from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, Request, even_shards
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World, Wrap, unchanged
 from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.cuts import Cuts
+
+
+class NativeAlgorithm:
+    """``Algorithm`` by one operation of the library each way."""
+
+    library_adds: ClassVar[bool] = True
+    all_gather: ClassVar[ReduceScatter] = "native"
+
+    def __init__(self, transport: MessagePassing) -> None:
+        self._transport = transport
+
+    def start_reduce_scatter(self, buffer: Buffer, cuts: Cuts, *, carrier: Buffer) -> Request:
+        """Sum into scratch memory of a shard, which is then copied to the shard.
+
+        Raises ConfigError if the library cannot add elements of the dtype of ``carrier``.
+        """
+        transport = self._transport
+        transport.check_addable(carrier)
+        numel = cuts.size_of(transport.rank)
+        held = transport.scratch.take(buffer, numel)
+        total = held[:numel]
+        finish = partial(copy, total, into=buffer[cuts.slice_of(transport.rank)])
+        request = transport.start_library_reduce_scatter(buffer, total, cuts)
+        return ScratchRequest(transport.scratch, request, held=[held], finish=finish)
+
+    def start_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
+        """In place, without scratch memory."""
+        return self._transport.start_library_all_gather(buffer, cuts)
+
 
 ALGORITHMS: dict[ReduceScatter, type[Algorithm]] = {
     "native": NativeAlgorithm,

@@ -9,8 +9,7 @@ from operator import attrgetter
 from dearmpi.config import MIB, EngineConfig
 from dearmpi.plan.data.layout import fuse_by_cap
 from dearmpi.plan.data.schedule import AllGather, Wait
-from dearmpi.plan.search.draft import PATIENCES, Draft, Drafts
-from dearmpi.plan.search.problem import BucketStarts, Problem
+from dearmpi.plan.search.problem import PATIENCES, BucketStarts, Draft, Drafts, Problem
 
 _NUM_CAPS = (3, 5, 8, 12, 18, 27, 40, 60, 90)  # buckets that a model is cut into, about
 _ENDS = (1.0, 0.25, 1 / 16)  # size of the first and last buckets, in caps

@@ -17,9 +17,8 @@ from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.data.schedule import AllGather, Conduct, Schedule
 from dearmpi.plan.model.cost import Costs
 from dearmpi.plan.model.profile import ModelProfile
-from dearmpi.plan.search.draft import Draft, Drafts
 from dearmpi.plan.search.improvement import improve
-from dearmpi.plan.search.problem import BucketStarts, Problem, least_iteration_s
+from dearmpi.plan.search.problem import BucketStarts, Draft, Drafts, Problem, least_iteration_s
 from dearmpi.plan.simulate.timeline import simulate
 
 _CLOSE = 5e-4  # relative distance from the bound at which a search ends that is not exact

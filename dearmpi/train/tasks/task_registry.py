@@ -12,7 +12,7 @@ from torch import nn
 from dearmpi.errors import CheckpointError, DataError, TaskError
 from dearmpi.train.checkpoint.part import check_storable
 from dearmpi.train.tasks.bytes_lm import build_bytes_lm
-from dearmpi.train.tasks.digits import build_digits
+from dearmpi.train.tasks.image_models import build_digits
 from dearmpi.train.tasks.images import build_images
 from dearmpi.train.tasks.own_code import (
     article,

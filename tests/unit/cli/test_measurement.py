@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.bench.layer_times import describe_profile
+from dearmpi.bench.collective_times import describe_profile
 from dearmpi.cli.flags import check_writable, write_file
 from dearmpi.cli.main import main
 from dearmpi.cli.measure import describe_calibration

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.doctor import folder as module
-from dearmpi.doctor.folder import FolderTrial, judge_folder, try_folder
+from dearmpi.doctor import examination as module
+from dearmpi.doctor.examination import FolderTrial, judge_folder, try_folder
 from tests.fakes.ranks import run_ranks
 
 GOOD = FolderTrial(
@@ -85,6 +85,6 @@ def test_a_place_that_may_not_even_be_looked_at_is_a_failure(
     def look(path: Path) -> Path:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("dearmpi.doctor.folder.nearest", look)
+    monkeypatch.setattr("dearmpi.doctor.examination.nearest", look)
     finding = judge_folder(run_ranks(2, lambda world: try_folder(world, tmp_path / "runs"))[0])
     assert finding.status == "fail" and "Permission denied" in finding.said

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dearmpi.plan.data.schedule import AllGather
-from dearmpi.plan.search.draft import interleave
-from dearmpi.plan.search.problem import Buckets
+from dearmpi.plan.search.problem import Buckets, interleave
 from dearmpi.plan.simulate.flow import Load, WireDemand
 
 SECOND = WireDemand(1.0, 1.0)

@@ -10,8 +10,7 @@ import torch
 
 from dearmpi.errors import TaskError
 from dearmpi.train.data.data import Batches, load_batch
-from dearmpi.train.tasks.digits import build_digits, held_out_of_each_class
-from dearmpi.train.tasks.image_models import Labelled
+from dearmpi.train.tasks.image_models import Labelled, build_digits, held_out_of_each_class
 from dearmpi.train.tasks.task import Task
 from tests.codes import raises
 
