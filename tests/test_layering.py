@@ -83,7 +83,7 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "trace": frozenset(),
         "bucket": frozenset({"device", "usage_errors"}),
         "update": frozenset({"bucket", "device"}),
-        "codec": frozenset({"bucket", "device", "update"}),
+        "codec": frozenset({"bucket", "device", "trace", "update"}),
         "probe": frozenset({"update"}),
         "agreement": frozenset({"bucket", "update"}),
         "state": _ENGINE_BASE | {"probe", "sync", "update"},
@@ -92,7 +92,7 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
         "setup": _ENGINE_BASE
         | {"agreement", "codec", "iteration", "probe", "state", "sync", "trace", "update"},
         "facade": frozenset({"usage_errors", "state"}),
-        "readings": frozenset({"codec", "facade", "setup", "trace"}),
+        "readings": frozenset({"facade", "setup", "trace"}),
         "scaling": frozenset({"facade", "iteration"}),
         "optimizer": frozenset({"iteration", "readings", "scaling", "setup", "state"}),
     },

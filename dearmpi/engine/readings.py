@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dearmpi.config import EngineConfig
-from dearmpi.engine.codec.choice import Traffic
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.setup.build import BuiltEngine
 from dearmpi.engine.setup.live_engine import LiveEngine
 from dearmpi.engine.setup.plan_controller import PlanController
 from dearmpi.engine.setup.self_planning import Pause
-from dearmpi.engine.trace.spans import IterationTimes, Spans
+from dearmpi.engine.trace.spans import IterationTimes, Spans, Traffic
 from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.schedule import Schedule

@@ -11,20 +11,8 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce, HalfGather, HalfReduce
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, quantizer_of
+from dearmpi.engine.trace.spans import Traffic
 from dearmpi.engine.update.master import is_half
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that one rank sends in a step in which all parameters have gradients.
-
-    reduced: in reduce-scatters. gathered: in all-gathers. dense: what both would be without
-    compression or half precision.
-    """
-
-    reduced: int = 0
-    gathered: int = 0
-    dense: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Loads
-from dearmpi.engine.codec.choice import Traffic
 from dearmpi.engine.trace.span import Track
-from dearmpi.engine.trace.spans import IterationTimes, Spans
+from dearmpi.engine.trace.spans import IterationTimes, Spans, Traffic
 from dearmpi.errors import UsageError
 
 

@@ -1,5 +1,5 @@
 """Spans as they happen, for a recorder while there is one and for torch's profiler; and how long
-communication took, and how much of it the main thread waited for.
+communication took, how much of it the main thread waited for, and how many bytes it was.
 """
 
 from __future__ import annotations
@@ -143,6 +143,19 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
 def _label(track: Track, bucket: Bucket) -> str:
     return f"{_OPERATIONS[track]}{bucket.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in a step in which all parameters have gradients.
+
+    reduced: in reduce-scatters. gathered: in all-gathers. dense: what both would be without
+    compression or half precision.
+    """
+
+    reduced: int = 0
+    gathered: int = 0
+    dense: int = 0
 
 
 @dataclass(frozen=True, slots=True)
