@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 from weakref import ReferenceType
 
@@ -56,6 +58,9 @@ _LEAST_COMPRESSED = 1 << 16  # elements; the start-up of a message costs more th
 
 # Of gradients that are copied together: few enough for them to be in a processor's cache still.
 _COPIED_BYTES = 1 << 20
+
+# Called for each parameter in each iteration: without a function of Python's.
+_ADDRESS, _REQUIRES_GRAD = Tensor.data_ptr, attrgetter("requires_grad")
 
 
 class BucketRuntime:
@@ -147,7 +152,7 @@ class BucketRuntime:
         """Start an iteration, in which the gradients of all parameters that require grad now are
         expected; True if there are any.
         """
-        expected = (slot for slot, param in enumerate(self.params) if param.requires_grad)
+        expected = compress(range(len(self.params)), map(_REQUIRES_GRAD, self.params))
         self.tracker.expect(expected, quietly=quietly)
         self._check_frozen()
         self._blank_frozen()
@@ -181,7 +186,7 @@ class BucketRuntime:
         # Of one that was frozen meanwhile nothing has come.
         slots = [slot for slot in self.tracker.take_noted() if params[slot].requires_grad]
         self._held += [(slot, self._swap_gradient(slot)) for slot in slots]
-        self.tracker.arrive(*slots)
+        self.tracker.arrive_noted(slots)
 
     def uncover(self, slot: int) -> None:
         """Autograd is about to accumulate, and must not add to a placeholder."""
@@ -223,9 +228,10 @@ class BucketRuntime:
 
     def release_gradients(self) -> None:
         """Take the placeholders away."""
+        params, placeholders = self.params, self.placeholders
         for slot in self.tracker.covered:
-            param = self.params[slot]
-            if param.grad is self.placeholders[slot]:
+            param = params[slot]
+            if param.grad is placeholders[slot]:
                 param.grad = None
         self.tracker.release()
 
@@ -294,8 +300,9 @@ class BucketRuntime:
 
         Updates write past torch's count of changes, which a view in ``param.data`` does not share.
         """
-        missing = self.tracker.missing
-        changed = (param for slot, param in enumerate(self.params) if slot not in missing)
+        changed: Sequence[nn.Parameter] = self.params
+        if missing := self.tracker.missing:
+            changed = [param for slot, param in enumerate(changed) if slot not in missing]
         torch.autograd.graph.increment_version(changed)
 
     def find_cleared(self) -> str:
@@ -307,8 +314,9 @@ class BucketRuntime:
         for slot in tracker.noted:  # of a backprop that was broken off
             if self.params[slot].grad is None:
                 return self.spec.names[slot]
+        params, placeholders = self.params, self.placeholders
         for slot in tracker.covered:
-            if self.params[slot].grad is not self.placeholders[slot]:
+            if params[slot].grad is not placeholders[slot]:
                 return self.spec.names[slot]
         return ""
 
@@ -356,7 +364,7 @@ class BucketRuntime:
 
     def check_storage(self) -> None:
         """Raise UsageError if a parameter was moved out of the storage it had at the start."""
-        if [param.data_ptr() for param in self.params] == self._addresses:
+        if list(map(_ADDRESS, self.params)) == self._addresses:
             return
         for param, address, name in zip(self.params, self._addresses, self.spec.names, strict=True):
             if param.data_ptr() != address:
@@ -391,8 +399,11 @@ class BucketRuntime:
 
     def _swap_gradient(self, slot: int) -> Tensor:
         """``param.grad``, whose place a placeholder takes."""
-        grad = self._usable_gradient(slot)
-        self.params[slot].grad = self.placeholders[slot]
+        param = self.params[slot]
+        grad = param.grad
+        if grad is None or grad.layout is not torch.strided or grad.requires_grad:
+            grad = self._usable_gradient(slot)
+        param.grad = self.placeholders[slot]
         return grad
 
     def _usable_gradient(self, slot: int) -> Tensor:

@@ -27,7 +27,7 @@ TRANSITIONS: Mapping[GradState, frozenset[GradState]] = {
     GradState.QUIET: frozenset(
         {GradState.NOTED, GradState.PENDING, GradState.READY, GradState.ABSENT}
     ),
-    GradState.NOTED: frozenset({GradState.PENDING}),
+    GradState.NOTED: frozenset({GradState.READY, GradState.ABSENT}),
     GradState.AGAIN: frozenset({GradState.READY, GradState.EARLIER}),
     GradState.READY: frozenset({GradState.AGAIN, GradState.IDLE}),
     GradState.EARLIER: frozenset({GradState.READY, GradState.AGAIN, GradState.IDLE}),
@@ -67,6 +67,9 @@ class GradTracker:
         self._num_pending = 0
         self._num_loud = 0  # pending, and never quiet
         self._has_quiet = False
+        # Of the last iteration: they seldom change.
+        self._began: tuple[frozenset[int], bool] | None = None
+        self._first_states: list[GradState] = []
         # Had a gradient in some step, since gradients were last set to None.
         self._had: set[int] = set()
         # Had one when gradients were last set to zero, which they have since.
@@ -86,13 +89,17 @@ class GradTracker:
         self._num_pending = len(self.expected)
         self._num_loud = self._num_pending - len(quiet)
         self._has_quiet = quietly and bool(quiet) and self._num_loud > 0
-        states = self.states
-        states[:] = [GradState.FROZEN] * len(states)
-        for slot in self.expected:
-            states[slot] = GradState.PENDING
-        if self._has_quiet:
-            for slot in quiet:
-                states[slot] = GradState.QUIET
+        began = (self.expected, self._has_quiet)
+        if began != self._began:
+            self._began = began
+            self._first_states = [self._first_state(slot) for slot in range(len(self.states))]
+        self.states[:] = self._first_states
+
+    def _first_state(self, slot: int) -> GradState:
+        if slot not in self.expected:
+            return GradState.FROZEN
+        is_quiet = self._has_quiet and slot in self._may_be_quiet
+        return GradState.QUIET if is_quiet else GradState.PENDING
 
     def make_loud(self) -> None:
         """No gradient may come quietly any more in this iteration."""
@@ -102,22 +109,30 @@ class GradTracker:
                 self.states[slot] = GradState.PENDING
 
     def take_noted(self) -> list[int]:
-        """The slots that are NOTED, which are PENDING from now on, until they ``arrive``."""
+        """The slots that are noted. They are NOTED until they arrive, or the backprop ends."""
         slots = self.noted.copy()
         self.noted.clear()
-        for slot in slots:
-            self.states[slot] = GradState.PENDING
         return slots
 
-    def arrive(self, *slots: int) -> bool:
-        """Placeholders have taken the place of gradients; True if none is pending any more."""
-        states = self.states
+    def arrive(self, slot: int) -> bool:
+        """A placeholder has taken the place of a gradient; True if none is pending any more."""
+        if self.states[slot] in PENDING_STATES:
+            self._num_pending -= 1
+            self._num_loud -= slot not in self._may_be_quiet
+        self.states[slot] = GradState.READY
+        self.covered.add(slot)
+        return self._is_full()
+
+    def arrive_noted(self, slots: Sequence[int]) -> bool:
+        """As ``arrive``, for slots of ``take_noted``."""
+        states, ready = self.states, GradState.READY
         for slot in slots:
-            if states[slot] in PENDING_STATES:
-                self._num_pending -= 1
-                self._num_loud -= slot not in self._may_be_quiet
-            states[slot] = GradState.READY
+            states[slot] = ready
+        self._num_pending -= len(slots)
         self.covered.update(slots)
+        return self._is_full()
+
+    def _is_full(self) -> bool:
         if not self._num_pending:
             self._find_missing()
             return True

@@ -30,11 +30,8 @@ from dearmpi.engine.iteration.compilation import (
     untraced,
 )
 from dearmpi.engine.iteration.engine import Engine
-from dearmpi.engine.sync.refused_models import (
-    refuse_active,
-    refuse_replicated,
-    refuse_sharded,
-)
+from dearmpi.engine.sync.refused_models import refuse_sharded
+from dearmpi.engine.sync.wrapper_watch import WrapperWatch, refuse_active, refuse_replicated
 from dearmpi.torch_internals import (
     active_ddp,
     at_end_of_backprop,
@@ -62,14 +59,19 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
     def __init__(self, table: Mapping[str, nn.Parameter | None]) -> None:
         super().__init__(table)
         self._watched: dict[str, tuple[BucketRuntime, PreForward]] = {}
+        self._wrappers: dict[str, WrapperWatch] = {}
 
-    def watch(self, name: str, bucket: BucketRuntime, pre_forward: PreForward) -> None:
-        """Wait for ``bucket`` before ``name`` is handed out."""
+    def watch(
+        self, name: str, bucket: BucketRuntime, pre_forward: PreForward, wrappers: WrapperWatch
+    ) -> None:
+        """Wait for ``bucket`` before ``name`` is handed out; ``wrappers`` hears of reads of all."""
         self._watched[name] = (bucket, pre_forward)
+        self._wrappers[name] = wrappers
 
     def unwatch(self, name: str) -> bool:
         """Hand ``name`` out at once again; True if nothing is left to watch."""
         self._watched.pop(name, None)
+        self._wrappers.pop(name, None)
         return not self._watched
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
@@ -129,6 +131,9 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
             pre_forward((bucket,))
 
     def _wait_all(self) -> None:
+        if not is_dynamo_compiling():
+            for wrappers in self._wrappers.values():
+                wrappers.parameters_read()
         for name in self._watched:
             self._wait(name)
 
@@ -150,8 +155,9 @@ class ModelHooks:
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
         reads = buckets_by_module(model, places)
         named = tuple((_name_of(module, read), module) for module, read in reads.items())
-        backprops = _Backprops(partial(_begin, named, backprop.begin), backprop.end)
-        watch_calls = partial(_watch_calls, self._handles, pre_forward, waiting.polls)
+        self._wrappers = wrappers = WrapperWatch()
+        backprops = _Backprops(partial(_begin, named, wrappers, backprop.begin), backprop.end)
+        watch_calls = partial(_watch_calls, self._handles, pre_forward, wrappers, waiting.polls)
         self._compilation = CompilationWatch(
             buckets,
             CompiledRoots(model, reads, watch_calls),
@@ -209,7 +215,7 @@ class ModelHooks:
             replace_parameter_table(module, table)
         for name, param in dict.items(table):
             if param is not None and param in places:
-                table.watch(name, places[param][0], pre_forward)
+                table.watch(name, places[param][0], pre_forward, self._wrappers)
                 self._watched.append((module, name))
 
 
@@ -225,20 +231,26 @@ def _name_of(module: nn.Module, read: Sequence[BucketRuntime]) -> str:
     return next(names, "").rpartition(".")[0]
 
 
-def _begin(modules: Sequence[tuple[str, nn.Module]], begin_backprop: Callable[[], None]) -> None:
-    refuse_replicated(modules)
+def _begin(
+    modules: Sequence[tuple[str, nn.Module]],
+    wrappers: WrapperWatch,
+    begin_backprop: Callable[[], None],
+) -> None:
+    if wrappers.is_on:
+        refuse_replicated(modules)
     begin_backprop()
 
 
 def _watch_calls(
     handles: list[RemovableHandle],
     pre_forward: PreForward,
+    wrappers: WrapperWatch,
     polls: bool,
     module: nn.Module,
     read: Sequence[BucketRuntime],
 ) -> None:
     """Have ``module`` wait for the buckets that it will ``read`` whenever it is called."""
-    hook = _PreForward(_name_of(module, read), read, pre_forward, polls)
+    hook = _PreForward(_name_of(module, read), read, pre_forward, wrappers, polls)
     handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
 
@@ -305,24 +317,34 @@ def _translate_gradient(
 class _PreForward(OwnHook):
     """Before a module's forward: wait for the buckets that it reads."""
 
-    __slots__ = ("_name", "_num_hooks", "_polls", "_pre_forward", "_read")
+    __slots__ = ("_name", "_num_hooks", "_polls", "_pre_forward", "_read", "_wrappers")
 
     def __init__(
-        self, name: str, read: Sequence[BucketRuntime], pre_forward: PreForward, polls: bool
+        self,
+        name: str,
+        read: Sequence[BucketRuntime],
+        pre_forward: PreForward,
+        wrappers: WrapperWatch,
+        polls: bool,
     ) -> None:
         self._name, self._read, self._pre_forward, self._polls = name, read, pre_forward, polls
+        self._wrappers = wrappers
         self._num_hooks = 0  # of the module, when they were last looked at
 
     @run_as_it_is
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if is_dynamo_compiling():
             return  # in a graph nobody waits: see CompiledRoots
+        if self._wrappers.is_on:
+            self._refuse_wrappers(module)
+        for bucket in self._read:
+            if self._polls or bucket.unread or bucket.mark is not None:
+                self._pre_forward(self._read)
+                return
+
+    def _refuse_wrappers(self, module: nn.Module) -> None:
         if active_ddp() is not None:
             refuse_active(dict.values(parameter_table(module)))
         if (num_hooks := len(forward_pre_hooks(module))) != self._num_hooks:  # replicate() adds one
             self._num_hooks = num_hooks
             refuse_replicated([(self._name, module)])
-        for bucket in self._read:
-            if self._polls or bucket.unread or bucket.mark is not None:
-                self._pre_forward(self._read)
-                return

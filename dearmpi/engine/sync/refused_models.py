@@ -3,8 +3,8 @@
 - Layouts, lazy tensors and modules that cannot be served.
 - Tensors that share memory without being one.
 - Wrappers of torch that average or shard parameters themselves. A wrapper that is there when the
-  optimizer is made shows in the model. A later one shows in the first forward, or when it puts
-  other parameters into the model.
+  optimizer is made shows in the model, a later one when it puts other parameters into the model;
+  one that does not is found by ``wrapper_watch``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dearmpi.config import Buffers
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.engine.sync.model_tensors import model_tensors
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.torch_internals import active_ddp, composed_apis, is_flat_shard
+from dearmpi.torch_internals import composed_apis, is_flat_shard
 
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -148,7 +148,7 @@ def _spans(
             yield start, start + tensor.nbytes, name, tensor in params
 
 
-_CURE = (
+LEAVE_OUT = (
     "leave it out and call the module itself, since the DistributedOptimizer averages gradients "
     "over all ranks"
 )
@@ -156,7 +156,7 @@ _SHARDED = (
     "leave it out, since the DistributedOptimizer averages gradients over all ranks, and with "
     "gather='parameters' it shards the optimizer's state"
 )
-_REPLICATED = "was given to replicate(), which averages gradients"
+REPLICATED = "was given to replicate(), which averages gradients"
 _SHARING_OPTIMIZERS = {
     "ZeroRedundancyOptimizer": "shards the state as the DistributedOptimizer does",
     "PostLocalSGDOptimizer": "averages parameters, where the DistributedOptimizer averages "
@@ -233,44 +233,11 @@ def _wrapper_of(module: nn.Module) -> tuple[str, str] | None:
         )
     if _is_of(module, "torch.distributed.fsdp", "FSDPModule"):
         if any(kind.__name__ == "ReplicateModule" for kind in type(module).__mro__):
-            return _REPLICATED, _CURE
+            return REPLICATED, LEAVE_OUT
         return "was given to fully_shard() (FSDP), which shards its parameters", _SHARDED
     if "replicate" in composed_apis(module):
-        return _REPLICATED, _CURE
+        return REPLICATED, LEAVE_OUT
     return None
-
-
-def refuse_active(params: Iterable[nn.Parameter | None]) -> None:
-    """Raise UsageError if the DistributedDataParallel whose forward is running reduces the gradient
-    of one of ``params``, which the optimizer reduces too.
-    """
-    active = active_ddp()
-    own = {id(param) for param in params if param is not None and param.requires_grad}
-    ignored = getattr(active, "parameters_to_ignore", ())
-    for _, name, tensor in model_tensors(active.module):
-        if id(tensor) in own and name not in ignored:
-            composed = isinstance(active.module, nn.ParameterList)
-            wrapper = "replicate()" if composed else "DistributedDataParallel"
-            raise UsageError(
-                f"the model is called through torch's {wrapper}, which averages the gradients that "
-                f"its DistributedOptimizer averages too; {_CURE}",
-                code="wrapped-model",
-            )
-
-
-def refuse_replicated(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise UsageError if one of ``modules``, each with its name in the model, was given to
-    replicate() after the optimizer was made.
-
-    Its hook runs after the optimizer's, so the wrapper is not active yet when that one looks.
-    """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    for name, module in modules:
-        if "replicate" in composed_apis(module):
-            raise UsageError(
-                f"module {name or 'of the model'} {_REPLICATED}; {_CURE}", code="wrapped-model"
-            )
 
 
 def refuse_sharded(name: str, param: Tensor | None) -> None:

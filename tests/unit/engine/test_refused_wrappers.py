@@ -86,6 +86,27 @@ def test_a_wrapper_that_averages_gradients_is_refused_in_the_first_forward(
         run_ranks(2, rank)
 
 
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, replicated])
+def test_a_wrapper_is_found_where_torch_distributed_begins_after_the_first_steps(
+    wrapper: Callable[[nn.Module], nn.Module],
+) -> None:
+    """Modules look for wrappers only once there may be one."""
+
+    def rank(world: World) -> None:
+        model = build()
+        optimizer = wrap(model, world)
+        train(optimizer, model)
+        model(INPUTS)
+        with TURN, process_group(2):
+            called = wrapper(model[0])
+            with raises(UsageError, "wrapped-model", "leave it out"):
+                called(INPUTS)
+            DistributedDataParallel._active_ddp_module = None  # replicate() leaves it behind
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
 def test_no_sync_of_the_wrapper_makes_no_difference() -> None:
     def rank(world: World) -> None:
         model = build()

@@ -83,7 +83,7 @@ def test_gradients_come_quietly_as_long_as_a_loud_one_is_pending() -> None:
     note(tracker, 2)
     assert not tracker.arrive(0)
     assert states_of(tracker) == "RPN"
-    assert not tracker.arrive(*tracker.take_noted())
+    assert not tracker.arrive_noted(tracker.take_noted())
     assert tracker.arrive(1)
     tracker.reset()
     tracker.expect([1, 2], quietly=True)
@@ -117,7 +117,7 @@ def test_states_change_as_the_table_says(
     def collect() -> None:
         slots = tracker.take_noted()
         look()
-        tracker.arrive(*slots)
+        tracker.arrive_noted(slots)
         look()
 
     tracker.expect(expected, quietly=True)
