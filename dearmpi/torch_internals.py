@@ -322,11 +322,6 @@ def ignored_by_ddp(module: nn.Module) -> Collection[str]:
     return found
 
 
-def has_composable_apis() -> bool:
-    """Whether torch's composable APIs, such as ``replicate``, are imported. Tried on 2.13."""
-    return "torch.distributed._composable.contract" in sys.modules
-
-
 def composed_apis(module: nn.Module) -> Collection[str]:
     """The names of torch's composable APIs, such as ``replicate``, that ``module`` was given to.
 

@@ -132,7 +132,7 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
 
     def _wait_all(self) -> None:
         if not is_dynamo_compiling():
-            for wrappers in self._wrappers.values():
+            for wrappers in set(self._wrappers.values()):
                 wrappers.parameters_read()
         for name in self._watched:
             self._wait(name)

@@ -205,7 +205,7 @@ def refuse_optimizer_wrappers(optimizer: Optimizer) -> None:
 def refuse_outer_optimizers() -> None:
     """Raise UsageError if torch's PostLocalSGDOptimizer takes the step that is about to begin."""
     home = "torch.distributed.optim.post_localSGD_optimizer"
-    if home in sys.modules and _is_called_from(home):
+    if home in sys.modules and is_called_from(home):
         raise UsageError(
             "a PostLocalSGDOptimizer steps this DistributedOptimizer and averages parameters, some "
             "of which are still under way; leave it out, since gradients are averaged in each step",
@@ -247,7 +247,7 @@ def refuse_sharded(name: str, param: Tensor | None) -> None:
     kind = None
     if param is not None:
         kind = _sharded_kind(param)
-    elif _is_called_from("torch.distributed.fsdp"):
+    elif is_called_from("torch.distributed.fsdp"):
         kind = "a part of torch's FullyShardedDataParallel (FSDP)"
     if kind:
         raise UsageError(
@@ -274,7 +274,7 @@ def _is_of(value: object, home: str, kind: str) -> bool:
     return known is not None and isinstance(value, known)
 
 
-def _is_called_from(package: str) -> bool:
+def is_called_from(package: str) -> bool:
     """Whether a function of ``package`` is among the nearest callers."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MOST_FRAMES):

@@ -6,14 +6,17 @@ for wrappers only once there may be one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from torch import distributed, nn
 
 from dearmpi.engine.sync.model_tensors import model_tensors
-from dearmpi.engine.sync.refused_models import LEAVE_OUT, REPLICATED
+from dearmpi.engine.sync.refused_models import LEAVE_OUT, REPLICATED, is_called_from
 from dearmpi.errors import UsageError
-from dearmpi.torch_internals import active_ddp, composed_apis, has_composable_apis
+from dearmpi.torch_internals import active_ddp, composed_apis
+
+_COMPOSABLE = "torch.distributed._composable"  # imported by some frameworks, and seldom called
 
 
 class WrapperWatch:
@@ -27,17 +30,18 @@ class WrapperWatch:
     __slots__ = ("is_on",)
 
     def __init__(self) -> None:
-        self.is_on = _are_wrappers_possible()
+        self.is_on = _is_distributed()
 
     def parameters_read(self) -> None:
         """All parameters of some module are read."""
-        if not self.is_on:
-            self.is_on = _are_wrappers_possible()
+        if not self.is_on:  # replicate() may come before torch.distributed begins
+            self.is_on = _is_distributed() or (
+                _COMPOSABLE in sys.modules and is_called_from(_COMPOSABLE)
+            )
 
 
-def _are_wrappers_possible() -> bool:
-    is_distributed = distributed.is_available() and distributed.is_initialized()
-    return is_distributed or has_composable_apis()
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def refuse_active(params: Iterable[nn.Parameter | None]) -> None:

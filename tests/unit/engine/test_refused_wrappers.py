@@ -97,8 +97,10 @@ def test_a_wrapper_is_found_where_torch_distributed_begins_after_the_first_steps
         optimizer = wrap(model, world)
         train(optimizer, model)
         model(INPUTS)
+        if wrapper is replicated:
+            wrapper(model[2])
         with TURN, process_group(2):
-            called = wrapper(model[0])
+            called = model if wrapper is replicated else wrapper(model[0])
             with raises(UsageError, "wrapped-model", "leave it out"):
                 called(INPUTS)
             DistributedDataParallel._active_ddp_module = None  # replicate() leaves it behind
