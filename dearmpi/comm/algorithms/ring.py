@@ -196,6 +196,13 @@ class Ring(Rounds):
     Message n that comes in goes out one round later, as message n + ``num_chunks``.
     """
 
+    def __init__(
+        self, context: RingContext, buffer: Buffer, cuts: Cuts, *, element_size: int
+    ) -> None:
+        # By place and chunk: each is received, and sent on in the next round.
+        self._parts: dict[tuple[int, int], Any] = {}
+        super().__init__(context, buffer, cuts, element_size=element_size)
+
     def _num_ready(self) -> int:
         """All of the first round, and all that came in a round ago."""
         return min(self._num_messages, self._num_chunks + self._num_arrived)
@@ -209,7 +216,11 @@ class Ring(Rounds):
         It is a chunk of the shard of the rank at ``first_place`` less the message's round.
         """
         rounds, chunk = divmod(number, self._num_chunks)
-        return self._buffer[self._chunk_of(first_place - rounds, chunk)]
+        key = (first_place - rounds) % self._context.size, chunk
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = self._buffer[self._chunk_of(*key)]
+        return part
 
 
 class RingAllGather(Ring):
@@ -258,6 +269,7 @@ class RingReduceScatter(Ring):
         outgoing: Sequence[Any] = (),
     ) -> None:
         self._scratch, self._staging = scratch, outgoing
+        self._expected: deque[Any] = deque()
         width = scratch[0].element_size() if scratch else buffer.element_size()
         assert len(scratch) >= num_receives(cuts.largest, width, context.size)
         super().__init__(context, buffer, cuts, element_size=width)
@@ -271,7 +283,8 @@ class RingReduceScatter(Ring):
 
     def _incoming(self, number: int) -> Any:
         numel = self._part(self._context.place - 2, number).numel()
-        return self._scratch[number % len(self._scratch)][:numel]
+        self._expected.append(self._scratch[number % len(self._scratch)][:numel])
+        return self._expected[-1]
 
     def _has_room(self) -> bool:
         if not self._staging:
@@ -280,8 +293,7 @@ class RingReduceScatter(Ring):
         return len(self._sends) < len(self._staging)
 
     def _take(self, number: int) -> None:
-        target = self._part(self._context.place - 2, number)
-        target.add_(self._scratch[number % len(self._scratch)][: target.numel()])
+        self._part(self._context.place - 2, number).add_(self._expected.popleft())
 
 
 class RingAlgorithm:

@@ -48,6 +48,7 @@ class Progress:
         self._waiting: list[tuple[Callable[[], bool], Bell]] = []
         self._driving = threading.RLock()
         self._driver: int | None = None  # the thread that drives lanes at this moment
+        self._had_work = False  # some lane, at the last poll
         self._failure: CommError | None = None
         self._closing = False
         self._process = os.getpid()
@@ -56,7 +57,8 @@ class Progress:
         self._absence: Absence | None = None
         self._thread: threading.Thread | None = None
         self.waited_s = 0.0  # in wait_until, since the start
-        self.around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        nothing = contextlib.nullcontext()  # one for all polls
+        self.around: Callable[[], AbstractContextManager[object]] = lambda: nothing
         if mode == "thread":
             self._thread = threading.Thread(target=self._run, name="dearmpi-progress", daemon=True)
             self._thread.start()
@@ -227,7 +229,7 @@ class Progress:
 
     def _advance(self) -> Movement:
         """Drive every lane once; keeps a failure for the threads that wait."""
-        movement = Movement.NONE
+        movement, had_work = Movement.NONE, False
         with self._driving, self.around():
             if self._failure is not None:
                 return Movement.NONE
@@ -235,7 +237,9 @@ class Progress:
             try:
                 for lane in tuple(self._lanes):
                     if lane.queue or lane.in_flight or lane.current is not None:
+                        had_work = True
                         movement = max(movement, self._advance_lane(lane))
+                self._had_work = had_work
                 if self._watchdog is not None:
                     self._watchdog.tend()
             finally:
@@ -284,7 +288,7 @@ class Progress:
             backoff.note(movement)
             if movement is Movement.OPERATION:
                 self.notify()
-            elif any(lane.busy for lane in tuple(self._lanes)):
+            elif self._had_work:
                 # Not for the bell: to wait there costs more than the poll itself, and new work is
                 # seen soon enough.
                 time.sleep(backoff.next_sleep_s())
