@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from main_thread import Stopwatch
+from main_thread import Stopwatch  # type: ignore[import-not-found]
 
 from dearmpi import DistributedOptimizer, connect
 from dearmpi.bench.process_memory import reuse_pages
