@@ -1,17 +1,18 @@
 """pytest on one process or on several: `python -m pytest` and `mpiexec -n 4 python -m pytest`.
 
 Tests in tests/mpi run on all ranks together, in one order; all others run on rank 0 alone, after
-them, as if there were no launcher. Several ranks without a named file run the covering set and the
-unit tests, so that this ends within ten minutes. Rank 0 reports; another rank speaks only of its
-failures. All ranks wait for each other at the end of each test: if some rank failed, the test has
-failed on all; and if a rank failed while another still waits for it inside the test, the whole job
-is aborted.
+them, as if there were no launcher. Several ranks without a named file run the covering set, after
+which rank 0 starts the unit tests in a process without MPI. Rank 0 reports; another rank speaks
+only of its failures. All ranks wait for each other at the end of each test: if some rank failed,
+the test has failed on all; and if a rank failed while another still waits for it inside the test,
+the whole job is aborted.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Generator
@@ -42,6 +43,7 @@ _CUT_SHORT = (
     pytest.ExitCode.INTERNAL_ERROR,
     pytest.ExitCode.USAGE_ERROR,
 )
+_RAN = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 _ROSTER = pytest.StashKey[Roster]()
 _FAILED = pytest.StashKey[bool]()
 _TIMES = pytest.StashKey[Path]()
@@ -75,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("collectonly") or not is_launched():
         return
     rank, size = launched_rank(), launched_size()
+    if _is_short(config):
+        config.args = [str(_MPI_TESTS)]
     if size > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.stash[_ROSTER] = Roster(roster_folder(), rank=rank, size=size)
@@ -96,9 +100,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     together = [item for item in found if _is_for_here(item)]
     alone = [item for item in items if not _runs_on_all(item)]
     left_out = [item for item in found if not _is_for_here(item)]
-    if _is_short(config):  # the others start jobs, hosts and clusters of their own
-        left_out += [item for item in alone if _UNIT_TESTS not in item.path.parents]
-        alone = [item for item in alone if _UNIT_TESTS in item.path.parents]
     if launched_rank():
         alone, left_out = [], left_out + alone
     items[:] = together + alone
@@ -241,7 +242,26 @@ def _agree(item: pytest.Item, report: pytest.TestReport, *, failed: bool) -> Non
         report.longrepr = f"failed on rank {', '.join(map(str, agreement.failed))}, passed here"
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """Leave together; on rank 0, run the unit tests after the summary where they belong to it."""
+    _wait_for_each_other(session)
+    result = yield
+    if _is_short(session.config) and not launched_rank() and session.exitstatus in _RAN:
+        # Not in this process: tests that connect would find the world of this job.
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        ended = subprocess.run(
+            [*command, "-m", session.config.option.markexpr, str(_UNIT_TESTS)],
+            cwd=session.config.rootpath,
+            env=clean_environment(),
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        session.exitstatus = session.exitstatus or ended.returncode
+    return result
+
+
+def _wait_for_each_other(session: pytest.Session) -> None:
     """Leave together: whoever finalizes MPI first would spin until the others do."""
     if launched_size() == 1 or _ROSTER not in session.config.stash:
         return

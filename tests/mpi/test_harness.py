@@ -92,8 +92,18 @@ def test_ranks_without_a_file_run_the_covering_set_and_the_unit_tests(plant: Pla
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
     ended = run_job(command, ranks=3, limit_s=90, folder=root)
     assert ended.returncode == 0, ended.output
-    assert "2 passed, 2 deselected" in ended.output
-    assert "test_covering PASSED" in ended.output and "test_unit PASSED" in ended.output
+    assert "test_covering PASSED" in ended.output and "1 passed, 1 deselected" in ended.output
+    assert ended.output.count("1 passed") == 2, "the unit test, in a process of its own"
+
+
+def test_a_unit_test_that_fails_fails_ranks_without_a_file(plant: Plant) -> None:
+    root = plant("def test_not_covering(): pass\n")
+    (root / "tests" / "unit").mkdir()
+    (root / "tests" / "mpi" / "test_join.py").write_text("def test_covering(): pass\n")
+    (root / "tests" / "unit" / "test_unit.py").write_text("def test_unit(): assert False\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    ended = run_job(command, ranks=2, limit_s=90, folder=root)
+    assert ended.returncode == 1 and "1 failed" in ended.output
 
 
 def test_a_deadlock_ends_with_the_stacks_of_all_ranks(plant: Plant) -> None:
