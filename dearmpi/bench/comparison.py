@@ -221,7 +221,12 @@ class _Trial:
             return
         length = self._length
         steps = self._num_tuning + length.num_warmup + length.num_batches
-        problem = self._workload.problem(self._model, steps, comm_dtype=self._method.comm_dtype)
+        problem = self._workload.problem(
+            self._model,
+            steps,
+            comm_dtype=self._method.comm_dtype,
+            quantizes=self._method.options.get("compress", "none") != "none",
+        )
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")
 

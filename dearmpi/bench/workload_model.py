@@ -21,6 +21,7 @@ from dearmpi.train.tasks.task import Task, collate
 
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.02  # gradients may travel as bfloat16
+_MOST_QUANTIZED = 0.01  # of a gradient whose elements are all the same: by its scale in bf16
 _EXACT_RANKS = 8  # up to here half precision holds every sum of gradients, and of their parts
 _MOST_LOST = 0.5  # in sums over however many ranks: what has not trained at all is found out
 # Half of a number's last place, as a part of it.
@@ -70,7 +71,14 @@ class ReplayedModel:
         """
         return self.world_size if self.world_size <= _EXACT_RANKS else 1
 
-    def problem(self, model: nn.Module, num_steps: int, *, comm_dtype: CommDtype = "fp32") -> str:
+    def problem(
+        self,
+        model: nn.Module,
+        num_steps: int,
+        *,
+        comm_dtype: CommDtype = "fp32",
+        quantizes: bool = False,
+    ) -> str:
         """Compare both ends of every parameter with what averaged gradients make of them.
 
         Where half precision rounds sums, a step too few shows in short blocks only: what is lost
@@ -84,6 +92,7 @@ class ReplayedModel:
             gradient = num_uses * self._scale * (1 + self.world_size) / 2
             expected = -_LEARNING_RATE * gradient * num_steps
             part = min(_TOLERANCE, 0.5 / num_steps)  # less than a step too few
+            part = max(part, _MOST_QUANTIZED) if quantizes else part
             most = max(part, self._lost_in_sums(comm_dtype)) * abs(expected)
             local = param.detach()
             local = local.to_local() if hasattr(local, "to_local") else local
@@ -128,7 +137,14 @@ class TaskModel:
         batches = cycle(self.batches)
         return lambda model: self.loss(model, next(batches))
 
-    def problem(self, model: nn.Module, num_steps: int, *, comm_dtype: CommDtype = "fp32") -> str:
+    def problem(
+        self,
+        model: nn.Module,
+        num_steps: int,
+        *,
+        comm_dtype: CommDtype = "fp32",
+        quantizes: bool = False,
+    ) -> str:
         for name, param in model.named_parameters():
             if not bool(param.detach().isfinite().all()):
                 return f"{name} is not finite after {num_steps} steps"

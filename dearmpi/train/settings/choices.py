@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.config import (
     CommDtype,
+    Compress,
     CudaBuffers,
     Gather,
     ProgressMode,
@@ -174,6 +175,7 @@ class RunChoices:
     bucket_cap_mb: float | None = _of_engine("bucket_cap_mb")
     reduce_scatter: ReduceScatter | Literal["auto"] = _of_engine("reduce_scatter")
     comm_dtype: CommDtype = _of_engine("comm_dtype")
+    compress: Compress = _of_engine("compress")
     cuda_buffers: CudaBuffers = _of_engine("cuda_buffers")
     update_on: UpdateOn = _of_engine("update_on")
     window: int = _of_engine("window")

@@ -107,6 +107,7 @@ class RunSettings(RunChoices):
             bucket_cap_mb=self.bucket_cap_mb,
             reduce_scatter=self.reduce_scatter,
             comm_dtype=self.comm_dtype,
+            compress=self.compress,
             cuda_buffers=self.cuda_buffers,
             update_on=self.update_on,
             window=self.window,
