@@ -12,7 +12,7 @@ import pytest
 
 import dearmpi
 from docs import generate
-from docs.pictures import draw_schedules, draw_timelines
+from docs.pictures import draw_gain, draw_schedules, draw_timelines
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_WORDS = 22_000  # of all pages and README, without the pages that are generated
@@ -43,6 +43,27 @@ def test_pictures_are_what_their_scripts_draw(
     capsys.readouterr()
     draw_schedules.main()
     assert capsys.readouterr().out == (folder / "schedules.svg").read_text()
+
+
+def test_the_chart_of_gains_shows_the_measured_table_and_the_simulation() -> None:
+    drawn = (ROOT / "docs" / "pictures" / "gain.svg").read_text()
+    measured = draw_gain.measured()
+    assert len(measured) == 15 and all(f"<title>{gain:.2f}<" in drawn for _, gain in measured)
+    text = (ROOT / "docs" / "explanation" / "when-it-pays.md").read_text()
+    assert "1.33 at 1, 1.17 at 2" in text
+    for ratio, gain in ((1.0, 1.33), (2.0, 1.17)):
+        assert draw_gain.simulated(ratio)[0] == pytest.approx(gain, abs=0.005)
+
+
+def test_updates_are_drawn_where_they_happen() -> None:
+    """In DeAR after ``step()``, as soon as a bucket is reduced; in DDP after all all-reduces."""
+    placed = [(1, "RS1"), (3, "RS0"), (4, "AG0"), (5, "AG1")]
+    assert draw_schedules.updates(placed, whole=False) == [(4, ["U1", "U0"])]
+    placed = [(1, "RS1"), (4, "RS0"), (5, "AG0"), (6, "AG1")]
+    assert draw_schedules.updates(placed, whole=False) == [(4, ["U1"]), (5, ["U0"])]
+    assert draw_schedules.updates(placed, whole=True) == [(7, ["U1", "U0"])]
+    drawn = (ROOT / "docs" / "pictures" / "schedules.svg").read_text()
+    assert drawn.count("<title>update of bucket") == 12
 
 
 def pages() -> list[Path]:
