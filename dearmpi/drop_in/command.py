@@ -1,28 +1,20 @@
-"""``python -m dearmpi [options] SCRIPT [arguments]``: the script finds torch's names served,
-and the variables that torchrun would set.
-"""
+"""``python -m dearmpi [options] SCRIPT [arguments]``: the script finds torch's names served."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Sequence
 from typing import get_args
 
-import dearmpi
-from dearmpi import World
 from dearmpi.config import CommDtype, Gather, ScheduleName
-from dearmpi.drop_in.replacement import replace_in_torch
-from dearmpi.drop_in.serving import Choices, Chosen
-from dearmpi.errors import ConfigError
+from dearmpi.drop_in.serving import Choices
+from dearmpi.drop_in.start import serve_scripts
 
 _USAGE = "mpirun -n N python -m dearmpi [options] (SCRIPT | -m MODULE) [arguments of the script]"
 _EPILOG = "Options before SCRIPT are dearmpi's; all that follows is the script's."
-_LOOPBACK = "127.0.0.1"
-_CURE = "set MASTER_ADDR to an address of rank 0's host that all hosts reach"
 
 
 def main(given: Sequence[str]) -> int:
@@ -31,9 +23,7 @@ def main(given: Sequence[str]) -> int:
     if not os.path.exists(target[0]) and not options.m:
         print(f"dearmpi: error: there is no script {target[0]!r}", file=sys.stderr)
         return 2
-    Chosen.choices = Choices(options.schedule, options.gather, options.comm_dtype)
-    announce_ranks(dearmpi.connect())
-    replace_in_torch()
+    serve_scripts(Choices(options.schedule, options.gather, options.comm_dtype))
     sys.argv = list(target)
     if options.m:
         sys.path[0] = os.getcwd()
@@ -66,47 +56,3 @@ def _parse(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.target:
         parser.error("name a script, or a module after -m")
     return options, options.target
-
-
-def announce_ranks(world: World) -> None:
-    """Set RANK, WORLD_SIZE and their like, for the script's own torch.distributed (collective).
-
-    MASTER_ADDR and MASTER_PORT are rank 0's, if it has them; else its address and a free port.
-    Raises ConfigError where no other host can reach rank 0's.
-    """
-    on_one_host = len(set(world.hosts)) == 1
-    place = world.broadcast_object(_choose_place(on_one_host) if world.is_root else None)
-    if isinstance(place, str):
-        raise ConfigError(place, code="address-not-reached")
-    address, port = place
-    os.environ.update(
-        RANK=str(world.rank),
-        WORLD_SIZE=str(world.size),
-        LOCAL_RANK=str(world.local_rank),
-        LOCAL_WORLD_SIZE=str(world.hosts.count(world.host)),
-        MASTER_ADDR=address,
-        MASTER_PORT=str(port),
-    )
-    if on_one_host:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def _choose_place(on_one_host: bool) -> tuple[str, int] | str:
-    """Address and port, or why there is none."""
-    address = os.environ.get("MASTER_ADDR") or (_LOOPBACK if on_one_host else "")
-    if not address:
-        name = socket.gethostname()
-        try:
-            address = socket.gethostbyname(name)
-        except OSError as error:
-            return f"{name} does not know its own address ({error}); {_CURE}"
-        if address.startswith("127."):
-            return f"{name} knows itself as {address} only; {_CURE}"
-    named = os.environ.get("MASTER_PORT", "")
-    return address, int(named) if named.isdigit() else _free_port()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])

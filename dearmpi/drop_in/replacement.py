@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
@@ -15,7 +16,7 @@ from dearmpi.drop_in.wrapper import DistributedDataParallel
 
 
 def replace_in_torch() -> None:
-    """Have scripts find dearmpi's classes where they look for torch's."""
+    """Have scripts find dearmpi's classes where they look for torch's, or have done so."""
     for places, name, replacement in (
         (
             ("torch.nn.parallel", "torch.nn.parallel.distributed"),
@@ -33,8 +34,21 @@ def replace_in_torch() -> None:
             ZeroRedundancyOptimizer,
         ),
     ):
+        torchs = getattr(import_module(places[0]), name)
         for place in places:
             setattr(import_module(place), name, replacement)
+        if torchs is not replacement:
+            _replace_in_loaded(torchs, replacement)
+
+
+def _replace_in_loaded(torchs: type, replacement: type) -> None:
+    """In modules that have imported the name before; torch's own need what they hold."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "dearmpi"):
+            continue
+        held = getattr(module, "__dict__", {})
+        for key in [key for key, value in list(held.items()) if value is torchs]:
+            held[key] = replacement
 
 
 class _AsServed(type(nn.Module)):  # type: ignore[misc]

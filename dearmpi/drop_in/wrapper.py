@@ -65,6 +65,8 @@ class DistributedDataParallel(nn.Module):
         self.device_ids = None if device_ids is None else list(device_ids)
         self.broadcast_buffers, self._bucket_cap_mb = broadcast_buffers, bucket_cap_mb
         self.find_unused_parameters = bool(others.get("find_unused_parameters"))
+        self.static_graph = bool(others.get("static_graph"))
+        self.require_forward_param_sync = True  # frameworks set it; buffers travel after steps
         self.process_group = process_group
         self._synchronizes = True
         self._serving: ModelServing | None = None
@@ -151,8 +153,17 @@ class DistributedDataParallel(nn.Module):
     def _get_active_ddp_module(cls) -> None:
         return None
 
+    @property
+    def reducer(self) -> _Reducer:
+        """What frameworks drive where they run a backward inside the forward."""
+        return _Reducer(self)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
     def _set_static_graph(self) -> None:
         """Graphs may change or not."""
+        self.static_graph = True
 
     def _serve(self) -> ModelServing:
         if self._serving is None:
@@ -175,6 +186,26 @@ def _prepare(wrapper: nn.Module, _: Any) -> None:
 
 
 leave_out(_prepare)
+
+
+class _Reducer:
+    """What frameworks call of torch's reducer.
+
+    Lightning's manual optimization takes several backwards and steps in one wrapped forward. The
+    first step of one optimizer ends the averager of the others, so each backward is prepared.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+
+    def prepare_for_backward(self, tensors: Sequence[Tensor]) -> None:
+        _prepare(self._wrapper, None)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing is delayed: gradients are reduced as they come."""
 
 
 def _moved(value: Any, device: torch.device) -> Any:

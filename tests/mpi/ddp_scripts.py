@@ -414,12 +414,49 @@ def batch_norm(job: Job) -> Trained:
     return Trained([model], [optimizer], seen)
 
 
+class _OwnSteps(nn.Module):
+    """Each forward trains both parts, as ``train`` has it."""
+
+    def __init__(self, train: Callable[[_OwnSteps, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([network(0), network(1)])
+        self._train = train
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self._train(self, inputs)
+
+
+def steps_inside_the_forward(job: Job) -> Trained:
+    """As Lightning's manual optimization drives the wrapper and its reducer."""
+
+    def train(module: _OwnSteps, inputs: Tensor) -> Tensor:
+        for part, optimizer in zip(module.parts, optimizers, strict=True):
+            loss = loss_of(part(inputs))
+            optimizer.zero_grad()
+            model.reducer._rebuild_buckets()
+            model.reducer.prepare_for_backward([loss])
+            loss.backward()
+            optimizer.step()
+        model.require_backward_grad_sync = False  # the wrapper has nothing to prepare any more
+        return loss.detach()
+
+    model = job.wrap(_OwnSteps(train), find_unused_parameters=True)
+    optimizers: list[Optimizer] = [
+        torch.optim.AdamW(part.parameters(), lr=0.01) for part in model.module.parts
+    ]
+    seen = []
+    for step in range(STEPS):
+        seen.append(model(job.batch(step)).item())
+        model.require_backward_grad_sync = True
+    return Trained([model], optimizers, seen)
+
+
 SCRIPTS: dict[str, Callable[[Job], Trained]] = {
     script.__name__: script
     for script in (
         *(plain_loop, optimizer_first, accumulation, gradients_that_stay, clipping),
         *(gradients_read_and_changed, amp_and_scaler, two_optimizers, optimizers_of_parts),
         *(optimizers_by_turns, closures, moving_averages, recomputation, uneven_inputs, resume),
-        *(compiled, unused_parameters, zero_redundancy, batch_norm),
+        *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
     )
 }

@@ -50,6 +50,8 @@ print(json.dumps({
     "rank": rank, "size": size, "total": total.item(), "main": __name__, "file": __file__,
     "kind": type(model).__module__, "optimizer": type(optimizer).__name__,
     "local": [os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]],
+    "host": [os.environ["GROUP_RANK"], os.environ["GROUP_WORLD_SIZE"]],
+    "launched": dist.is_torchelastic_launched(),
     "layers": sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()),
 }), flush=True)
 dist.destroy_process_group()
@@ -89,6 +91,7 @@ def test_a_script_runs_unchanged(options: list[str], tmp_path: Path) -> None:
         assert line["main"] == "__main__" and line["file"] == str(script)
         assert line["kind"] == "dearmpi.drop_in.wrapper" and line["optimizer"] == "SGD"
         assert line["local"] == [str(line["rank"]), "2"]
+        assert line["host"] == ["0", "1"] and line["launched"]
     saved = torch.load(tmp_path / "out.pt", weights_only=True)
     for name, value in expected_model(2).items():
         torch.testing.assert_close(saved["model"][name], value, rtol=1e-10, atol=1e-12)
