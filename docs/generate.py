@@ -73,6 +73,7 @@ def raised_classes() -> dict[str, set[str]]:
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             name = node.func.id if isinstance(node.func, ast.Name) else name
+            name = "UsageError" if name == "Misuse" else name  # a row of engine/usage_errors
             if not inspect.isclass(getattr(errors, name, None)):
                 continue
             for keyword in node.keywords:
