@@ -14,6 +14,7 @@ error of dearmpi), interrupt (one rank, by a KeyboardInterrupt), status (one, by
 --python: that of an environment with another MPI, such as .venv-openmpi/bin/python.
 --seconds: begin no further job after that long.
 --cold: every rank is a process of its own from the start, which loads torch; else a fork of one.
+    Forks leave out torch's handlers of C's exit(); one that aborts stands for them.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 120.0
 
 SCRIPT = """
-import sys
+import ctypes, sys
 import torch
 import dearmpi
 
 how = sys.argv[1]
 world = dearmpi.connect()
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.abort, None)
 is_last = world.rank == world.size - 1
 
 
