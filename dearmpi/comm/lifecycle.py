@@ -22,6 +22,7 @@ from dearmpi.comm.process import (
     announced_size,
     check_launch,
     exit_status,
+    ignore_signals,
     keep_from_mpi,
     limit_start,
     note_exit_status,
@@ -240,8 +241,11 @@ def abort_on_exception(world: World) -> None:
     """From now on print an uncaught exception with its rank, then end the job."""
 
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        is_closed = world.is_closed
+        if not is_closed:
+            ignore_signals()
         text = "\n".join(filter(None, (_describe(error), advise_on_workers(error))))
-        if world.is_closed:
+        if is_closed:
             safe_output.write(text)
             return
         if _may_be_victim(error):

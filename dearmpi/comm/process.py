@@ -10,9 +10,11 @@ initialise MPI as the rank that started it: MPICH ends such a process, Open MPI 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -27,6 +29,7 @@ from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.errors import LaunchError, StallError
 
 _STEP_S = 1.0
+_MOST_TRIES = 100
 
 
 class Deadline:
@@ -158,6 +161,22 @@ def _status_of(code: object) -> int:
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1
+
+
+def ignore_signals() -> None:
+    """Ignore every signal that has a handler of Python, until this process ends.
+
+    A handler, as of a script's timer, might raise in the middle of what ends the process.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return  # Python sets handlers on the main thread alone
+    numbers = sorted(signal.valid_signals())
+    for _ in range(_MOST_TRIES):
+        with contextlib.suppress(BaseException):  # of a handler that still runs
+            for number in numbers:
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_IGN)
+            return
 
 
 def skip_exit_handlers() -> None:

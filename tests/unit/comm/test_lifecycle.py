@@ -14,12 +14,19 @@ from typing import TextIO
 import pytest
 import torch.distributed as dist
 
+from dearmpi.comm import lifecycle
 from dearmpi.comm import world as world_module
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.lifecycle import abort_on_exception
 from dearmpi.comm.world import World
 from dearmpi.errors import CommError, ConfigError
 from tests.fakes.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def keep_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These processes go on after the end of a job."""
+    monkeypatch.setattr(lifecycle, "ignore_signals", lambda: None)
 
 
 def test_an_abort_ends_with_its_code() -> None:
