@@ -156,7 +156,8 @@ class Runner:
         self._ended: list[Running] = []
         self._rows: list[str] = []
         self._last_words: list[str] = []
-        self._cores = max(2, len(os.sched_getaffinity(0)))
+        # One more than there are: sections wait as well, for ranks and for processes that start.
+        self._places = 1 + max(2, len(os.sched_getaffinity(0)))
 
     def run(self) -> None:
         """Run all sections to their ends; print what they print."""
@@ -184,20 +185,20 @@ class Runner:
 
     def _start_what_fits(self) -> None:
         waiting = sum(running.section.cores == 0 for running in self._under_way)
-        free = self._cores - sum(self._cores_of(running.section) for running in self._under_way)
+        free = self._places - sum(self._places_of(running.section) for running in self._under_way)
         for section in list(self._left):
             if section.cores == 0 and waiting < _MOST_WAITING:
                 waiting += 1
-            elif 0 < self._cores_of(section) <= free:
-                free -= self._cores_of(section)
+            elif 0 < self._places_of(section) <= free:
+                free -= self._places_of(section)
             else:
                 free = free if section.cores == 0 else 0  # the next that computes keeps its place
                 continue
             self._left.remove(section)
             self._start(section)
 
-    def _cores_of(self, section: Section) -> int:
-        return min(section.cores, self._cores)  # more ranks than cores share them
+    def _places_of(self, section: Section) -> int:
+        return min(section.cores, self._places - 1)  # more ranks than cores share them
 
     def _start(self, section: Section) -> None:
         output = tempfile.NamedTemporaryFile(dir=self._folder, delete=False)  # noqa: SIM115
