@@ -175,7 +175,10 @@ SETTINGS = _by_name(
         "postscale_factor": _AVERAGED,
         "compression fp16 bf16 amp mixed_precision reduce_dtype fp16_allreduce grad_dtype "
         "gradient_compression wire_dtype comm_hook": (
-            'comm_dtype="bf16", or "fp16", sends half the bytes'
+            'comm_dtype="bf16", or "fp16", sends half the bytes, compress="int8" or "int4" fewer'
+        ),
+        "quantize should_quantize zero_quantized_gradients zero_quantized_weights quantization": (
+            'compress="int8", or "int4", quantizes gradients and parameters on their way'
         ),
         "backward_passes_per_step gradient_accumulation_steps accumulation_steps accumulate": (
             "write with optimizer.no_sync(): around all backwards of a step but the last"
@@ -237,6 +240,23 @@ BROADCAST = {
     **_by_name({"params parameters named_parameters module": "give the model itself"}),
 }
 """Arguments of ``broadcast_parameters`` and its like."""
+
+COLLECTIVE = _by_name(
+    {
+        "root_rank src source from_rank dst": (
+            "it is root= in world.broadcast and world.broadcast_object; every other call gives all "
+            "ranks its result"
+        ),
+        "average": 'call world.mean(x), or world.all_reduce(x, op="mean")',
+        "reduce_op reduction operation": _OPERATION,
+        "process_set group process_group comm": _ONE_WORLD,
+        "async_op": "leave it out: a call of world waits, and gradients travel meanwhile anyhow",
+        "tensor tensors tensor_list obj object_list sendbuf sendobj data array": (
+            "give what is exchanged as the first argument, without a name"
+        ),
+    }
+)
+"""Arguments of the collective calls of a World."""
 
 
 def answer_guess(owner: str, name: str, guesses: Mapping[str, str]) -> str | None:

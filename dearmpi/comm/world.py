@@ -56,7 +56,7 @@ from dearmpi.comm.progress.progress import Progress
 from dearmpi.comm.watchdog.watchdog import StallLimits, Watchdog
 from dearmpi.config import ProgressMode, check_choice
 from dearmpi.errors import CommError, ConfigError, MismatchError
-from dearmpi.guessed import WORLD, answer_guess
+from dearmpi.guessed import COLLECTIVE, WORLD, answer_guess, answers_guesses
 
 Wrap = Callable[[Collectives], Collectives]
 Result = TypeVar("Result")
@@ -166,6 +166,7 @@ class World:
             self._shared[name] = self.open_channel(name, window=1)
         return self._shared[name]
 
+    @answers_guesses("world.all_reduce", COLLECTIVE)
     def all_reduce(
         self, values: Sequence[SupportsFloat] | SupportsFloat, op: ValueOp = "sum"
     ) -> list[float]:
@@ -187,6 +188,7 @@ class World:
     def mean(self, values: SupportsFloat) -> float: ...
     @overload
     def mean(self, values: Sequence[SupportsFloat]) -> list[float]: ...
+    @answers_guesses("world.mean", COLLECTIVE)
     def mean(self, values: Any) -> list[float] | float:
         """The average over the ranks: of a number, such as a loss, or of each number of a list."""
         numbers = plain_numbers(values)
@@ -206,6 +208,7 @@ class World:
             steps = partial(broadcast_bytes, data=encode(text or ""), root=0)
             return decode(self._exchange("broadcast of a text", steps))
 
+    @answers_guesses("world.all_gather_object", COLLECTIVE)
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's object, pickled on its way, by rank.
 
@@ -217,6 +220,7 @@ class World:
             sent = self._exchange("all-gather of objects", partial(gather_bytes, data=packed))
         return unpack(sent, reader=self._origin)
 
+    @answers_guesses("world.broadcast_object", COLLECTIVE)
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
         """The object of ``root``, pickled on its way, on every rank; the others' is ignored.
 
@@ -230,6 +234,7 @@ class World:
             sent = self._exchange(f"broadcast of an object from rank {root}", steps)
         return unpack([sent], reader=self._origin)[0]
 
+    @answers_guesses("world.broadcast", COLLECTIVE)
     def broadcast(self, buffer: Buffer, root: int = 0) -> None:
         """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
         self._check_root(root)
@@ -240,6 +245,7 @@ class World:
                 partial(run_alike, start=lambda c: c.start_broadcast(buffer, root)),
             )
 
+    @answers_guesses("world.all_gather", COLLECTIVE)
     def all_gather(self, buffer: Buffer) -> None:
         """Fill ``buffer`` (1-D, contiguous, a multiple of the size) with every rank's shard."""
         check_contiguous("all-gather", buffer)
@@ -250,6 +256,7 @@ class World:
                 partial(run_alike, start=lambda c: c.start_all_gather(buffer)),
             )
 
+    @answers_guesses("world.barrier", COLLECTIVE)
     def barrier(self) -> None:
         """Wait for every rank."""
         with self.named_call("world.barrier()"):

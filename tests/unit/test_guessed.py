@@ -43,6 +43,7 @@ TABLES: list[tuple[Mapping[str, str], set[str]]] = [
     (guessed.SETTINGS, ARGUMENTS),
     (guessed.CONNECTION, set(inspect.signature(dearmpi.connect).parameters)),
     (guessed.BROADCAST, set(inspect.signature(broadcast_parameters).parameters)),
+    (guessed.COLLECTIVE, {"values", "value", "op", "buffer", "root"}),
 ]
 
 
@@ -128,6 +129,7 @@ def test_a_guessed_attribute_of_the_world(name: str, told: str) -> None:
         ("average", "gradients are averaged"),
         ("op", "gradients are averaged"),
         ("compression", 'comm_dtype="bf16", or "fp16", sends half the bytes'),
+        ("zero_quantized_weights", 'compress="int8"'),
         ("backward_passes_per_step", r"with optimizer.no_sync\(\): around"),
         ("process_group", "it trains on all ranks"),
         ("device_ids", "move the model to its device"),
@@ -165,6 +167,25 @@ def test_arguments_of_the_launcher_and_of_broadcasts_are_answered() -> None:
         dearmpi.broadcast_parameters(nn.Linear(2, 2), root_rank=0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"type OrderedDict, .* and not its state_dict\(\)"):
         dearmpi.broadcast_parameters(nn.Linear(2, 2).state_dict())  # type: ignore[arg-type]
+
+
+def test_arguments_of_the_worlds_calls_are_answered() -> None:
+    world = world_of_one()
+    calls: tuple[tuple[Any, dict[str, Any], str], ...] = (
+        (world.all_reduce, {"average": True}, r"call world.mean\(x\)"),
+        (world.mean, {"group": None}, "there are no groups of ranks"),
+        (world.broadcast_object, {"root_rank": 0}, "it is root= in world.broadcast"),
+        (world.broadcast, {"src": 0}, "it is root= in world.broadcast"),
+        (world.all_gather_object, {"obj": 1}, "give what is exchanged as the first"),
+        (world.all_gather, {"tensor": 1}, "give what is exchanged as the first"),
+        (world.barrier, {"async_op": True}, "leave it out"),
+    )
+    for call, given, told in calls:
+        (name,) = given
+        with pytest.raises(
+            TypeError, match=f"world.{call.__name__} has no argument {name}: {told}"
+        ):
+            call(1, **given)
 
 
 def test_the_world_may_be_left_out_everywhere() -> None:
