@@ -409,6 +409,10 @@ def not_compiling() -> Iterator[None]:
 
 _COMPILES = getattr(getattr(convert_frame, "_compile", None), "__code__", None)
 
+# Whether compiled code may call ``dict.__getitem__`` on a subclass. Tried on 2.11, 2.13; False on
+# 2.6, which cannot trace it.
+TRACES_DICT_METHODS: bool = torch.__version__ >= "2.11"
+
 # Whether ``frame_to_compile`` finds anything. False on 2.6, 2.8, 2.11, which chain their entries: a
 # step there waits for all that a compiled model reads.
 SHOWS_FRAMES: bool = "cache_entries" in getattr(_COMPILES, "co_varnames", ())

@@ -33,6 +33,7 @@ from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.sync.refused_models import refuse_sharded
 from dearmpi.engine.sync.wrapper_watch import WrapperWatch, refuse_active, refuse_replicated
 from dearmpi.torch_internals import (
+    TRACES_DICT_METHODS,
     active_ddp,
     at_end_of_backprop,
     forward_pre_hooks,
@@ -74,9 +75,16 @@ class ParameterTable(dict[str, "nn.Parameter | None"]):
         self._wrappers.pop(name, None)
         return not self._watched
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        self._wait(name)
-        return super().__getitem__(name)
+    if TRACES_DICT_METHODS:
+
+        def __getitem__(self, name: str) -> nn.Parameter | None:
+            self._wait(name)
+            return dict.__getitem__(self, name)  # in half the time of super(), for each forward
+    else:
+
+        def __getitem__(self, name: str) -> nn.Parameter | None:
+            self._wait(name)
+            return super().__getitem__(name)
 
     def __delitem__(self, name: str) -> None:
         """Another module may have it from now on, as where a parametrization is put on."""
