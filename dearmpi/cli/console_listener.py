@@ -180,6 +180,7 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
             f"{task.loss_scale_name} on {outcome.evaluation.num_samples} held-out samples: "
             + ", ".join(parts)
         )
+    lines += job.best.describe(task.loss_scale)
     if outcome.num_skipped:
         lines.append(
             f"left out: {count_text(outcome.num_skipped, 'step')} whose loss or gradient was not "

@@ -138,7 +138,16 @@ def _cells(name: str, times: SizeTimes, fitted_s: float) -> tuple[str, ...]:
 
 _OF_A_RUN = (
     *("run_folder", "name", "resume", "max_time_s", "checkpoint_interval", "keep"),
-    *("checkpoint_time_s", "log_interval", "log_time_s", "eval_interval", "tensorboard", "trace"),
+    *(
+        "checkpoint_time_s",
+        "log_interval",
+        "log_time_s",
+        "eval_interval",
+        "keep_best",
+        "patience",
+        "tensorboard",
+        "trace",
+    ),
 )
 # In a file the length stays: the curve of the learning rate is made of it.
 _WITHOUT_EFFECT = ("epochs", "max_steps", *_OF_A_RUN)

@@ -10,15 +10,25 @@ from dearmpi.train.checkpoint.snapshot import (
     parameter_names,
 )
 from dearmpi.train.checkpoint.store import PendingCheckpoint, load, read, save, verify
-from dearmpi.train.checkpoint.survey import Survey, find_latest, prune, resolve, survey
+from dearmpi.train.checkpoint.survey import (
+    Survey,
+    find_best,
+    find_latest,
+    name_best,
+    prune,
+    resolve,
+    survey,
+)
 
 __all__ = [
     "PendingCheckpoint",
     "Snapshot",
     "Survey",
     "check_model",
+    "find_best",
     "find_latest",
     "load",
+    "name_best",
     "optimizer_by_name",
     "optimizer_state_dict",
     "parameter_names",

@@ -20,6 +20,7 @@ from dearmpi.train.disk import is_folder, is_there, mode_of
 # A checkpoint that is being replaced by one of the same step is complete until that one is.
 FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _MOST_NAMES = 24  # in an error
+BEST = "best"  # the file in a run folder
 REPLACED = ".replaced"
 WRITING = ".writing-"
 REMOVING = ".removing-"
@@ -68,13 +69,16 @@ def belongs_to_run(checkpoint: Path) -> bool:
 
 
 def go_back(run_folder: Path, checkpoint: Path) -> None:
-    """Make ``latest`` name ``checkpoint`` if it is one of this run; later checkpoints are given up.
-    Raises CheckpointError where it cannot be written.
+    """Make ``latest`` name ``checkpoint`` if it is one of this run; later checkpoints are given up,
+    the best one too. Raises CheckpointError where it cannot be written.
     """
     own = run_folder / "checkpoints" / checkpoint.name
     if not own.is_dir() or not own.samefile(checkpoint) or own == find_latest(run_folder):
         return
     try:
+        best = find_best(run_folder)
+        if best is not None and _step_of(best) > _step_of(own):
+            (run_folder / BEST).unlink(missing_ok=True)
         name_latest(run_folder, own)
     except OSError as error:
         raise CheckpointError(
@@ -89,16 +93,38 @@ def name_latest(run_folder: Path, checkpoint: Path) -> None:
     disk.write_text(run_folder / "latest", f"checkpoints/{checkpoint.name}\n")
 
 
+def name_best(run_folder: Path, checkpoint: Path) -> None:
+    """Make the file ``best`` name ``checkpoint``. Raises CheckpointError where it cannot be
+    written.
+    """
+    try:
+        disk.write_text(run_folder / BEST, f"checkpoints/{checkpoint.name}\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {run_folder / BEST}: {error.strerror}; the checkpoint itself is saved",
+            code="cannot-write",
+        ) from error
+
+
+def find_best(run_folder: Path) -> Path | None:
+    """The checkpoint that the file ``best`` names; None where there is none."""
+    named = _folder_named(run_folder, _read_pointer(run_folder / BEST))
+    return named if named is not None and named.is_dir() else None
+
+
 def find_latest(run_folder: Path) -> Path | None:
     """Return the checkpoint to resume from, or None; ``survey`` reports what was passed over."""
     return survey(run_folder).latest
 
 
 def resolve(path: Path) -> Path:
-    """Return the checkpoint that ``path`` means: itself, or the latest of a run folder.
+    """Return the checkpoint that ``path`` means: itself, the latest of a run folder, or the one
+    that its file ``best`` names.
 
     Raises CheckpointError when there is none, or it may not be looked at.
     """
+    if path.name == BEST and (best := find_best(path.parent)) is not None:
+        return best
     if not is_folder(path, CheckpointError):
         raise CheckpointError(
             f"{path} is no folder; give a checkpoint or a run folder", code="no-checkpoint"
@@ -141,7 +167,8 @@ def _may_be_run(path: Path) -> bool:
 
 
 def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
-    """Remove complete checkpoints except the ``keep`` written last and the one to resume from.
+    """Remove complete checkpoints except the ``keep`` written last, the one to resume from and the
+    best one.
 
     Damaged checkpoints stay, for the user to judge. Returns the folders that were removed; raises
     OSError when one cannot be.
@@ -152,7 +179,8 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
     complete, _ = list_checkpoints(checkpoints)
     latest = _choose(complete, _folder_named(run_folder, _read_latest(run_folder)))
     by_age = sorted(complete, key=lambda path: _order(complete[path]))
-    removed = tuple(path for path in by_age[: max(0, len(by_age) - keep)] if path != latest)
+    needed = (latest, find_best(run_folder))
+    removed = tuple(path for path in by_age[: max(0, len(by_age) - keep)] if path not in needed)
     for path in removed:
         remove(path)
     return removed
@@ -250,15 +278,19 @@ def _step_of(folder: Path) -> int:
 
 def _read_latest(run_folder: Path) -> str | None:
     """The content of the file ``latest``, unchecked; None where there is none."""
+    return _read_pointer(run_folder / "latest")
+
+
+def _read_pointer(path: Path) -> str | None:
     try:
-        return (run_folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
+        purpose = "is the best" if path.name == BEST else "to resume from"
         raise CheckpointError(
-            f"cannot read {run_folder / 'latest'}, which names the checkpoint to resume from: "
-            f"{error.strerror}; make it readable, or remove it to resume from the newest "
-            "checkpoint",
+            f"cannot read {path}, which names the checkpoint {purpose}: {error.strerror}; make it "
+            "readable, or remove it to resume from the newest checkpoint",
             code="unreadable-file",
         ) from error
 

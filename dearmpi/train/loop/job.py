@@ -22,6 +22,7 @@ from dearmpi.train.checkpoint import check_model, optimizer_state_dict, paramete
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
 from dearmpi.train.data.loading import BatchLoader, open_loader
+from dearmpi.train.loop.best_evaluation import BestEvaluation
 from dearmpi.train.loop.evaluation import Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve, parameter_groups
 from dearmpi.train.metrics.metrics import check_names
@@ -43,6 +44,7 @@ class Job:
     base_lrs: learning rate of each param group, which the curve's factor multiplies.
     start_step, total_steps: optimizer steps taken before, and at the end of the run.
     loading: loads samples. evaluator: None where the task has no held-out data.
+    best: the lowest held-out loss so far.
     """
 
     world: World
@@ -57,6 +59,7 @@ class Job:
     total_steps: int
     loading: BatchLoader
     evaluator: Evaluator | None
+    best: BestEvaluation
 
     def state(self) -> TrainingState:
         """What its checkpoints are made of."""
@@ -75,6 +78,7 @@ class Job:
             "world_size": self.world.size,
             "lr_factor": self.curve.factor(step),
             "config": self.settings.as_plain(),
+            **({"best": self.best.state()} if self.best.is_watched else {}),
         }
 
     def position(self, step: int) -> tuple[int, int]:
@@ -140,6 +144,7 @@ def prepare(
         total_steps=total_steps,
         loading=loading,
         evaluator=evaluator,
+        best=BestEvaluation.of(settings, snapshot),
     )
 
 

@@ -169,12 +169,13 @@ def settle(
     settings = replace(settings, lr=choice.lr, optimizer=choice.name)
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, epochs=1)
-    if settings.eval_interval and task.eval_data is None:
-        raise ConfigError(
-            f"eval_interval {settings.eval_interval} has no effect: task {task.name} has no "
-            "held-out data; leave it out",
-            code="setting-without-effect",
-        )
+    for name in ("eval_interval", "keep_best", "patience"):
+        if getattr(settings, name) and task.eval_data is None:
+            raise ConfigError(
+                f"{name} {getattr(settings, name)} has no effect: task {task.name} has no "
+                "held-out data; leave it out",
+                code="setting-without-effect",
+            )
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "TensorBoard is not installed; run: pip install 'dearmpi[tensorboard]', or leave out "

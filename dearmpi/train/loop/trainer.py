@@ -8,8 +8,9 @@ One turn of the loop is one optimizer step, and these phases:
 4. when due: evaluate, and write a row of metrics.
 
 At the end of the run 3 and 4 are due. A checkpoint is on the disk before an evaluation begins,
-which may fail, or outlast the job's time. After a request to stop 3 is due, and a row; an
-evaluation under way is broken off, unless it is the last.
+which may fail, or outlast the job's time. Where the best evaluation is watched, 4 comes before 3,
+so that a checkpoint knows it, and a better one makes 3 due. After a request to stop 3 is due, and a
+row; an evaluation under way is broken off, unless it is the last.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Trainer:
         """
         self._job.loading.expect(coming_batches(self._job))
         try:
-            while not (self._stopping or self._due.end):
+            while not (self._stopping or self._ended):
                 self._take_turn()
             self._finish()
         except Exception as error:
@@ -100,7 +101,8 @@ class Trainer:
             since_save_s=self._steps.since_save_s,
         )
         self._take_step(row_due=due.row)
-        if due.save:
+        evaluates_first = due.evaluation and self._job.best.is_watched
+        if due.save and not evaluates_first:
             self._steps.save()
         if due.end or due.evaluation:
             self._steps.saver.finish()
@@ -108,6 +110,10 @@ class Trainer:
             self._steps.read_all_totals()
             if not self._stopping:  # what is due then comes at the end
                 self._measure(evaluate=due.evaluation)
+        if evaluates_first and not self._stopping:
+            is_best = self._job.best.keeps and self._job.best.step == self._step
+            if due.save or is_best:
+                self._steps.save(is_best=is_best)
 
     def _take_step(self, *, row_due: bool) -> None:
         """Phases 1 and 2."""
@@ -151,6 +157,11 @@ class Trainer:
         return self._steps.stopping or self._broken_off
 
     @property
+    def _ended(self) -> bool:
+        """Whether the run has reached its length, or an early end."""
+        return self._due.end or self._job.best.is_over
+
+    @property
     def _due(self) -> Due:
         return self._timetable.after(self._step)
 
@@ -179,6 +190,8 @@ class Trainer:
         self._steps.catch_up()
         stop_requested = (lambda: False) if self._due.end else self._stop_requested
         found = self._job.evaluator.run(self._job.world, stop_requested=stop_requested)
+        if found is not None:
+            self._job.best.note(self._step, found.loss)
         self._evaluation = found or self._evaluation
         self._broken_off = self._broken_off or found is None
         return found
@@ -208,7 +221,7 @@ class Trainer:
         exposed_s, busy_s = self._job.world.all_reduce([steady.exposed_s, steady.communication_s])
         return Outcome(
             step=self._step,
-            stopped=not self._due.end,
+            stopped=not self._ended,
             first_loss=self._first_loss,
             last_loss=self._last_loss,
             evaluation=self._evaluation,

@@ -13,6 +13,7 @@
               tensorboard/        with --tensorboard
               checkpoints/step-00001000/
               latest              names the checkpoint to resume from
+              best                names the best one, with --keep-best
               begun-from          the checkpoint of another run, with --resume PATH --name NAME
 """
 

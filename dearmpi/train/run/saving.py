@@ -112,7 +112,7 @@ class Saver:
         self._copy = CopyBuffer()
         self._thread = ThreadPoolExecutor(1, "dearmpi-saving", _be_nice)
         self._work: Future[Any] | None = None
-        self._num_begun = 0
+        self._num_begun, self._is_best = 0, False
         self._head: Head | None = None
         named = state.model.named_parameters(remove_duplicate=False)
         self._trained = frozenset(name for name, _ in named)
@@ -123,9 +123,11 @@ class Saver:
         under_way = self._work is not None and not self._work.done()
         return self._num_begun - under_way
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, *, is_best: bool = False) -> None:
         """Begin to save the state after ``step`` steps, once a checkpoint under way is written.
         Parameters and buffers must be current (``TrainingState.synchronize``).
+
+        is_best: the run folder's file ``best`` names it, once it is complete.
         """
         self._end_stages()
         draft = self._draft(step)
@@ -137,7 +139,7 @@ class Saver:
                 self._check_own()
                 self._prune()  # a resumed run may keep fewer than its earlier part did
                 draft.begin()
-        self.started_step = step
+        self.started_step, self._is_best = step, is_best
         self._begin(SaveStage.WRITING, lambda: self._write(draft, copied))
 
     def advance(self, num_done: int) -> None:
@@ -208,6 +210,8 @@ class Saver:
             return None  # rank 0's work
         self._check_own()
         path = draft.commit(self._head, files)
+        if self._is_best:
+            checkpoint.name_best(self._folder, path)
         self._prune()
         return path
 

@@ -161,12 +161,15 @@ class RunSteps:
         self._state.synchronize()
         self.meter.wait(time.perf_counter() - begin_s)
 
-    def save(self) -> None:
-        """Begin to save a checkpoint, which is written while the next steps are taken."""
+    def save(self, *, is_best: bool = False) -> None:
+        """Begin to save a checkpoint, which is written while the next steps are taken.
+
+        is_best: it stays until another is the best.
+        """
         self.read_all_totals()
         with self._optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
             self.catch_up()
-            self.saver.start(self.step)
+            self.saver.start(self.step, is_best=is_best)
         self._save_s = self._clock_s
 
     def fail(self, error: Exception) -> None:

@@ -313,6 +313,19 @@ class RunChoices:
         "steps between evaluations; 0: one, at the end; default: at each epoch's end",
         least=0,
     )
+    keep_best: bool = setting(
+        False,
+        "Run",
+        "switch",
+        "also keep the checkpoint of the lowest held-out loss, which the file best then names",
+    )
+    patience: int | None = setting(
+        None,
+        "Run",
+        "integer",
+        "end early after this many evaluations without a lower held-out loss",
+        least=1,
+    )
     tensorboard: bool = setting(False, "Run", "switch", "also write TensorBoard events")
     trace: tuple[int, int] | None = setting(
         None,

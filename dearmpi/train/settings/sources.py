@@ -38,6 +38,8 @@ _OTHERS: Mapping[str, str] = {
     "name": "run_name exp_name experiment_name job_name",
     "resume": "resume_from resume_from_checkpoint",
     "checkpoint_interval": "save_interval save_steps checkpoint_every",
+    "keep_best": "load_best_model_at_end save_best save_best_only",
+    "patience": "early_stopping_patience early_stopping",
     "keep": "save_total_limit keep_checkpoints",
     "log_interval": "logging_steps log_every log_freq print_freq",
     "eval_interval": "eval_steps eval_every",
