@@ -18,7 +18,7 @@ from dearmpi.cli.measure import calibrate, profile
 from dearmpi.cli.plan import plan
 from dearmpi.cli.requeue import requeue
 from dearmpi.cli.run import run
-from dearmpi.cli.run_output import checkpoint, report, trace
+from dearmpi.cli.run_output import checkpoint, compare, report, runs, trace
 from dearmpi.cli.simulate import simulate
 from dearmpi.cli.slurm import slurm
 from dearmpi.errors import ConfigError, DearError
@@ -36,6 +36,8 @@ group.add_command(simulate)
 group.add_command(calibrate)
 group.add_command(profile)
 group.add_command(plan)
+group.add_command(runs)
+group.add_command(compare)
 group.add_command(report)
 group.add_command(checkpoint)
 group.add_command(trace)

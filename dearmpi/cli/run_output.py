@@ -1,4 +1,4 @@
-"""Commands on what a run has written: report, trace merge, checkpoint show and export."""
+"""Commands on what runs have written: runs, compare, report, trace merge, checkpoint."""
 
 from __future__ import annotations
 
@@ -36,6 +36,31 @@ def report(run: Path, out: Path | None) -> None:
     console.say(f"wrote {written.page}")
     if written.pictures:
         console.say(f"wrote {len(written.pictures)} pictures in {written.pictures[0].parent}")
+
+
+@click.command()
+@click.argument("root", type=click.Path(path_type=Path), default=Path("runs"))
+def runs(root: Path) -> None:
+    """List the runs in the folder ROOT (runs): how far each came, its losses and its speed.
+
+    The step of the best held-out loss stands behind it in parentheses.
+    """
+    from dearmpi.report.draw.units import align
+    from dearmpi.train.run.run_summary import table_of_runs
+
+    Console(speaks=True, needed=True).say_all(align(table_of_runs(root)))
+
+
+@click.command()
+@click.argument("run_folders", metavar="A B...", nargs=-1, type=click.Path(path_type=Path))
+def compare(run_folders: tuple[Path, ...]) -> None:
+    """Show the settings in which the runs A, B ... differ, and what came of them."""
+    from dearmpi.report.draw.units import align
+    from dearmpi.train.run.run_summary import table_of_differences
+
+    if len(run_folders) < 2:
+        raise click.UsageError("give the folders of two runs or more")
+    Console(speaks=True, needed=True).say_all(align(table_of_differences(run_folders)))
 
 
 @click.group()
