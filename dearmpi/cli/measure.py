@@ -145,6 +145,7 @@ _OF_A_RUN = (
         "eval_interval",
         "keep_best",
         "patience",
+        "tracker",
         "tensorboard",
         "trace",
     ),

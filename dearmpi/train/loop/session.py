@@ -7,7 +7,6 @@ last of them, so what is refused leaves everything as it was.
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from dearmpi.train.loop.job import Job, check_position, prepare, share_samples
 from dearmpi.train.loop.optimizers import OptimizerChoice, choose_optimizer
 from dearmpi.train.loop.planning import why_untraceable
 from dearmpi.train.metrics.metrics import MetricsLog
+from dearmpi.train.metrics.trackers import TrackedRun, Trackers, check_trackers
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.device import DeviceChoice, allow_deterministic_only, choose_device
 from dearmpi.train.ranks.random_state import seed_all
@@ -176,12 +176,7 @@ def settle(
                 "held-out data; leave it out",
                 code="setting-without-effect",
             )
-    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "TensorBoard is not installed; run: pip install 'dearmpi[tensorboard]', or leave out "
-            "--tensorboard",
-            code="library-missing",
-        )
+    check_trackers(settings.trackers)
     if snapshot is not None:
         check_resumable(_stored_source(snapshot, origin="the checkpoint").values, settings)
         check_position(snapshot, task)
@@ -244,9 +239,11 @@ def open_metrics(job: Job, folder: RunFolder) -> MetricsLog | None:
     with together(job.world, root_only=True):
         if not job.world.is_root:
             return None
+        resume_step = job.start_step if folder.metrics_csv.exists() else None
+        tracked = TrackedRun(folder.path, job.settings.as_plain(), resume_step)
         return MetricsLog(
             folder.path,
             extra=() if job.evaluator is None else job.evaluator.names,
-            resume_step=job.start_step if folder.metrics_csv.exists() else None,
-            tensorboard=job.settings.tensorboard,
+            resume_step=resume_step,
+            trackers=Trackers(job.settings.trackers, tracked),
         )

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Self
 from dearmpi.errors import ConfigError, DearError, UsageError
 from dearmpi.train import disk
 from dearmpi.train.metrics.step_times import LISTS, SUMMARY, RankTimes, rank_columns
+from dearmpi.train.metrics.trackers import Trackers
 
 Number = int | float | None
 
@@ -62,10 +63,10 @@ class MetricsLog:
     extra: names of the task's own metrics, each a column.
     resume_step: the step that the run goes on from: rows of later steps are dropped, so that no
         step appears twice. A half line that a killed writer left behind is dropped as well.
-    tensorboard: also write TensorBoard events to ``tensorboard/``.
+    trackers: take each row as well; closed with the files.
     last_step: the step of the last row, -1 before there is one.
 
-    Raises ConfigError for names that cannot be columns and where TensorBoard is not installed.
+    Raises ConfigError for names that cannot be columns.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class MetricsLog:
         *,
         extra: Sequence[str] = (),
         resume_step: int | None = None,
-        tensorboard: bool = False,
+        trackers: Trackers | None = None,
     ) -> None:
         check_names(extra)
-        self._board = TensorBoard(run_folder, resume_step) if tensorboard else None
+        self._trackers = trackers
         csv, jsonl = run_folder / "metrics.csv", run_folder / "metrics.jsonl"
         try:
             old = [row for row in _read_csv(csv) if _wanted(row, resume_step)]
@@ -121,19 +122,18 @@ class MetricsLog:
                 f"cannot write {self._csv.name}: {error.strerror}", code="cannot-write"
             ) from error
         self.last_step = row.step
-        if self._board is not None:
-            self._board.write(row.step, values)
+        if self._trackers is not None:
+            self._trackers.write(row.step, values)
 
     def close(self) -> None:
         """Close the files. Warns, instead of failing, where a file server reports lost rows."""
-        files = [self._csv.close, self._jsonl.close]
-        if self._board is not None:
-            files.append(self._board.close)
-        for close in files:
+        for close in (self._csv.close, self._jsonl.close):
             try:
                 close()
             except OSError as error:
                 warnings.warn(f"the metrics may lack their last rows: {error}", stacklevel=1)
+        if self._trackers is not None:
+            self._trackers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -227,34 +227,3 @@ def _to_json(values: Mapping[str, Number], ranks: Sequence[RankTimes]) -> str:
         n: v if math.isfinite(v) else None for n, v in values.items() if v is not None
     }
     return json.dumps(row | rank_columns(ranks))
-
-
-class TensorBoard:
-    """Writes scalars to ``tensorboard/`` in the run folder.
-
-    resume_step: events of later steps, from before the run was resumed, are hidden.
-    Raises ConfigError where TensorBoard is not installed.
-    """
-
-    def __init__(self, run_folder: Path, resume_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"TensorBoard is not installed ({error}); run: pip install 'dearmpi[tensorboard]'",
-                code="library-missing",
-            ) from error
-        purge_step = None if resume_step is None else resume_step + 1
-        folder = str(run_folder / "tensorboard")
-        self._writer: Any = SummaryWriter(folder, purge_step=purge_step)
-
-    def write(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        """Write each measured value except the step itself."""
-        for name, value in values.items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()

@@ -10,7 +10,7 @@
               plan.json           what is followed, if a plan is
               bucket_caps.csv     what was tried, with --plan bayes
               trace/              with --trace
-              tensorboard/        with --tensorboard
+              tensorboard/ wandb/ mlruns/ trackers.json    with --tracker
               checkpoints/step-00001000/
               latest              names the checkpoint to resume from
               best                names the best one, with --keep-best

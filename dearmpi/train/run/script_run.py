@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +19,7 @@ from dearmpi.errors import ConfigError, DataError, UsageError
 from dearmpi.report.read.pace import SlowRanks, StragglerWatch
 from dearmpi.train.data.data import Batches, StepSampler
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow, check_names
+from dearmpi.train.metrics.trackers import TrackedRun, Trackers, check_trackers
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.run.environment import describe_environment
@@ -70,11 +71,16 @@ class Run:
         keep: int = 3,
         max_time_s: float | None = None,
         trace: tuple[int, int] | None = None,
+        tracker: str | Sequence[str] = "csv",
+        save_every_s: float | None = None,
     ) -> None:
         """folder: on a file system that all hosts share. states: what is saved besides, by name.
 
         log_interval: steps per row of metrics. keep: checkpoints that stay. max_time_s: since the
         block began. trace: the first iteration to record, from 1, and the one before which it ends.
+        tracker: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` or several, beside the CSV file.
+        save_every_s: ``log`` also saves after so many seconds without a checkpoint, 900 being a
+        good choice; it must then be the last call about a step, after ``scheduler.step()``.
         Raises ConfigError for numbers that are out of range.
         """
         if min(log_interval, keep) < 1 or (trace is not None and not 1 <= trace[0] < trace[1]):
@@ -87,6 +93,8 @@ class Run:
         self._world, self._states = optimizer.world, states
         self._log_interval, self._keep = log_interval, keep
         self._max_time_s, self._window = max_time_s, trace
+        self._tracker_names = (tracker,) if isinstance(tracker, str) else tuple(tracker)
+        self._save_every_s = save_every_s
         self._held = ExitStack()
         self._folder: RunFolder | None = None
         self._stop = StopRequest()
@@ -105,6 +113,9 @@ class Run:
         with ExitStack() as held:
             self._stop = held.enter_context(StopRequest())
             self._stop.limit(self._max_time_s)
+            with together(self._world, root_only=True):
+                if self._world.is_root:
+                    check_trackers(self._tracker_names)
             self._folder = held.enter_context(
                 hold_folder(
                     self._world,
@@ -202,6 +213,7 @@ class Run:
         steps = self._running()
         self._check_names(metrics)
         row_due = (steps.step + 1) % self._log_interval == 0
+        save_due = self._save_every_s is not None and steps.since_save_s >= self._save_every_s
         if not num_samples and self._sampler is not None:
             num_samples = self._sampler.batches.batch_size
         own = loss.detach() if isinstance(loss, Tensor) else loss
@@ -210,6 +222,8 @@ class Run:
         if row_due:
             steps.read_all_totals()
             self._write_row(steps)
+        if save_due:
+            steps.save()
         if self._tracing is not None:
             self._tracing.begin_iteration(steps.step + 1)
         self._begin_step(steps)
@@ -297,8 +311,14 @@ class Run:
     def _append(self, row: MetricsRow) -> None:
         assert self._folder is not None and self._watch is not None
         if self._metrics is None:
+            tracked = TrackedRun(
+                self._folder.path, asdict(self._optimizer.config), self._start_step or None
+            )
             self._metrics = MetricsLog(
-                self._folder.path, extra=tuple(row.extra), resume_step=self._start_step
+                self._folder.path,
+                extra=tuple(row.extra),
+                resume_step=self._start_step,
+                trackers=Trackers(self._tracker_names, tracked),
             )
         self._metrics.append(row)
         if row.ranks:

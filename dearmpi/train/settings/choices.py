@@ -24,6 +24,7 @@ Precision = Literal["fp32", "bf16", "fp64"]
 DeviceSetting = Literal["auto", "cpu", "cuda"]
 LrSchedule = Literal["constant", "cosine", "step"]
 NoDecay = Literal["norms", "biases"]
+TrackerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 OnNan = Literal["stop", "skip"]
 
 _LIMITS = StallLimits()
@@ -326,7 +327,15 @@ class RunChoices:
         "end early after this many evaluations without a lower held-out loss",
         least=1,
     )
-    tensorboard: bool = setting(False, "Run", "switch", "also write TensorBoard events")
+    tracker: tuple[TrackerName, ...] | None = setting(
+        None,
+        "Run",
+        "several",
+        "where rows go besides metrics.csv, separated by commas; each but csv is an extra",
+        choices=get_args(TrackerName),
+        metavar="csv|tensorboard|wandb|mlflow",
+    )
+    tensorboard: bool = setting(False, "Run", "switch", "the same as --tracker tensorboard")
     trace: tuple[int, int] | None = setting(
         None,
         "Run",

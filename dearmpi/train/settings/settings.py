@@ -82,6 +82,11 @@ class RunSettings(RunChoices):
         """The task's options, ``data`` among them."""
         return {**self.task_options, **({} if self.data is None else {"data": self.data})}
 
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Where rows of metrics go besides the run folder."""
+        return (*(self.tracker or ()), *(["tensorboard"] if self.tensorboard else []))
+
     def stall_limits(self) -> StallLimits:
         """How long a wait for other ranks may last; ConfigError where that makes no sense."""
         return StallLimits(self.stall_warning_s, self.stall_abort_s)
