@@ -17,6 +17,7 @@ class BestEvaluation:
     keeps: whether the checkpoint of the best is kept. patience: evaluations without a lower loss
     after which the run is over; None: it never is.
     step, loss: of the best; None before the first evaluation. num_worse: evaluations since.
+    last_step: of the last evaluation; a stop may have come before the one that was due.
     """
 
     keeps: bool = False
@@ -24,6 +25,7 @@ class BestEvaluation:
     step: int | None = None
     loss: float | None = None
     num_worse: int = 0
+    last_step: int | None = None
 
     @classmethod
     def of(cls, settings: RunSettings, snapshot: Snapshot | None) -> Self:
@@ -43,6 +45,7 @@ class BestEvaluation:
 
     def note(self, step: int, loss: float) -> bool:
         """Whether ``loss``, after ``step``, is the lowest so far; a NaN never is."""
+        self.last_step = step
         if self.loss is None or loss < self.loss:
             self.step, self.loss, self.num_worse = step, loss, 0
             return True
@@ -51,7 +54,12 @@ class BestEvaluation:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"step": self.step, "loss": self.loss, "num_worse": self.num_worse}
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "num_worse": self.num_worse,
+            "last_step": self.last_step,
+        }
 
     def describe(self, scale: float = 1.0) -> list[str]:
         """Lines for people on the best and on an early end. scale: for the loss that is shown."""

@@ -78,6 +78,9 @@ class Trainer:
         """
         self._job.loading.expect(coming_batches(self._job))
         try:
+            if self._owes_evaluation:
+                self._evaluate_again()
+                self._save_best(due=False)
             while not (self._stopping or self._ended):
                 self._take_turn()
             self._finish()
@@ -111,9 +114,13 @@ class Trainer:
             if not self._stopping:  # what is due then comes at the end
                 self._measure(evaluate=due.evaluation)
         if evaluates_first and not self._stopping:
-            is_best = self._job.best.keeps and self._job.best.step == self._step
-            if due.save or is_best:
-                self._steps.save(is_best=is_best)
+            self._save_best(due=due.save)
+
+    def _save_best(self, *, due: bool) -> None:
+        """Save after an evaluation that is watched, if a checkpoint is due or it is the best."""
+        is_best = self._job.best.keeps and self._job.best.step == self._step
+        if due or is_best:
+            self._steps.save(is_best=is_best)
 
     def _take_step(self, *, row_due: bool) -> None:
         """Phases 1 and 2."""
@@ -155,6 +162,13 @@ class Trainer:
     @property
     def _stopping(self) -> bool:
         return self._steps.stopping or self._broken_off
+
+    @property
+    def _owes_evaluation(self) -> bool:
+        """Whether the earlier part was stopped before an evaluation that counts."""
+        best = self._job.best
+        is_due = self._step > 0 and self._due.evaluation and not self._ended
+        return is_due and best.is_watched and best.last_step != self._step
 
     @property
     def _ended(self) -> bool:

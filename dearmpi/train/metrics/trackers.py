@@ -151,9 +151,7 @@ class MLflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = (
-            self._client.create_experiment(name)
-            if experiment is None
-            else experiment.experiment_id
+            self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         )
         made = self._client.create_run(experiment_id, run_name=run.folder.name)
         for key, value in run.settings.items():

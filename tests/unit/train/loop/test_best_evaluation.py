@@ -18,7 +18,7 @@ from dearmpi.train.checkpoint.survey import go_back
 from dearmpi.train.loop.best_evaluation import BestEvaluation
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.session import settle
-from dearmpi.train.metrics import step_totals
+from dearmpi.train.metrics import step_times as step_totals
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.settings.sources import make_source
 from tests.codes import raises

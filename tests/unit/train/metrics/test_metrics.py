@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import resource
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
