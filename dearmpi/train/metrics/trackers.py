@@ -12,7 +12,8 @@ import re
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -225,21 +226,26 @@ class Trackers:
         """Hand on each measured value but the step itself."""
         known = {n: v for n, v in values.items() if n != "step" and v is not None}
         for name, tracker in self._trackers.items():
-            self._try(name, lambda tracker=tracker: tracker.write(step, known), f"of step {step}")
+            with _warning(name, f"of step {step}"):
+                tracker.write(step, known)
 
     def close(self) -> None:
         """Let each send what is left."""
         for name, tracker in self._trackers.items():
-            self._try(name, tracker.close, "at the end")
+            with _warning(name, "at the end"):
+                tracker.close()
 
-    def _try(self, name: str, call: Callable[[], None], when: str) -> None:
-        try:
-            call()
-        except Exception as error:
-            warnings.warn(
-                f"the tracker {name} may lack its last rows {when}: {error}; metrics.csv has all",
-                stacklevel=2,
-            )
+
+@contextmanager
+def _warning(name: str, when: str) -> Iterator[None]:
+    """Turn what a tracker raises into a warning."""
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(
+            f"the tracker {name} may lack its last rows, {when}: {error}; metrics.csv has all",
+            stacklevel=1,
+        )
 
 
 def _make(name: str, run: TrackedRun) -> Tracker:

@@ -148,7 +148,7 @@ def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     kind = trackers._Kind(Failing, "json", "json")
-    monkeypatch.setitem(trackers.TRACKERS, "failing", kind)  # type: ignore[arg-type]
+    monkeypatch.setitem(trackers.TRACKERS, "failing", kind)
     with pytest.warns(UserWarning) as told:
         write_rows(TrackedRun(tmp_path), "failing", 1)
     said = [str(one.message) for one in told]
