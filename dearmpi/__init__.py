@@ -8,6 +8,7 @@ A script needs ``connect`` and ``DistributedOptimizer``::
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,8 @@ if not TYPE_CHECKING:  # which would take any name for one that there is
         """Import on first use, so that ``import dearmpi`` needs neither torch nor MPI."""
         if name not in _HOMES:
             raise AttributeError(_describe_missing(name))
+        if name == "DistributedOptimizer" and "DEAR_TRACE" in os.environ:
+            import_module("dearmpi.train.run.traced_script").trace_next_optimizer()
         return getattr(import_module(_HOMES[name]), name)
 
 

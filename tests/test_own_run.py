@@ -16,6 +16,7 @@ import dearmpi
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.errors import ConfigError, NonFiniteLossError, UsageError
 from dearmpi.report.page.report import write_report
+from dearmpi.report.read.trace import read_traces
 from tests.codes import raises
 from tests.forks import forked
 from tests.job import Ended, run_job
@@ -218,3 +219,46 @@ def test_an_error_of_the_script_passes_and_frees_the_folder(tmp_path: Path) -> N
         raise ZeroDivisionError
     with script.run(tmp_path / "a") as run:
         assert run.resume() == 0
+
+
+PLAIN = """
+import sys
+
+import torch
+
+import dearmpi
+
+world = dearmpi.connect()
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = dearmpi.DistributedOptimizer(inner, model)
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(9, {3, 4, 5}), (4, {3, 4})])
+def test_a_script_is_traced_by_a_variable_alone(
+    tmp_path: Path, num_steps: int, expected: set[int]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PLAIN)
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "DEAR_TRACE": "3:6",
+        "DEAR_TRACE_FOLDER": str(tmp_path / "traced"),
+    }
+    command = forked([sys.executable, script, str(num_steps)])
+    ended = run_job(command, ranks=2, limit_s=120, environment=environment)
+    assert ended.returncode == 0, ended.output
+    traces = read_traces(tmp_path / "traced").traces
+    assert len(traces) == 2
+    for trace in traces:
+        forwards = [event for event in trace.events if str(event["name"]).startswith("F ")]
+        assert {event["args"]["iteration"] for event in forwards} == expected
+    if num_steps == 9:
+        assert "iterations 3 to 5 are recorded in" in ended.output
+        page = write_report(tmp_path / "traced", tmp_path / "page").page
+        assert page.exists()

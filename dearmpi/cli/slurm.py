@@ -76,7 +76,7 @@ class _SlurmCommand(click.Command):
     help="what starts the ranks inside the job",
 )
 @click.option("--submit", is_flag=True, help="hand it to sbatch rather than print it")
-@click.argument("arguments", nargs=-1, metavar="[-- RUN ARGS...]", type=click.UNPROCESSED)
+@click.argument("arguments", nargs=-1, metavar="[-- ARGS...]", type=click.UNPROCESSED)
 def slurm(
     *,
     others: tuple[str, ...],
@@ -85,12 +85,14 @@ def slurm(
     arguments: tuple[str, ...],
     **given: object,
 ) -> None:
-    """Print a batch script that trains with RUN ARGS, the arguments of `dear-train run`. It saves
-    before its time is up or when it is preempted, and queues again to go on.
+    """Print a batch script that trains with ARGS: the arguments of `dear-train run`, or a command
+    of your own. It saves before its time is up or when it is preempted, and queues again to go on;
+    a script of your own does so with dearmpi.Run.
 
     \b
       dear-train slurm --nodes 2 --ntasks-per-node 4 -- --task digits --epochs 50 >job.sbatch
       dear-train slurm --nodes 2 --time 12:00:00 --submit -- --task digits --epochs 50
+      dear-train slurm --nodes 2 -- python script.py --its-own flags
     """
     options: dict[str, str | None] = {
         name.replace("_", "-"): str(value) for name, value in given.items() if value is not None
@@ -107,8 +109,12 @@ def slurm(
 
 def _check_arguments(arguments: tuple[str, ...], folder: Path) -> Iterator[str]:
     """Refuse now what ``dear-train run`` would refuse once the job had left the queue. Returns what
-    it would miss if it ran in ``folder`` now.
+    it, or a command of one's own, would miss if it ran in ``folder`` now.
     """
+    if is_own_command(arguments):
+        script = next((word for word in arguments if word.endswith(".py")), None)
+        is_there = script is None or os.path.isfile(folder / script)
+        return iter(() if is_there else [f"there is no file {folder / str(script)}"])
     given = run.make_context("dear-train run", list(arguments)).params
     config = given.pop("config")
     check_config(config)
@@ -117,6 +123,11 @@ def _check_arguments(arguments: tuple[str, ...], folder: Path) -> Iterator[str]:
     if config is None:  # it may give more, and need not be here yet
         _check_combination(merge(sources))
     return _missing_files(config, sources, folder)
+
+
+def is_own_command(arguments: Sequence[str]) -> bool:
+    """Whether ``arguments`` are a command; those of ``dear-train run`` begin with a flag."""
+    return bool(arguments) and not arguments[0].startswith("-")
 
 
 def _check_task(sources: Sequence[Source]) -> None:
@@ -244,7 +255,7 @@ class BatchScript:
     """A job for sbatch.
 
     options: sbatch's, by their long names; None for those without a value, such as exclusive.
-    arguments: of ``dear-train run``.
+    arguments: of ``dear-train run``, or a command.
     environment: folder of the Python environment, used unless DEARMPI_VENV names another.
 
     Raises ConfigError for an option that sbatch would read as something else, or refuses beside the
@@ -286,6 +297,8 @@ class BatchScript:
         for name in (*self.options, *(_EXCLUDED.get(name, name) for name in self.options)):
             text = re.sub(rf"^#SBATCH --{name}(=.*)?\n", "", text, flags=re.MULTILINE)
         lines = "".join(f"#SBATCH --{_written(*item)}\n" for item in self.options.items())
+        if is_own_command(self.arguments):
+            text = re.sub(r" dear-train run \\\n.*$", ' "$@"\n', text, flags=re.DOTALL)
         own = f"DEARMPI_VENV=${{DEARMPI_VENV:-{shlex.quote(self.environment)}}}\n"
         own += f'set -- {shlex.join(self.arguments)} "$@"\n' if self.arguments else ""
         head, set_up, rest = text.partition(_AFTER_OPTIONS)

@@ -22,6 +22,9 @@ from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.guessed import SETTINGS, answers_guesses
 from dearmpi.plan.data.plan import Plan
 
+# Called with each new optimizer and its model, on all ranks alike: what records a script.
+CONSTRUCTED: list[Callable[[DistributedOptimizer, nn.Module], None]] = []
+
 
 class DistributedOptimizer(Readings):
     """An optimizer whose gradients are averaged over all ranks while the model computes.
@@ -59,6 +62,8 @@ class DistributedOptimizer(Readings):
         self._show()
         # In errors about collective calls; counted once all ranks have made it.
         self._name = self.world.label("optimizer")
+        for observe in tuple(CONSTRUCTED):
+            observe(self, model)
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -34,6 +34,7 @@ from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.run_location import hold_folder
 from dearmpi.train.run.saving import Saver, TrainingState
 from dearmpi.train.run.steps import RunSteps
+from dearmpi.train.run.traced_script import stop_tracing
 from dearmpi.train.run.tracing import Tracing, open_tracing
 
 _logger = logging.getLogger("dearmpi")
@@ -270,6 +271,8 @@ class Run:
         saver = Saver(state, folder.path, saved=lambda _: None, check_own=folder.check_own)
         # Traces of an earlier part stay where nothing is left to record.
         window = self._window if self._window is None or step + 1 < self._window[1] else None
+        if window is not None:
+            stop_tracing(self._optimizer)
         self._tracing = open_tracing(self._model, self._optimizer, window, folder)
         self._watch = StragglerWatch(SlowRanks(step), self._world.hosts)
         self._row_step = self._start_step = step

@@ -121,6 +121,40 @@ def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
     assert not (tmp_path / "spoiled").exists()
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_command_of_ones_own_takes_the_place_of_the_run(
+    launcher: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["python", "script.py", "--lr", "fast", *NASTY]
+    script = render(capsys, "--launcher", launcher, "--nodes", "2", "--", *words)
+    # Run where the launcher prints its words instead.
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    for name in ("dear-train", "python"):
+        (fake / name).write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+        (fake / name).chmod(0o755)
+    ended = subprocess.run(
+        ["bash", "-c", script],
+        env={"PATH": "/usr/bin:/bin", "DEARMPI_VENV": str(tmp_path), "SLURM_NTASKS": "4"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    given = ended.stdout.split("\0")[:-1]
+    assert given[:2] == ["requeue", launcher] and given[-len(words) :] == words
+    assert ("--run-folder" in given, "--resume" in given) == (False, False)
+
+
+def test_a_script_that_the_job_would_miss_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["slurm", "--submit", "--", "python", "absent.py"]) == 2
+    assert "absent.py" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
