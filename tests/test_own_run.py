@@ -17,6 +17,8 @@ from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.errors import ConfigError, NonFiniteLossError, UsageError
 from dearmpi.report.page.report import write_report
 from dearmpi.report.read.trace import read_traces
+from dearmpi.train.checkpoint.inspection import export
+from dearmpi.train.ranks.agreement import AgreedError
 from tests.codes import raises
 from tests.forks import forked
 from tests.job import Ended, run_job
@@ -219,6 +221,71 @@ def test_an_error_of_the_script_passes_and_frees_the_folder(tmp_path: Path) -> N
         raise ZeroDivisionError
     with script.run(tmp_path / "a") as run:
         assert run.resume() == 0
+
+
+class Adversaries:
+    """A script of one rank with two networks, two optimizers and a moving average of one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.model = nn.ModuleDict({"one": self.one, "two": self.two})
+        world = dearmpi.World(AloneCollectives(), progress="poll")
+        self.optimizers = [
+            dearmpi.DistributedOptimizer(
+                torch.optim.AdamW(self.one.parameters(), lr=0.05), self.one, world=world
+            ),
+            dearmpi.DistributedOptimizer(
+                torch.optim.SGD(self.two.parameters(), lr=0.1, momentum=0.9),
+                self.model,
+                world=world,
+            ),
+        ]
+        self.average = torch.optim.swa_utils.AveragedModel(
+            self.one, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+
+    def step(self) -> torch.Tensor:
+        loss: torch.Tensor = self.two(self.one(torch.randn(4, 3)).tanh()).square().mean()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.optimizers[0].synchronize()
+        self.average.update_parameters(self.one)
+        return loss
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.model.state_dict().values(), *self.average.state_dict().values()]
+
+
+def test_several_optimizers_and_a_moving_average_go_on_bit_by_bit(tmp_path: Path) -> None:
+    whole, first, second = (Adversaries() for _ in range(3))
+    torch.manual_seed(1)
+    for _ in range(6):
+        whole.step()
+    torch.manual_seed(1)
+    for script, until in ((first, 3), (second, 6)):
+        states = {"average": script.average}
+        with dearmpi.Run(tmp_path / "a", script.model, script.optimizers, states=states) as run:
+            run.resume()
+            while run.step < until:
+                run.log(script.step())
+        torch.manual_seed(2)
+    assert int(second.average.n_averaged) == 6
+    for left, right in zip(whole.tensors(), second.tensors(), strict=True):
+        assert torch.equal(left, right)
+    export(tmp_path / "a", tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt").keys() == second.model.state_dict().keys()
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    script = Adversaries()
+    with (
+        raises(AgreedError, "parameters-not-in-model"),
+        dearmpi.Run(tmp_path / "a", script.two, script.optimizers) as run,
+    ):
+        run.log(script.step())
 
 
 PLAIN = """

@@ -88,6 +88,7 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
             f"{destination} exists; name another file, or give --overwrite", code="file-exists"
         )
     model = load(resolve(path)).model
+    model = {name: tensor for name, tensor in model.items() if not name.startswith("@")}
     temporary = destination.with_name(f".{destination.name}.writing")
     try:
         _write_model(temporary, model, suffix=destination.suffix)

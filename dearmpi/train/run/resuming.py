@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +17,13 @@ from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.random_state import restore_random_state, seed_all
+from dearmpi.train.run.extra_states import split, unpack
 
 
 class Stateful(Protocol):
-    """Something whose state is plain data, the same on all ranks, such as a scheduler."""
+    """Something whose state is plain data and tensors, the same on all ranks, such as a scheduler
+    or a moving average.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -50,16 +54,19 @@ def load_together(world: World, path: Path) -> Snapshot:
 def restore(
     snapshot: Snapshot,
     model: nn.Module,
-    optimizer: DistributedOptimizer,
+    optimizers: Sequence[DistributedOptimizer],
     states: Mapping[str, Stateful],
 ) -> None:
-    """Put ``snapshot`` into a model that is distributed, its optimizer and what was saved besides
+    """Put ``snapshot`` into a model that is distributed, its optimizers and what was saved besides
     (collective).
 
     Raises AgreedError where the checkpoint is of another model or has other ``states``.
     """
-    optimizer.synchronize()
-    with together(optimizer.world):
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    own, tensors = split(snapshot.model)
+    snapshot = replace(snapshot, model=own)
+    with together(optimizers[0].world):
         checkpoint.check_model(snapshot, model.state_dict())
         stored = snapshot.meta.get("states", {})
         if stored.keys() != states.keys():
@@ -69,18 +76,31 @@ def restore(
                 code="checkpoint-of-other-model",
             )
         model.load_state_dict(snapshot.model)
-        names = checkpoint.parameter_names(model, optimizer.param_groups)
-        whole = checkpoint.optimizer_state_dict(snapshot, names)
+        wholes = [_share_of(snapshot, model, one, len(optimizers)) for one in optimizers]
         for name, state in states.items():
             now = state.state_dict()
             # Schedulers with milestones keep a Counter, which is a mapping once it is stored.
             state.load_state_dict(
                 {
                     key: Counter(value) if isinstance(now.get(key), Counter) else value
-                    for key, value in stored[name].items()
+                    for key, value in unpack(stored[name], tensors).items()
                 }
             )
-    optimizer.load_state_dict(whole)
+    for optimizer, whole in zip(optimizers, wholes, strict=True):
+        optimizer.load_state_dict(whole)
+
+
+def _share_of(
+    snapshot: Snapshot, model: nn.Module, optimizer: DistributedOptimizer, num_optimizers: int
+) -> dict[str, Any]:
+    """The state of one of several optimizers; what no optimizer has is refused."""
+    names = checkpoint.parameter_names(model, optimizer.param_groups)
+    if num_optimizers > 1:
+        known = set(names)
+        groups = [group for group in snapshot.groups if known & set(group["params"])]
+        state = {name: value for name, value in snapshot.optimizer.items() if name in known}
+        snapshot = replace(snapshot, groups=groups, optimizer=state)
+    return checkpoint.optimizer_state_dict(snapshot, names)
 
 
 def continue_random_state(world: World, snapshot: Snapshot | None, *seed: int) -> None:

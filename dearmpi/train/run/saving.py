@@ -12,9 +12,9 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.state.sharded_state import StatePiece
 from dearmpi.engine.sync.model_tensors import broadcast_buffers
 from dearmpi.engine.trace.span import Track
-from dearmpi.errors import CheckpointError, NonFiniteLossError
+from dearmpi.errors import CheckpointError, NonFiniteLossError, UsageError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.checkpoint.part import CheckpointPart, CopyBuffer, Head, make_head, make_part
@@ -44,6 +45,8 @@ class TrainingState:
 
     meta: plain data of the state after so many steps, the same on all ranks.
     start_step: optimizer steps taken before. keep: checkpoints that stay.
+    others: further optimizers, of other parameters of ``model``; steps are counted of all together.
+    extra: tensors to save besides, the same on all ranks, by names that the model does not have.
     """
 
     model: nn.Module
@@ -51,6 +54,13 @@ class TrainingState:
     meta: Callable[[int], dict[str, Any]]
     start_step: int = 0
     keep: int = 3
+    others: tuple[DistributedOptimizer, ...] = ()
+    extra: Callable[[], dict[str, Tensor]] = dict
+
+    @property
+    def optimizers(self) -> tuple[DistributedOptimizer, ...]:
+        """All of them, in order."""
+        return (self.optimizer, *self.others)
 
     @property
     def world(self) -> World:
@@ -63,21 +73,47 @@ class TrainingState:
         Buffers are rank 0's: each rank's own statistics, as of BatchNorm, have seen only its
         samples.
         """
-        self.optimizer.synchronize()
+        for optimizer in self.optimizers:
+            optimizer.synchronize()
         broadcast_buffers(self.model, self.world)
 
     def part(self, step: int) -> tuple[Snapshot, CheckpointPart]:
         """The state after ``step`` steps that is the same on all ranks, and this rank's part of
         the checkpoint. Nothing is copied; parameters must be current.
         """
-        local = self.optimizer.local_state()
-        names = checkpoint.parameter_names(self.model, self.optimizer.param_groups)
-        _, groups = checkpoint.optimizer_by_name({"state": {}, "param_groups": local.groups}, names)
+        whole: dict[str, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        pieces: list[StatePiece] = []
+        for optimizer in self.optimizers:
+            local = optimizer.local_state()
+            names = checkpoint.parameter_names(self.model, optimizer.param_groups)
+            plain = {"state": {}, "param_groups": local.groups}
+            groups += checkpoint.optimizer_by_name(plain, names)[1]
+            prefix = find_prefix(optimizer, self.model, names)
+            whole |= {prefix + name: state for name, state in local.whole.items()}
+            pieces += [replace(piece, name=prefix + piece.name) for piece in local.pieces]
         random = [capture_random_state()]
-        model = dict(self.model.state_dict())
-        snapshot = Snapshot(step, model, local.whole, groups, self.meta(step), random)
+        model = dict(self.model.state_dict()) | self.extra()
+        snapshot = Snapshot(step, model, whole, groups, self.meta(step), random)
         rank, size = self.world.rank, self.world.size
-        return snapshot, make_part(snapshot, shards=local.pieces, rank=rank, size=size)
+        return snapshot, make_part(snapshot, shards=pieces, rank=rank, size=size)
+
+
+def find_prefix(optimizer: DistributedOptimizer, model: nn.Module, names: Sequence[str]) -> str:
+    """What stands in ``model`` before the names of parameters in the module that ``optimizer`` was
+    made with: empty if it is ``model`` itself. names: of its parameters in ``model``.
+    """
+    own = {name for bucket in optimizer.layout for name in bucket.names}
+    known = set(names)
+    for path, _ in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if all(prefix + name in known for name in own):
+            return prefix
+    raise UsageError(
+        "an optimizer was made with a module that is not in the run's model; give Run the module "
+        "that holds all of them, such as nn.ModuleDict",
+        code="parameters-not-in-model",
+    )
 
 
 class SaveStage(Enum):

@@ -23,6 +23,7 @@ from dearmpi.train.metrics.trackers import TrackedRun, Trackers, check_trackers
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.run.environment import describe_environment
+from dearmpi.train.run.extra_states import pack
 from dearmpi.train.run.resuming import (
     Stateful,
     continue_random_state,
@@ -65,7 +66,7 @@ class Run:
         self,
         folder: str | Path,
         model: nn.Module,
-        optimizer: DistributedOptimizer,
+        optimizer: DistributedOptimizer | Sequence[DistributedOptimizer],
         *,
         states: Mapping[str, Stateful] = MappingProxyType({}),
         log_interval: int = 10,
@@ -75,7 +76,9 @@ class Run:
         tracker: str | Sequence[str] = "csv",
         save_every_s: float | None = None,
     ) -> None:
-        """folder: on a file system that all hosts share. states: what is saved besides, by name.
+        """folder: on a file system that all hosts share. model: holds the parameters of all
+        optimizers; for two networks ``nn.ModuleDict``. optimizer: one, or several of other
+        parameters. states: what is saved besides, by name: plain data and tensors.
 
         log_interval: steps per row of metrics. keep: checkpoints that stay. max_time_s: since the
         block began. trace: the first iteration to record, from 1, and the one before which it ends.
@@ -90,8 +93,11 @@ class Run:
                 "as trace a first iteration and a later one",
                 code="out-of-range",
             )
-        self._path, self._model, self._optimizer = Path(folder), model, optimizer
-        self._world, self._states = optimizer.world, states
+        several = [optimizer] if isinstance(optimizer, DistributedOptimizer) else list(optimizer)
+        self._path, self._model = Path(folder), model
+        self._optimizer, *others = several
+        self._others = tuple(others)
+        self._world, self._states = self._optimizer.world, states
         self._log_interval, self._keep = log_interval, keep
         self._max_time_s, self._window = max_time_s, trace
         self._tracker_names = (tracker,) if isinstance(tracker, str) else tuple(tracker)
@@ -175,7 +181,7 @@ class Run:
         found = find_newest(self._world, self._path)
         if found is not None:
             snapshot = load_together(self._world, found)
-            restore(snapshot, self._model, self._optimizer, self._states)
+            restore(snapshot, self._model, (self._optimizer, *self._others), self._states)
             with together(self._world):
                 continue_random_state(self._world, snapshot, snapshot.step)
         self._begin(0 if found is None else snapshot.step)
@@ -267,7 +273,15 @@ class Run:
         """``step`` steps are taken (collective)."""
         assert self._folder is not None
         folder = self._folder
-        state = TrainingState(self._model, self._optimizer, self._meta, step, self._keep)
+        state = TrainingState(
+            self._model,
+            self._optimizer,
+            self._meta,
+            step,
+            self._keep,
+            self._others,
+            lambda: self._packed()[1],
+        )
         saver = Saver(state, folder.path, saved=lambda _: None, check_own=folder.check_own)
         # Traces of an earlier part stay where nothing is left to record.
         window = self._window if self._window is None or step + 1 < self._window[1] else None
@@ -345,5 +359,13 @@ class Run:
 
     def _meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint holds besides model and optimizer."""
-        states = {name: state.state_dict() for name, state in self._states.items()}
-        return {"world_size": self._world.size, "states": states}
+        return {"world_size": self._world.size, "states": self._packed()[0]}
+
+    def _packed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The extra states: plain data by their names, and all of their tensors."""
+        plain: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, state in self._states.items():
+            plain[name], found = pack(name, state.state_dict())
+            tensors |= found
+        return plain, tensors

@@ -86,12 +86,18 @@ class RunSteps:
             clock_s=self.elapsed_s,
         )
         self._read_totals(pending=self._totals.delay)
-        seconds, times = time.perf_counter() - self._begin_s, self._optimizer.times
+        seconds = time.perf_counter() - self._begin_s
+        times = [optimizer.times for optimizer in self._state.optimizers]
         waited_s = self._world.progress.waited_s - self._waited_s
         self.meter.add(
             Sums(
-                *(1, num_samples, seconds, times.exposed_s, times.communication_s),
-                *(waited_s, data_s),
+                1,
+                num_samples,
+                seconds,
+                sum(one.exposed_s for one in times),
+                sum(one.communication_s for one in times),
+                waited_s,
+                data_s,
             )
         )
         if row_due:
@@ -186,7 +192,8 @@ class RunSteps:
 
     def close(self) -> None:
         """Give the channels back; every rank is here."""
-        self._optimizer.synchronize()
+        for optimizer in self._state.optimizers:
+            optimizer.synchronize()
         self.saver.close()
         self._totals.close()
         self._times.close()
