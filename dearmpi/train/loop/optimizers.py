@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,13 +189,15 @@ class LrCurve:
     It rises in equal parts over ``warmup_steps``, the last of which has the full rate. Then it
     stays (``constant``) or falls to zero along half a cosine (``cosine``). With ``step`` it is
     multiplied by ``gamma`` after each of ``milestones``, which are shares of ``total_steps``.
+    With ``own``, a function of the step and ``total_steps``, the factor is what that returns.
     """
 
-    kind: LrSchedule
+    kind: LrSchedule | str
     total_steps: int
     warmup_steps: int = 0
     milestones: tuple[float, ...] = MILESTONES
     gamma: float = GAMMA
+    own: Callable[[int, int], float] | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -212,6 +214,8 @@ class LrCurve:
         """The factor of step number ``step``, from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
+        if self.own is not None:
+            return self._own_factor(self.own, step)
         match self.kind:
             case "constant":
                 return 1.0
@@ -223,6 +227,24 @@ class LrCurve:
                 # A share such as 0.55 of 100 steps is a hair above 55 in binary.
                 passed = sum(step >= share * self.total_steps - 1e-6 for share in self.milestones)
                 return float(self.gamma**passed)
+        raise AssertionError(f"lr_schedule {self.kind} is none of the choices")
+
+    def _own_factor(self, own: Callable[[int, int], float], step: int) -> float:
+        try:
+            factor = float(own(step, self.total_steps))
+        except Exception as error:
+            raise TaskError(
+                f"lr-schedule {self.kind} failed at step {step} of {self.total_steps}: "
+                f"{type(error).__name__}: {error}",
+                code="task-code-failed",
+            ) from error
+        if not math.isfinite(factor) or factor < 0:
+            raise TaskError(
+                f"lr-schedule {self.kind} returned {factor} for step {step} of "
+                f"{self.total_steps}; return a factor on --lr, 0 or above",
+                code="out-of-range",
+            )
+        return factor
 
 
 def lr_curve(settings: RunSettings, *, total_steps: int, steps_per_epoch: int) -> LrCurve:
@@ -230,10 +252,13 @@ def lr_curve(settings: RunSettings, *, total_steps: int, steps_per_epoch: int) -
     warmup_steps = settings.warmup_steps or 0
     if settings.warmup_epochs is not None:
         warmup_steps = round(settings.warmup_epochs * steps_per_epoch)
+    schedule = settings.lr_schedule
+    own = load_own(schedule, noun="lr-schedule") if ":" in schedule else None
     return LrCurve(
-        settings.lr_schedule,
+        schedule,
         total_steps,
         warmup_steps,
         MILESTONES if settings.lr_milestones is None else settings.lr_milestones,
         GAMMA if settings.lr_gamma is None else settings.lr_gamma,
+        own,
     )

@@ -143,12 +143,15 @@ class RunChoices:
         least=0,
         fixed=True,
     )
-    lr_schedule: LrSchedule = setting(
+    lr_schedule: LrSchedule | str = setting(
         "constant",
         "Optimizer",
         "choice",
-        "how the learning rate goes on after warm-up; default: the task's, else constant",
+        "how the learning rate goes on after warm-up, or your function(step, total_steps) that "
+        "returns a factor on it; default: the task's, else constant",
         choices=get_args(LrSchedule),
+        metavar="constant|cosine|step|FILE.py:function",
+        takes_own=True,
     )
     warmup_steps: int | None = setting(
         None, "Optimizer", "integer", "steps over which the learning rate rises", least=0

@@ -47,6 +47,7 @@ class Setting:
     metavar: how the value is shown in help.
     least, above, most: bounds of a number.
     fixed: a run that is resumed must keep it.
+    takes_own: beside the choices, a function of the user's as FILE.py:NAME or package.module:NAME.
     usual: the short help lists it.
     """
 
@@ -60,6 +61,7 @@ class Setting:
     above: float | None = None
     most: float | None = None
     fixed: bool = False
+    takes_own: bool = False
     usual: bool = False
 
     @property
@@ -121,7 +123,7 @@ class Setting:
         return value
 
     def _check_choice(self, value: str, label: str) -> str:
-        if value not in self.choices:
+        if value not in self.choices and not (self.takes_own and ":" in value):
             raise ConfigError(
                 f"{label} is {value!r}; choose one of {', '.join(self.choices)}",
                 code="unknown-choice",

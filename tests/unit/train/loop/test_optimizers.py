@@ -197,3 +197,19 @@ def test_an_optimizer_of_the_users_own(tmp_path: Path) -> None:
         choose_optimizer(RunSettings(optimizer=f"{path}:Broken")).build(parameters())
     with raises(TaskError, "unknown-choice", "Plain"):
         choose_optimizer(RunSettings(optimizer=f"{path}:Plane"))
+
+
+def test_a_schedule_of_the_users_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "def linear(step, total_steps):\n    return 1 - step / total_steps\n"
+        "def wrong(step, total_steps):\n    return -1.0\n"
+        "def broken(step):\n    return 1.0\n"
+    )
+    chosen = RunSettings(lr_schedule=f"{path}:linear", warmup_steps=2)
+    curve = lr_curve(chosen, total_steps=10, steps_per_epoch=5)
+    assert [curve.factor(step) for step in (0, 1, 2, 5)] == [0.5, 1.0, 0.8, 0.5]
+    for name, code in (("wrong", "out-of-range"), ("broken", "task-code-failed")):
+        own = RunSettings(lr_schedule=f"{path}:{name}")
+        with raises(TaskError, code, name, 0, 10):
+            lr_curve(own, total_steps=10, steps_per_epoch=5).factor(0)
