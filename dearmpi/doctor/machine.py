@@ -179,8 +179,6 @@ EXTRAS = {
     "torchvision": "torchvision",
     "timm": "timm",
     "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow-skinny": "mlflow",
 }
 _FORK_SAFE = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
 

@@ -16,6 +16,7 @@ import pytest
 from dearmpi.cli.console import Console
 from dearmpi.cli.console_listener import ConsoleListener, describe_outcome, describe_stop
 from dearmpi.report.read.pace import STEADY, STRETCH_STEPS
+from dearmpi.train.loop.best_evaluation import BestEvaluation
 from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.metrics.metrics import MetricsRow
@@ -28,6 +29,7 @@ JOB = SimpleNamespace(
     start_step=0,
     total_steps=10,
     units=lambda num_samples: 2 * num_samples,
+    best=BestEvaluation(),
 )
 
 OUTCOME = Outcome(
