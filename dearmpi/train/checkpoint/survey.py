@@ -107,7 +107,11 @@ def name_best(run_folder: Path, checkpoint: Path) -> None:
 
 
 def find_best(run_folder: Path) -> Path | None:
-    """The checkpoint that the file ``best`` names; None where there is none."""
+    """The checkpoint that the file ``best`` names; None where there is none, or where somebody has
+    a link or folder of that name.
+    """
+    if is_folder(run_folder / BEST, CheckpointError):
+        return None
     named = _folder_named(run_folder, _read_pointer(run_folder / BEST))
     return named if named is not None and named.is_dir() else None
 
