@@ -122,13 +122,13 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
         Section("lint", "lint (ruff check)", [*ruff, "check", "."]),
         Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
         Section("lint", "scripts (shellcheck)", shellcheck),
+        # Ranks wait for each other: beside them one process of unit tests keeps a core busy.
         Section("unit", "unit tests, one process", unit, 1, long_s),
-        # On one core too: both before the other process, since those two end together.
+        *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in others),
+        Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
         Section("types", "types (mypy)", mypy, 1, long_s),
         Section("mpi", "MPICH, 1 rank(s)", on_ranks(1, choice), 1, long_s),
         Section("unit", "unit tests, the other", unit, 1, long_s),
-        *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in others),
-        Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
     ]
 
 

@@ -23,6 +23,7 @@ OTHER_VALUES: dict[str, Any] = {
     "bucket_cap_mb": 0.002,
     "reduce_scatter": "native",
     "comm_dtype": "bf16",
+    "compress": "int8",
     "window": 1,
     "eager": True,
     "master_weights": True,
