@@ -58,8 +58,8 @@ class Quantizer:
 
     def encode(
         self, values: Tensor, message: Tensor, *, base: Tensor | None = None, dithers: bool = False
-    ) -> Iterator[None]:
-        """Write ``values``, less ``base``, into ``message``; stops after each piece.
+    ) -> None:
+        """Write ``values``, less ``base``, into ``message``.
 
         values, base: 1-D, of one length. message: uint8, of ``num_bytes`` for that length or more.
         dithers: round to one of the two nearest codes by chance, so that the mean is right; else to
@@ -84,7 +84,6 @@ class Quantizer:
             else:
                 scaled.round_()
             self._pack(scaled, codes, start)
-            yield
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> Iterator[None]:
         """Add ``message`` to ``into``, or overwrite it; stops after each piece.
@@ -183,7 +182,9 @@ class QuantizedReduce(StatelessCodec):
         self.sent_bytes = (bucket.spec.world_size - 1) * self._num_bytes
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
-        """Encode, exchange, decode and add."""
+        """Encode and exchange at once, since operations in flight are told apart by their order;
+        decode and add when the parts have come.
+        """
         return Chain(_in_turns(self._steps(bucket, collectives)))
 
     def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request | None]:
@@ -195,9 +196,8 @@ class QuantizedReduce(StatelessCodec):
         for rank in range(size):
             if rank != own:
                 shard = data[bucket.spec.cuts.slice_of(rank)]
-                yield from self._quantizer.encode(
-                    shard, sent[rank * each : (rank + 1) * each], dithers=self._dithers
-                )
+                part = sent[rank * each : (rank + 1) * each]
+                self._quantizer.encode(shard, part, dithers=self._dithers)
         yield collectives.start_exchange(sent, arrived)
         shard = bucket.gradients.shard
         for rank in range(size):
@@ -224,7 +224,7 @@ class QuantizedGather(StatelessCodec):
         self.sent_bytes = (bucket.spec.world_size - 1) * self._num_bytes
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
-        """Encode, gather the messages, decode."""
+        """Encode and gather at once, as in ``QuantizedReduce``; decode what has come."""
         return Chain(_in_turns(self._steps(bucket, collectives)))
 
     def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request | None]:
@@ -234,9 +234,7 @@ class QuantizedGather(StatelessCodec):
         held = self._scratch.take(torch.empty(0, dtype=torch.uint8), size * each)
         messages = held[: size * each]
         own_message = messages[own * each : (own + 1) * each]
-        yield from self._quantizer.encode(
-            buffer.shard, own_message, base=shown, dithers=self._dithers
-        )
+        self._quantizer.encode(buffer.shard, own_message, base=shown, dithers=self._dithers)
         if shown is not None:
             buffer.shard.copy_(shown)
         yield collectives.start_all_gather(messages, "ring")

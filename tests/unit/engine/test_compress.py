@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.world import World
 from dearmpi.config import Compress, Gather, ScheduleName
 from dearmpi.engine.bucket import bucket
+from dearmpi.engine.codec import quantized
 from dearmpi.engine.codec.quantized import quantizer_of
 from dearmpi.errors import CheckpointError, ConfigError
 from tests.codes import raises
@@ -263,6 +265,34 @@ def test_what_travels_is_what_the_codecs_say(compress: Compress) -> None:
     assert traffic.dense == 2 * 3 * -(-numel // 4) * 4
     assert traffic.reduced == traffic.gathered == sizes.pop() // 4 * 3 and not sizes
     assert traffic.dense > (3 if compress == "int8" else 5) * (traffic.reduced + traffic.gathered)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_operations_start_in_one_order_however_long_encoding_takes(
+    gather: Gather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives of two buckets in flight are told apart by their order alone."""
+    monkeypatch.setattr(quantized, "_PIECE", 256)
+    monkeypatch.setattr(quantized, "_PIECES_A_STEP", 1)
+
+    def rank(world: World) -> dict[str, Tensor]:
+        sizes = [40, 300, 10, 200, 4, 120, 1]
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+        fill(model)
+        settings: dict[str, Any] = {"gather": gather, "window": 3, "bucket_cap_mb": 1e-4}
+        optimizer = distribute(model, world, compress="int8", **settings)
+        regress(model, optimizer, world, steps=3)
+        optimizer.close()
+        return copies(model)
+
+    hub = FakeHub(3)
+    first, *others = run_ranks(3, rank, hub=hub)
+    picture = [hub.picture(rank) for rank in range(3)]
+    assert "EX" in picture[0]
+    for other in others:
+        assert all(torch.equal(other[name], value) for name, value in first.items())
+    by_lane = [[[e for e in p.split() if e[:2] == lane] for lane in ("EX", "AG")] for p in picture]
+    assert by_lane[0] == by_lane[1] == by_lane[2]
 
 
 @pytest.mark.parametrize("compress", FORMATS)

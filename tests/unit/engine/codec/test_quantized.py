@@ -20,8 +20,7 @@ def sent(
 ) -> Tensor:
     """What ``values`` become on the way."""
     message = torch.full((quantizer.num_bytes(len(values)),), 0xFF, dtype=torch.uint8)
-    for _ in quantizer.encode(values, message, base=base, dithers=dithers):
-        pass
+    quantizer.encode(values, message, base=base, dithers=dithers)
     decoded = torch.full_like(values, torch.nan)
     for _ in quantizer.decode(message, decoded, adds=False):
         pass
