@@ -225,7 +225,7 @@ class _Trial:
             self._model,
             steps,
             comm_dtype=self._method.comm_dtype,
-            quantizes=self._method.options.get("compress", "none") != "none",
+            compress=self._method.options.get("compress", "none"),
         )
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")

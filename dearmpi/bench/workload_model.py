@@ -21,7 +21,8 @@ from dearmpi.train.tasks.task import Task, collate
 
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.02  # gradients may travel as bfloat16
-_MOST_QUANTIZED = 0.01  # of a gradient whose elements are all the same: by its scale in bf16
+# Of a gradient that is the same in all elements and steps: by its scale in bf16, or one code of 7.
+_MOST_QUANTIZED: Mapping[str, float] = {"none": 0.0, "int8": 0.01, "int4": 0.15}
 _EXACT_RANKS = 8  # up to here half precision holds every sum of gradients, and of their parts
 _MOST_LOST = 0.5  # in sums over however many ranks: what has not trained at all is found out
 # Half of a number's last place, as a part of it.
@@ -77,7 +78,7 @@ class ReplayedModel:
         num_steps: int,
         *,
         comm_dtype: CommDtype = "fp32",
-        quantizes: bool = False,
+        compress: str = "none",
     ) -> str:
         """Compare both ends of every parameter with what averaged gradients make of them.
 
@@ -92,7 +93,7 @@ class ReplayedModel:
             gradient = num_uses * self._scale * (1 + self.world_size) / 2
             expected = -_LEARNING_RATE * gradient * num_steps
             part = min(_TOLERANCE, 0.5 / num_steps)  # less than a step too few
-            part = max(part, _MOST_QUANTIZED) if quantizes else part
+            part = max(part, _MOST_QUANTIZED[compress])
             most = max(part, self._lost_in_sums(comm_dtype)) * abs(expected)
             local = param.detach()
             local = local.to_local() if hasattr(local, "to_local") else local
@@ -143,7 +144,7 @@ class TaskModel:
         num_steps: int,
         *,
         comm_dtype: CommDtype = "fp32",
-        quantizes: bool = False,
+        compress: str = "none",
     ) -> str:
         for name, param in model.named_parameters():
             if not bool(param.detach().isfinite().all()):
