@@ -125,9 +125,13 @@ class BucketRuntime:
 
     @property
     def is_worth_compressing(self) -> bool:
-        """Whether it is of fp32 or wider, trained, and large enough for its bytes to count."""
-        is_wide = self.spec.dtype in ("float32", "float64")
-        return is_wide and self.spec.trained and self.spec.padded_numel >= _LEAST_COMPRESSED
+        """Whether it travels, is of fp32 or wider, trained, and large enough for its bytes to
+        count.
+        """
+        spec = self.spec
+        is_wide = spec.dtype in ("float32", "float64")
+        travels = spec.trained and spec.world_size > 1
+        return travels and is_wide and spec.padded_numel >= _LEAST_COMPRESSED
 
     def keep_shown(self) -> None:
         """From now on ``shown`` is kept: parameters are gathered compressed."""

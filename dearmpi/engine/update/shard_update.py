@@ -18,7 +18,9 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
 from dearmpi.engine.update.master import (
+    MASTER,
     NUM_FETCHED,
+    SHOWN,
     HostMemory,
     HostShard,
     MasterRule,
@@ -204,6 +206,8 @@ class ShardUpdate:
             state = beside(state, run.values, self._scalars[run.group])
         if run.master is not None:
             run.master.restore(state)
+        else:  # of a bucket that was compressed, as this one is not
+            state = {key: value for key, value in state.items() if key not in (MASTER, SHOWN)}
         if state:
             self._optimizer.state[run.values] = state
         else:

@@ -320,6 +320,54 @@ def test_small_buckets_and_one_rank_are_left_as_they_are(monkeypatch: pytest.Mon
     assert one == other
 
 
+def test_one_rank_with_masters_compresses_nothing() -> None:
+    def rank(world: World) -> list[dict[str, Tensor]]:
+        found = []
+        for compress in ("none", "int4"):
+            model = make_wide_model()
+            model[0].bfloat16()  # type: ignore[index]
+            model[0].register_forward_pre_hook(lambda _, given: (given[0].bfloat16(),))  # type: ignore[index]
+            model[0].register_forward_hook(lambda *given: given[-1].float())  # type: ignore[index]
+            optimizer = distribute(model, world, compress=compress, master_weights=True)
+            regress(model, optimizer, world, steps=3)
+            optimizer.close()
+            found.append(copies(model))
+        return found
+
+    ((dense, compressed),) = run_ranks(1, rank)
+    assert all(torch.equal(compressed[name], value) for name, value in dense.items())
+
+
+def test_a_bucket_may_become_too_small_to_compress_and_large_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bucket, "_LEAST_COMPRESSED", 100)
+
+    def rank(world: World) -> tuple[list[set[int]], dict[str, Tensor], dict[str, Tensor]]:
+        kept, found = [], []
+        for compress in ("int8", "none"):
+            model = make_wide_model()
+            settings: dict[str, Any] = {"compress": compress, "check_every": 1}
+            optimizer = distribute(model, world, inner="sgd", **settings)
+            for cap in (1.0, 1e-4, 1.0):
+                optimizer.fuse(cap)
+                regress(model, optimizer, world, steps=3)
+                state = optimizer.state_dict()["state"]
+                kept.append({number for number, entries in state.items() if "master" in entries})
+                assert all(("master" in one) == ("shown" in one) for one in state.values())
+            optimizer.close()
+            found.append(copies(model))
+        return kept, found[0], found[1]
+
+    first, *others = run_ranks(3, rank)
+    assert first[0] == [{0, 1, 2, 3}, {0}, {0, 1, 2, 3}, set(), set(), set()]
+    for kept, compressed, _ in others:
+        assert kept == first[0]
+        assert all(torch.equal(compressed[name], value) for name, value in first[1].items())
+    for name, value in first[2].items():
+        assert torch.allclose(first[1][name], value, atol=0.02)
+
+
 @pytest.mark.parametrize(
     "settings", [{"comm_dtype": "bf16"}, {"reduce_scatter": "native"}, {"update_on": "host"}]
 )
