@@ -1,7 +1,7 @@
 """Process: a rank as the operating system sees it.
 
-It holds what the launcher has set in the environment, what a rank's own child processes may do, and
-how a process ends when a call may never return.
+It holds what the launcher has set in the environment, and what a rank's child processes may do. It
+also ends a process whose call may never return.
 
 A spawned worker runs the script again. If the script imports ``mpi4py.MPI``, the worker would
 initialise MPI as the rank that started it: MPICH ends such a process, Open MPI may end the job.

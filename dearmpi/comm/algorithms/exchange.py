@@ -1,7 +1,7 @@
 """Exchange: every rank sends each other rank its shard, and adds what it receives itself.
 
-In round s a rank sends to the one s places after it and receives from the one s places before, so
-that senders never meet at a receiver, as they do in an all-to-all of a library.
+In round s a rank sends to the one s places after it, and receives from the one s places before.
+So senders never meet at a receiver, as they do in an all-to-all of a library.
 """
 
 from __future__ import annotations

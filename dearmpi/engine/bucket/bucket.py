@@ -12,6 +12,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
+from dearmpi.config import EngineConfig
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory, give_back_freed
 from dearmpi.engine.bucket.grad_tracker import GradState, GradTracker, quiet_slots
@@ -123,15 +124,13 @@ class BucketRuntime:
             for param, name in zip(self.params, spec.names, strict=True)
         )
 
-    @property
-    def is_worth_compressing(self) -> bool:
-        """Whether it travels, is of fp32 or wider, trained, and large enough for its bytes to
-        count.
-        """
+    def is_compressed(self, config: EngineConfig) -> bool:
+        """Whether it is to be: it travels, is of fp32 or wider, and large enough to matter."""
         spec = self.spec
         is_wide = spec.dtype in ("float32", "float64")
         travels = spec.trained and spec.world_size > 1
-        return travels and is_wide and spec.padded_numel >= _LEAST_COMPRESSED
+        is_large = spec.padded_numel >= _LEAST_COMPRESSED
+        return config.compress != "none" and travels and is_wide and is_large
 
     def keep_shown(self) -> None:
         """From now on ``shown`` is kept: parameters are gathered compressed."""

@@ -36,7 +36,7 @@ def choose_codecs(
     reduce: list[Codec] = []
     gather: list[Codec] = []
     for bucket in buckets:
-        if config.compress != "none" and bucket.is_worth_compressing:
+        if bucket.is_compressed(config):
             reduce.append(QuantizedReduce(bucket, quantizer, scratch))
             gather.append(QuantizedGather(bucket, quantizer, scratch, gather=how))
         elif algorithms.wire_dtype is None or is_half(bucket.params[0]):

@@ -1,6 +1,6 @@
 """Device: what the engine asks of an accelerator, and CUDA's answer.
 
-Tests answer with a stand-in on host tensors, which does everything as late as it may.
+Tests answer with a fake on host tensors, which does everything as late as it may.
 """
 
 from __future__ import annotations

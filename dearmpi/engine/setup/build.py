@@ -82,10 +82,9 @@ def _build(spec: EngineSpec) -> BuiltEngine:
     params = {name: param for param, name in spec.names.items()}
     moves = config.gather == "parameters"
     buckets = build_buckets(spec.layout, params, rank=world.rank, moves=moves)
-    if moves and config.compress != "none":
-        for bucket in buckets:
-            if bucket.is_worth_compressing:
-                bucket.keep_shown()
+    for bucket in buckets:
+        if moves and bucket.is_compressed(config):
+            bucket.keep_shown()
     stream = open_comm_stream(spec.names, world=world, layout=spec.layout, config=config)
     with stream.section():
         updates = build_updates(

@@ -189,7 +189,7 @@ def _add_shard(shard: StatePiece, pieces: dict[str, TensorPiece]) -> dict[str, A
         check_storable(name, values)
         pieces[name] = TensorPiece.of(values, start=shard.start, like=shard.param)
         described[key] = {"$tensor": name}
-    if shard.start == 0:  # whoever owns the first element speaks for the parameter as a whole
+    if shard.start == 0:  # the owner of the first element describes the parameter as a whole
         scalars: dict[str, Tensor] = {}
         described |= manifest.encode(
             dict(shard.scalars), where=_state_key(shard.name), tensors=scalars

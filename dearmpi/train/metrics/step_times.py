@@ -274,8 +274,8 @@ class StepTotals:
         step_s: float = 0.0,
         clock_s: float = 0.0,
     ) -> None:
-        """Send this rank's loss of ``step`` (its weighted sum), whether it shall stop, how many
-        stages of checkpoints it has finished, how long it took, and what its clock shows.
+        """Send this rank's loss of ``step`` (its weighted sum), duration and clock; also whether it
+        shall stop, and how many stages of checkpoints it has finished.
         """
         bad = not math.isfinite(loss)
         # Without its waits here a fast rank's steps would look short as soon as they are long.
