@@ -68,7 +68,7 @@ if not TYPE_CHECKING:  # which would take any name for one that there is
         if name not in _HOMES:
             raise AttributeError(_describe_missing(name))
         if name == "DistributedOptimizer" and "DEAR_TRACE" in os.environ:
-            import_module("dearmpi.train.run.traced_script").trace_next_optimizer()
+            import_module("dearmpi.train.run.tracing").trace_next_optimizer()
         return getattr(import_module(_HOMES[name]), name)
 
 

@@ -279,7 +279,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, line: str, problem: 
         ("comm/api/collectives.py", f"{TYPES}    import torch"),
         ("bench/loop.py", "import torch\nfrom dearmpi import __version__, connect"),
         ("cli/main.py", "import click\nfrom dearmpi.train import task"),
-        ("__main__.py", "from dearmpi.drop_in.command import main"),
+        ("__main__.py", "from dearmpi.drop_in.start import main"),
         ("__init__.py", "from dearmpi.comm.lifecycle import connect"),
     ],
 )

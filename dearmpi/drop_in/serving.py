@@ -3,6 +3,10 @@
 A wrapper's parameters belong to its averager, an engine that never steps, until an optimizer has
 taken its first step on them. Then an engine of the optimizer's takes over: its buckets are updated
 behind the next forward.
+
+Torch's hooks around steps make an optimizer known. Its first step is torch's own, on averaged
+gradients; the next ones are an engine's. An optimizer that no engine can serve, such as LBFGS, goes
+on stepping by itself.
 """
 
 from __future__ import annotations
@@ -10,16 +14,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import dearmpi
 from dearmpi import DistributedOptimizer, World
 from dearmpi.config import CommDtype, EngineSettings, Gather, ScheduleName
-from dearmpi.drop_in.served_optimizer import KnownOptimizers, ServedOptimizer, optimizers_of
-from dearmpi.drop_in.step_hooks import serve, watch_steps
+from dearmpi.drop_in.arguments import note
+from dearmpi.drop_in.served_optimizer import (
+    KnownOptimizers,
+    ServedOptimizer,
+    optimizers_of,
+    params_of,
+)
 from dearmpi.errors import ConfigError, UsageError
 
 
@@ -36,6 +51,12 @@ class Chosen:
     """What holds in this process."""
 
     choices: ClassVar[Choices] = Choices()
+
+
+class _StepHooks:
+    """Of this process: torch's hooks around every optimizer's step."""
+
+    are_on: ClassVar[bool] = False
 
 
 _HALF_BYTES = 2  # of an element that is on the wire as it is
@@ -182,3 +203,86 @@ class ModelServing:
     def _broadcast_buffers(self) -> None:
         if self._broadcasts and any(True for _ in self._model.buffers()):
             dearmpi.broadcast_buffers(self._model, self._world)
+
+
+def watch_steps(model: ModelServing) -> None:
+    """See the steps of optimizers that have parameters of ``model``."""
+    KnownOptimizers.models.add(model)
+    if not _StepHooks.are_on:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _StepHooks.are_on = True
+
+
+def serve(optimizer: Optimizer) -> None:
+    """Build the optimizer's engine, if one can serve it (collective)."""
+    models = KnownOptimizers.models_of(optimizer)
+    world = dearmpi.connect()
+    known = {p for model in models for p in model.names}
+    if not all(p in known or not p.requires_grad for p in params_of(optimizer)):
+        _refuse(world, optimizer, "has parameters of no wrapped model")
+        return
+    for model in models:
+        model.stop_averager()
+    try:
+        served = ServedOptimizer(optimizer, models, world)
+    except ConfigError as error:
+        _refuse(world, optimizer, str(error))
+        return
+    KnownOptimizers.served[optimizer] = ref(served)
+    for model in models:
+        model.engines.append(served)
+
+
+def _refuse(world: World, optimizer: Optimizer, reason: str) -> None:
+    KnownOptimizers.refused.add(optimizer)
+    name = type(optimizer).__name__
+    note(world, f"{name} steps by itself, with no communication behind the forward: {reason}")
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """A step that no engine takes finds averaged gradients."""
+    if isinstance(optimizer, DistributedOptimizer) or optimizer in KnownOptimizers.served:
+        return None
+    models = KnownOptimizers.models_of(optimizer)
+    if not models:
+        return None
+    wanted = set(params_of(optimizer))
+    for model in models:
+        for served in list(model.engines):
+            if not wanted.isdisjoint(served.params()):
+                _contest(served, optimizer)
+
+    def average() -> None:
+        for model in models:
+            model.average_now()
+
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        average()
+        return None
+
+    def evaluate() -> Any:
+        loss = closure()
+        average()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], evaluate, *args[2:]), kwargs
+    return args, {**kwargs, "closure": evaluate}
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The first step is over: the next ones are an engine's."""
+    if isinstance(optimizer, DistributedOptimizer) or optimizer in KnownOptimizers.served:
+        return
+    if optimizer not in KnownOptimizers.refused and KnownOptimizers.models_of(optimizer):
+        serve(optimizer)
+
+
+def _contest(served: ServedOptimizer, optimizer: Optimizer) -> None:
+    """Another optimizer steps on the same parameters: where they take turns, each by itself."""
+    served.release()
+    if optimizer in KnownOptimizers.released:
+        KnownOptimizers.refused.update((served.optimizer, optimizer))
+    KnownOptimizers.released.add(served.optimizer)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.sync.wrapper_watch import refuse_active
+from dearmpi.engine.sync.refused_models import refuse_active
 from dearmpi.errors import ConfigError
 from dearmpi.torch_internals import (
     CompileEvent,

@@ -30,8 +30,12 @@ from dearmpi.engine.iteration.compilation import (
     untraced,
 )
 from dearmpi.engine.iteration.engine import Engine
-from dearmpi.engine.sync.refused_models import refuse_sharded
-from dearmpi.engine.sync.wrapper_watch import WrapperWatch, refuse_active, refuse_replicated
+from dearmpi.engine.sync.refused_models import (
+    WrapperWatch,
+    refuse_active,
+    refuse_replicated,
+    refuse_sharded,
+)
 from dearmpi.torch_internals import (
     TRACES_DICT_METHODS,
     active_ddp,

@@ -3,8 +3,8 @@
 - Layouts, lazy tensors and modules that cannot be served.
 - Tensors that share memory without being one.
 - Wrappers of torch that average or shard parameters themselves. A wrapper that is there when the
-  optimizer is made shows in the model, a later one when it puts other parameters into the model;
-  one that does not is found by ``wrapper_watch``.
+  optimizer is made shows in the model, a later one when it puts other parameters into the model,
+  or in the first forward through it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from dearmpi.config import Buffers
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.engine.sync.model_tensors import model_tensors
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.torch_internals import composed_apis, is_flat_shard
+from dearmpi.torch_internals import active_ddp, composed_apis, is_flat_shard
 
+_COMPOSABLE = "torch.distributed._composable"  # imported by some frameworks, and seldom called
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -284,3 +285,62 @@ def is_called_from(package: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class WrapperWatch:
+    """Whether a wrapper may be around the parameters of one model, whose optimizer is made already.
+
+    Modules are called often, so they look for wrappers only where ``is_on``. A wrapper reads all
+    parameters of a module when it is made, and needs torch.distributed.
+
+    is_on: False as long as there can be no wrapper.
+    """
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = _is_distributed()
+
+    def parameters_read(self) -> None:
+        """All parameters of some module are read."""
+        if not self.is_on:  # replicate() may come before torch.distributed begins
+            self.is_on = _is_distributed() or (
+                _COMPOSABLE in sys.modules and is_called_from(_COMPOSABLE)
+            )
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def refuse_active(params: Iterable[nn.Parameter | None]) -> None:
+    """Raise UsageError if the DistributedDataParallel whose forward is running reduces the gradient
+    of one of ``params``, which the optimizer reduces too.
+    """
+    active = active_ddp()
+    own = {id(param) for param in params if param is not None and param.requires_grad}
+    ignored = getattr(active, "parameters_to_ignore", ())
+    for _, name, tensor in model_tensors(active.module):
+        if id(tensor) in own and name not in ignored:
+            composed = isinstance(active.module, nn.ParameterList)
+            wrapper = "replicate()" if composed else "DistributedDataParallel"
+            raise UsageError(
+                f"the model is called through torch's {wrapper}, which averages the gradients that "
+                f"its DistributedOptimizer averages too; {LEAVE_OUT}",
+                code="wrapped-model",
+            )
+
+
+def refuse_replicated(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise UsageError if one of ``modules``, each with its name in the model, was given to
+    replicate() after the optimizer was made.
+
+    Its hook runs after the optimizer's, so the wrapper is not active yet when that one looks.
+    """
+    if not _is_distributed():
+        return
+    for name, module in modules:
+        if "replicate" in composed_apis(module):
+            raise UsageError(
+                f"module {name or 'of the model'} {REPLICATED}; {LEAVE_OUT}", code="wrapped-model"
+            )

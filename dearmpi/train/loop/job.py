@@ -22,8 +22,7 @@ from dearmpi.train.checkpoint import check_model, optimizer_state_dict, paramete
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
 from dearmpi.train.data.loading import BatchLoader, open_loader
-from dearmpi.train.loop.best_evaluation import BestEvaluation
-from dearmpi.train.loop.evaluation import Evaluator, probe_metrics
+from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve, parameter_groups
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together

@@ -1,4 +1,9 @@
-"""Resuming: a checkpoint's state, found, read and put back by all ranks together."""
+"""Resuming: a checkpoint's state, found, read and put back by all ranks together.
+
+A checkpoint keeps plain data in its manifest and tensors in its parts. So the tensors of what a
+script saves besides model and optimizer, such as those of a moving average, are saved among the
+model's, under names that no model has.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
@@ -17,7 +22,9 @@ from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.random_state import restore_random_state, seed_all
-from dearmpi.train.run.extra_states import split, unpack
+
+PREFIX = "@states/"
+_TENSOR = "@tensor"
 
 
 class Stateful(Protocol):
@@ -64,7 +71,7 @@ def restore(
     """
     for optimizer in optimizers:
         optimizer.synchronize()
-    own, tensors = split(snapshot.model)
+    own, tensors = split_tensors(snapshot.model)
     snapshot = replace(snapshot, model=own)
     with together(optimizers[0].world):
         checkpoint.check_model(snapshot, model.state_dict())
@@ -83,7 +90,7 @@ def restore(
             state.load_state_dict(
                 {
                     key: Counter(value) if isinstance(now.get(key), Counter) else value
-                    for key, value in unpack(stored[name], tensors).items()
+                    for key, value in unpack_state(stored[name], tensors).items()
                 }
             )
     for optimizer, whole in zip(optimizers, wholes, strict=True):
@@ -111,3 +118,42 @@ def continue_random_state(world: World, snapshot: Snapshot | None, *seed: int) -
     seed_all(*seed, world.rank)
     if len(states) == world.size:
         restore_random_state(states[world.rank])
+
+
+def pack_state(name: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state called ``name`` as plain data with a mark for each tensor, and the tensors."""
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[path] = value.detach()
+            return {_TENSOR: path}
+        if isinstance(value, Mapping):
+            return {key: walk(part, f"{path}/{key}") for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            parts = (walk(part, f"{path}/{place}") for place, part in enumerate(value))
+            return type(value)(parts) if type(value) in (list, tuple) else tuple(parts)
+        return value
+
+    return walk(state, f"{PREFIX}{name}"), tensors
+
+
+def unpack_state(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state that ``pack_state`` has taken apart."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if value.keys() == {_TENSOR}:
+                return tensors[value[_TENSOR]]
+            return {key: walk(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(walk(part) for part in value)
+        return value
+
+    return {key: walk(part) for key, part in plain.items()}
+
+
+def split_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The model's tensors of a checkpoint, and those of extra states."""
+    model = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
+    return model, {n: tensor for n, tensor in tensors.items() if n.startswith(PREFIX)}

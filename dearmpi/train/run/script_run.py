@@ -23,20 +23,19 @@ from dearmpi.train.metrics.trackers import TrackedRun, Trackers, check_trackers
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.run.environment import describe_environment
-from dearmpi.train.run.extra_states import pack
 from dearmpi.train.run.resuming import (
     Stateful,
     continue_random_state,
     find_newest,
     load_together,
+    pack_state,
     restore,
 )
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.run_location import hold_folder
 from dearmpi.train.run.saving import Saver, TrainingState
 from dearmpi.train.run.steps import RunSteps
-from dearmpi.train.run.traced_script import stop_tracing
-from dearmpi.train.run.tracing import Tracing, open_tracing
+from dearmpi.train.run.tracing import Tracing, open_tracing, stop_tracing
 
 _logger = logging.getLogger("dearmpi")
 
@@ -366,6 +365,6 @@ class Run:
         plain: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for name, state in self._states.items():
-            plain[name], found = pack(name, state.state_dict())
+            plain[name], found = pack_state(name, state.state_dict())
             tensors |= found
         return plain, tensors

@@ -1,21 +1,31 @@
 """Tracing: records some iterations of a run, and costs nothing in the others. Ranks compare
 their clocks for it.
+
+A script needs no change: ``DEAR_TRACE=60:70 mpirun -n 4 python script.py`` records iterations of
+the first ``DistributedOptimizer`` that the script makes. ``dear-train report`` finds them in the
+folder ``dear-trace``, or in that of ``DEAR_TRACE_FOLDER``.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import nn
 
 from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.world import World
-from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.optimizer import CONSTRUCTED, DistributedOptimizer
 from dearmpi.engine.trace.layer_spans import LayerSpans
 from dearmpi.engine.trace.span import Span
 from dearmpi.errors import DearError
@@ -23,6 +33,13 @@ from dearmpi.report.read.trace import find_traces, merged_path, trace_path
 from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.run.run_folder import RunFolder
+from dearmpi.train.settings.settings import SETTINGS
+
+VARIABLE = "DEAR_TRACE"
+FOLDER_VARIABLE = "DEAR_TRACE_FOLDER"
+FOLDER = "dear-trace"
+
+_traced: WeakKeyDictionary[DistributedOptimizer, Tracing] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +196,51 @@ def _explained(folder: RunFolder) -> Iterator[None]:
             f"cannot write traces in {folder.trace}: {error}; mend that, or leave out --trace",
             code="cannot-write",
         ) from error
+
+
+def read_window(environment: Mapping[str, str]) -> tuple[int, int]:
+    """The iterations that ``DEAR_TRACE`` asks for: the first, and the one before which to stop.
+
+    Raises ConfigError for another form than START:STOP.
+    """
+    window: tuple[int, int] = SETTINGS["trace"].convert(environment[VARIABLE], label=VARIABLE)
+    return window
+
+
+def trace_next_optimizer() -> None:
+    """Record the next ``DistributedOptimizer`` that is made, if none has been yet."""
+    if not _traced and _begin_tracing not in CONSTRUCTED:
+        CONSTRUCTED.append(_begin_tracing)
+
+
+def stop_tracing(optimizer: DistributedOptimizer) -> None:
+    """Record ``optimizer`` no more, since something else does."""
+    if (tracing := _traced.get(optimizer)) is not None:
+        tracing.close()
+
+
+def _begin_tracing(optimizer: DistributedOptimizer, model: nn.Module) -> None:
+    """Record ``optimizer`` from its first step on (collective)."""
+    CONSTRUCTED.remove(_begin_tracing)
+    start, stop = read_window(os.environ)
+    folder = RunFolder(Path(os.environ.get(FOLDER_VARIABLE, FOLDER)))
+    tracing = open_tracing(model, optimizer, (start, stop), folder)
+    assert tracing is not None
+    _traced[optimizer] = tracing
+    tracing.begin_iteration(1)
+    num_steps = 0
+
+    def after_step(*_: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps <= stop:
+            tracing.begin_iteration(num_steps + 1)
+        if num_steps == stop and optimizer.world.is_root:
+            print(
+                f"dearmpi: iterations {start} to {stop - 1} are recorded in {folder.trace}; "
+                f"dear-train report {folder.path} draws one",
+                file=sys.stderr,
+            )
+
+    optimizer.register_step_post_hook(after_step)
+    atexit.register(tracing.close)

@@ -16,8 +16,7 @@ import pytest
 from dearmpi.cli.console import Console
 from dearmpi.cli.console_listener import ConsoleListener, describe_outcome, describe_stop
 from dearmpi.report.read.pace import STEADY, STRETCH_STEPS
-from dearmpi.train.loop.best_evaluation import BestEvaluation
-from dearmpi.train.loop.evaluation import Evaluation, Outcome
+from dearmpi.train.loop.evaluation import BestEvaluation, Evaluation, Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.metrics.step_times import RankTimes

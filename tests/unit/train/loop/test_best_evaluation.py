@@ -15,8 +15,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.survey import go_back
-from dearmpi.train.loop.best_evaluation import BestEvaluation
-from dearmpi.train.loop.evaluation import Outcome
+from dearmpi.train.loop.evaluation import BestEvaluation, Outcome
 from dearmpi.train.loop.session import settle
 from dearmpi.train.metrics import step_times as step_totals
 from dearmpi.train.settings.settings import RunSettings
