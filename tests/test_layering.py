@@ -1,5 +1,5 @@
-"""Imports point one way: cli > doctor > bench > train > report > engine > tune > plan, comm, which
-import config. drop_in stands on the package's public names.
+"""Imports point one way: cli > doctor > bench > train > report and engine > tune > plan, comm >
+config. drop_in stands on the package's public names.
 
 Everything may import errors, which imports nothing; so does version. torch_internals holds every
 private name of torch; it stands beside the parts since engine, tune and bench need some. Within a
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "dearmpi"
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
 
-_LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "cuts", "errors"})
+_LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "cuts", "errors", "span"})
 _TORCH = frozenset({"torch_internals"})
 
 # What each part may import from the package; every part may import from itself. The package is
@@ -31,12 +31,13 @@ BELOW: dict[str, frozenset[str]] = {
     "config": frozenset({"errors"}),
     "guessed": frozenset({"errors"}),
     "cuts": frozenset(),
+    "span": frozenset(),
     "torch_internals": frozenset(),
     "plan": frozenset({"config", "cuts", "errors", "version"}),
     "comm": frozenset({"config", "cuts", "errors", "guessed"}),
-    "engine": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors", "guessed"},
+    "engine": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors", "guessed", "span"},
     "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "version"},
-    "report": _LIBRARY,
+    "report": frozenset({"plan", "config", "errors", "span"}),
     "train": _LIBRARY | {"report", "version"},
     "drop_in": _TORCH | {PACKAGE, "config", "errors"},
     PACKAGE: _LIBRARY | {"drop_in", "guessed", "train", "version"},

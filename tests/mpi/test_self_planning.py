@@ -12,10 +12,10 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.engine.setup import self_planning
 from dearmpi.engine.setup.self_planning import MOST_STEPS
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.model.cost import Costs, LinkModel
+from dearmpi.span import Span, Track
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
 from tests.mpi.semantics import (
     Side,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import dearmpi
-from dearmpi.engine.trace.span import Track
 from dearmpi.report.read.trace import merge, read_trace, read_traces, trace_path
 from dearmpi.report.read.trace_writer import SLOT_STRIDE
+from dearmpi.span import Track
 from tests.forks import forked
 from tests.job import Ended, run_job
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Loads
-from dearmpi.engine.trace.span import Track
 from dearmpi.engine.trace.spans import IterationTimes, Spans, Traffic
 from dearmpi.errors import UsageError
+from dearmpi.span import Track
 
 
 class NullEngine:

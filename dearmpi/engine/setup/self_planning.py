@@ -16,11 +16,11 @@ from statistics import median
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.engine.setup.spec import EngineSpec
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.model.cost import Costs
 from dearmpi.plan.model.profile import ModelProfile
+from dearmpi.span import Span, Track
 from dearmpi.tune.calibrate import Crossed, calibrate, wire_pace
 from dearmpi.tune.layer_timer import LayerTimer, slowest_profile
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest, plan_in_use

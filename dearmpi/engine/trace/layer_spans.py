@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.engine.trace.spans import Spans, profiled
+from dearmpi.span import Span, Track
 from dearmpi.torch_internals import at_end_of_backprop, is_profiling, parameter_table
 from dearmpi.tune.layer_passes import OwnHook
 

@@ -15,8 +15,8 @@ from torch.autograd import profiler
 from dearmpi.comm.api.collectives import Request
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.progress.lane import Operation
-from dearmpi.engine.trace.span import Recorder, Span, Track
 from dearmpi.plan.data.layout import Bucket
+from dearmpi.span import Recorder, Span, Track
 from dearmpi.torch_internals import is_profiling
 
 _OPERATIONS = {Track.REDUCE_SCATTER: "RS", Track.ALL_GATHER: "AG", Track.UPDATE: "U"}

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.report.read.recording import (
     Interval,
     Recording,
@@ -16,6 +15,7 @@ from dearmpi.report.read.recording import (
     total,
     union,
 )
+from dearmpi.span import Span, Track
 
 _NETWORK = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
 

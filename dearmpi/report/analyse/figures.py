@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from dearmpi.engine.trace.span import Track
 from dearmpi.report.analyse.exposure import Exposure, measure_exposure, shared_wait
 from dearmpi.report.read.pace import Stragglers, find_stragglers, name_ranks
 from dearmpi.report.read.recording import Recording, spans_by_window
 from dearmpi.report.read.run_files import History
+from dearmpi.span import Track
 
 _STEADY_SHARE = 0.75  # of a run; in less of it a rank may be late because others need its cores
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from dearmpi.config import Gather, ScheduleName
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout
 from dearmpi.plan.data.plan import Plan
@@ -32,6 +31,7 @@ from dearmpi.report.read.recording import (
     total,
     union,
 )
+from dearmpi.span import Span, Track
 
 _TRACKS = {
     "compute": Track.COMPUTE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.simulate.timeline import Timeline
 from dearmpi.report.analyse.replica import replica_spans
@@ -24,6 +23,7 @@ from dearmpi.report.draw.shape import (
 )
 from dearmpi.report.draw.units import count_text, time_text, time_unit
 from dearmpi.report.read.recording import Interval, Window, subtract, total, union
+from dearmpi.span import Span, Track
 
 _ROW, _BETWEEN, _HEAD, _TAIL = 22.0, 4.0, 20.0, 12.0
 _NAMES = ("compute", "reduce-scatter", "all-gather")

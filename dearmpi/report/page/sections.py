@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from dearmpi.config import EngineConfig
-from dearmpi.engine.trace.span import Track
 from dearmpi.plan.data.schedule import Conduct
 from dearmpi.report.analyse.exposure import BucketTime
 from dearmpi.report.analyse.figures import Figures, exposure_of, least_waiting_of
@@ -28,6 +27,7 @@ from dearmpi.report.draw.units import digits, share_text, size_text, time_text, 
 from dearmpi.report.page.html import Section
 from dearmpi.report.read.recording import Window, total, union
 from dearmpi.report.read.run_files import HistoryRow, RunRecord
+from dearmpi.span import Track
 
 MOST_TRACKS = 4
 MOST_BARS = 24

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
 
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.report.read.trace import Event, Traces
 from dearmpi.report.read.trace_writer import SLOT_STRIDE
+from dearmpi.span import Span, Track
 
 Interval = tuple[float, float]
 

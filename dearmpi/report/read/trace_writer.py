@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-from dearmpi.engine.trace.span import Span, Track
+from dearmpi.span import Span, Track
 
 MOST_SPANS = 200_000  # of one rank: about 30 MB, more than a viewer handles well
 SLOT_STRIDE = 10  # the second of two overlapping spans goes to track + 10, and so on

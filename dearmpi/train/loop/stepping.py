@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.engine.trace.span import Track
 from dearmpi.errors import NonFiniteLossError, TaskError
+from dearmpi.span import Track
 from dearmpi.train.data.data import MicroBatch
 from dearmpi.train.data.loading import BatchRequest
 from dearmpi.train.loop.job import Job

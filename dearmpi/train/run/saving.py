@@ -26,8 +26,8 @@ from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.state.sharded_state import StatePiece
 from dearmpi.engine.sync.model_tensors import broadcast_buffers
-from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError, NonFiniteLossError, UsageError
+from dearmpi.span import Track
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.manifest import FileRecord
 from dearmpi.train.checkpoint.part import CheckpointPart, CopyBuffer, Head, make_head, make_part

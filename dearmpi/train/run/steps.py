@@ -9,8 +9,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from dearmpi.engine.trace.span import Track
 from dearmpi.errors import NonFiniteLossError
+from dearmpi.span import Track
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.metrics.step_times import Meter, StepTotal, StepTotals, Sums, TimesExchange
 from dearmpi.train.ranks.agreement import AgreedError, is_agreed

@@ -27,10 +27,10 @@ from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import CONSTRUCTED, DistributedOptimizer
 from dearmpi.engine.trace.layer_spans import LayerSpans
-from dearmpi.engine.trace.span import Span
 from dearmpi.errors import DearError
 from dearmpi.report.read.trace import find_traces, merged_path, trace_path
 from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
+from dearmpi.span import Span
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.settings.settings import SETTINGS

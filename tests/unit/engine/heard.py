@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dearmpi.engine.trace.span import Span
+from dearmpi.span import Span
 
 
 @dataclass

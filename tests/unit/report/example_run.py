@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.report.read.trace import trace_path
 from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
+from dearmpi.span import Span, Track
 
 
 @dataclass(frozen=True, slots=True)

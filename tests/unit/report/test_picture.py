@@ -9,7 +9,6 @@ from itertools import combinations
 
 import pytest
 
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.network import PRESETS
@@ -33,6 +32,7 @@ from dearmpi.report.draw.shape import (
 )
 from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
 from dearmpi.report.read.recording import Window
+from dearmpi.span import Span, Track
 
 NASTY = "<script>alert('x')</script> & \"so\""
 KEYS = [Key("computes", "plain")]

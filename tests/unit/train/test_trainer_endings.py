@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.comm.world import World
-from dearmpi.engine.trace.span import Track
 from dearmpi.errors import CheckpointError
+from dearmpi.span import Track
 from dearmpi.train import checkpoint
 from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.metrics import step_times

@@ -12,9 +12,9 @@ import torch
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.progress.lane import Lane, Work
 from dearmpi.comm.world import World
-from dearmpi.engine.trace.span import Track
 from dearmpi.engine.trace.spans import CommunicationClock, LaneTimer, Spans
 from dearmpi.plan.data.layout import ParamSpec, build_layout
+from dearmpi.span import Track
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.fakes import FakeClock, FakeHub
 from tests.fakes.ranks import run_ranks

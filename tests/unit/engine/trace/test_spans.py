@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.engine.trace.layer_spans import LayerSpans
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.engine.trace.spans import Spans
+from dearmpi.span import Span, Track
 from tests.fakes.ranks import run_ranks
 from tests.unit.engine.chain import Chain
 from tests.unit.engine.heard import Heard

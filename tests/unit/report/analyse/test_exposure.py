@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.report.analyse.exposure import measure_exposure, shared_wait
 from dearmpi.report.read.recording import Recording, Window, spans_by_window, subtract, total, union
+from dearmpi.span import Span, Track
 
 RS, AG, WAIT = Track.REDUCE_SCATTER, Track.ALL_GATHER, Track.WAIT
 WINDOW = Window(1, 0.0, 10.0)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from dearmpi.config import Gather
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.plan.data.plan import Plan, Prediction
 from dearmpi.plan.data.schedule import Wait, build_schedule
 from dearmpi.plan.simulate.timeline import Timeline
@@ -18,6 +17,7 @@ from dearmpi.report.analyse.replica import Replica, conduct_of, replica_spans, r
 from dearmpi.report.read.recording import Recording, Window, record, total, union
 from dearmpi.report.read.run_files import History
 from dearmpi.report.read.trace import read_traces
+from dearmpi.span import Span, Track
 from tests.unit.report.example_run import ExampleRun
 
 

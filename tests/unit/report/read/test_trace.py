@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dearmpi.cli.main import main
-from dearmpi.engine.trace.span import Span, Track
 from dearmpi.errors import ConfigError
 from dearmpi.report.read.trace import merge, read_trace, read_traces, trace_path
 from dearmpi.report.read.trace_writer import TraceHeader, TraceWriter
+from dearmpi.span import Span, Track
 
 HEADER = TraceHeader(
     run='a "run"',

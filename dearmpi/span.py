@@ -1,4 +1,5 @@
-"""Span: something that took time in an iteration, and the recorder that gets it."""
+"""Span: something that took time in an iteration, and the recorder that gets it. The engine makes
+spans, and the report draws them; neither knows the other."""
 
 from __future__ import annotations
 
