@@ -24,6 +24,7 @@ _LAUNCHER_PREFIXES = (
     *("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDI_", "MPI_LOCAL", "HYDRA_"),
     "MPI4PY_RC_INITIALIZE",  # set by a rank for what it starts
 )
+_UNBUFFERED = "PYTHONUNBUFFERED"  # tears lines into pieces, between which other ranks write
 _SEGMENTS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
 _POLL_S = 0.05
 _STRAGGLERS_S = 10.0  # how long what a launcher ends may take to be gone
@@ -36,7 +37,7 @@ def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, 
         name: value
         for name, value in environment.items()
         if not (launched and name.startswith(_LAUNCHER_PREFIXES))
-        and name not in (FOLDER_VARIABLE, TIMES_VARIABLE)
+        and name not in (FOLDER_VARIABLE, TIMES_VARIABLE, _UNBUFFERED)
     }
 
 

@@ -195,6 +195,8 @@ def _limit_end_alone(exit_code: int) -> None:
 
 def leave(world: World, deadline: Deadline | None) -> None:
     """Leave the job at the end of the program, once no other rank waits for this one."""
+    if exit_status():
+        ignore_signals()
     if world.is_closed:
         return  # closed without a wait for the other ranks, which may have work left
     if _is_finalized():

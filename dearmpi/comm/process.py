@@ -170,10 +170,9 @@ def ignore_signals() -> None:
     """
     if threading.get_ident() != threading.main_thread().ident:
         return  # Python sets handlers on the main thread alone
-    numbers = sorted(signal.valid_signals())
     for _ in range(_MOST_TRIES):
         with contextlib.suppress(BaseException):  # of a handler that still runs
-            for number in numbers:
+            for number in sorted(signal.valid_signals()):
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_IGN)
             return

@@ -38,15 +38,18 @@ if how == "exit" and is_last:
     sys.exit(3)
 if how == "system exit" and is_last:
     raise SystemExit(3)
-if how == "alarms" and is_last:
+if how == "alarm" and is_last:
 
     def raise_in_the_report(number, frame):
-        if hasattr(sys, "last_type"):
-            raise RuntimeError("an alarm")
+        raise RuntimeError("an alarm")
+
+    class Alarming(ValueError):
+        def __str__(self):
+            signal.raise_signal(signal.SIGALRM)
+            return "a wrong turn"
 
     signal.signal(signal.SIGALRM, raise_in_the_report)
-    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
-    raise ValueError("a wrong turn")
+    raise Alarming
 if how == "wordless" and is_last:
     raise type("Wordless", (Exception,), {"__str__": lambda self: 1 / 0})
 if how == "own hook" and is_last:
@@ -82,7 +85,7 @@ def run(how: str, *, ranks: int, folder: Path) -> Ended:
         ("exit", 3, 3, "rank 2 has ended with exit status 3"),
         ("system exit", 2, 3, "rank 1 has ended with exit status 3"),
         ("system exit", 4, 3, "rank 3 has ended with exit status 3"),
-        ("alarms", 2, 1, "ValueError: a wrong turn"),
+        ("alarm", 2, 1, "Alarming: a wrong turn"),
         ("wordless", 2, 1, "Wordless: <exception str() failed>"),
         ("own hook", 2, 1, "rank 1 has ended with exit status 1"),
     ],

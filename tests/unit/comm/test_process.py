@@ -7,13 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from types import ModuleType
 
 import pytest
 
 from dearmpi.comm import process as workers
-from dearmpi.comm.process import announced_rank, announced_size, check_launch, doubt_launch
+from dearmpi.comm.process import (
+    announced_rank,
+    announced_size,
+    check_launch,
+    doubt_launch,
+    ignore_signals,
+)
 from dearmpi.errors import LaunchError
 from tests.codes import raises
 
@@ -289,3 +296,35 @@ except SystemExit as error:
 """
     shown = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=60)
     assert shown == "SystemExit: diverged\nTrue\n"
+
+
+def test_signals_are_ignored_although_their_handlers_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    alarms: list[int] = []
+
+    def interrupt(call: Callable[..., object]) -> Callable[..., object]:
+        """``call``, in which alarms arrive."""
+
+        def interrupted(*arguments: object) -> object:
+            if len(alarms) < 20:
+                signal.raise_signal(signal.SIGUSR2)
+            return call(*arguments)
+
+        return interrupted
+
+    def alarm(number: int, frame: object) -> None:
+        alarms.append(number)
+        raise RuntimeError("an alarm")
+
+    signal.signal(signal.SIGUSR2, alarm)
+    try:
+        with monkeypatch.context() as patch:
+            for name in ("valid_signals", "getsignal", "signal"):
+                patch.setattr(signal, name, interrupt(getattr(signal, name)))
+            ignore_signals()
+        assert len(alarms) == 20
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None and number not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(number, handler)
