@@ -24,9 +24,12 @@ from dearmpi.config import Compress, Gather
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import StatelessCodec, gathered_buffer
 
-_PIECE = 1 << 16  # elements at once: its scratch memory stays in a core's cache
-_PIECES_A_STEP = 16  # about 2 ms; other operations are polled between two steps
+_PIECE = 1 << 17  # elements at once: its scratch memory stays in a core's cache
+_GROUP = 8 * _PIECE  # whose scales are computed at once
+_PIECES_A_STEP = 8  # about 2 ms; other operations are polled between two steps
 _ALIGNMENT = 64  # bytes
+_LOOKED_AT = 1024  # elements
+_SPREAD = 2654435761  # a large odd number: neighbours lead to places far from each other
 _SCALE_BYTES = 2  # bf16
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # smaller ones have no finite reciprocal
 
@@ -56,34 +59,32 @@ class Quantizer:
         unaligned = blocks * (_SCALE_BYTES + self.block * self.bits // 8)
         return -(-unaligned // _ALIGNMENT) * _ALIGNMENT
 
-    def encode(
-        self, values: Tensor, message: Tensor, *, base: Tensor | None = None, dithers: bool = False
-    ) -> None:
-        """Write ``values``, less ``base``, into ``message``.
+    def encode(self, values: Tensor, message: Tensor, *, chance: int | None = None) -> None:
+        """Write ``values`` into ``message``.
 
-        values, base: 1-D, of one length. message: uint8, of ``num_bytes`` for that length or more.
-        dithers: round to one of the two nearest codes by chance, so that the mean is right; else to
-            the nearest. The chance is a function of the numbers, so that runs can be repeated.
+        values: 1-D. message: uint8, of ``num_bytes`` for their number or more.
+        chance: a number, such as of the step, by which to round to one of the two nearest codes by
+            chance, so that the mean is right; None: round to the nearest.
         """
         scales, codes = self._parts(message, values.numel())
-        for start in range(0, values.numel(), _PIECE):
-            piece = slice(start, start + _PIECE)
-            scaled = self._load(values[piece], None if base is None else base[piece])
-            rows = scaled.view(-1, self.block)
-            first = start // self.block
-            scale = scales[first : first + len(rows)]
-            magnitudes = torch.abs(scaled, out=self._second[: scaled.numel()])
-            largest = magnitudes.view(-1, self.block).amax(1)
-            scale.copy_(_rounded_up(largest.div_(self.most)))
-            wide = scale.float()
-            rows.mul_(torch.where(wide > 0, wide.reciprocal(), wide)[:, None])
-            if not torch.isfinite(wide).all():
-                scaled.nan_to_num_(0.0, 0.0, 0.0)  # the scale shows it; others share their bytes
-            if dithers:
-                scaled.add_(self._noise(scale, scaled.numel())).floor_()
-            else:
-                scaled.round_()
-            self._pack(scaled, codes, start)
+        for start in range(0, values.numel(), _GROUP):
+            group = values[start : start + _GROUP]
+            first, last = start // self.block, -(-(start + group.numel()) // self.block)
+            factors, is_finite = self._scale(group, scales[first:last])
+            for at in range(0, group.numel(), _PIECE):
+                scaled = self._load(group[at : at + _PIECE])
+                rows = scaled.view(-1, self.block)
+                first = at // self.block
+                factor = factors[first : first + len(rows)]
+                rows = torch.mul(rows, factor, out=self._scratch[: scaled.numel()].view_as(rows))
+                scaled = rows.view(-1)
+                if not is_finite:
+                    scaled.nan_to_num_(0.0, 0.0, 0.0)  # others share their bytes
+                if chance is None:
+                    scaled.round_()
+                else:
+                    scaled.add_(self._noise(chance + start + at, scaled.numel())).floor_()
+                self._pack(scaled, codes, start + at)
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> Iterator[None]:
         """Add ``message`` to ``into``, or overwrite it; stops after each piece.
@@ -92,12 +93,13 @@ class Quantizer:
         the same bits.
         """
         scales, codes = self._parts(message, into.numel())
+        wide = scales.float()[:, None]
         for start in range(0, into.numel(), _PIECE):
             target = into[start : start + _PIECE]
             decoded = self._unpack(codes, start, target.numel())
             rows = decoded.view(-1, self.block)
             first = start // self.block
-            rows.mul_(scales[first : first + len(rows)].float()[:, None])
+            rows.mul_(wide[first : first + len(rows)])
             decoded = decoded[: target.numel()]
             if adds:
                 target.add_(decoded)
@@ -106,49 +108,63 @@ class Quantizer:
             yield
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Scales, and codes: int8 or two in each uint8."""
+        """Scales, and codes as int8: one or two in each."""
         blocks = -(-numel // self.block)
         end = blocks * _SCALE_BYTES
         codes = message[end : end + blocks * self.block * self.bits // 8]
-        return message[:end].view(torch.bfloat16), codes
+        return message[:end].view(torch.bfloat16), codes.view(torch.int8)
 
-    def _load(self, values: Tensor, base: Tensor | None) -> Tensor:
-        """Values less base in fp32 scratch memory, with zeros up to the end of the last block."""
+    def _scale(self, values: Tensor, scales: Tensor) -> tuple[Tensor, bool]:
+        """Write the ``scales`` of the blocks of ``values``.
+
+        Returns their reciprocals as a column, in fp32, and whether all values are finite.
+        """
+        largest = torch.empty(len(scales))
+        for at in range(0, values.numel(), _PIECE):
+            piece = self._load(values[at : at + _PIECE])
+            magnitudes = torch.abs(piece, out=self._scratch[: piece.numel()])
+            first, rows = at // self.block, magnitudes.view(-1, self.block)
+            torch.amax(rows, 1, out=largest[first : first + len(rows)])
+        wide = _rounded_up(largest.div_(self.most))
+        scales.copy_(wide)
+        factors = torch.where(wide > 0, wide.reciprocal(), wide)
+        return factors[:, None], bool(torch.isfinite(wide).all())
+
+    def _load(self, values: Tensor) -> Tensor:
+        """Values in fp32, up to the end of the last block; in scratch memory if need be."""
         numel = values.numel()
         padded = -(-numel // self.block) * self.block
+        if values.dtype == torch.float32 and padded == numel:
+            return values
         scratch = self._scratch[:padded]
-        if base is None:
-            scratch[:numel].copy_(values)
-        else:
-            torch.sub(values, base, out=scratch[:numel])
+        scratch[:numel].copy_(values)
         scratch[numel:].zero_()
         return scratch
 
     def _pack(self, scaled: Tensor, codes: Tensor, start: int) -> None:
         numel = scaled.numel()
         if self.bits == 8:
-            codes[start : start + numel].view(torch.int8).copy_(scaled)
+            codes[start : start + numel].copy_(scaled)
             return
         half = numel // 2
-        # Both nibbles are counted from -8, so that the sum lies in 0 .. 255.
-        both = scaled[:half].add_(scaled[half:], alpha=16).add_(8 * 17)
+        # The low nibble is counted from -8, so that it needs no sign; the high one has the byte's.
+        both = scaled[:half].add_(scaled[half:], alpha=16).add_(8)
         codes[start // 2 : start // 2 + half].copy_(both)
 
     def _unpack(self, codes: Tensor, start: int, numel: int) -> Tensor:
         padded = -(-numel // self.block) * self.block
         scratch = self._scratch[:padded]
         if self.bits == 8:
-            return scratch.copy_(codes[start : start + padded].view(torch.int8))
+            return scratch.copy_(codes[start : start + padded])
         half = padded // 2
         both = codes[start // 2 : start // 2 + half]
-        scratch[:half].copy_(both & 15)
+        torch.sub(both & 15, 8, out=scratch[:half])
         scratch[half:].copy_(both >> 4)
-        return scratch.sub_(8)
+        return scratch
 
-    def _noise(self, scales: Tensor, numel: int) -> Tensor:
-        """Evenly spread over (0, 1): a part of a fixed table, which the ``scales`` choose."""
-        seed = zlib.crc32(scales.view(torch.uint8).numpy().tobytes())
-        first = seed % (len(self._table) - numel + 1)
+    def _noise(self, chance: int, numel: int) -> Tensor:
+        """Evenly spread over (0, 1): a part of a fixed table, which ``chance`` chooses."""
+        first = chance * _SPREAD % (len(self._table) - numel + 1)
         return self._table[first : first + numel]
 
     @cached_property
@@ -156,12 +172,8 @@ class Quantizer:
         return torch.empty(_PIECE)
 
     @cached_property
-    def _second(self) -> Tensor:
-        return torch.empty(_PIECE)
-
-    @cached_property
     def _table(self) -> Tensor:
-        evenly = torch.rand(8 * _PIECE, generator=torch.Generator().manual_seed(0))
+        evenly = torch.rand(4 * _PIECE, generator=torch.Generator().manual_seed(0))
         # Away from both ends, so that a rounding of ``most`` itself leads to no larger code.
         return evenly.mul_(1 - 2**-15).add_(2**-16)
 
@@ -177,7 +189,7 @@ class QuantizedReduce(StatelessCodec):
     def __init__(self, bucket: BucketRuntime, quantizer: Quantizer, scratch: Scratch) -> None:
         """``scratch``: shared by all buckets."""
         self._quantizer, self._scratch = quantizer, scratch
-        self._dithers = quantizer.bits < 8  # else errors of one sign would add up over the steps
+        self._by_chance = quantizer.bits < 8  # else errors of one sign would add up over the steps
         self._num_bytes = quantizer.num_bytes(bucket.spec.largest_shard)
         self.sent_bytes = (bucket.spec.world_size - 1) * self._num_bytes
 
@@ -193,11 +205,12 @@ class QuantizedReduce(StatelessCodec):
         message = torch.empty(0, dtype=torch.uint8)
         held = [self._scratch.take(message, size * each) for _ in range(2)]
         sent, arrived = (buffer[: size * each] for buffer in held)
+        chance = _chance_of(bucket, own) if self._by_chance else None
         for rank in range(size):
             if rank != own:
                 shard = data[bucket.spec.cuts.slice_of(rank)]
                 part = sent[rank * each : (rank + 1) * each]
-                self._quantizer.encode(shard, part, dithers=self._dithers)
+                self._quantizer.encode(shard, part, chance=chance)
         yield collectives.start_exchange(sent, arrived)
         shard = bucket.gradients.shard
         for rank in range(size):
@@ -219,7 +232,7 @@ class QuantizedGather(StatelessCodec):
         """``scratch``: shared by all buckets."""
         self._quantizer, self._scratch, self._gather = quantizer, scratch, gather
         # The next difference has all that this one leaves out, but not the next gradient.
-        self._dithers = quantizer.bits < 8 and gather == "gradients"
+        self._by_chance = quantizer.bits < 8 and gather == "gradients"
         self._num_bytes = quantizer.num_bytes(bucket.spec.largest_shard)
         self.sent_bytes = (bucket.spec.world_size - 1) * self._num_bytes
 
@@ -234,7 +247,10 @@ class QuantizedGather(StatelessCodec):
         held = self._scratch.take(torch.empty(0, dtype=torch.uint8), size * each)
         messages = held[: size * each]
         own_message = messages[own * each : (own + 1) * each]
-        self._quantizer.encode(buffer.shard, own_message, base=shown, dithers=self._dithers)
+        if shown is not None:
+            buffer.shard.sub_(shown)
+        chance = _chance_of(bucket, own) if self._by_chance else None
+        self._quantizer.encode(buffer.shard, own_message, chance=chance)
         if shown is not None:
             buffer.shard.copy_(shown)
         yield collectives.start_all_gather(messages, "ring")
@@ -247,6 +263,14 @@ class QuantizedGather(StatelessCodec):
         if shown is not None:
             shown.copy_(buffer.shard)
         self._scratch.give_back(held)
+
+
+def _chance_of(bucket: BucketRuntime, rank: int) -> int:
+    """A number that differs from step to step and from rank to rank, and not when a run is repeated
+    or resumed: of the parameters, which no rank changes before it has all gradients.
+    """
+    first = bucket.params[0].detach().reshape(-1)[:_LOOKED_AT].contiguous()
+    return zlib.crc32(first.view(torch.uint8).numpy().tobytes(), rank)
 
 
 def _in_turns(steps: Iterator[Request | None]) -> Iterator[Request]:
