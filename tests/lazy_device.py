@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dearmpi.engine.device.accelerator import Device
+from dearmpi.device.accelerator import Device
 
 _LOCK = threading.RLock()
 
@@ -161,5 +161,5 @@ def put_on(monkeypatch: Any, device: LazyDevice, *, chunk_bytes: int = 256) -> N
     def device_of(params: Iterable[nn.Parameter]) -> Device:
         return device
 
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.device_of", device_of)
-    monkeypatch.setattr("dearmpi.engine.device.routes.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("dearmpi.device.route_choice.device_of", device_of)
+    monkeypatch.setattr("dearmpi.device.routes.CHUNK_BYTES", chunk_bytes)

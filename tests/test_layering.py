@@ -1,5 +1,5 @@
-"""Imports point one way: cli > doctor > bench > train > report and engine > tune > plan, comm >
-config. drop_in stands on the package's public names.
+"""Imports point one way: cli > doctor > bench > train > report and engine > device > tune > plan,
+comm > config. drop_in stands on the package's public names.
 
 Everything may import errors, which imports nothing; so does version. torch_internals holds every
 private name of torch; it stands beside the parts since engine, tune and bench need some. Within a
@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "dearmpi"
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
 
-_LIBRARY = frozenset({"engine", "tune", "plan", "comm", "config", "cuts", "errors", "span"})
+_LIBRARY = frozenset(
+    {"engine", "device", "tune", "plan", "comm", "config", "cuts", "errors", "span"}
+)
 _TORCH = frozenset({"torch_internals"})
 
 # What each part may import from the package; every part may import from itself. The package is
@@ -35,7 +37,9 @@ BELOW: dict[str, frozenset[str]] = {
     "torch_internals": frozenset(),
     "plan": frozenset({"config", "cuts", "errors", "version"}),
     "comm": frozenset({"config", "cuts", "errors", "guessed"}),
-    "engine": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors", "guessed", "span"},
+    "device": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors"},
+    "engine": _TORCH
+    | {"device", "tune", "plan", "comm", "config", "cuts", "errors", "guessed", "span"},
     "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "version"},
     "report": frozenset({"plan", "config", "errors", "span"}),
     "train": _LIBRARY | {"report", "version"},
@@ -49,7 +53,7 @@ BELOW: dict[str, frozenset[str]] = {
 }
 
 # What each room, or file beside the rooms, may import of its part, besides itself.
-_ENGINE_BASE = frozenset({"bucket", "device", "usage_errors"})
+_ENGINE_BASE = frozenset({"bucket", "usage_errors"})
 _REPORT = frozenset({"read", "analyse", "draw"})
 _FILES = frozenset({"disk"})
 _TASKS = _FILES | {"tasks", "settings"}
@@ -80,15 +84,14 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
     },
     "engine": {
         "usage_errors": frozenset(),
-        "device": frozenset(),
         "trace": frozenset(),
-        "bucket": frozenset({"device", "usage_errors"}),
-        "update": frozenset({"bucket", "device"}),
-        "codec": frozenset({"bucket", "device", "trace", "update"}),
+        "bucket": frozenset({"usage_errors"}),
+        "update": frozenset({"bucket"}),
+        "codec": frozenset({"bucket", "trace", "update"}),
         "probe": frozenset({"update"}),
         "agreement": frozenset({"bucket", "update"}),
         "state": _ENGINE_BASE | {"probe", "sync", "update"},
-        "sync": frozenset({"agreement", "bucket", "device"}),
+        "sync": frozenset({"agreement", "bucket"}),
         "iteration": _ENGINE_BASE | {"agreement", "codec", "state", "sync", "trace", "update"},
         "setup": _ENGINE_BASE
         | {"agreement", "codec", "iteration", "probe", "state", "sync", "trace", "update"},
@@ -111,7 +114,7 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
 }
 
 _TORCH_PARTS = frozenset(
-    {"torch_internals.py", "engine", "tune", "train", "bench", "doctor", "drop_in"}
+    {"torch_internals.py", "device", "engine", "tune", "train", "bench", "doctor", "drop_in"}
 )
 
 # Where alone these may be imported, and where else for type checkers.

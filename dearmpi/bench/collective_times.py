@@ -24,7 +24,7 @@ from dearmpi.comm.algorithms.scratch import carrier_of
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
-from dearmpi.engine.device.comm_stream import compute_on_one_core
+from dearmpi.device.comm_stream import compute_on_one_core
 from dearmpi.errors import ConfigError
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.report.draw.units import align, count_text

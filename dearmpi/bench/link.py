@@ -20,7 +20,7 @@ from dearmpi.comm.algorithms.registry import (
 )
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.device.comm_stream import compute_on_one_core
+from dearmpi.device.comm_stream import compute_on_one_core
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.train.ranks.agreement import together

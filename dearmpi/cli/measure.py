@@ -62,7 +62,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
 
     def measure(world: World, console: Console) -> int:
         from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-        from dearmpi.engine.device.comm_stream import compute_on_one_core
+        from dearmpi.device.comm_stream import compute_on_one_core
         from dearmpi.train.ranks.agreement import together
         from dearmpi.train.run.environment import mpi_library
         from dearmpi.tune import calibrate as tuning

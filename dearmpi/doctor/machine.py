@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from dearmpi.config import EngineConfig
+from dearmpi.device.route_choice import choose_route
 from dearmpi.doctor.finding import MISSING, Finding, RankFacts, fail, installed_version, ok, warn
-from dearmpi.engine.device.route_choice import choose_route
 from dearmpi.report.draw.units import count_text
 from dearmpi.train.ranks.threads import HostCores, RankCores, by_host
 from dearmpi.train.settings.sources import CONFIG_VARIABLE

@@ -10,9 +10,9 @@ import torch
 
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.config import MIB
-from dearmpi.engine.device.accelerator import CudaDevice, Device
-from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.device.routes import StagedCollectives
+from dearmpi.device.accelerator import CudaDevice, Device
+from dearmpi.device.comm_stream import DeviceCommStream
+from dearmpi.device.routes import StagedCollectives
 from tests.gpu.machine import IS_DRY, device, say, settle
 from tests.lazy_device import LazyDevice
 

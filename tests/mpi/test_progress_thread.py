@@ -11,7 +11,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.engine.device.comm_stream import compute_on_one_core
+from dearmpi.device.comm_stream import compute_on_one_core
 
 pytestmark = pytest.mark.ranks(2)
 

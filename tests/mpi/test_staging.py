@@ -51,7 +51,7 @@ def train_on_lazy_device(
     expected = train(case)
     device = LazyDevice()
     put_on(monkeypatch, device)
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.known_verdicts", lambda: verdicts)
+    monkeypatch.setattr("dearmpi.device.route_choice.known_verdicts", lambda: verdicts)
     assert_same(train(case, world), expected)
     return device.num_copies
 

@@ -1,3 +1,3 @@
 """A bucket at run time: its state, its flat buffers, and which of its gradients have come. Begin
-with `bucket`, where a gradient enters. May import device.
+with `bucket`, where a gradient enters. Imports no other room.
 """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.config import EngineConfig
+from dearmpi.device.accelerator import DeviceEvent
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory, give_back_freed
 from dearmpi.engine.bucket.grad_tracker import GradState, GradTracker, quiet_slots
@@ -21,7 +22,6 @@ from dearmpi.engine.bucket.placeholder import (
     GradPlaceholder,
     held_elsewhere,
 )
-from dearmpi.engine.device.accelerator import DeviceEvent
 from dearmpi.plan.data.layout import Bucket, BucketLayout
 from dearmpi.torch_internals import copy_each
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dearmpi.engine.device.accelerator import zeros
+from dearmpi.device.accelerator import zeros
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.torch_internals import storage_owners
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dearmpi.comm.world import World
+from dearmpi.device.comm_stream import CommStream
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.replicas import Replicas
 from dearmpi.engine.agreement.step_agreement import Edits, Loads
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.device.comm_stream import CommStream
 from dearmpi.engine.trace.spans import CommunicationClock, Spans
 from dearmpi.engine.update.update import Options
 from dearmpi.plan.data.schedule import AllGather, Conduct

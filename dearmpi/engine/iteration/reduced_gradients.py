@@ -14,10 +14,10 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from dearmpi.device.accelerator import through_host
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.buffers import shaped_like
-from dearmpi.engine.device.accelerator import through_host
 from dearmpi.engine.iteration.backprop import Backprop
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.torch_internals import number_of_backprop

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dearmpi.device.route_choice import choose_algorithms, open_comm_stream
 from dearmpi.engine.bucket.bucket import build_buckets
 from dearmpi.engine.codec.choice import choose_codecs
-from dearmpi.engine.device.route_choice import choose_algorithms, open_comm_stream
 from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.hooks import ModelHooks

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
-from dearmpi.engine.device.accelerator import device_of
+from dearmpi.device.accelerator import device_of
 from dearmpi.engine.iteration.compilation import refuse_compiled
 from dearmpi.engine.probe.probe import (
     host_twin,

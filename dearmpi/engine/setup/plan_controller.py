@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
-from dearmpi.engine.device.comm_stream import compute_on_all_cores, compute_on_one_core
+from dearmpi.device.comm_stream import compute_on_all_cores, compute_on_one_core
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.setup.live_engine import LiveEngine
 from dearmpi.engine.setup.self_planning import JobMeasurement, Pause, SelfPlanning

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dearmpi.config import EngineConfig
-from dearmpi.engine.device.route_choice import check_devices
+from dearmpi.device.route_choice import check_devices
 from dearmpi.engine.setup.checks import (
     NOT_KNOWN,
     check_optimizer,

@@ -20,7 +20,7 @@ from dearmpi.comm.api.collectives import Chain, Collectives, Completed, PeerMess
 from dearmpi.comm.messages.collective_calls import gather_texts
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
-from dearmpi.engine.device.comm_stream import CommStream
+from dearmpi.device.comm_stream import CommStream
 from dearmpi.engine.state.sharded_state import (
     State,
     StatePiece,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.world import World
+from dearmpi.device.accelerator import through_host
 from dearmpi.engine.bucket.buffers import flattened, shaped_like
-from dearmpi.engine.device.accelerator import through_host
 from dearmpi.engine.update.shard_update import (
     FusedRange,
     ShardUpdate,

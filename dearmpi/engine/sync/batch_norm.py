@@ -18,7 +18,7 @@ from dearmpi.comm.lifecycle import choose_world, connect
 from dearmpi.comm.messages.collective_calls import digest
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
-from dearmpi.engine.device.accelerator import through_host
+from dearmpi.device.accelerator import through_host
 from dearmpi.errors import ConfigError, MismatchError, UsageError
 from dearmpi.torch_internals import BatchNorm, module_table, share_tables
 

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.messages.collective_calls import Gather, digest, first_difference
 from dearmpi.comm.world import World
+from dearmpi.device.accelerator import through_host
 from dearmpi.engine.bucket.buffers import flattened, is_dense
-from dearmpi.engine.device.accelerator import through_host
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.guessed import BROADCAST, answers_guesses
 from dearmpi.torch_internals import buffer_table, parameter_table, sparse_parts

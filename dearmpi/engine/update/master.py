@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.config import EngineConfig
+from dearmpi.device.accelerator import Device, DeviceEvent, failures_of
+from dearmpi.device.comm_stream import DeviceCommStream
+from dearmpi.device.routes import PinnedPieces, as_rows
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.device.accelerator import Device, DeviceEvent, failures_of
-from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.device.routes import PinnedPieces, as_rows
 from dearmpi.errors import CheckpointError
 
 MASTER = "master"  # the copy's name among the optimizer's state entries

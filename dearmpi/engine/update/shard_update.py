@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.api.collectives import Request
 from dearmpi.config import EngineConfig
+from dearmpi.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
 from dearmpi.engine.update.master import (
     MASTER,
     NUM_FETCHED,

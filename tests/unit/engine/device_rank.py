@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.device.device_collectives import DeviceCollectives
-from dearmpi.engine.device.routes import DirectCollectives, StagedCollectives
+from dearmpi.device.comm_stream import DeviceCommStream
+from dearmpi.device.device_collectives import DeviceCollectives
+from dearmpi.device.routes import DirectCollectives, StagedCollectives
 from tests.fakes import FakeCollectives, FakeHub
 from tests.lazy_device import LazyDevice
 

@@ -12,7 +12,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.api.collectives import Request
 from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter
-from dearmpi.engine.device.routes import SettledBuffer
+from dearmpi.device.routes import SettledBuffer
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.fakes import FakeCollectives
 from tests.fakes.ranks import run_ranks
@@ -32,7 +32,7 @@ def test_mpis_own_sum_is_no_choice_where_it_cannot_add_every_bucket(
         offers.append(library_can_add)
         return "ring"
 
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.select_reduce_scatter", choose)
+    monkeypatch.setattr("dearmpi.device.route_choice.select_reduce_scatter", choose)
 
     def rank(world: World) -> None:
         model = nn.Sequential(nn.Linear(50, 50), nn.Linear(3, 2, dtype=dtype))
@@ -51,7 +51,7 @@ def test_a_bucket_that_is_frozen_is_not_tried(monkeypatch: pytest.MonkeyPatch) -
         numels.append(buffer.numel())
         return "ring"
 
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.select_reduce_scatter", choose)
+    monkeypatch.setattr("dearmpi.device.route_choice.select_reduce_scatter", choose)
 
     def rank(world: World) -> None:
         model = nn.Sequential(nn.Linear(50, 50), nn.Linear(3, 2, bias=False))
@@ -72,7 +72,7 @@ def test_auto_tries_the_way_that_a_devices_gradients_take(
     verdicts = (
         tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS) if direct else ()
     )
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.known_verdicts", lambda: verdicts)
+    monkeypatch.setattr("dearmpi.device.route_choice.known_verdicts", lambda: verdicts)
 
     def note(self: Any, buffer: Any, algorithm: Any, **options: Any) -> Request:
         tried.add((type(buffer), algorithm))
@@ -99,7 +99,7 @@ def test_what_auto_has_found_stays_where_buckets_change(monkeypatch: pytest.Monk
         choices.append("exchange")
         return "exchange"
 
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.select_reduce_scatter", choose)
+    monkeypatch.setattr("dearmpi.device.route_choice.select_reduce_scatter", choose)
 
     def rank(world: World) -> int:
         model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer, EngineConfig, GradScaler
 from dearmpi.comm.world import World
+from dearmpi.device.comm_stream import DeviceCommStream
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
-from dearmpi.engine.device.comm_stream import DeviceCommStream
 from dearmpi.engine.update.master import HostMemory, HostShard
 from dearmpi.errors import CommError, ConfigError
 from dearmpi.plan.data.layout import ParamSpec, build_layout
@@ -33,7 +33,7 @@ Saved = tuple[dict[str, Tensor], dict[str, Any]]
 def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     """All engines' own, with an MPI that takes its memory: only updates copy anything."""
     works = tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS)
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.known_verdicts", lambda: works)
+    monkeypatch.setattr("dearmpi.device.route_choice.known_verdicts", lambda: works)
     device = LazyDevice()
     put_on(monkeypatch, device)
     return device

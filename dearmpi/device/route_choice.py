@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, select_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
-from dearmpi.engine.device.accelerator import Device, device_of, zeros
-from dearmpi.engine.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
-from dearmpi.engine.device.routes import (
+from dearmpi.device.accelerator import Device, device_of, zeros
+from dearmpi.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
+from dearmpi.device.routes import (
     NUM_AHEAD,
     AloneDeviceCollectives,
     DirectCollectives,

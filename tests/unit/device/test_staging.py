@@ -13,10 +13,10 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, ReduceScatter
-from dearmpi.engine.device.accelerator import device_of, zeros
-from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.device.route_choice import choose_route
-from dearmpi.engine.device.routes import AloneDeviceCollectives
+from dearmpi.device.accelerator import device_of, zeros
+from dearmpi.device.comm_stream import DeviceCommStream
+from dearmpi.device.route_choice import choose_route
+from dearmpi.device.routes import AloneDeviceCollectives
 from dearmpi.errors import ConfigError, DeviceError, MismatchError
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.codes import raises
@@ -36,7 +36,7 @@ def finish(requests: list[Any], *, most_polls: int = 1000) -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dearmpi.engine.device.routes.CHUNK_BYTES", 32)
+    monkeypatch.setattr("dearmpi.device.routes.CHUNK_BYTES", 32)
 
 
 def test_chunks_make_the_same_sum_and_pinned_memory_does_not_grow(small_chunks: None) -> None:
@@ -183,7 +183,7 @@ def test_the_device_is_that_of_the_thread_before_the_thread_asks_for_anything(
 
 def test_ranks_on_different_kinds_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "dearmpi.engine.device.route_choice.device_of",
+        "dearmpi.device.route_choice.device_of",
         lambda params: LazyDevice() if threading.current_thread().name == "rank-1" else None,
     )
     with raises(MismatchError, "ranks-differ-in-devices", "rank 1", "lazy:0", "rank 0"):
@@ -253,7 +253,7 @@ def test_an_mpi_that_works_within_a_host_is_relied_on_between_hosts_only_if_aske
     hosts: list[str], asked: CudaBuffers, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_on(monkeypatch, LazyDevice())
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.known_verdicts", lambda: tuple(WORKS))
+    monkeypatch.setattr("dearmpi.device.route_choice.known_verdicts", lambda: tuple(WORKS))
 
     def rank(world: World) -> str:
         _, optimizer = distribute(world, cuda_buffers=asked)

@@ -18,8 +18,8 @@ from torch import Tensor
 from dearmpi.comm.api.collectives import Collectives, Movement, ReduceOp, Request
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import even_cuts
-from dearmpi.engine.device.accelerator import DeviceEvent, failures_of
-from dearmpi.engine.device.comm_stream import DeviceCommStream
+from dearmpi.device.accelerator import DeviceEvent, failures_of
+from dearmpi.device.comm_stream import DeviceCommStream
 
 Start = Callable[[Any], Request]
 _ALL = slice(None)

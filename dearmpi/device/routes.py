@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.config import MIB
-from dearmpi.engine.device.accelerator import Device, DeviceEvent, Stream
-from dearmpi.engine.device.comm_stream import DeviceCommStream
-from dearmpi.engine.device.device_collectives import (
+from dearmpi.device.accelerator import Device, DeviceEvent, Stream
+from dearmpi.device.comm_stream import DeviceCommStream
+from dearmpi.device.device_collectives import (
     DeviceCollectives,
     DeviceTransfer,
     Start,

@@ -118,7 +118,7 @@ def test_what_waits_for_the_device_is_not_on_the_network_yet(
     verdicts = (
         tuple(ProbeVerdict(operation, works=True) for operation in OPERATIONS) if direct else ()
     )
-    monkeypatch.setattr("dearmpi.engine.device.route_choice.known_verdicts", lambda: verdicts)
+    monkeypatch.setattr("dearmpi.device.route_choice.known_verdicts", lambda: verdicts)
     opened_s: list[float] = []
 
     def rank(world: World) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.world import World
-from dearmpi.engine.device.accelerator import Device, DeviceEvent, Stream, failures_of
+from dearmpi.device.accelerator import Device, DeviceEvent, Stream, failures_of
 from dearmpi.torch_internals import has_unusual_modes, without_modes
 
 if TYPE_CHECKING:

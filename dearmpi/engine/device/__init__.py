@@ -1,3 +1,0 @@
-"""Devices: memory and streams of a device, where the progress thread computes, and how a device's
-tensors get to MPI. Begin with `comm_stream`. Imports no other room.
-"""
