@@ -1,3 +1,4 @@
 """What travels for a bucket: the numbers as they are, half of their bits, or quantized. Begin with
-`codec`, the interface; `choice` lists them all. May import bucket, trace and update. A new compressor goes here.
+`codec`, the interface; `choice` lists them all. May import bucket, trace and update. A new
+compressor goes here.
 """
