@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dearmpi.plan.model.network import Network
     from dearmpi.plan.model.profile import ModelProfile
     from dearmpi.plan.rivals.methods import SimulatedMethod
-    from dearmpi.plan.rivals.side_by_side import Comparison, Gain
+    from dearmpi.plan.rivals.side_by_side import Comparison, PaperGain
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
 _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -261,7 +261,7 @@ def _draw(console: Console, comparison: Comparison, others: Sequence[Network], p
     write_picture(path, draw_comparisons(by_size, by_rate, _GIGABITS))
 
 
-def _compare_paper(console: Console) -> Sequence[Gain]:
+def _compare_paper(console: Console) -> Sequence[PaperGain]:
     from dearmpi.plan.model.network import PRESETS
     from dearmpi.plan.rivals.side_by_side import (
         CAPS_MB,
@@ -283,7 +283,7 @@ def _compare_paper(console: Console) -> Sequence[Gain]:
         "start-up: what the other loses to that of its operations, over what DeAR loses to it.",
         "rest: what is left of the gain, from fusion and what nothing hides at a pass's ends.",
     )
-    all_gains: list[Gain] = []
+    all_gains: list[PaperGain] = []
     for network in PRESETS:
         gains = paper_gains(network)
         console.say("", f"{network.name}: {network.source}", "", *align(gain_rows(gains)))

@@ -43,7 +43,7 @@ Place = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StatePart:
     """Elements ``start`` to ``stop`` of a parameter's state ``key``, from rank to rank."""
 
     name: str
@@ -61,7 +61,9 @@ class SendBuffers:
     A model has hundreds of small tensors, so that a message for each would be far too many.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, Part]], known: Mapping[Place, Tensor]) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[int, StatePart]], known: Mapping[Place, Tensor]
+    ) -> None:
         """parts: each with the rank on the other side. known: those that are there already."""
         self._sizes: dict[Place, list[int]] = defaultdict(list)
         for rank, part in parts:
@@ -169,7 +171,7 @@ class Resharding:
         }
         self._whole: dict[str, State] = {}
         self._described: list[Descriptions] = []
-        self._receives: list[Part] = []
+        self._receives: list[StatePart] = []
         self._sent = SendBuffers([], {})
 
     def take(self, collectives: Collectives) -> Iterator[Request]:
@@ -220,7 +222,7 @@ class Resharding:
                 _place(update, shares)
             yield Completed()
 
-    def _list_parts(self, bucket: Bucket) -> Iterator[Part]:
+    def _list_parts(self, bucket: Bucket) -> Iterator[StatePart]:
         """What this rank sends or receives of an old bucket, in an order that all ranks have."""
         for placed in bucket.placements:
             name = placed.spec.name
@@ -230,12 +232,12 @@ class Resharding:
                 entries = self._described[old.rank].get(name, {})
                 for key in sorted(key for key, entry in entries.items() if "tensor" in entry):
                     dtype = entries[key]["tensor"]
-                    yield Part(name, key, dtype, old.rank, new.rank, start, stop)
+                    yield StatePart(name, key, dtype, old.rank, new.rank, start, stop)
 
     def _pack(
         self,
         held: Iterable[StatePiece],
-        parts: Iterable[Part],
+        parts: Iterable[StatePart],
         rooms: Mapping[Place, Iterator[Tensor]],
     ) -> None:
         pieces = {piece.name: piece for piece in held}

@@ -177,7 +177,7 @@ def _flops(workload: Workload) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class PaperGain:
     """DeAR against the best of the others, all of them with fusion or all without.
 
     overlap: the factor that its two pipelines can bring, both without idle time: WFBP's bound over
@@ -263,10 +263,10 @@ class Gain:
         }
 
 
-def paper_gains(network: Network) -> list[Gain]:
+def paper_gains(network: Network) -> list[PaperGain]:
     """For each model, without and with fusion."""
     return [
-        Gain(compare(paper_profile(read_workload(model)), network, WORLD_SIZE, methods), fused)
+        PaperGain(compare(paper_profile(read_workload(model)), network, WORLD_SIZE, methods), fused)
         for model in MODELS
         for fused, methods in ((False, unfused_methods()), (True, fused_methods()))
     ]

@@ -106,11 +106,6 @@ class Figures:
         return self.least_waiting.wait_s * self.shared_wait
 
     @property
-    def uneven_s(self) -> float:
-        """What that rank waits for others that still compute: each is late now and then."""
-        return self.least_waiting.wait_s - self.network_s
-
-    @property
     def data_s(self) -> float:
         """What loading data costs: the longest of all ranks."""
         return self.slowest_loader.data_s

@@ -62,7 +62,7 @@ class Change(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class StepGain:
     """step_s: what a step would take after ``change``. at_best: no less, and likely more."""
 
     change: Change
@@ -70,7 +70,7 @@ class Gain:
     at_best: bool = False
 
 
-def gains_of(figures: Figures, parts: StepParts, replica: Replica | None) -> tuple[Gain, ...]:
+def gains_of(figures: Figures, parts: StepParts, replica: Replica | None) -> tuple[StepGain, ...]:
     """What each change would give, without those that nobody would see.
 
     A faster link is simulated where the trace allows it; else it saves at most half of the
@@ -78,13 +78,13 @@ def gains_of(figures: Figures, parts: StepParts, replica: Replica | None) -> tup
     """
     found = []
     if parts.late_s > SEEN * parts.whole_s:
-        found.append(Gain(Change.EVEN_RANKS, parts.whole_s - parts.late_s))
+        found.append(StepGain(Change.EVEN_RANKS, parts.whole_s - parts.late_s))
     if parts.network_s > SEEN * parts.whole_s and not figures.one_host:
         saved_s = figures.communication_s / 2
         if replica is not None:
             saved_s = max(0.0, replica.timeline.iteration_s - replica.doubled.iteration_s)
         step_s = parts.whole_s - min(saved_s, parts.network_s)
-        found.append(Gain(Change.FASTER_LINK, step_s, at_best=replica is None))
+        found.append(StepGain(Change.FASTER_LINK, step_s, at_best=replica is None))
     if parts.data_s > SEEN * parts.whole_s:
-        found.append(Gain(Change.DATA_AHEAD, parts.whole_s - parts.data_s))
+        found.append(StepGain(Change.DATA_AHEAD, parts.whole_s - parts.data_s))
     return tuple(found)

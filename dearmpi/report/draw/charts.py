@@ -201,7 +201,7 @@ _HEIGHT = 34.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StackPart:
     """A part of a whole, which ``key`` names in the legend. hint: its value in words."""
 
     key: Key
@@ -209,7 +209,9 @@ class Part:
     hint: str
 
 
-def draw_stack(name: str, title: str, parts: Sequence[Part], *, unit: str, width: float) -> Picture:
+def draw_stack(
+    name: str, title: str, parts: Sequence[StackPart], *, unit: str, width: float
+) -> Picture:
     """One bar whose parts (of which one at least is above 0) fill the width."""
     keys = [Key(f"{one.key.name}: {one.hint}", one.key.colour, one.key.hatched) for one in parts]
     legend, top = draw_legend(keys, width=width, top=0)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.plan.rivals.side_by_side import CLAIMS, Comparison, Gain, MethodRow
+from dearmpi.plan.rivals.side_by_side import CLAIMS, Comparison, MethodRow, PaperGain
 from dearmpi.report.draw.axis import Axis
 from dearmpi.report.draw.shape import DASHES, Label, Line, Picture, Shape
 from dearmpi.report.draw.units import count_text
@@ -148,7 +148,7 @@ def _cells(comparison: Comparison, row: MethodRow) -> tuple[str, ...]:
     )
 
 
-def gain_rows(gains: Sequence[Gain]) -> list[tuple[str, ...]]:
+def gain_rows(gains: Sequence[PaperGain]) -> list[tuple[str, ...]]:
     """A header and a line for each of one network's gains."""
     header = (
         "model",
@@ -165,7 +165,7 @@ def gain_rows(gains: Sequence[Gain]) -> list[tuple[str, ...]]:
     return [header, *(_gain_cells(gain) for gain in gains)]
 
 
-def _gain_cells(gain: Gain) -> tuple[str, ...]:
+def _gain_cells(gain: PaperGain) -> tuple[str, ...]:
     return (
         gain.comparison.profile.workload.name,
         "yes" if gain.fused else "no",
@@ -177,7 +177,7 @@ def _gain_cells(gain: Gain) -> tuple[str, ...]:
     )
 
 
-def describe_gains(gains: Sequence[Gain]) -> list[str]:
+def describe_gains(gains: Sequence[PaperGain]) -> list[str]:
     """Lines to stand below the table: the largest gain beside the paper's."""
     largest = max(gains, key=lambda gain: gain.factor)
     comparison = largest.comparison

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from dearmpi.report.analyse.figures import Figures
-from dearmpi.report.analyse.step_parts import Change, Gain, StepParts, part_step
+from dearmpi.report.analyse.step_parts import Change, StepGain, StepParts, part_step
 from dearmpi.report.draw.units import count_text, share_text, time_text
 from dearmpi.report.read.pace import WORTH
 
@@ -43,7 +43,7 @@ class _Case:
 
     figures: Figures
     parts: StepParts
-    gains: Mapping[Change, Gain]
+    gains: Mapping[Change, StepGain]
     lost_s: float
 
     def of_step(self) -> str:
@@ -61,7 +61,7 @@ class _Case:
         return f", with which a step would take {about} {time_text(gain.step_s)}"
 
 
-def judge(figures: Figures, gains: Sequence[Gain] = ()) -> Verdict:
+def judge(figures: Figures, gains: Sequence[StepGain] = ()) -> Verdict:
     """Name the greatest part of a step beside its computation, or computation itself.
 
     Late ranks are named where they are the same all the time. gains: what changes would give, which

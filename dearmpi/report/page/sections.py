@@ -10,12 +10,12 @@ from dearmpi.plan.data.schedule import Conduct
 from dearmpi.report.analyse.exposure import BucketTime
 from dearmpi.report.analyse.figures import Figures, exposure_of, least_waiting_of
 from dearmpi.report.analyse.replica import Replica, conduct_of, replica_spans, replicate
-from dearmpi.report.analyse.step_parts import SEEN, Change, Gain, part_step, typical_rank
+from dearmpi.report.analyse.step_parts import SEEN, Change, StepGain, part_step, typical_rank
 from dearmpi.report.draw.axis import Key
 from dearmpi.report.draw.charts import (
     Bar,
-    Part,
     Series,
+    StackPart,
     draw_bars,
     draw_chart,
     draw_stack,
@@ -33,7 +33,7 @@ MOST_TRACKS = 4
 MOST_BARS = 24
 
 
-def step_sections(figures: Figures, gains: Sequence[Gain]) -> list[Section]:
+def step_sections(figures: Figures, gains: Sequence[StepGain]) -> list[Section]:
     """What a step consists of, and what changes would give, if any."""
     found = (_parts(figures), _gains(figures, gains))
     return [section for section in found if section is not None]
@@ -57,7 +57,7 @@ def _parts(figures: Figures) -> Section:
 
     def draw(width: float) -> Picture:
         shown = [
-            Part(key, unit.of(value_s), text(value_s)) for key, value_s in named if value_s > 0
+            StackPart(key, unit.of(value_s), text(value_s)) for key, value_s in named if value_s > 0
         ]
         title = "Where a step goes"
         return draw_stack("step", title, shown, unit=f"{unit.name} per step", width=width)
@@ -76,7 +76,7 @@ def _parts(figures: Figures) -> Section:
     return Section("Where a step goes", draw, f"{caption}.", table)
 
 
-def _gains(figures: Figures, gains: Sequence[Gain]) -> Section | None:
+def _gains(figures: Figures, gains: Sequence[StepGain]) -> Section | None:
     if not gains:
         return None
     whole_s = part_step(figures).whole_s
@@ -106,7 +106,7 @@ def _gains(figures: Figures, gains: Sequence[Gain]) -> Section | None:
     return Section("What a change would give", draw, caption)
 
 
-def _times_faster(whole_s: float, gain: Gain) -> str:
+def _times_faster(whole_s: float, gain: StepGain) -> str:
     at_best = " at best" if gain.at_best else ""
     times = whole_s / gain.step_s if gain.step_s > 0 else math.inf
     return f"{at_best}, {times:.2f} x as fast" if math.isfinite(times) else at_best

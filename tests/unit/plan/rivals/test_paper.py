@@ -15,7 +15,7 @@ from dearmpi.plan.rivals.side_by_side import (
     CLAIMS,
     MODELS,
     WORLD_SIZE,
-    Gain,
+    PaperGain,
     compare,
     fused_methods,
     paper_profile,
@@ -59,7 +59,7 @@ def test_overlap_is_within_its_limit_and_the_parts_make_the_whole(
 ) -> None:
     profile = paper_profile(read_workload(model))
     for fused, methods in ((False, unfused_methods()), (True, fused_methods())):
-        gain = Gain(compare(profile, network, WORLD_SIZE, methods), fused)
+        gain = PaperGain(compare(profile, network, WORLD_SIZE, methods), fused)
         assert 1 <= gain.overlap <= gain.most_overlap == pytest.approx(1.25)
         assert gain.factor == pytest.approx(gain.overlap * gain.start_up * gain.rest)
         # One in flight, as in the paper: DeAR is no faster than its own bound.
@@ -67,7 +67,7 @@ def test_overlap_is_within_its_limit_and_the_parts_make_the_whole(
         # Without latency there is no start-up to lose anything to.
         at_once = replace(network.costs, reduce_scatter=RATE, all_gather=RATE)
         free = compare(profile, replace(network, costs=at_once), WORLD_SIZE, methods)
-        assert Gain(free, fused).start_up == 1
+        assert PaperGain(free, fused).start_up == 1
         # Without fusion all start up equally often, so that nothing but overlap can be gained.
         if not fused:
             assert gain.factor <= gain.most_overlap

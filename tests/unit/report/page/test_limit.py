@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dearmpi.report.analyse.figures import Figures, RankFigures
-from dearmpi.report.analyse.step_parts import Change, Gain
+from dearmpi.report.analyse.step_parts import Change, StepGain
 from dearmpi.report.page.limit import Limit, judge
 from dearmpi.report.read.pace import WORTH
 
@@ -164,7 +164,7 @@ def test_one_host_has_no_network_and_cores_come_first() -> None:
 
 def test_the_sentence_gives_what_its_cure_would_bring() -> None:
     slow = replace(FIGURES, ranks=_with_waits(0.5, 0.48, 0.1, 0.52))
-    gains = (Gain(Change.EVEN_RANKS, 0.6), Gain(Change.FASTER_LINK, 0.8, at_best=True))
+    gains = (StepGain(Change.EVEN_RANKS, 0.6), StepGain(Change.FASTER_LINK, 0.8, at_best=True))
     assert judge(slow, gains).sentence.endswith(
         "Without late ranks a step would take about 600 ms."
     )
