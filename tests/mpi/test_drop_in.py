@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchsWrapper
 import dearmpi
 from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
-from dearmpi.drop_in.replacement import ZeroRedundancyOptimizer
+from dearmpi.drop_in.start import ZeroRedundancyOptimizer
 from dearmpi.errors import ArgumentError, ConfigError, UsageError
 from tests.codes import raises
 from tests.mpi.ddp_scripts import SCRIPTS, Job, Trained, loss_of, network
