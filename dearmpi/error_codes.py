@@ -184,6 +184,9 @@ buffer-not-averaged
 ddp-not-served
     An argument, hook or method of DistributedDataParallel has no counterpart here.
     Leave it out, or use what the message names.
+framework-missing
+    A file of `dearmpi.integrations` was imported without its framework.
+    Install the package that the message names.
 wrapped-model
     The model is inside a wrapper that averages or shards its gradients itself.
     Pass the model without the wrapper.

@@ -1,5 +1,5 @@
 """Imports point one way: cli > doctor > bench > train > report and engine > device > tune > plan,
-comm > config. drop_in stands on the package's public names.
+comm > config. drop_in stands on the package's public names, integrations on drop_in.
 
 Everything may import errors, which imports nothing; so does version. torch_internals holds every
 private name of torch; it stands beside the parts since engine, tune and bench need some. Within a
@@ -44,6 +44,7 @@ BELOW: dict[str, frozenset[str]] = {
     "report": frozenset({"plan", "config", "errors", "span"}),
     "train": _LIBRARY | {"report", "version"},
     "drop_in": _TORCH | {PACKAGE, "config", "errors"},
+    "integrations": frozenset({PACKAGE, "config", "drop_in", "errors"}),
     PACKAGE: _LIBRARY | {"drop_in", "guessed", "train", "version"},
     "bench": _LIBRARY | _TORCH | {PACKAGE, "train", "report"},
     # It measures as a benchmark does, and judges what a run would do: above both.

@@ -48,9 +48,13 @@ class Choices:
 
 
 class Chosen:
-    """What holds in this process."""
+    """What holds in this process.
+
+    is_served: whether scripts find dearmpi behind torch's names.
+    """
 
     choices: ClassVar[Choices] = Choices()
+    is_served: ClassVar[bool] = False
 
 
 class _StepHooks:

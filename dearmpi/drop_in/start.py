@@ -73,14 +73,15 @@ def _parse(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def serve_scripts(choices: Choices) -> World:
-    """Connect, set the variables of the ranks and replace torch's names (collective).
+    """Connect, set the variables of the ranks and replace torch's names.
 
-    choices: for every model that is wrapped from now on.
+    Collective the first time. choices: for every model that is wrapped from now on.
     """
-    Chosen.choices = choices
     world = dearmpi.connect()
-    announce_ranks(world)
+    if not Chosen.is_served:
+        announce_ranks(world)
     replace_in_torch()
+    Chosen.choices, Chosen.is_served = choices, True
     return world
 
 

@@ -113,3 +113,28 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     ended = run_job(forked(command), ranks=1, limit_s=60)
     assert ended.returncode == 2
     assert "absent.py" in ended.output
+
+
+SERVES_ITSELF = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from dearmpi.drop_in.serving import Choices, Chosen
+from dearmpi.integrations import serve
+
+world = serve(comm_dtype="bf16")
+if world.is_root:
+    serve(schedule="wfbp")  # nobody else: only the first call is collective
+    assert Chosen.choices == Choices(schedule="wfbp", comm_dtype="bf16"), Chosen.choices
+assert DistributedDataParallel.__module__ == "dearmpi.drop_in.wrapper"
+dist.init_process_group("gloo")
+print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_serves_itself_and_keeps_what_it_has_chosen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SERVES_ITSELF)
+    ended = run_job(forked([sys.executable, str(script)]), ranks=2, limit_s=120)
+    assert ended.returncode == 0, ended.output
+    assert "rank 0 of 2" in ended.output and "rank 1 of 2" in ended.output
