@@ -31,6 +31,7 @@ from tests.job import TIMES_VARIABLE  # noqa: E402
 from tests.selection import EVERY_TEST, SIZES  # noqa: E402
 
 PARTS = ("lint", "types", "unit", "mpi", "openmpi", "lab", "slurm")
+BY_NAME = ("frameworks",)  # run only where they are named
 NUM_SLOWEST = 20
 _LONGEST = ("tests/unit/engine", "tests/unit/plan")  # first, so that the processes end together
 _SCRIPTS = (
@@ -104,6 +105,9 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
     second = choice if everything else "second"
     scripts = [*_SCRIPTS, *sorted(str(path) for path in ROOT.glob("slurm/*.sbatch"))]
     shellcheck = [str(ROOT / ".venv/bin/shellcheck"), "--severity=warning", *scripts]
+    has_frameworks = ROOT / ".venv-frameworks" / "bin" / "python"
+    python = str(has_frameworks) if has_frameworks.exists() else _PYTHON  # which skips them
+    frameworks = [python, *pytest[1:], "-o", "faulthandler_timeout=0", "tests/frameworks", *marks]
     mypy = [_PYTHON, "-m", "mypy"]
     ruff = [_PYTHON, "-m", "ruff"]
     others = [size for size in SIZES if size != 1]
@@ -129,6 +133,7 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
         Section("types", "types (mypy)", mypy, 1, long_s),
         Section("mpi", "MPICH, 1 rank(s)", on_ranks(1, choice), 1, long_s),
         Section("unit", "unit tests, the other", unit, 1, long_s),
+        Section("frameworks", "frameworks, 2 ranks", frameworks, 2, 3000.0),
     ]
 
 
@@ -313,7 +318,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every test at every world size")
     parser.add_argument("--torch", type=lambda names: names.split(","), metavar="VERSIONS")
     parser.add_argument("--set-up-s", type=float, default=0.0)
-    parser.add_argument("parts", nargs="*", metavar="SECTION", help=", ".join(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="SECTION", help=", ".join(PARTS + BY_NAME))
     options = parser.parse_args()
     started_s = time.monotonic() - options.set_up_s
     wanted = options.parts or PARTS

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.sections import PARTS, Runner, Section, list_sections, list_torch_sections, slowest
+from tests.sections import (
+    BY_NAME,
+    PARTS,
+    Runner,
+    Section,
+    list_sections,
+    list_torch_sections,
+    slowest,
+)
 
 
 def section(name: str, script: str, cores: int = 1, **limits: float) -> Section:
@@ -94,7 +102,7 @@ def _stop_once(runner: Runner, begun: Path) -> None:
 @pytest.mark.parametrize("everything", [False, True])
 def test_every_part_has_a_section(everything: bool, tmp_path: Path) -> None:
     sections = list_sections(everything=everything, folder=tmp_path)
-    assert {each.part for each in sections} == set(PARTS)
+    assert {each.part for each in sections} == {*PARTS, *BY_NAME}
 
 
 def test_every_version_of_torch_has_sections_in_its_own_environment() -> None:
