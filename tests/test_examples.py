@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import re
 import subprocess
@@ -139,3 +140,15 @@ def test_the_guide_shows_the_scripts_as_they_are(guide: str) -> None:
         lines = [line.strip() for line in script.splitlines()[main.lineno : main.end_lineno]]
         missing = [line for line in lines if line not in text]
         assert not missing, f"{guide}_{moment}.py has lines that the guide lacks: {missing}"
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers", "lightning"])
+def test_a_framework_needs_three_changed_lines_and_the_guide_shows_them(name: str) -> None:
+    guide = (ROOT / "docs" / "how-to" / "frameworks.md").read_text()
+    scripts = [EXAMPLES / "frameworks" / f"{name}_{moment}.py" for moment in ("before", "after")]
+    before, after = ([line.strip() for line in path.read_text().splitlines()] for path in scripts)
+    lines = difflib.ndiff(before[1:], after[1:])  # the first is the docstring
+    changed = [line for line in lines if line[0] in "+-" and line[2:]]
+    assert 1 <= sum(line[0] == "+" for line in changed) <= 3, changed
+    missing = [line for line in changed if line not in guide]
+    assert not missing
