@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -68,12 +67,14 @@ class Facade(Optimizer):
         """Call the wrapped optimizer's ``train()`` or ``eval()`` for the parameters."""
         raise NotImplementedError
 
-    def _share(self, gather: Callable[[], Mapping[Tensor, Entries]] | None) -> None:
+    def _share(
+        self, gather: Callable[[], Mapping[Tensor, Entries]] | None, name_of: NameOf
+    ) -> None:
         """Show the param groups as they are now, and the state: what ``gather`` brings,
         collectively, or that of the wrapped optimizer, which has it.
         """
         groups = self._optimizer.param_groups
-        state = self._optimizer.state if gather is None else GatheredState(gather)
+        state = self._optimizer.state if gather is None else GatheredState(gather, name_of)
         vars(self).update(param_groups=groups, state=state)
         self._members = [list(group["params"]) for group in groups]
         self._attributes = dict(vars(self._optimizer))
@@ -137,10 +138,13 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 Entries = Mapping[str, Any]
+NameOf = Callable[[Tensor], str]
 
 
 class GatheredState(MutableMapping[Tensor, Entries]):
     """The optimizer's state by parameter, gathered when it is read (collective).
+
+    Its copies are plain dicts.
 
     Every rank must read it, as a learning-rate scheduler that looks at it does. It is a copy: to
     change the state, use ``optimizer.load_state_dict()``. What would change the copy is refused;
@@ -148,32 +152,50 @@ class GatheredState(MutableMapping[Tensor, Entries]):
     the device where it is.
     """
 
-    def __init__(self, gather: Callable[[], Mapping[Tensor, Entries]]) -> None:
-        self._gather = gather
+    def __init__(self, gather: Callable[[], Mapping[Tensor, Entries]], name_of: NameOf) -> None:
+        """``name_of``: a parameter's name, for errors."""
+        self._gather, self._name_of = gather, name_of
         self._gathered: Mapping[Tensor, Entries] | None = None
-        self._versions: list[tuple[Tensor, int]] = []
+        self._watched: list[tuple[str, Tensor, int, str]] = []
 
     def check(self) -> None:
         """Raise UsageError if a tensor that was handed out has been changed."""
-        if any(version_of(tensor) != version for tensor, version in self._versions):
-            raise usage_errors.state_changed()
+        for place, tensor, version, digest in self._watched:
+            if version_of(tensor) != version or _digest(tensor) != digest:
+                raise usage_errors.state_changed(place)
 
     def forget(self) -> None:
         """The state has changed: gather it anew when it is read."""
         self._gathered = None
-        self._versions.clear()
+        self._watched.clear()
 
     def __getitem__(self, param: Tensor) -> Entries:
         """The entries of ``param``; none if it has no state, as in torch."""
-        return MappingProxyType(dict(self._whole().get(param, {})))
+        return GatheredEntries(self._whole().get(param, {}), self._place(param))
 
     def __setitem__(self, param: Tensor, entries: Entries) -> None:
         """Accept what is there already (collective, if it has to be gathered)."""
         if not _are_same_entries(entries, self._whole().get(param, {})):
-            _refuse()
+            _refuse(self._place(param))
 
     def __delitem__(self, param: Tensor) -> NoReturn:
-        _refuse()
+        if param not in self:
+            raise KeyError(param)
+        _refuse(self._place(param))
+
+    def __ior__(self, other: Mapping[Tensor, Entries]) -> Self:
+        self.update(other)
+        return self
+
+    def pop(self, param: Tensor, *default: Any) -> Any:
+        """The default where ``param`` has no state; else it is refused."""
+        return _pop(self, param, default)
+
+    def setdefault(self, param: Tensor, default: Any = None) -> Any:
+        """The entries of ``param``; refused where there are none, unless ``default`` is empty."""
+        if param not in self and default:
+            _refuse(self._place(param))
+        return self[param]
 
     def __contains__(self, param: object) -> bool:
         return param in self._whole()
@@ -184,6 +206,9 @@ class GatheredState(MutableMapping[Tensor, Entries]):
     def __len__(self) -> int:
         return len(self._whole())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({param: dict(entries) for param, entries in self.items()},)
+
     def __repr__(self) -> str:
         return "GatheredState(read it on every rank, or with optimizer.state_dict())"
 
@@ -191,13 +216,93 @@ class GatheredState(MutableMapping[Tensor, Entries]):
         if self._gathered is None:
             with torch.inference_mode(False):  # whose tensors count no changes
                 self._gathered = self._gather()
-            self._versions = [
-                (value, version_of(value))
-                for entries in self._gathered.values()
-                for value in entries.values()
+            self._watched = [
+                (f"{self._place(param)}[{key!r}]", value, version_of(value), _digest(value))
+                for param, entries in self._gathered.items()
+                for key, value in entries.items()
                 if isinstance(value, Tensor)
             ]
         return self._gathered
+
+    def _place(self, param: object) -> str:
+        if not isinstance(param, Tensor):
+            return f"optimizer.state[{param!r}]"
+        return f"optimizer.state[{self._name_of(param)}]"
+
+
+class GatheredEntries(dict[str, Any]):
+    """The entries of one parameter in a gathered state; its copies are plain dicts.
+
+    It takes what it has already, as a framework assigns that moves each tensor to the device where
+    it is, and refuses what would change it.
+    """
+
+    def __init__(self, entries: Entries, place: str = "optimizer.state[...]") -> None:
+        super().__init__(entries)
+        self._place = place
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self or not _is_same(value, self[key]):
+            _refuse(f"{self._place}[{key!r}]")
+
+    def __delitem__(self, key: str) -> None:
+        _refuse(f"{self._place}[{self._existing(key)!r}]")
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """Accept what is there already."""
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """The entry that there is; another is refused."""
+        if key not in self:
+            _refuse(f"{self._place}[{key!r}]")
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """The default where there is no such entry; else it is refused."""
+        return _pop(self, key, default)
+
+    def popitem(self) -> tuple[str, Any]:
+        """Refused, unless there is nothing."""
+        key = next(reversed(self), None)
+        if key is None:
+            raise KeyError("popitem(): dictionary is empty")
+        _refuse(f"{self._place}[{key!r}]")
+
+    def clear(self) -> None:
+        """Refused, unless there is nothing."""
+        if self:
+            _refuse(self._place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def _existing(self, key: str) -> str:
+        if key not in self:
+            raise KeyError(key)
+        return key
+
+
+def _pop(mapping: MutableMapping[Any, Any], key: Any, default: tuple[Any, ...]) -> Any:
+    """As ``dict.pop``, of a mapping that refuses to lose what it has."""
+    if key not in mapping and default:
+        return default[0]
+    del mapping[key]
+    raise AssertionError("what is there cannot be deleted")
+
+
+def _digest(tensor: Tensor) -> str:
+    """Differs where a script has changed values past torch's count, as by ``.data`` and numpy."""
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout is not torch.strided:
+        return ""
+    values = tensor.detach()
+    total = values.sum(dtype=torch.complex128 if values.is_complex() else torch.float64)
+    return f"{tuple(values.shape)} {values.data_ptr()} {total.item()!r}"
 
 
 def show_same(state: Mapping[Any, Any], other: object) -> bool:
@@ -233,8 +338,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
 
 
-def _refuse() -> NoReturn:
+def _refuse(place: str) -> NoReturn:
     raise TypeError(
-        "optimizer.state is a copy, gathered from all ranks, and takes only what it shows already; "
-        "to change the state, use optimizer.load_state_dict()"
+        f"{place} cannot be changed: optimizer.state is a copy, gathered from all ranks, and takes "
+        "only what it shows already; to change the state, use optimizer.load_state_dict()"
     )

@@ -243,7 +243,8 @@ class DistributedOptimizer(Readings):
         self._show()
 
     def _show(self) -> None:
-        self._share(self._state_by_param if self._live.holds_state else None)
+        gather = self._state_by_param if self._live.holds_state else None
+        self._share(gather, lambda param: self._built.spec.names.get(param, "..."))
 
     def _state_by_param(self) -> Mapping[Tensor, Mapping[str, Any]]:
         return self._live.by_param(self._whole_state())

@@ -231,8 +231,8 @@ regrouped = Misuse(
 
 # It was a copy.
 state_changed = Misuse(
-    "a tensor of optimizer.state was changed in place, but it is a copy, gathered from all "
-    "ranks, and the change is lost; change what state_dict() returns and give it to "
+    "{name} was changed in place, but optimizer.state is a copy, gathered from all ranks, and "
+    "the change would be lost; change what state_dict() returns and give it to "
     "load_state_dict()",
     code="state-changed-in-place",
 )

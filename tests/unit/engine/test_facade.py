@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
@@ -172,15 +173,40 @@ def test_a_rank_alone_reads_attributes_of_the_wrapped_optimizer() -> None:
     run_ranks(1, rank)
 
 
+def scale(entries: dict[str, Any]) -> None:
+    entries["exp_avg"] *= 2
+
+
+def put_elsewhere(entries: dict[str, Any]) -> None:
+    entries["exp_avg"].data = entries["exp_avg"] + 1
+
+
 @GATHERS
-def test_a_tensor_of_the_gathered_state_is_not_changed_in_vain(gather: Any) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: entries["exp_avg"].zero_(),
+        lambda entries: entries["exp_avg"].data.zero_(),
+        lambda entries: entries["exp_avg"].numpy().fill(3),
+        lambda entries: entries["exp_avg"].detach()[0].mul_(2),
+        lambda entries: entries.get("exp_avg").copy_(torch.ones(())),
+        scale,
+        put_elsewhere,
+    ],
+    ids=["in place", "data", "numpy", "part", "copy", "operator", "other data"],
+)
+def test_a_tensor_of_the_gathered_state_is_not_changed_in_vain(
+    change: Callable[[Any], object], gather: Any
+) -> None:
     def rank(world: World) -> None:
         optimizer, _, model = make(world, gather=gather)
         weight = model[0].weight
         assert optimizer.state[weight]["exp_avg"].abs().sum() > 0
         step(optimizer, model)  # who only reads may go on
-        optimizer.state[weight]["exp_avg"].zero_()
-        with raises(UsageError, "state-changed-in-place", "load_state_dict"):
+        change(optimizer.state[weight])
+        with raises(
+            UsageError, "state-changed-in-place", r"0.weight]['exp_avg']", "load_state_dict"
+        ):
             step(optimizer, model)
 
     run_ranks(2, rank)
@@ -193,13 +219,27 @@ def test_a_tensor_of_the_gathered_state_is_not_changed_in_vain(gather: Any) -> N
         lambda state, param: state.pop(param),
         lambda state, param: state.update({param: {}}),
         lambda state, param: state.__setitem__(param, {}),
+        lambda state, param: state.popitem(),
+        lambda state, param: state.__delitem__(param),
+        lambda state, param: state.__ior__({param: {}}),
+        lambda state, param: state.pop(param, None),
+        lambda state, param: state.setdefault(nn.Parameter(torch.ones(1)), {"step": 0}),
+        lambda state, param: state[param].__setitem__("exp_avg", state[param]["exp_avg"] + 1),
+        lambda state, param: state[param].__setitem__("more", 1),
+        lambda state, param: state[param].update(exp_avg=None),
+        lambda state, param: state[param].update({"more": 1}),
+        lambda state, param: state[param].__ior__({"more": 1}),
+        lambda state, param: state[param].setdefault("more", 1),
+        lambda state, param: state[param].pop("step"),
+        lambda state, param: state[param].popitem(),
+        lambda state, param: state[param].__delitem__("step"),
+        lambda state, param: state[param].clear(),
     ],
-    ids=["clear", "pop", "update", "set"],
 )
 def test_whoever_changes_the_gathered_state_is_told_how_to(act: Callable[..., object]) -> None:
     def rank(world: World) -> None:
         optimizer, _, model = make(world)
-        with pytest.raises(TypeError, match=r"use optimizer.load_state_dict\(\)"):
+        with pytest.raises(TypeError, match=r"state\[.*use optimizer.load_state_dict\(\)"):
             act(optimizer.state, model[0].weight)
         optimizer.close()
 
@@ -225,6 +265,18 @@ def test_an_assignment_to_the_state_that_changes_nothing_is_accepted(
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in entries.items()
             }
+            for key, value in entries.items():
+                entries[key] = value.to(value.device) if isinstance(value, Tensor) else value
+                optimizer.state[param][key] = value
+                assert optimizer.state[param].setdefault(key) is value
+            entries.update(entries)
+            entries |= dict(entries)
+            assert optimizer.state.setdefault(param, {"step": 0}) == entries
+            assert entries.pop("none of it", 3) == 3
+            assert {type(copy.copy(entries)), type(deepcopy(entries))} == {dict}
+        optimizer.state.update(optimizer.state)
+        optimizer.state |= dict(optimizer.state)
+        assert optimizer.state.pop(model[2].weight, None) is None
         optimizer.state = {param: dict(entries) for param, entries in optimizer.state.items()}
         before = deepcopy(optimizer.state_dict()["state"][0]["exp_avg"])
         step(optimizer, model)
