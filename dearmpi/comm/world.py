@@ -11,6 +11,7 @@ from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
+    Final,
     Literal,
     NoReturn,
     SupportsFloat,
@@ -87,10 +88,10 @@ class World:
         serves_any_thread: bool = True,
     ) -> None:
         self.serves_any_thread = serves_any_thread
-        self.rank = collectives.rank
-        self.size = collectives.size
-        self.hosts = collectives.hosts
-        self.host = self.hosts[self.rank]
+        self.rank: Final = collectives.rank
+        self.size: Final = collectives.size
+        self.hosts: Final = collectives.hosts
+        self.host: Final = self.hosts[self.rank]
         self.progress = Progress(progress, origin=self._origin)
         self._collectives = collectives
         self._channel = Channel(
@@ -111,7 +112,7 @@ class World:
         self._process = os.getpid()
         # A channel of its own, so that no exchange of a rank that goes on mixes with it.
         self._farewell = self.open_channel("farewell", window=1)
-        self.local_rank = self.hosts[: self.rank].count(self.host)
+        self.local_rank: Final = self.hosts[: self.rank].count(self.host)
 
     if not TYPE_CHECKING:  # a type checker would accept any name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -22,6 +22,8 @@ _WITHOUT_MEANING: Mapping[str, Any] = {
     "gradient_as_bucket_view": False,
     "static_graph": False,
     "skip_all_reduce_unused_params": False,
+    "bucket_cap_mb_list": None,
+    "batched_grad_copy": False,
 }
 """Accepted, with the default of each: other values change nothing, or not the numbers."""
 
@@ -38,8 +40,25 @@ _HOOKS: Mapping[Callable[..., Any], CommDtype] = {
     default_hooks.bf16_compress_hook: "bf16",
 }
 
-ARGUMENTS = frozenset((*_WITHOUT_MEANING, *_REFUSED, "process_group"))
+ARGUMENTS = frozenset((*_WITHOUT_MEANING, *_REFUSED, "process_group", "forward_sync_buffers"))
 """Those that ``check`` looks at."""
+
+
+class OtherArguments(TypedDict, total=False):
+    """Those of torch's that the wrapper's signature does not have by name."""
+
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    skip_all_reduce_unused_params: bool
+    bucket_cap_mb_list: list[int] | None
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
+    delay_all_reduce_named_params: object
+    param_to_hook_all_reduce: object
+    mixed_precision: object
+    device_mesh: object
 
 
 def note(world: World, text: str) -> None:

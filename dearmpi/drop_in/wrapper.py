@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +35,18 @@ class DistributedDataParallel(nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         init_sync: bool = True,
         process_group: Any = None,
         bucket_cap_mb: float | None = None,
-        **others: Any,
+        **others: Unpack[arguments.OtherArguments],
     ) -> None:
         """Copies rank 0's parameters and buffers to all ranks.
 
-        broadcast_buffers: all ranks get rank 0's after each step. bucket_cap_mb: as in
-        ``EngineConfig``. Other arguments are torch's: accepted with a printed line where they have
-        no meaning here. Raises ArgumentError for those that cannot be served.
+        broadcast_buffers: all ranks get rank 0's after each step; its newer name in torch is
+        forward_sync_buffers. bucket_cap_mb: as in ``EngineConfig``. Other arguments are torch's:
+        accepted with a printed line where they have no meaning here. Raises ArgumentError for
+        those that cannot be served.
         """
         super().__init__()
         world = dearmpi.connect()
@@ -63,7 +64,9 @@ class DistributedDataParallel(nn.Module):
             )
         self.module = module
         self.device_ids = None if device_ids is None else list(device_ids)
-        self.broadcast_buffers, self._bucket_cap_mb = broadcast_buffers, bucket_cap_mb
+        newer = others.get("forward_sync_buffers")
+        self.broadcast_buffers = (broadcast_buffers if newer is None else newer) is not False
+        self._bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = bool(others.get("find_unused_parameters"))
         self.static_graph = bool(others.get("static_graph"))
         self.require_forward_param_sync = True  # frameworks set it; buffers travel after steps
@@ -152,6 +155,11 @@ class DistributedDataParallel(nn.Module):
     @classmethod
     def _get_active_ddp_module(cls) -> None:
         return None
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """``broadcast_buffers`` by torch's newer name."""
+        return self.broadcast_buffers
 
     @property
     def reducer(self) -> _Reducer:

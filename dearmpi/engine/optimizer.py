@@ -244,7 +244,11 @@ class DistributedOptimizer(Readings):
 
     def _show(self) -> None:
         gather = self._state_by_param if self._live.holds_state else None
-        self._share(gather, lambda param: self._built.spec.names.get(param, "..."))
+        self._share(gather, self._name_of)
+
+    def _name_of(self, param: Tensor) -> str:
+        names: Mapping[Any, str] = self._built.spec.names
+        return names.get(param, "...")
 
     def _state_by_param(self) -> Mapping[Tensor, Mapping[str, Any]]:
         return self._live.by_param(self._whole_state())

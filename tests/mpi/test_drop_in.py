@@ -146,7 +146,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     with raises(ArgumentError, "ddp-not-served", "leave out bias"):
         wrap(told)
     with raises(ArgumentError, "unknown-argument", "buckets"):
-        wrap(network(), buckets=3)
+        wrap(network(), buckets=3)  # type: ignore[call-arg]
     model = wrap(network(), gradient_as_bucket_view=True, static_graph=True)
     said = capsys.readouterr().err
     assert ("gradient_as_bucket_view, static_graph" in said) is world.is_root

@@ -196,7 +196,7 @@ def test_a_calibration_that_no_plan_can_be_made_of_ends_with_the_code_of_plan(
         result = Calibration(("a", "b"), "MPICH 5", "ring", measured, measured)
         monkeypatch.setattr(tuning, "calibrate", lambda *_, **__: result)
         world = World(AloneCollectives(), progress="poll")
-        world.size = 2  # one rank alone is refused
+        world.size = 2  # type: ignore[misc] # one rank alone is refused
         monkeypatch.setattr("dearmpi.comm.lifecycle.connect", lambda *_, **__: world)
         return main(["calibrate", "--out", str(link)])
 
