@@ -7,6 +7,7 @@ the class and its options alone.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,23 +15,52 @@ from typing import Any
 def remember_trials() -> None:
     """Have the engine, if it is loaded, take each trial of an optimizer of torch's once."""
     probe: Any = sys.modules.get("dearmpi.engine.probe.probe")
-    if probe is None:
+    spec: Any = sys.modules.get("dearmpi.engine.setup.spec")
+    if probe is None or spec is None:
         return
-    from torch import Tensor
-
     try_steps, found = probe.try_steps, {}
+    check_optimizer, passed = spec.check_optimizer, set()
+    lock = threading.Lock()
 
     def try_once(optimizer: Any, options: Mapping[str, Any], *form: Any, **how: Any) -> Any:
-        kind = type(optimizer)
-        is_torchs = kind.__module__.startswith("torch.optim.")
-        if not is_torchs or any(isinstance(value, Tensor) for value in options.values()):
+        key = _key(optimizer, [options], form, how)
+        if key is None:
             return try_steps(optimizer, options, *form, **how)
-        used = {name: value for name, value in options.items() if name != "param_names"}
-        device = probe.device_of_optimizer(optimizer)
-        # kind.step: a test may put another in its place.
-        key = (kind, kind.step, repr(used), repr(form), repr(how), str(device))
         if key not in found:
             found[key] = try_steps(optimizer, options, *form, **how)
         return found[key]
 
-    probe.try_steps = try_once
+    def check_once(optimizer: Any, *, world_size: int, config: Any) -> None:
+        form = (config.has_buckets(world_size), config.update_on, config.gather)
+        key = _key(optimizer, optimizer.param_groups, form)
+        if key is None:
+            check_optimizer(optimizer, world_size=world_size, config=config)
+            return
+        with lock:  # of ranks that are threads one tries, and the others wait
+            if key not in passed:
+                check_optimizer(optimizer, world_size=world_size, config=config)
+                passed.add(key)  # what is refused is refused anew each time
+
+    probe.try_steps, spec.check_optimizer = try_once, check_once
+
+
+def _key(optimizer: Any, groups: list[Mapping[str, Any]], *form: Any) -> Any:
+    """What trials depend on; None where that is not known."""
+    import torch
+
+    kind = type(optimizer)
+    used = [
+        {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        for group in groups
+    ]
+    has_tensors = any(
+        isinstance(value, torch.Tensor) for options in used for value in options.values()
+    )
+    if has_tensors or not kind.__module__.startswith("torch.optim."):
+        return None
+    device = next(
+        (param.device for group in optimizer.param_groups for param in group["params"]), ""
+    )
+    # What holds in this thread, and what a test may have put in another's place.
+    around = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    return (kind, kind.step, *sorted(vars(optimizer)), repr(used), repr(form), str(device), around)
