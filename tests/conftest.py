@@ -33,7 +33,7 @@ from tests.roster import (
     launched_size,
     roster_folder,
 )
-from tests.selection import CHOICES, EVERY_TEST, Admitted, Share, is_chosen
+from tests.selection import CHOICES, EVERY_TEST, Admitted, Share, is_chosen, may_choose
 from tests.trials import remember_trials
 
 _MPI_TESTS = Path(__file__).parent / "mpi"
@@ -93,6 +93,25 @@ def _silence(config: pytest.Config) -> None:
     config.pluginmanager.unregister(reporter)
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     config.pluginmanager.register(pytest.TerminalReporter(config, nowhere), "terminalreporter")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which no test is chosen, before they are imported."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if not is_test or not collection_path.is_relative_to(_MPI_TESTS):
+        return None
+    file, text = str(collection_path.relative_to(_MPI_TESTS)), collection_path.read_text()
+    return None if may_choose(_choice(config), file, text, size=launched_size()) else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Make no case of a slow test where none runs: there are thousands, and each rank makes all."""
+    config = collector.config
+    if config.getoption("markexpr") != "not slow" or any("::" in each for each in config.args):
+        return None
+    is_slow = any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_slow and callable(obj) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -169,8 +188,12 @@ def _is_for_here(item: pytest.Item) -> bool:
         admitted = Admitted(marker.args, **marker.kwargs)
     name = getattr(item, "originalname", None) or item.name
     test = f"{item.path.relative_to(_MPI_TESTS)}::{name}"
-    choice = "second" if _is_short(item.config) else item.config.getoption("choice")
-    return is_chosen(choice, test, admitted, size=launched_size())
+    return is_chosen(_choice(item.config), test, admitted, size=launched_size())
+
+
+def _choice(config: pytest.Config) -> str | None:
+    choice: str | None = config.getoption("choice")
+    return "second" if _is_short(config) else choice
 
 
 @pytest.fixture(autouse=True)

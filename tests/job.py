@@ -28,6 +28,7 @@ _UNBUFFERED = "PYTHONUNBUFFERED"  # tears lines into pieces, between which other
 _SEGMENTS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
 _POLL_S = 0.05
 _STRAGGLERS_S = 10.0  # how long what a launcher ends may take to be gone
+_SEGMENTS_S = 20.0  # between looks for shared memory that no process uses
 
 
 def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -84,6 +85,8 @@ class Job:
     shown: whether output goes to this process's, rather than into ``output``.
     """
 
+    _segments_s = 0.0  # when the next look for unused shared memory is due (monotonic clock)
+
     def __init__(
         self,
         command: Sequence[str | Path],
@@ -96,6 +99,7 @@ class Job:
         shown: bool = False,
     ) -> None:
         self._limit_s = limit_s
+        self._is_clean = False
         self._scratch = Path(tempfile.mkdtemp(prefix="dear-"))
         self._mark = uuid.uuid4().hex
         self._started_s = time.monotonic()
@@ -180,11 +184,9 @@ class Job:
         """Kill what still runs, and say how it ended."""
         duration_s = self.duration_s
         was_running = self.is_running()
-        if not was_running:
-            self._wait_for_stragglers()
-        left_over = self._kill()
+        left_over = self._kill() if was_running or self._has_stragglers() else 0
         output = self.output()
-        self._clean()
+        self._clean(is_killed=True)
         return Ended(
             returncode=124 if timed_out else self._process.wait(),
             output=output,
@@ -208,16 +210,25 @@ class Job:
             **extra,
         }
 
-    def _clean(self) -> None:
-        self._kill()
-        remove_segments()
+    def _clean(self, *, is_killed: bool = False) -> None:
+        if self._is_clean:
+            return
+        if not is_killed:
+            self._kill()
+        if time.monotonic() > Job._segments_s:  # a look takes longer than many a job
+            remove_segments()
+            Job._segments_s = time.monotonic() + _SEGMENTS_S
         shutil.rmtree(self._scratch, ignore_errors=True)
+        self._is_clean = True
 
-    def _wait_for_stragglers(self) -> None:
-        """A launcher may end first and have its proxies kill the ranks."""
+    def _has_stragglers(self) -> bool:
+        """A launcher may end first and have its proxies kill the ranks: whether some stay."""
         deadline = time.monotonic() + _STRAGGLERS_S
-        while any(_processes_of(self._mark)) and time.monotonic() < deadline:
+        while any(_processes_of(self._mark)):
+            if time.monotonic() > deadline:
+                return True
             time.sleep(_POLL_S)
+        return False
 
     def _kill(self) -> int:
         """Kill all that is left of the job; the number of processes that were."""
@@ -269,19 +280,32 @@ class _Process:
 
 def _processes_of(mark: str) -> Iterator[_Process]:
     """Living processes of the job with ``mark``; forks carry it in their name."""
-    for folder in Path("/proc").glob("[0-9]*"):
+    for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            pid = int(folder.name)
-            mark_of_fork, _, rank = (folder / "comm").read_text().strip().partition(".")
+            mark_of_fork, _, rank = (
+                _read(f"/proc/{name}/comm").decode(errors="replace").strip().partition(".")
+            )
             if len(mark_of_fork) == MARK_LENGTH and mark.startswith(mark_of_fork):
-                yield _Process(pid, int(rank) if rank.isdecimal() else None, is_fork=True)
+                yield _Process(int(name), int(rank) if rank.isdecimal() else None, is_fork=True)
                 continue
-            data = (folder / "environ").read_bytes()
+            data = _read(f"/proc/{name}/environ")
             if mark.encode() in data:
                 pairs = (item.partition("=") for item in data.decode(errors="replace").split("\0"))
-                variables = {name: value for name, _, value in pairs}
+                variables = {key: value for key, _, value in pairs}
                 launched = launched_rank(variables) if is_launched(variables) else None
-                yield _Process(pid, launched, is_fork=False)
+                yield _Process(int(name), launched, is_fork=False)
+
+
+def _read(path: str) -> bytes:
+    """The file's bytes, by as few calls as it takes: hundreds are read for each job."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        parts = []
+        while part := os.read(handle, 1 << 17):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(handle)
 
 
 def remove_segments(*, least_age_s: float = 30.0) -> None:

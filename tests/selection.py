@@ -8,6 +8,8 @@ under a second MPI. tests/README.md says why each of these tests is in the cover
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -58,6 +60,8 @@ TORCH = (
     "test_master_weights.py::*",
 )
 
+_MARKER = re.compile(r"mark\.ranks(\([^()]*\))")
+
 # What `--choice` offers.
 CHOICES = {
     "ranks": "every test that runs on the ranks of the launcher",
@@ -65,6 +69,7 @@ CHOICES = {
     "fast": "of `ranks`, what this world size adds to the others",
     "second": "of `ranks`, the covering set: for a second MPI, and for ranks without a file",
     "second-jobs": "of `jobs`, those that look at how the MPI ends a job",
+    "torch": "of `ranks`, the covering set and what looks into torch most",
 }
 
 
@@ -109,6 +114,28 @@ def is_chosen(choice: str | None, test: str, admitted: Admitted, *, size: int) -
             return not admitted.is_for_one and _is_fast(test, admitted, size)
         case _:
             return not admitted.is_for_one
+
+
+def may_choose(choice: str | None, file: str, text: str, *, size: int) -> bool:
+    """Whether ``choice`` may have a test of ``file``, such as ``test_a.py``, which holds ``text``.
+
+    Importing the others would take each of twenty processes seconds.
+    """
+    admitted = [Admitted(), *map(_read_marker, _MARKER.findall(text))]
+    patterns = COVERING + TORCH + SECOND_MPI_JOBS
+    tests = [
+        f"{file}::",
+        *(test for test in patterns if fnmatchcase(file, test.partition("::")[0])),
+    ]
+    return any(is_chosen(choice, test, each, size=size) for test in tests for each in admitted)
+
+
+def _read_marker(arguments: str) -> Admitted:
+    call = ast.parse(f"ranks{arguments}", mode="eval").body
+    assert isinstance(call, ast.Call)
+    counts = tuple(ast.literal_eval(count) for count in call.args)
+    named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    return Admitted(counts, **named)
 
 
 def _is_fast(test: str, admitted: Admitted, size: int) -> bool:

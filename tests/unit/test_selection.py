@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.sections import list_sections, list_torch_sections
 from tests.selection import (
+    CHOICES,
     COMPILING,
     COVERING,
     SECOND_MPI_JOBS,
@@ -18,6 +22,7 @@ from tests.selection import (
     Admitted,
     Share,
     is_chosen,
+    may_choose,
 )
 
 MPI_TESTS = Path(__file__).resolve().parents[1] / "mpi"
@@ -89,3 +94,39 @@ def test_each_file_runs_in_the_process_that_comes_to_it_first(tmp_path: Path) ->
     assert first.takes("tests/unit/test_a.py") and not second.takes("tests/unit/test_a.py")
     assert second.takes("tests/unit/test_b.py") and not first.takes("tests/unit/test_b.py")
     assert first.takes("tests/unit/test_a.py"), "all tests of a file run in one process"
+
+
+def test_files_without_a_chosen_test_are_not_imported() -> None:
+    text = (MPI_TESTS / "test_run.py").read_text()
+    jobs = "pytestmark = pytest.mark.ranks(1)"
+    assert may_choose("fast", "test_a.py", "", size=2)
+    assert not may_choose("fast", "test_a.py", "", size=4)
+    assert may_choose("fast", "test_a.py", "@pytest.mark.ranks(at_least=4)", size=4)
+    assert may_choose("fast", "test_join.py", "", size=4)
+    assert may_choose("jobs", "test_a.py", jobs, size=1)
+    assert not may_choose("jobs", "test_a.py", "", size=1)
+    assert may_choose("second-jobs", "test_run.py", text, size=1)
+    assert not may_choose("second-jobs", "test_a.py", jobs, size=1)
+    assert may_choose("torch", "test_drop_in.py", "", size=2)
+    assert may_choose(None, "test_a.py", "", size=4)
+
+
+def test_every_marker_is_read_or_admits_two_ranks() -> None:
+    for path in MPI_TESTS.rglob("*.py"):
+        whole = re.findall(r"mark\.ranks\(([^()]*)\)", path.read_text())
+        assert len(whole) == path.read_text().count("mark.ranks"), path
+        if not path.name.startswith("test_"):  # files that import it do not show it
+            assert all("2" in counts.split(", ") for counts in whole), path
+
+
+def test_every_choice_of_a_section_is_offered() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        listed = [
+            section
+            for everything in (False, True)
+            for section in list_sections(everything=everything, folder=Path(folder))
+        ]
+    for section in (*listed, *list_torch_sections(["2.6.0"])):
+        words = section.command
+        chosen = [after for word, after in pairwise(words) if word == "--choice"]
+        assert set(chosen) <= set(CHOICES), section.name
