@@ -17,7 +17,7 @@ ReduceScatter = Literal["native", "ring", "exchange"]
 Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
-Compress = Literal["none", "int8", "int4"]
+Compress = Literal["none", "int8", "int4", "nonzero"]
 CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
 ProgressMode = Literal["thread", "poll"]
@@ -108,7 +108,9 @@ class EngineConfig:
     compress: what large buckets of fp32 are sent as, both ways: ``int8`` or ``int4``, with a scale
         for each 256 or 64 elements: about 4 and 7.5 times fewer bytes. Gradients are quantized once
         and added in fp32. With ``gather="parameters"`` every rank keeps its shard in fp32 for the
-        optimizer, as well as what replicas show of it, and sends the difference.
+        optimizer, as well as what replicas show of it, and sends the difference. ``nonzero`` loses
+        nothing: it sends the blocks of 64 elements that are not zero on some rank, or that a step
+        has changed.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
         ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works,
         and all ranks are on one host.
@@ -161,7 +163,8 @@ class EngineConfig:
     compress: Compress = _declare(
         "none",
         "choice",
-        "send large buckets of fp32 in 8 or 4 bits an element, both ways",
+        "send large buckets of fp32 in 8 or 4 bits an element, both ways; nonzero: only blocks "
+        "that are not zero, or have changed",
         choices=get_args(Compress),
     )
     cuda_buffers: CudaBuffers = _declare(

@@ -22,7 +22,7 @@ from dearmpi.train.tasks.task import Task, collate
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.02  # gradients may travel as bfloat16
 # Of a gradient that is the same in all elements and steps: by its scale in bf16, or one code of 7.
-_MOST_QUANTIZED: Mapping[str, float] = {"none": 0.0, "int8": 0.01, "int4": 0.15}
+_MOST_QUANTIZED: Mapping[str, float] = {"none": 0.0, "nonzero": 0.0, "int8": 0.01, "int4": 0.15}
 _EXACT_RANKS = 8  # up to here half precision holds every sum of gradients, and of their parts
 _MOST_LOST = 0.5  # in sums over however many ranks: what has not trained at all is found out
 # Half of a number's last place, as a part of it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from dearmpi.comm.algorithms.scratch import carrier_of
@@ -24,6 +26,7 @@ class FakeCollectives:
     def __init__(self, hub: FakeHub, rank: int, communicator: int = 0) -> None:
         self.rank, self.size, self.hosts = rank, hub.size, hub.hosts
         self._hub, self._communicator = hub, communicator
+        self._reserved: int | None = None
 
     def start_reduce_scatter(
         self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
@@ -46,6 +49,16 @@ class FakeCollectives:
         even_shards("EX", sent, self.size)
         operation = self._hub.post(self.rank, self._communicator, "EX", sent, None, sent)
         return FakeRequest(self._hub, operation, self.rank, arrived)
+
+    def reserve(self) -> AbstractContextManager[None]:
+        """The next number belongs to the operation that is posted in the block."""
+        return self._under(self._hub.reserve(self.rank, self._communicator))
+
+    @contextmanager
+    def _under(self, number: int) -> Iterator[None]:
+        self._reserved = number
+        yield
+        assert self._reserved is None, "no operation has started in its place"
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         """Reduce ``buffer`` in rank order."""
@@ -97,5 +110,8 @@ class FakeCollectives:
         return self._post(kind, buffer, algorithm, carrier)
 
     def _post(self, kind: str, buffer: Buffer, detail: Any, carrier: Any = None) -> Request:
-        operation = self._hub.post(self.rank, self._communicator, kind, buffer, detail, carrier)
+        number, self._reserved = self._reserved, None
+        operation = self._hub.post(
+            self.rank, self._communicator, kind, buffer, detail, carrier, number
+        )
         return FakeRequest(self._hub, operation, self.rank, buffer)

@@ -84,18 +84,21 @@ class FakeHub:
         buffer: Any,
         detail: Any = None,
         carrier: Any = None,
+        number: int | None = None,
     ) -> Operation:
         """Post an operation.
 
         detail: its reduction, its root, or its algorithm. carrier: something of the dtype in which
-        ``buffer`` travels, if not its own.
+        ``buffer`` travels, if not its own. number: in the order of operations, if ``reserve`` has
+        given it.
         """
         carrier = buffer if carrier is None else carrier
         label = kind if buffer is None else kind + self._name(buffer)
         with self.lock:
             self.records.append(Record(rank, communicator, label))
             what = signature_of(label, detail, buffer, carrier)
-            operation = self._join(rank, communicator, kind, label, detail, what)
+            number = self._next_number(rank, communicator) if number is None else number
+            operation = self._join(rank, (communicator, number), kind, label, detail, what)
             fault = self._meet_fault(rank, communicator, label)
             if fault is not None and fault.action == "refuse":
                 raise CommError(f"rank {rank}: {label} was refused (injected)")
@@ -115,18 +118,25 @@ class FakeHub:
         if operation.num_delivered == self.size:
             del self._operations[operation.place]
 
+    def reserve(self, rank: int, communicator: int) -> int:
+        """The number of an operation that is posted later."""
+        with self.lock:
+            return self._next_number(rank, communicator)
+
+    def _next_number(self, rank: int, communicator: int) -> int:
+        self._num_posted[rank, communicator] += 1
+        return self._num_posted[rank, communicator] - 1
+
     def _join(
         self,
         rank: int,
-        communicator: int,
+        place: tuple[int, int],
         kind: str,
         label: str,
         detail: Any,
         what: str,
     ) -> Operation:
         """The operation that this post belongs to, made by the first rank to come."""
-        place = communicator, self._num_posted[rank, communicator]
-        self._num_posted[rank, communicator] += 1
         operation = self._operations.get(place)
         if operation is None:
             operation = Operation(place, kind, label, detail, what, rank)
@@ -136,7 +146,7 @@ class FakeHub:
                 self._num_communicators += 1
         elif operation.signature != what:
             operation.error = (
-                f"operation {place[1]} on communicator {communicator}: rank "
+                f"operation {place[1]} on communicator {place[0]}: rank "
                 f"{operation.first_rank} posted {operation.signature}, rank {rank} posted {what}"
             )
         return operation

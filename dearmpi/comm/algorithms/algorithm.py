@@ -12,6 +12,8 @@ than keeps the wire busy, and operations of higher priority send first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import ClassVar, Protocol
 
@@ -99,11 +101,25 @@ class MessagePassing(ABC):
         self.rank, self.size, self.hosts = rank, len(hosts), hosts
         self.scheduler, self.scratch = scheduler, Scratch()
         self._num_tags = 0
+        self._reserved: int | None = None
 
     def next_tag(self) -> int:
         """A tag for the messages of one operation; the same on every rank."""
+        if self._reserved is not None:
+            tag, self._reserved = self._reserved, None
+            return tag
         self._num_tags += 1
         return self._num_tags % _NUM_TAGS
+
+    def reserve(self) -> AbstractContextManager[None]:
+        """As in ``Collectives``: the next tag belongs to the operation that starts in the block."""
+        return self._under(self.next_tag())
+
+    @contextmanager
+    def _under(self, tag: int) -> Iterator[None]:
+        self._reserved = tag
+        yield
+        assert self._reserved is None, "no operation has started in its place"
 
     @abstractmethod
     def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -141,6 +142,13 @@ class Collectives(Protocol):
 
         Both have one length, a multiple of the world size. The own shard of ``arrived`` is left as
         it is.
+        """
+        ...
+
+    def reserve(self) -> AbstractContextManager[None]:
+        """A place in the order of operations, for one that starts within the ``with`` block, later.
+
+        Every rank reserves in the same place. Not for operations of the library itself.
         """
         ...
 

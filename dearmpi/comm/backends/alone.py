@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import AbstractContextManager, nullcontext
 
 from dearmpi.comm.api.collectives import Buffer, Completed, ReduceOp, Request
 from dearmpi.config import ReduceScatter, WireDtype
@@ -35,6 +36,9 @@ class AloneCollectives:
 
     def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
         return Completed()
+
+    def reserve(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         return Completed()

@@ -1,4 +1,4 @@
-"""Which codec carries which bucket: dense, in half precision, or quantized."""
+"""Which codec carries which bucket: dense, in half precision, quantized, or without its zeros."""
 
 from __future__ import annotations
 
@@ -10,22 +10,33 @@ from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce, HalfGather, HalfReduce
+from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, quantizer_of
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.engine.update.master import is_half
+from dearmpi.plan.data.layout import Bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
     """By bucket: how its gradients are reduced, and how its shards are gathered.
 
-    algorithms: by which dense ones travel, and those of half precision. traffic: of all of them.
+    algorithms: by which dense ones travel, and those of half precision.
     """
 
     reduce: tuple[Codec, ...]
     gather: tuple[Codec, ...]
     algorithms: CollectiveAlgorithms
-    traffic: Traffic = Traffic()
+    trained: tuple[Bucket, ...] = ()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of all that is trained; where the bytes vary, of the last step."""
+        return Traffic(
+            sum(self.reduce[spec.index].sent_bytes for spec in self.trained),
+            sum(self.gather[spec.index].sent_bytes for spec in self.trained),
+            2 * sum((s.padded_numel - s.largest_shard) * s.itemsize for s in self.trained),
+        )
 
 
 def choose_codecs(
@@ -36,7 +47,10 @@ def choose_codecs(
     reduce: list[Codec] = []
     gather: list[Codec] = []
     for bucket in buckets:
-        if bucket.is_compressed(config):
+        if bucket.is_compressed(config) and config.compress == "nonzero":
+            reduce.append(NonzeroReduce(bucket, algorithms, scratch))
+            gather.append(NonzeroGather(bucket, scratch, gather=how))
+        elif bucket.is_compressed(config):
             reduce.append(QuantizedReduce(bucket, quantizer, scratch))
             gather.append(QuantizedGather(bucket, quantizer, scratch, gather=how))
         elif algorithms.wire_dtype is None or is_half(bucket.params[0]):
@@ -45,10 +59,5 @@ def choose_codecs(
         else:
             reduce.append(HalfReduce(bucket, algorithms))
             gather.append(HalfGather(bucket, algorithms, gather=how))
-    trained = [bucket.spec for bucket in buckets if bucket.spec.trained]
-    traffic = Traffic(
-        sum(reduce[spec.index].sent_bytes for spec in trained),
-        sum(gather[spec.index].sent_bytes for spec in trained),
-        2 * sum((spec.padded_numel - spec.largest_shard) * spec.itemsize for spec in trained),
-    )
-    return Codecs(tuple(reduce), tuple(gather), algorithms, traffic)
+    trained = tuple(bucket.spec for bucket in buckets if bucket.spec.trained)
+    return Codecs(tuple(reduce), tuple(gather), algorithms, trained)

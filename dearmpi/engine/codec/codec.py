@@ -23,11 +23,11 @@ from dearmpi.errors import WireRangeError
 
 
 class Codec(Protocol):
-    """Sends one bucket in one direction, with the same number of bytes in every step."""
+    """Sends one bucket in one direction."""
 
     @property
     def sent_bytes(self) -> int:
-        """What one rank sends in one step, at least."""
+        """What one rank sends in one step, at least; where that varies, in the last one."""
         ...
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:

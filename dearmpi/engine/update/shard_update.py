@@ -67,7 +67,9 @@ class FusedRange:
         self.start, self.stop = pieces[0].start, pieces[-1].stop
         self._range = slice(self.start - shard.start, self.stop - shard.start)
         self.values = shard.parameters[self._range]
-        shown = None if shard.shown is None else shard.shown[self._range]
+        shown = None
+        if shard.shown is not None and masters.compressed:  # else nothing is lost
+            shown = shard.shown[self._range]
         self.master = masters.copy_of(self.values, shown=shown)
         if self.master is not None:
             self.values = self.master.values
@@ -298,7 +300,8 @@ def build_updates(
         for param in group["params"]
     }
     on_host = config.update_on == "host"
-    compressed = [name for b in buckets if b.shown is not None for name in b.spec.names]
+    lossy = [b for b in buckets if b.shown is not None and config.compress != "nonzero"]
+    compressed = [name for b in lossy for name in b.spec.names]
     masters = MasterRule.chosen_by(
         config, world_size=buckets[0].spec.world_size, compressed=compressed
     )
