@@ -15,7 +15,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import CommDtype, check_choice
 from dearmpi.errors import CommError, ConfigError
 
-_MOST_CAP_MB = 65536  # as the engine's own
+MOST_CAP_MB = 65536  # as the engine's own
 
 
 class BenchOptimizer(Protocol):
@@ -138,10 +138,10 @@ def read_cap(text: str) -> float:
         cap = float(text)
     except ValueError:
         cap = math.nan
-    if not 0 <= cap <= _MOST_CAP_MB:
+    if not 0 <= cap <= MOST_CAP_MB:
         raise ConfigError(
             f"the bucket cap is {text!r}; it must be a number of MiB, 0 or more and at most "
-            f"{_MOST_CAP_MB}",
+            f"{MOST_CAP_MB}",
             code="malformed-value",
         )
     return cap

@@ -43,9 +43,11 @@ from dearmpi.bench.torch_methods import (
     check_fsdp2,
     ddp,
     ddp_bf16,
+    ddp_powersgd,
     fsdp2,
     read_ddp,
     read_ddp_bf16,
+    read_ddp_powersgd,
     read_fsdp2,
 )
 from dearmpi.comm.world import World
@@ -72,6 +74,7 @@ _OTHER_METHODS: Mapping[str, _OtherMethod] = {
         _OtherMethod(
             Method("ddp-bf16", ddp_bf16, {"comm_dtype": "bf16"}), read_ddp_bf16, ("fp32", "bf16")
         ),
+        _OtherMethod(Method("ddp-powersgd", ddp_powersgd), read_ddp_powersgd, ("fp32",)),
         _OtherMethod(Method("fsdp2", fsdp2, check=check_fsdp2), read_fsdp2, ("fp32",)),
         _OtherMethod(Method("deepspeed", deepspeed, find=find_deepspeed), deepspeed_config),
         _OtherMethod(

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dearmpi.bench.link import ADDRESS_CURE, root_address
 from dearmpi.bench.method import (
+    MOST_CAP_MB,
     Entrant,
     Setup,
     read_cap,
@@ -116,6 +117,26 @@ def ddp_bf16(setup: Setup) -> Entrant:
     return _enter_ddp(setup, read_ddp_bf16(setup.options))
 
 
+def ddp_powersgd(setup: Setup) -> Entrant:
+    """The same with torch's PowerSGD hook, with error feedback and a warm start.
+
+    Options: ``rank`` of the approximation, 4; ``start``, the first step that is compressed, 2;
+    ``cap``, all of the model: gloo finishes reductions of two buckets in any order, in which the
+    hook begins the next ones, so that with several buckets it hangs.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    settings = read_ddp_powersgd(setup.options)
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD,
+        matrix_approximation_rank=settings.rank,
+        start_powerSGD_iter=settings.start,
+    )
+    model = nn.parallel.DistributedDataParallel(setup.model, **settings.arguments)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return Entrant(model, setup.make_optimizer(model.parameters()))
+
+
 def read_ddp(options: Mapping[str, str]) -> _DdpSettings:
     refuse_unknown(options, ("cap", "comm_dtype", "view"))
     comm_dtype = options.get("comm_dtype", "fp32")
@@ -125,6 +146,34 @@ def read_ddp(options: Mapping[str, str]) -> _DdpSettings:
     if "cap" in options:
         arguments["bucket_cap_mb"] = read_cap(options["cap"])
     return _DdpSettings(arguments, comm_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _PowerSgdSettings:
+    """arguments: of the wrapper. rank, start: as in ``ddp_powersgd``."""
+
+    arguments: dict[str, Any]
+    rank: int
+    start: int
+
+
+def read_ddp_powersgd(options: Mapping[str, str]) -> _PowerSgdSettings:
+    refuse_unknown(options, ("cap", "rank", "start", "view"))
+    rest = {"cap": f"{MOST_CAP_MB}"}
+    rest |= {name: value for name, value in options.items() if name in ("cap", "view")}
+    rank = _read_number(options, "rank", default=4, least=1)
+    start = _read_number(options, "start", default=2, least=2)  # torch's least with a warm start
+    return _PowerSgdSettings(read_ddp(rest).arguments, rank, start)
+
+
+def _read_number(options: Mapping[str, str], name: str, *, default: int, least: int) -> int:
+    text = options.get(name, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(
+            f"{name} is {text!r}; it must be a whole number, {least} or more",
+            code="malformed-value",
+        )
+    return int(text)
 
 
 def read_ddp_bf16(options: Mapping[str, str]) -> _DdpSettings:
