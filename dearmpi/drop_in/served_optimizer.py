@@ -43,9 +43,13 @@ class KnownOptimizers:
     @classmethod
     def models_of(cls, optimizer: Optimizer) -> list[ModelServing]:
         """The wrappers that have parameters of ``optimizer``, in the order of its parameters."""
+        return cls.models_with(params_of(optimizer))
+
+    @classmethod
+    def models_with(cls, params: Iterable[nn.Parameter]) -> list[ModelServing]:
+        """The wrappers that have some of ``params``, in the order of these."""
         owners = {p: model for model in cls.models for p in model.names}
-        found = (owners[p] for p in params_of(optimizer) if p in owners)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(owners[p] for p in params if p in owners))
 
 
 def optimizers_of(params: Iterable[nn.Parameter]) -> list[Optimizer]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -71,6 +72,9 @@ class ModelServing:
 
     engines: of optimizers that have parameters of the wrapper. synchronizes: whether the next
     backward reduces gradients.
+
+    The module that is wrapped keeps it alive, so that every rank has it when the module is wrapped
+    once more. Copies of the module have None in its place.
     """
 
     def __init__(
@@ -93,10 +97,36 @@ class ModelServing:
         self._unsynchronized = ExitStack()
         self._is_synchronizing = True
         self._is_complete = False
+        self._newer: ModelServing | None = None  # another wrapper's, with the same parameters
+        for older in KnownOptimizers.models_with(self.names):
+            older.leave_to(self)
         watch_steps(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def leave_to(self, newer: ModelServing) -> None:
+        """Leave all parameters to another wrapper of some of them (collective)."""
+        for served in list(self.engines):
+            served.release()
+        self.stop_averager()
+        self._newer = newer
+        KnownOptimizers.models.discard(self)
+
     def prepare(self) -> None:
-        """A forward begins, whose backward brings gradients (collective the first time)."""
+        """A forward begins, whose backward brings gradients (collective the first time).
+
+        Raises UsageError where nothing averages some of the parameters.
+        """
+        if self._newer is not None:
+            if not self.names.keys() <= self._newer.names.keys():
+                raise UsageError(
+                    "a part of a model in DistributedDataParallel was wrapped once more; wrap the "
+                    "whole model again, or wrap separate parts",
+                    code="parameter-taken",
+                )
+            self._newer.prepare()
+            return
         if not self._is_complete:
             self._complete()
         if self._is_synchronizing is not self.synchronizes:
@@ -225,6 +255,10 @@ def serve(optimizer: Optimizer) -> None:
     known = {p for model in models for p in model.names}
     if not all(p in known or not p.requires_grad for p in params_of(optimizer)):
         _refuse(world, optimizer, "has parameters of no wrapped model")
+        return
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:  # as LBFGS: losses are its state
+        _refuse(world, optimizer, "its step() needs a closure")
         return
     for model in models:
         model.stop_averager()

@@ -182,6 +182,7 @@ class DistributedDataParallel(nn.Module):
                 broadcasts=self.broadcast_buffers,
             )
             self._serving.synchronizes = self._synchronizes
+            vars(self.module)["_dearmpi_serving"] = self._serving
         return self._serving
 
 

@@ -253,7 +253,7 @@ def closures(job: Job) -> Trained:
                 optimizer.zero_grad()
                 loss = loss_of(model(job.batch(step)))
                 loss.backward()
-                return loss.detach() * 0 + 1.0  # the same on all ranks
+                return loss
 
             optimizer.step(closure)
     return Trained(models, optimizers[:1])
@@ -451,6 +451,24 @@ def steps_inside_the_forward(job: Job) -> Trained:
     return Trained([model], optimizers, seen)
 
 
+def wrapped_again(job: Job) -> Trained:
+    """Each phase has its own wrapper and optimizer, as fits of Lightning; then the first go on."""
+    module, seen = network(), []
+    phases: list[tuple[Any, Optimizer]] = []
+    for phase in range(4):
+        if phase < 3:
+            model = job.wrap(module)
+            phases.append((model, torch.optim.AdamW(model.parameters(), lr=0.01)))
+        model, optimizer = phases[phase % 3]
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model(job.batch(3 * phase + step))).backward()
+            optimizer.step()
+            seen.append(float(next(module.parameters()).detach().sum()))
+    copied = copy.deepcopy(module)
+    return Trained([module, copied], [phases[0][1], phases[2][1]], seen)
+
+
 SCRIPTS: dict[str, Callable[[Job], Trained]] = {
     script.__name__: script
     for script in (
@@ -458,5 +476,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(gradients_read_and_changed, amp_and_scaler, two_optimizers, optimizers_of_parts),
         *(optimizers_by_turns, closures, moving_averages, recomputation, uneven_inputs, resume),
         *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
+        wrapped_again,
     )
 }

@@ -160,5 +160,14 @@ def test_what_cannot_be_served_is_refused_by_name(
         model.join_hook()
 
 
+def test_a_model_of_which_a_part_is_wrapped_once_more_is_refused(world: World) -> None:
+    module = network()
+    whole = dearmpi.DistributedDataParallel(module)
+    part = dearmpi.DistributedDataParallel(module[0])
+    part(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    with raises(UsageError, "parameter-taken", "wrapped once more"):
+        whole(torch.ones(2, 6, dtype=torch.float64))
+
+
 def _quantize(state: object, bucket: object) -> None:
     """A hook of a script's own."""
