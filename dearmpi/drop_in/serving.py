@@ -97,6 +97,7 @@ class ModelServing:
         self._unsynchronized = ExitStack()
         self._is_synchronizing = True
         self._is_complete = False
+        self._storage = self._addresses()  # of the parameters, where engines have put them
         self._newer: ModelServing | None = None  # another wrapper's, with the same parameters
         for older in KnownOptimizers.models_with(self.names):
             older.leave_to(self)
@@ -107,9 +108,7 @@ class ModelServing:
 
     def leave_to(self, newer: ModelServing) -> None:
         """Leave all parameters to another wrapper of some of them (collective)."""
-        for served in list(self.engines):
-            served.release()
-        self.stop_averager()
+        self._leave_engines()
         self._newer = newer
         KnownOptimizers.models.discard(self)
 
@@ -127,6 +126,8 @@ class ModelServing:
                 )
             self._newer.prepare()
             return
+        if self._addresses() != self._storage:
+            self._leave_engines()  # as after model.to("cpu:0"): they start over where it is now
         if not self._is_complete:
             self._complete()
         if self._is_synchronizing is not self.synchronizes:
@@ -185,6 +186,11 @@ class ModelServing:
         self.comm_dtype = dtype
         self.stop_averager()
 
+    def take(self, served: ServedOptimizer) -> None:
+        """Have an engine that has just been made."""
+        self.engines.append(served)
+        self._storage = self._addresses()
+
     def wait(self) -> None:
         """Wait until every parameter shows the last step."""
         for served in self.engines:
@@ -221,6 +227,15 @@ class ModelServing:
             )
             self._averager.keep_gradients()
         self._is_complete = True
+        self._storage = self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [param.data_ptr() for param in self.names]
+
+    def _leave_engines(self) -> None:
+        for served in list(self.engines):
+            served.release()
+        self.stop_averager()
 
     def _switch(self) -> None:
         self._unsynchronized.close()
@@ -269,7 +284,7 @@ def serve(optimizer: Optimizer) -> None:
         return
     KnownOptimizers.served[optimizer] = ref(served)
     for model in models:
-        model.engines.append(served)
+        model.take(served)
 
 
 def _refuse(world: World, optimizer: Optimizer, reason: str) -> None:

@@ -469,6 +469,27 @@ def wrapped_again(job: Job) -> Trained:
     return Trained([module, copied], [phases[0][1], phases[2][1]], seen)
 
 
+def moved_parameters(job: Job) -> Trained:
+    """Elsewhere after some steps, as accelerate's move to "cpu:0", and while gradients add up."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(8):
+        for part in range(2):
+            loss_of(model(job.batch(2 * step + part))).backward()
+            if (step, part) in ((0, 1), (3, 1), (5, 0)):
+                model.to("cpu:0")
+        seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        if step == 2:
+            for param in model.parameters():
+                param.data = param.data.clone()
+        if step == 4:
+            loss_of(model(job.batch(step))).backward()  # of gradients that are cleared afterwards
+        optimizer.zero_grad()
+    return Trained([model], [optimizer], seen)
+
+
 SCRIPTS: dict[str, Callable[[Job], Trained]] = {
     script.__name__: script
     for script in (
@@ -476,6 +497,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(gradients_read_and_changed, amp_and_scaler, two_optimizers, optimizers_of_parts),
         *(optimizers_by_turns, closures, moving_averages, recomputation, uneven_inputs, resume),
         *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
-        wrapped_again,
+        *(wrapped_again, moved_parameters),
     )
 }
