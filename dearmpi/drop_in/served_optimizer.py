@@ -85,11 +85,9 @@ class ServedOptimizer:
         self._twin = _twin_of(optimizer)
         KnownOptimizers.own.add(self._twin)
         whole = [serving.model for serving in models]
+        self._module = whole[0] if len(whole) == 1 else nn.ModuleList(whole)
         self.engine = DistributedOptimizer(
-            self._twin,
-            whole[0] if len(whole) == 1 else nn.ModuleList(whole),
-            world=world,
-            **models[0].settings(),
+            self._twin, self._module, world=world, **models[0].settings()
         )
         if self.engine.config.gather == "gradients":
             self.engine.keep_gradients()
@@ -107,9 +105,11 @@ class ServedOptimizer:
         return params_of(self.optimizer)
 
     def release(self) -> None:
-        """Leave the optimizer, with its state, to itself (collective)."""
+        """Leave the optimizer, with its state and gradients, to itself (collective)."""
         optimizer = self.optimizer
-        state_dict = None if self.engine.config.gather == "gradients" else self.engine.state_dict()
+        is_sharded = self.engine.config.gather == "parameters"
+        state_dict = self.engine.state_dict() if is_sharded else None
+        gradients = self.engine.gradients() if is_sharded else {}
         self._handle.remove()
         for model in self.models:
             model.stop_averager()
@@ -122,6 +122,8 @@ class ServedOptimizer:
             vars(optimizer)["step"] = self._before
         if state_dict is not None:
             optimizer.load_state_dict(state_dict)
+        for name, gradient in gradients.items():
+            self._module.get_parameter(name).grad = gradient
         KnownOptimizers.served.pop(optimizer, None)
 
     def _step(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchsWrapper
 import dearmpi
 from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
+from dearmpi.drop_in.serving import Choices, Chosen
 from dearmpi.drop_in.start import ZeroRedundancyOptimizer
 from dearmpi.errors import ArgumentError, ConfigError, UsageError
 from tests.codes import raises
@@ -48,6 +49,18 @@ def test_a_script_trains_what_it_trains_with_torchs_wrapper(name: str, world: Wo
     )
     if world.is_root:
         print(f"{name}: {difference:.1e}")
+
+
+@pytest.mark.parametrize("name", ["optimizers_by_turns", "wrapped_again"])
+def test_an_optimizer_in_shards_leaves_its_gradients_to_the_next(
+    name: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Chosen, "choices", Choices(gather="parameters"))
+    script, rank, size = SCRIPTS[name], world.rank, world.size
+    (expected, *_) = script(Job(TorchsWrapper, rank, size)).models
+    (found, *_) = script(Job(dearmpi.DistributedDataParallel, rank, size)).models
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        _difference(one, other)
 
 
 def _pairs(found: Trained, expected: Trained) -> Iterator[tuple[Any, Any]]:
