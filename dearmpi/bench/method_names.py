@@ -157,7 +157,9 @@ def plug_in(text: str, *, comm_dtype: CommDtype = "fp32") -> Method:
     module, colon, attribute = text.partition(":")
     if not (module and colon and attribute):
         raise ConfigError(
-            f"--method {text!r} is not of the form module:factory", code="malformed-value"
+            f"--method {text!r} is not of the form module:factory; write it like "
+            "package.module:make_method",
+            code="malformed-value",
         )
 
     def find(world: World) -> None:

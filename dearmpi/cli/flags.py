@@ -143,7 +143,17 @@ def refuse_useless(context: click.Context, useless: Set[str], reason: str) -> No
             raise click.UsageError(f"{option.opts[0]} {reason}", context)
 
 
-OUT = click.Path(dir_okay=False, readable=False, path_type=Path)
+class _File(click.Path):
+    """A file's name; a folder is refused with what to give instead."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path."""
+        if Path(value).is_dir():
+            self.fail(f"{value or '.'} is a folder; give a file's name.", param, ctx)
+        return Path(value)
+
+
+OUT = _File(path_type=Path)
 
 
 def check_place(world: World, *paths: Path | None) -> None:

@@ -79,7 +79,9 @@ def run_forwarding(command: Sequence[str]) -> int:
         code = child.wait()
     except OSError as error:
         raise ConfigError(
-            f"cannot start {command[0]}: {error.strerror}", code="command-not-started"
+            f"cannot start {command[0]}: {error.strerror}; give a command and its arguments, such "
+            "as mpirun -n 8 dear-train run",
+            code="command-not-started",
         ) from error
     finally:
         for number, handler in before.items():

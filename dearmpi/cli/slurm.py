@@ -21,6 +21,7 @@ import click
 from dearmpi.cli.endings import complain
 from dearmpi.cli.run import check_config, read_sources, run
 from dearmpi.errors import ConfigError, LaunchError
+from dearmpi.plan.data.plan import read_plan
 from dearmpi.plan.data.plan_choice import check_plan
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.settings.sources import Source, merge
@@ -28,6 +29,7 @@ from dearmpi.train.tasks.task import check_task_name
 
 Launcher = Literal["mpirun", "srun"]
 _FILES: Mapping[Launcher, str] = {"mpirun": "train.sbatch", "srun": "train-srun.sbatch"}
+_NO_FILES = ("auto", "none", "bayes")  # of --plan and --resume
 _COUNT = click.IntRange(min=1)
 
 
@@ -118,10 +120,11 @@ def _check_arguments(arguments: tuple[str, ...], folder: Path) -> Iterator[str]:
     given = run.make_context("dear-train run", list(arguments)).params
     config = given.pop("config")
     check_config(config)
-    sources = read_sources(given, os.environ, None)
+    is_here = config is not None and os.path.isfile(folder / config)
+    sources = read_sources(given, os.environ, str(folder / config) if is_here else None)
     _check_task(sources)
-    if config is None:  # it may give more, and need not be here yet
-        _check_combination(merge(sources))
+    if config is None or is_here:  # it may give more, and need not be here yet
+        _check_combination(merge(sources), folder)
     return _missing_files(config, sources, folder)
 
 
@@ -140,16 +143,26 @@ def _check_task(sources: Sequence[Source]) -> None:
 
 
 def _missing_files(config: str | None, sources: Sequence[Source], folder: Path) -> Iterator[str]:
-    """For the config and the task's file, a line if there is none at the path given."""
+    """For each file that is given, a line if there is none at its path."""
     if config is not None and not os.path.isfile(folder / config):
         yield f"--config is {config}, and there is no file {folder / config}"
-    for source in sources:
-        task = source.values.get("task")
-        if task is not None:
-            path = folder / Path(task.rpartition(":")[0]).expanduser()
-            if path.suffix == ".py" and not os.path.isfile(path):
-                yield f"{source.label('task')} is {task}, and there is no file {path}"
-            return  # those that follow are overruled
+    for name in ("task", "optimizer", "plan", "resume"):
+        for source in sources:
+            given = source.values.get(name)
+            if given is not None:
+                path = _file_named(name, given, folder)
+                if path is not None and not (path.is_file() or name == "resume" and path.is_dir()):
+                    what = "checkpoint" if name == "resume" else "file"
+                    yield f"{source.label(name)} is {given}, and there is no {what} {path}"
+                break  # those that follow are overruled
+
+
+def _file_named(name: str, given: str, folder: Path) -> Path | None:
+    """What the setting ``name`` would look for; None if ``given`` is no path."""
+    if name in ("task", "optimizer"):
+        path = folder / Path(given.rpartition(":")[0]).expanduser()
+        return path if path.suffix == ".py" else None
+    return None if given in _NO_FILES else folder / given
 
 
 def _tell_missing(missing: Sequence[str], folder: Path, *, submit: bool) -> None:
@@ -166,12 +179,16 @@ def _tell_missing(missing: Sequence[str], folder: Path, *, submit: bool) -> None
         complain(f"warning: {one}; there must be one where the job runs, or it ends at its start")
 
 
-def _check_combination(chosen: dict[str, Any]) -> None:
+def _check_combination(chosen: dict[str, Any], folder: Path) -> None:
     """Raise ConfigError where settings contradict each other, whatever the task recommends: that
-    may be steps of the learning rate, of which the user gives details.
+    may be steps of the learning rate, of which the user gives details. A plan that is here already
+    must be one.
     """
     settings = RunSettings(**{"lr_schedule": "step", **chosen})
-    check_plan(settings.plan if settings.plan not in ("none", "bayes") else None, settings.engine())
+    plan = settings.plan if settings.plan not in ("none", "bayes") else None
+    if plan not in (None, "auto") and os.path.isfile(folder / plan):
+        read_plan(folder / plan)
+    check_plan(plan, settings.engine())
 
 
 def _parse_others(words: tuple[str, ...], *, taken: Container[str]) -> dict[str, str | None]:

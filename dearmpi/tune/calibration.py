@@ -116,9 +116,9 @@ def parse_calibration(text: str, place: str) -> Calibration:
     The fits are made anew from the samples. Raises ConfigError for a field that is missing or
     wrong, and for samples too few to fit.
     """
-    data = read_fields(text, place, mark="hosts")
     cure = "measure the link again with dear-train calibrate"
-    check_format(data, place, current=FORMAT, cure=cure, default=None)
+    data = read_fields(text, place, mark="reduce_scatter", cure=cure)
+    check_format(data, place, current=FORMAT, default=None)
     hosts = data.texts("hosts")
     if data.integer("world_size", least=2) != len(hosts):
         raise data.problem(
@@ -141,7 +141,7 @@ def parse_calibration(text: str, place: str) -> Calibration:
 
 def read_calibration(path: str | Path) -> Calibration:
     """The calibration in the file at ``path``. Raises ConfigError if it is none."""
-    return parse_calibration(read_text(path, "calibration"), str(path))
+    return parse_calibration(read_text(path, mark="reduce_scatter"), str(path))
 
 
 def _parse_samples(data: Fields) -> tuple[SizeTimes, ...]:

@@ -18,13 +18,14 @@ MOST_INTEGER = 2**53  # beyond, readers of JSON in other languages round
 class Fields:
     """A JSON object and where it stands, such as ``profile.json: layers[3]``."""
 
-    def __init__(self, values: Any, place: str) -> None:
-        """Raises ConfigError unless ``values`` is an object."""
+    def __init__(self, values: Any, place: str, cure: str = "") -> None:
+        """Raises ConfigError unless ``values`` is an object. cure: what errors add."""
+        self.place, self.cure = place, cure
         if not isinstance(values, dict):
             raise ConfigError(
-                f"{place} is {_kind(values)}; it must be an object in braces", code="malformed-file"
+                f"{place} is {_kind(values)}; it must be an object in braces{self._cured}",
+                code="malformed-file",
             )
-        self.place = place
         self._values = values
 
     def __contains__(self, key: str) -> bool:
@@ -80,16 +81,20 @@ class Fields:
 
     def fields(self, key: str) -> Fields:
         """The object at ``key``."""
-        return Fields(self._get(key, None), f"{self.place}: {key}")
+        return Fields(self._get(key, None), f"{self.place}: {key}", self.cure)
 
     def each(self, key: str) -> Iterator[Fields]:
         """The objects of the list at ``key``."""
         for number, value in enumerate(self.items(key)):
-            yield Fields(value, f"{self.place}: {key}[{number}]")
+            yield Fields(value, f"{self.place}: {key}[{number}]", self.cure)
 
     def problem(self, key: str, what: str) -> ConfigError:
         """The error that ``key`` ``what``."""
-        return ConfigError(f"{self.place}: {key} {what}", code="malformed-file")
+        return ConfigError(f"{self.place}: {key} {what}{self._cured}", code="malformed-file")
+
+    @property
+    def _cured(self) -> str:
+        return self.cure and f"; {self.cure}"
 
     def _get(self, key: str, default: Any) -> Any:
         if key in self._values:
@@ -101,40 +106,56 @@ class Fields:
 
 _KINDS = {
     "layers": "a profile, as dear-train profile writes it",
-    "hosts": "a calibration, as dear-train calibrate writes it",
+    "reduce_scatter": "a calibration, as dear-train calibrate writes it",
     "buckets": "a plan, as dear-train plan writes it",
 }
 """The files of this package, by a key that stands in no other."""
 
 
-def read_text(path: str | Path, what: str) -> str:
-    """All of the file at ``path``, which is to be a ``what``. Raises ConfigError if it has none."""
+def read_text(path: str | Path, *, mark: str) -> str:
+    """All of the file at ``path``, of the kind ``mark``. Raises ConfigError if it has no text."""
+    kind = _KINDS[mark]
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        what = kind.split(",")[0].removeprefix("a ")
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(
-            f"cannot read the {what} {path}: {error}", code="unreadable-file"
+            f"cannot read the {what} {path}: {reason}; give {kind}", code="unreadable-file"
         ) from None
 
 
-def read_fields(text: str, place: str, *, mark: str | None = None) -> Fields:
+def read_fields(text: str, place: str, *, mark: str, cure: str) -> Fields:
     """The object that ``text`` spells; ``place`` names it in errors, such as a file's path.
 
-    mark: the key by which the wanted kind of file is known. Raises ConfigError if it is no JSON, no
-    object, or of another kind.
+    mark: the key by which the wanted kind of file is known. cure: for a file of this kind that is
+    damaged. Raises ConfigError if it is no JSON, no object, or of another kind.
     """
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place} is not JSON: {error}", code="malformed-file") from None
-    fields = Fields(values, place)
+        raise ConfigError(
+            f"{place} is not JSON, or is cut off ({error}); give {_KINDS[mark]}",
+            code="malformed-file",
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{place} is {_kind(values)}, and no object in braces; give {_KINDS[mark]}",
+            code="malformed-file",
+        )
+    fields = Fields(values, place, cure)
+    if mark not in fields and "format" not in fields:
+        raise ConfigError(
+            f"{place} is of another kind: it has no {mark}; give {_KINDS[mark]}",
+            code="file-of-other-kind",
+        )
     for key, kind in _KINDS.items():
-        if mark is not None and mark not in fields and key in fields:
+        if mark not in fields and key in fields:
             raise ConfigError(f"{place} is {kind}; give {_KINDS[mark]}", code="file-of-other-kind")
     return fields
 
 
-def check_format(data: Fields, place: str, *, current: int, cure: str, default: int | None) -> str:
+def check_format(data: Fields, place: str, *, current: int, default: int | None) -> str:
     """The version of dearmpi that wrote the file; ``unknown`` without one.
 
     default: the format of a file that names none; None: it must name one. Raises ConfigError unless
@@ -144,7 +165,7 @@ def check_format(data: Fields, place: str, *, current: int, cure: str, default: 
     if written != current:
         raise ConfigError(
             f"{place} has format {written}, written by dearmpi {version}; this is dearmpi "
-            f"{__version__}, which reads format {current}: {cure}",
+            f"{__version__}, which reads format {current}: {data.cure}",
             code="other-format-version",
         )
     return version

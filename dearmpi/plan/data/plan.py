@@ -227,9 +227,8 @@ class Plan:
 
         Raises ConfigError for another format, and for what is missing, wrong or contradictory.
         """
-        data = read_fields(text, place, mark="buckets")
-        cure = "make the plan anew"
-        version = check_format(data, place, current=FORMAT, cure=cure, default=None)
+        data = read_fields(text, place, mark="buckets", cure="make the plan anew")
+        version = check_format(data, place, current=FORMAT, default=None)
         with errors_name(place):
             return Plan(
                 parameters=data.texts("parameters"),
@@ -281,7 +280,7 @@ class Plan:
 
 def read_plan(path: str | Path) -> Plan:
     """The plan in the file at ``path``. Raises ConfigError if it is none."""
-    return Plan.from_json(read_text(path, "plan"), str(path))
+    return Plan.from_json(read_text(path, mark="buckets"), str(path))
 
 
 def fingerprint(specs: Iterable[ParamSpec]) -> str:

@@ -168,7 +168,8 @@ def read_workload(name: str) -> Workload:
             f"there is no workload {name!r}{known_names(name, names)}", code="unknown-choice"
         )
     path = resources.files("dearmpi").joinpath("workloads", f"{name}.json")
-    return parse_workload(read_fields(path.read_text(encoding="utf-8"), str(path)))
+    text, place = path.read_text(encoding="utf-8"), str(path)
+    return parse_workload(read_fields(text, place, mark="layers", cure="install dearmpi anew"))
 
 
 def parse_workload(data: Fields) -> Workload:
@@ -188,7 +189,7 @@ def parse_workload(data: Fields) -> Workload:
         flops = layer.integer("forward_flops_per_sample", 0)
         layers.append(LayerSpec(name, params, flops, uses))
     name = data.text("name")
-    key = "batch_size" if "batch_size" in data else "batch_size_in_paper"
+    key = "batch_size_in_paper" if "batch_size_in_paper" in data else "batch_size"
     unit = "seq" if name.startswith(_TEXT_MODELS) else "img"
     return Workload(
         name=name,

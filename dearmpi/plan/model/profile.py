@@ -129,9 +129,8 @@ def parse_profile(text: str, place: str) -> ModelProfile:
     Raises ConfigError for another format, and, naming the layer, for a time that is missing,
     negative, too long or not a number.
     """
-    data = read_fields(text, place, mark="layers")
-    cure = "profile the model anew"
-    version = check_format(data, place, current=FORMAT, cure=cure, default=FORMAT)
+    data = read_fields(text, place, mark="layers", cure="profile the model anew")
+    version = check_format(data, place, current=FORMAT, default=FORMAT)
     with errors_name(place):
         workload, times = parse_workload(data), []
         for layer, fields in zip(workload.layers, data.each("layers"), strict=True):
@@ -148,4 +147,4 @@ def parse_profile(text: str, place: str) -> ModelProfile:
 
 def read_profile(path: str | Path) -> ModelProfile:
     """The profile in the file at ``path``. Raises ConfigError if it is none."""
-    return parse_profile(read_text(path, "profile"), str(path))
+    return parse_profile(read_text(path, mark="layers"), str(path))

@@ -138,7 +138,7 @@ def resolve(path: Path) -> Path:
     is_inside = path.name == "checkpoints" and not is_there(path / "checkpoints", CheckpointError)
     found = survey(path.parent if is_inside else path)
     if found.latest is None:
-        reasons = "; ".join(found.passed_over) or "there are none in it"
+        reasons = "; ".join(found.passed_over) or "give a checkpoint or a run folder"
         runs = [run.name for run in list_runs(path)]
         if runs:
             more = ", ..." if len(runs) > _MOST_NAMES else ""

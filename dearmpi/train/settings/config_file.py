@@ -48,16 +48,19 @@ def read_config(path: Path) -> dict[Any, object]:
         loader.name = str(path)
         content = loader.get_single_data()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(
-            f"cannot read the config file {path}: {reason}", code="unreadable-file"
+            f"cannot read the config file {path}: {reason}; give a file of settings in YAML",
+            code="unreadable-file",
         ) from error
     except ConfigError:  # is a ValueError
         raise
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # Such as a `!!timestamp` that is none.
+        reason = " ".join(str(error).split())  # YAML's own is of several lines
         raise ConfigError(
-            f"the config file {path} is no YAML: {error}", code="malformed-file"
+            f"the config file {path} is no YAML: {reason}; write one `name: value` to a line",
+            code="malformed-file",
         ) from error
     if content is None:
         return {}

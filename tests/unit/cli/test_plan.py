@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,3 +202,43 @@ def test_what_makes_no_sense_is_refused(
 def test_both_files_are_needed(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(given[:3]) == 2
     assert "--calibration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot read the {what} {path}: No such file or directory"),
+        (Path(), "{path} is a folder"),
+        (b"\xff\xfe", "cannot read the {what} {path}: it is no text"),
+        ("", "{path} is not JSON, or is cut off"),
+        ("half", "{path} is not JSON, or is cut off"),
+        ("[3]", "{path} is [3], and no object in braces"),
+        ('{"hosts": ["a", "b"], "world_size": 2}', "{path} is of another kind"),
+        ("less", "is missing; "),
+    ],
+    ids=["none", "folder", "bytes", "empty", "cut off", "list", "environment", "field"],
+)
+@pytest.mark.parametrize("what", ["profile", "calibration"])
+def test_a_file_that_is_none_is_refused_in_one_sentence_with_the_cure(
+    given: list[str],
+    what: str,
+    content: Any,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "odd.json"
+    right = Path(given[given.index(f"--{what}") + 1]).read_text()
+    if content == "half":
+        content = right[: len(right) // 2]
+    elif content == "less":
+        content = right.replace('"name"', '"nome"', 1).replace('"library"', '"nolib"', 1)
+    if isinstance(content, Path):
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main([*given, f"--{what}", str(path)]) == 2
+    text = capsys.readouterr().err
+    assert words.format(what=what, path=path) in text
+    assert re.search(r"; (give|profile|measure) .*\S\n$", text), text
+    assert text.count("\n") == 1 or content == Path()

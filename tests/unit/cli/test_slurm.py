@@ -246,6 +246,7 @@ def test_a_task_that_may_be_there_is_taken(capsys: pytest.CaptureFixture[str], t
         ("--config", "sub/run.yaml", "sub/run.yaml"),
         ("--task", "my_tsk.py:build", "my_tsk.py"),
         ("--task", "sub/my_tsk.py:build", "sub/my_tsk.py"),
+        ("--optimizer", "sub/mine.py:Own", "sub/mine.py"),
     ],
 )
 def test_a_file_that_the_run_would_miss_is_told_before_a_job_waits_for_it(
@@ -275,6 +276,33 @@ def test_a_file_that_the_run_would_miss_is_told_before_a_job_waits_for_it(
     for submit in ([], ["--submit"]):
         assert main(["slurm", *submit, *words]) == 0
         assert capsys.readouterr().err == ""
+
+
+def test_a_plan_a_checkpoint_and_settings_are_looked_at_where_they_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for flag, value, what in (("--plan", "p.json", "file"), ("--resume", "runs/a", "checkpoint")):
+        assert main(["slurm", "--", flag, value]) == 0
+        told = f"{flag} is {value}, and there is no {what} {tmp_path / value}"
+        assert told in capsys.readouterr().err
+        assert main(["slurm", "--submit", "--", flag, value]) == 2
+        assert told in capsys.readouterr().err
+    for word in ("auto", "none", "bayes"):
+        assert main(["slurm", "--", "--plan", word]) == 0
+    assert main(["slurm", "--", "--resume", "auto"]) == 0
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    assert main(["slurm", "--", "--resume", "runs/a"]) == 0
+    assert capsys.readouterr().err == ""
+    (tmp_path / "p.json").write_text('{"hosts": []}')
+    assert main(["slurm", "--", "--plan", "p.json"]) == 2
+    assert "give a plan, as dear-train plan writes it" in capsys.readouterr().err
+    (tmp_path / "s.yaml").write_text("tsk: digits")
+    assert main(["slurm", "--", "--config", "s.yaml"]) == 2
+    assert "tsk" in capsys.readouterr().err
+    (tmp_path / "s.yaml").write_text("task: digitz")
+    assert main(["slurm", "--", "--config", "s.yaml"]) == 2
+    assert "did you mean 'digits'" in capsys.readouterr().err
 
 
 def test_files_are_looked_for_where_the_job_will_run(

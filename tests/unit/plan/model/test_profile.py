@@ -115,7 +115,7 @@ def test_a_shorter_backprop_keeps_its_proportions() -> None:
         (changed(uses="lost"), ("malformed-file", "uses is", "'lost'")),
         ('{"format": 2, "version": "9.1", "layers": []}', ("other-format-version", "2", "9.1")),
         (WITHOUT_PARAMETERS, ("malformed-file", "feed_forward_s is")),
-        ("{}", ("malformed-file", "layers is")),
+        ("{}", ("file-of-other-kind", "no layers", "give a profile")),
         ("[]", ("malformed-file",)),
         ("{", ("malformed-file", "profile.json is")),
     ],

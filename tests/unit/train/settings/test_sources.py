@@ -153,7 +153,7 @@ def test_a_mapping_may_be_merged_into_the_file(tmp_path: Path) -> None:
         ("name: no", "YAML reads name in {path} as False; put the value in quotes"),
         ("epochs: !!timestamp 3", "{path} is no YAML"),
         ("- epochs", "{path} holds a list; it must hold settings"),
-        ("epochs: [", "{path} is no YAML"),
+        ("epochs: [", "{path} is no YAML: while parsing"),
         ("epochs: many", "epochs in {path} is 'many'; it must be a whole number"),
     ],
 )
