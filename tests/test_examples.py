@@ -40,6 +40,25 @@ def DistributedOptimizer(optimizer, named_parameters):
     return optimizer
 """
 
+# A DDP model that owns the group last frees it with Python's lock held, and waits for a thread of
+# the group that may need the lock: the script would hang after all of its work.
+KEEPING_GROUP = """
+import ctypes
+import runpy
+import sys
+
+import torch.distributed as dist
+
+
+def destroy_but_keep(destroy=dist.destroy_process_group):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+    destroy()
+
+
+dist.destroy_process_group = destroy_but_keep
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
 
 def run_example(name: str, ranks: int = 2, arguments: Sequence[str] = ()) -> str:
     """What the example prints."""
@@ -54,15 +73,15 @@ def run_example(name: str, ranks: int = 2, arguments: Sequence[str] = ()) -> str
     return ended.output
 
 
-def run_plain(script: Path, environment: Mapping[str, str]) -> str:
-    """What a script without our launcher prints, errors included.
+def run_plain(environment: Mapping[str, str], *arguments: str | Path) -> str:
+    """What a script without our launcher prints, errors included; ``arguments`` are Python's.
 
     Its exit status is not ours: on a busy machine a thread of torch's gloo group can still want the
     interpreter while that ends, which aborts the process after all of its work (pytorch#179291).
     """
     flags = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     ended = subprocess.run(
-        forked([sys.executable, script]),
+        forked([sys.executable, *arguments]),
         env={**clean_environment(), **flags, **environment},
         capture_output=True,
         text=True,
@@ -79,7 +98,10 @@ def run_under_torchrun(script: Path, ranks: int = 2) -> str:
     job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     each = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as pool:
-        return "\n".join(pool.map(lambda environment: run_plain(script, environment), each))
+        ended = pool.map(
+            lambda environment: run_plain(environment, "-c", KEEPING_GROUP, script), each
+        )
+        return "\n".join(ended)
 
 
 def number(output: str, label: str) -> float:
@@ -125,7 +147,7 @@ def test_what_comes_after_horovod_gives_the_same_numbers(ranks: int, tmp_path: P
     (package / "__init__.py").touch()
     (package / "torch.py").write_text(STAND_IN)
     path = f"{tmp_path}{os.pathsep}{ROOT}"
-    before = run_plain(EXAMPLES / "migration" / "horovod_before.py", {"PYTHONPATH": path})
+    before = run_plain({"PYTHONPATH": path}, EXAMPLES / "migration" / "horovod_before.py")
     after = run_example("migration/horovod_after.py", ranks)
     assert number(after, "mean loss") == pytest.approx(number(before, "mean loss"), abs=1e-4)
 

@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.roster import is_launched, launched_rank
 MARK_VARIABLE = "DEARMPI_TEST_JOB"
 SHARED_VARIABLE = "DEARMPI_TEST_FORKS"  # addresses of servers by the path of their Python, as JSON
 MARK_LENGTH = 11  # of a mark, in the name of a process, which has 15 characters
+_STARTING = threading.Lock()
 _CLIENT = Path(__file__).with_name("client.py")
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +62,8 @@ def share_server(python: str | Path) -> None:
 def _find_server(python: str) -> str:
     """The address of the server that is shared, or of one for this process and its forks."""
     shared: dict[str, str] = json.loads(os.environ.get(SHARED_VARIABLE, "{}"))
-    return shared.get(python) or _start_server(python)
+    with _STARTING:  # two threads would start two
+        return shared.get(python) or _start_server(python)
 
 
 @cache

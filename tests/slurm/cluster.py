@@ -25,6 +25,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scont
 _SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 _POLL_S = 0.05
 _START_S = 30.0
+KILL_WAIT_S = 30  # SLURM's default
 _MESSAGE_S = 30.0
 
 _CONFIGURATION = """\
@@ -101,7 +102,7 @@ class Cluster:
         *,
         environment: dict[str, str],
         num_nodes: int = 2,
-        kill_wait_s: int = 10,
+        kill_wait_s: int = KILL_WAIT_S,
     ) -> None:
         self.folder = folder
         self.nodes = tuple(f"s{index}" for index in range(num_nodes))
