@@ -34,6 +34,13 @@ class BuiltEngine:
         """The updates of all buckets."""
         return self.state.updates
 
+    @property
+    def claimant(self) -> object:
+        """What lives for as long as the parameters are taken: with hooks, until these are off the
+        model, also where the script has forgotten the optimizer.
+        """
+        return self.engine.waiting if isinstance(self.engine, Engine) else self.engine
+
     def check_step(self) -> None:
         """After a step: have it compared, as far as it is due (collective)."""
         if self.hooks is not None:
@@ -52,7 +59,7 @@ class BuiltEngine:
         """Leave the model alone, with no word to other ranks, which may be elsewhere."""
         if self.hooks is not None:
             self.hooks.remove()
-        release(self.spec.names, self.engine)
+        release(self.spec.names, self.claimant)
 
     def without_updates(self) -> BuiltEngine:
         """The same, with nothing that holds the buckets' memory or the state."""
@@ -71,7 +78,7 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     else:
         engine = NullEngine(context.optimizer, context.spans)
         built = BuiltEngine(spec, engine, OptimizerState(context.optimizer, spec.names))
-    claim(spec.names, built.engine)
+    claim(spec.names, built.claimant)
     return built
 
 

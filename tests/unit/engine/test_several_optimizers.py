@@ -206,6 +206,17 @@ def test_what_is_forgotten_on_one_rank_claims_nothing() -> None:
     run_ranks(1, rank)
 
 
+def test_what_is_forgotten_on_several_ranks_is_still_to_be_closed() -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        wrap(model, model, world)
+        gc.collect()
+        with raises(ConfigError, "parameter-taken", "call close()"):
+            wrap(model, model, world)
+
+    run_ranks(2, rank)
+
+
 def wrap(model: nn.Module, part: nn.Module, world: World) -> DistributedOptimizer:
     """An optimizer for ``part`` of ``model``."""
     return DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=0.1), model, world=world)
