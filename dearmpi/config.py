@@ -17,7 +17,7 @@ ReduceScatter = Literal["native", "ring", "exchange"]
 Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
-Compress = Literal["none", "int8", "int4", "nonzero"]
+Compress = Literal["none", "int8", "int4", "nonzero", "random-block", "random-k"]
 CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
 ProgressMode = Literal["thread", "poll"]
@@ -26,6 +26,8 @@ ADDED_BY_LIBRARY: frozenset[ReduceScatter] = frozenset({"native"})
 """Algorithms by which the MPI library forms the sums; it cannot in half precision."""
 
 MIB = 1024 * 1024
+SPARSE = ("random-block", "random-k")  # of ``compress``: what sends a part of a gradient
+DEFAULT_DENSITY = 0.01
 
 # By default a bucket's shard is no smaller: a ring sends P - 1 of them, each with its start-up.
 _LEAST_SHARD_BYTES = 64 * 1024
@@ -110,7 +112,9 @@ class EngineConfig:
         and added in fp32. With ``gather="parameters"`` every rank keeps its shard in fp32 for the
         optimizer, as well as what replicas show of it, and sends the difference. ``nonzero`` loses
         nothing: it sends the blocks of 64 elements that are not zero on some rank, or that a step
-        has changed.
+        has changed. ``random-block`` and ``random-k`` send ``density`` of a gradient in a step and
+        the rest in later ones, and parameters as ``int8`` does; for SGD.
+    density: of sparse ``compress``, the part of each shard that is sent; None: 0.01.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
         ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works,
         and all ranks are on one host.
@@ -166,6 +170,13 @@ class EngineConfig:
         "send large buckets of fp32 in 8 or 4 bits an element, both ways; nonzero: only blocks "
         "that are not zero, or have changed",
         choices=get_args(Compress),
+    )
+    density: float | None = _declare(
+        None,
+        "number",
+        "with random-block and random-k: the part of a gradient that is sent in a step; "
+        "default: 0.01",
+        above=0,
     )
     cuda_buffers: CudaBuffers = _declare(
         "auto",
@@ -232,6 +243,23 @@ class EngineConfig:
             )
 
     def _check_compress(self) -> None:
+        if self.density is not None and not self.is_sparse:
+            raise ConfigError(
+                f"density is {self.density}, but compress is {self.compress!r}, which sends all "
+                "elements; leave density out, or take compress 'random-block' or 'random-k'",
+                code="setting-without-effect",
+            )
+        if self.density is not None and not 0 < self.density <= 1:
+            raise ConfigError(
+                f"density is {self.density}; it is a part of all elements, above 0 and at most 1",
+                code="out-of-range",
+            )
+        if self.is_sparse and self.gather == "gradients":
+            raise ConfigError(
+                f"compress is {self.compress!r}, but gather is 'gradients'; what a rank has not "
+                "sent has its place beside sharded parameters: leave gather out",
+                code="settings-contradict",
+            )
         if self.compress == "none":
             return
         for name, value, served, cure in (
@@ -252,8 +280,15 @@ class EngineConfig:
         _check_type("window", self.window, Integral, "a whole number")
         if self.bucket_cap_mb is not None:
             _check_type("bucket_cap_mb", self.bucket_cap_mb, Real, "a number of MiB, or None")
+        if self.density is not None:
+            _check_type("density", self.density, Real, "a number, or None")
         if self.check_every is not None:
             _check_type("check_every", self.check_every, Integral, "a whole number, or None")
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a step sends a part of the gradients."""
+        return self.compress in SPARSE
 
     @property
     def wire_dtype(self) -> WireDtype | None:
@@ -298,6 +333,7 @@ class EngineSettings(TypedDict, total=False):
     reduce_scatter: ReduceScatter | Literal["auto"]
     comm_dtype: CommDtype
     compress: Compress
+    density: float | None
     cuda_buffers: CudaBuffers
     update_on: UpdateOn
     window: int

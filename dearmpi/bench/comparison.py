@@ -226,6 +226,7 @@ class _Trial:
             steps,
             comm_dtype=self._method.comm_dtype,
             compress=self._method.options.get("compress", "none"),
+            density=self._method.density,
         )
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")

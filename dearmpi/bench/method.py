@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
-from dearmpi.config import CommDtype, check_choice
+from dearmpi.config import DEFAULT_DENSITY, SPARSE, CommDtype, check_choice
 from dearmpi.errors import CommError, ConfigError
 
 MOST_CAP_MB = 65536  # as the engine's own
@@ -88,6 +88,13 @@ class Method:
     def comm_dtype(self) -> CommDtype:
         """In what it sends fp32, as far as its options say."""
         return cast(CommDtype, self.options.get("comm_dtype", "fp32"))
+
+    @property
+    def density(self) -> float:
+        """The part of a gradient that it sends in a step, as far as its options say."""
+        if self.options.get("compress") not in SPARSE:
+            return 1.0
+        return float(self.options.get("density", DEFAULT_DENSITY))
 
     def enter(self, setup: Setup) -> Entrant:
         """Make the model ready (collective)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -23,6 +24,7 @@ _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.02  # gradients may travel as bfloat16
 # Of a gradient that is the same in all elements and steps: by its scale in bf16, or one code of 7.
 _MOST_QUANTIZED: Mapping[str, float] = {"none": 0.0, "nonzero": 0.0, "int8": 0.01, "int4": 0.15}
+_LEAST_SPARSE = 0.8  # of what sparse steps bring in the mean
 _EXACT_RANKS = 8  # up to here half precision holds every sum of gradients, and of their parts
 _MOST_LOST = 0.5  # in sums over however many ranks: what has not trained at all is found out
 # Half of a number's last place, as a part of it.
@@ -79,12 +81,18 @@ class ReplayedModel:
         *,
         comm_dtype: CommDtype = "fp32",
         compress: str = "none",
+        density: float = 1.0,
     ) -> str:
         """Compare both ends of every parameter with what averaged gradients make of them.
 
         Where half precision rounds sums, a step too few shows in short blocks only: what is lost
         in a step is the same in each, and so adds up.
+
+        density: the part of a gradient that is sent in a step. Below 1 the ends tell nothing; all
+        parameters together must have come as far as such steps bring them.
         """
+        if density < 1:
+            return self._problem_of_sparse(model, num_steps, density)
         num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
         for name, param in model.named_parameters():
             if not param.requires_grad:
@@ -103,6 +111,21 @@ class ReplayedModel:
                 if abs(value - _rounded(param.dtype, gradient, num_steps)) > most:
                     return f"{name} is {value:.6g} after {num_steps} steps, not {expected:.6g}"
         return ""
+
+    def _problem_of_sparse(self, model: nn.Module, num_steps: int, density: float) -> str:
+        """A turn brings all that has gathered since an element's last one, or since the start."""
+        num_turns = min(num_steps, math.ceil(1 / density))
+        least = _LEAST_SPARSE * (1 - num_turns / num_steps * (1 - density * (num_turns + 1) / 2))
+        num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
+        done = whole = 0.0
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                gradient = num_uses_of.get(name, 1) * self._scale * (1 + self.world_size) / 2
+                done -= float(param.detach().double().sum())
+                whole += _LEARNING_RATE * gradient * num_steps * param.numel()
+        if least * whole <= done <= (1 + _TOLERANCE) * whole:
+            return ""
+        return f"parameters have come {done / whole:.3g} of their way, not {least:.3g} to 1"
 
     def _lost_in_sums(self, comm_dtype: CommDtype) -> float:
         """The part of a gradient that rounded sums may take or add: there is one for each rank,
@@ -145,6 +168,7 @@ class TaskModel:
         *,
         comm_dtype: CommDtype = "fp32",
         compress: str = "none",
+        density: float = 1.0,
     ) -> str:
         for name, param in model.named_parameters():
             if not bool(param.detach().isfinite().all()):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dearmpi.config import EngineConfig
 from dearmpi.engine import usage_errors
 from dearmpi.engine.state.optimizer_state import MODES, has_mode
 from dearmpi.guessed import OPTIMIZER, answer_guess
@@ -58,6 +59,11 @@ class Facade(Optimizer):
             if name in vars(self._optimizer) and name != STEPPED_MARK and not hasattr(self, name):
                 raise usage_errors.set_on_optimizer(name)
         super().__setattr__(name, value)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings as they are by now."""
+        raise NotImplementedError
 
     def scale_gradients_(self, factor: float) -> bool:
         """Multiply all gradients by ``factor``; False if any was inf or NaN (collective)."""

@@ -78,6 +78,7 @@ class BucketRuntime:
     placeholders: what each parameter has for its gradient while that is under way.
     held_on: on a device, the stream that made the gradients which are taken and not stored yet.
     shown: of compressed parameters, what replicas show of the own shard; None of others.
+    owed: what the next average of the own shard gets in addition, that ranks had not sent.
     streams: on a device, all streams that have written gradients since the iteration began.
 
     One thread at a time writes: the main thread until the reduce-scatter is submitted, then the
@@ -103,6 +104,7 @@ class BucketRuntime:
         self.parameters = None if parameters is None else self._make_room(parameters)
         self.state = BucketState.IDLE
         self.shown: Tensor | None = None
+        self.owed: Tensor | None = None
         self.pending = self.unread = False
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
@@ -136,6 +138,10 @@ class BucketRuntime:
         """From now on ``shown`` is kept: parameters are gathered compressed."""
         assert self.parameters is not None
         self.shown = torch.empty_like(self.parameters.shard)
+
+    def add_owed(self, shard: Tensor) -> None:
+        """Count ``shard``, of averages, in the next update."""
+        self.owed = shard.clone() if self.owed is None else self.owed.add_(shard)
 
     @property
     def gradients(self) -> FlatBuffer:
@@ -329,6 +335,9 @@ class BucketRuntime:
         if self._carried is not None:
             self.gradients.shard.add_(self._carried)
             self._carried = None
+        if self.owed is not None:
+            self.gradients.shard.add_(self.owed)
+            self.owed = None
 
     def fill_nan(self) -> None:
         """Fill what other ranks own of the parameters with NaN, until the gather brings it.

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
-from dearmpi.config import EngineConfig
+from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce, HalfGather, HalfReduce
 from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, quantizer_of
+from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.engine.update.master import is_half
 from dearmpi.plan.data.layout import Bucket
@@ -50,6 +51,11 @@ def choose_codecs(
         if bucket.is_compressed(config) and config.compress == "nonzero":
             reduce.append(NonzeroReduce(bucket, algorithms, scratch))
             gather.append(NonzeroGather(bucket, scratch, gather=how))
+        elif bucket.is_compressed(config) and config.is_sparse:
+            sparse = RandomBlocks if config.compress == "random-block" else RandomElements
+            density = config.density or DEFAULT_DENSITY
+            reduce.append(sparse(bucket, algorithms, scratch, density=density))
+            gather.append(QuantizedGather(bucket, quantizer, scratch, gather=how))
         elif bucket.is_compressed(config):
             reduce.append(QuantizedReduce(bucket, quantizer, scratch))
             gather.append(QuantizedGather(bucket, quantizer, scratch, gather=how))

@@ -8,14 +8,13 @@ progress thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.config import Gather
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import FlatBuffer
@@ -47,34 +46,27 @@ class Codec(Protocol):
         """
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """What this rank has to keep from one step to the next, such as residuals; by name."""
+    @property
+    def owes(self) -> bool:
+        """Whether ranks may keep something that they have not sent; the same on all of them."""
         ...
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with a ``state`` of before."""
-        ...
-
-    def reset(self) -> None:
-        """Forget the state: gradients were discarded, or parameters were replaced."""
+    def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
+        """Bring that to the owners of its elements, as ``bucket.owed`` (collective)."""
         ...
 
 
 class StatelessCodec:
     """The part of a codec that keeps nothing and carries all numbers."""
 
+    owes = False
+
     def check(self, bucket: BucketRuntime) -> None:
         """All numbers can be carried."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes nothing."""
-
-    def reset(self) -> None:
-        """There is nothing to forget."""
+    def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
+        """Nothing is to be brought."""
+        return Completed()
 
 
 class DenseReduce(StatelessCodec):

@@ -180,7 +180,7 @@ class Quantizer:
 
 def quantizer_of(compress: Compress) -> Quantizer:
     """The format of a setting, with scratch memory of its own: for one thread."""
-    return Quantizer(bits=8, block=256) if compress == "int8" else Quantizer(bits=4, block=64)
+    return Quantizer(bits=4, block=64) if compress == "int4" else Quantizer(bits=8, block=256)
 
 
 class QuantizedReduce(StatelessCodec):

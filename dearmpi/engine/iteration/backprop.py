@@ -156,7 +156,6 @@ class Backprop:
         for index in self._state.iteration.active:
             self._buckets[index].release_gradients()
             self._buckets[index].reset()
-        self._pipeline.reset_codecs()
         self._state.discard_iteration()
 
     def begin_iteration(self, *, exhausted: bool = False) -> None:

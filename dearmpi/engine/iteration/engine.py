@@ -124,6 +124,10 @@ class Engine:
         elif self._eager:
             raise usage_errors.synchronized_before_step()
 
+    def settle(self) -> None:
+        """Bring what ranks have not sent to its owners, as state (collective if there is any)."""
+        self.pipeline.settle_codecs()
+
     def wait_reduced(self) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients."""
         self.backprop.wait_reduced()

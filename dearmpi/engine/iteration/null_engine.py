@@ -47,6 +47,9 @@ class NullEngine:
     def synchronize(self) -> None:
         """Parameters are always current."""
 
+    def settle(self) -> None:
+        """Nothing is left to send."""
+
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Nothing is under way."""
 

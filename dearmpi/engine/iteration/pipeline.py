@@ -8,6 +8,7 @@ and where no wait could end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from dearmpi.comm.api.collectives import Completed
 from dearmpi.comm.progress.lane import Work
@@ -128,10 +129,14 @@ class Pipeline:
             last = BucketState.GATHERED
         return all(buckets[index].state is last for index in self._state.iteration.active)
 
-    def reset_codecs(self) -> None:
-        """The gradients that were reduced last are discarded; nothing is under way."""
-        for codec in (*self._codecs.reduce, *self._codecs.gather):
-            codec.reset()
+    def settle_codecs(self) -> None:
+        """Bring to the owners what ranks have not sent; nothing is under way (collective)."""
+        for bucket in self._state.buckets:
+            codec = self._codecs.reduce[bucket.index]
+            if codec.owes:
+                self._state.joining.refuse("reading the optimizer's state")
+                start = partial(codec.start_settling, bucket)
+                self._state.reduces.run("what ranks have not sent", start)
 
     def close(self) -> None:
         """Give the channels back once they are empty (collective)."""

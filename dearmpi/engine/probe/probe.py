@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dearmpi.engine.probe.trial import (
+    FirstState,
+    TrialBucket,
     are_alike,
     device_of_optimizer,
     first_state,
     kinds_of_options,
     lively,
+    step_uncompiled,
     try_steps,
 )
-from dearmpi.engine.update.update import clone, is_elementwise_tensor, on_host
+from dearmpi.engine.update.update import clone, is_elementwise_tensor, on_host, read_options
 from dearmpi.errors import ConfigError
 
 
@@ -67,6 +70,35 @@ def require_separable(optimizer: Optimizer) -> None:
             raise ConfigError(
                 f"{name} couples all parameters in one step, so it cannot run bucket by bucket",
                 code="optimizer-couples-buckets",
+            )
+
+
+def require_linear(optimizer: Optimizer, compress: str) -> None:
+    """Raise ConfigError unless steps are linear in the gradients, as those of SGD are.
+
+    Then it makes no difference in the end in which step a part of a gradient arrives.
+    """
+    name = type(optimizer).__name__
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, 3, 16, generator=generator, dtype=torch.float64)
+    sides = (torch.zeros_like(drawn[0]), drawn[0], drawn[1], drawn[0] + drawn[1])
+    for options in kinds_of_options(optimizer):
+        ends = []
+        for gradients in sides:
+            values = torch.linspace(-1.0, 1.0, 16, dtype=torch.float64)
+            bucket = TrialBucket(values.to(device_of_optimizer(optimizer)), [16])
+            twin = clone(optimizer, [lively(options)], FirstState(optimizer))
+            for gradient in gradients:
+                bucket.fill(gradient)
+                step_uncompiled(twin, read_options(twin), {0: bucket.members})
+            ends.append(bucket.values)
+        none, one, other, both = ends
+        if not torch.allclose(both - none, (one - none) + (other - none), rtol=1e-6, atol=1e-9):
+            raise ConfigError(
+                f"compress is {compress!r}, but steps of {name} are not linear in the gradient: it "
+                "would take the zeros and sums of a sparse gradient for real ones; take compress "
+                "'int8' or 'int4', or torch.optim.SGD, with momentum or without",
+                code="optimizer-not-linear",
             )
 
 

@@ -18,6 +18,7 @@ from dearmpi.engine.probe.probe import (
     require_elementwise,
     require_half,
     require_host,
+    require_linear,
     require_separable,
     resident_scalars,
 )
@@ -171,6 +172,8 @@ def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConf
     require = require_elementwise if config.gather == "parameters" else require_separable
     require(tried)
     require_copied_gradients(tried)
+    if config.is_sparse and world_size > 1:
+        require_linear(tried, config.compress)
 
 
 def find_resident_scalars(

@@ -100,6 +100,7 @@ class LiveEngine:
         spec = make_spec(self.context, config=config, plan=plan, known=self.built.spec.names)
         migration = Migration(self._channel, self.built, spec)
         self.built.engine.synchronize()
+        self.built.engine.settle()
         self.built.engine.compare_replicas()
         migration.take()
         self._detach()
@@ -152,6 +153,7 @@ class LiveEngine:
         self.synchronize()
         if self.built.updates.shards:
             self.built.engine.joining.refuse("gathering the optimizer's state")
+        self.built.engine.settle()
         return self.built.state.pack(self.context.world)
 
     @torch.inference_mode(False)
@@ -166,6 +168,7 @@ class LiveEngine:
     def local_state(self) -> LocalState:
         """What this rank holds of the state; its tensors are those that the next step changes."""
         self.synchronize()
+        self.built.engine.settle()
         return self.built.state.local()
 
     @torch.inference_mode(False)

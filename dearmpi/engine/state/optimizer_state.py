@@ -28,7 +28,7 @@ from dearmpi.engine.state.sharded_state import (
     read_pieces,
     read_whole,
 )
-from dearmpi.engine.update.master import MASTER, dtype_of_copy, is_half
+from dearmpi.engine.update.master import MASTER, OWED, dtype_of_copy, is_half
 from dearmpi.engine.update.shard_update import UpdateSet
 from dearmpi.engine.update.update import clone, read_options
 from dearmpi.errors import UsageError
@@ -179,6 +179,8 @@ class OptimizerState:
             for param, name in self.names.items():
                 if param in state:
                     updates.masters.settle(param.detach(), state[param], name)
+                    if not updates.shards:
+                        state[param].pop(OWED, None)  # its owner alone could count it
         if self.is_held:
             states = {n: dict(state[p]) for p, n in self.names.items() if p in state}
             tried = host_twin(self.optimizer) if updates.on_host else self.optimizer

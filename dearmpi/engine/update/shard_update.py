@@ -20,6 +20,7 @@ from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.update.master import (
     MASTER,
     NUM_FETCHED,
+    OWED,
     SHOWN,
     HostMemory,
     HostShard,
@@ -50,7 +51,8 @@ class ParamRange(NamedTuple):
 class FusedRange:
     """Neighbouring elements of a shard that one optimizer treats as a single 1-D tensor.
 
-    start, stop: the elements of the flat buffer. pieces: the same, parameter by parameter.
+    start, stop: the elements of the flat buffer; range: those of the shard. pieces: the same,
+    parameter by parameter.
     """
 
     def __init__(
@@ -65,11 +67,11 @@ class FusedRange:
         self.pieces = tuple(pieces)
         self._shard = shard
         self.start, self.stop = pieces[0].start, pieces[-1].stop
-        self._range = slice(self.start - shard.start, self.stop - shard.start)
-        self.values = shard.parameters[self._range]
+        self.range = slice(self.start - shard.start, self.stop - shard.start)
+        self.values = shard.parameters[self.range]
         shown = None
         if shard.shown is not None and masters.compressed:  # else nothing is lost
-            shown = shard.shown[self._range]
+            shown = shard.shown[self.range]
         self.master = masters.copy_of(self.values, shown=shown)
         if self.master is not None:
             self.values = self.master.values
@@ -77,7 +79,7 @@ class FusedRange:
     @property
     def gradients(self) -> Tensor:
         """Averaged gradients of the elements, in the dtype of the values."""
-        return self._shard.gradients[self._range].to(self.values.dtype)
+        return self._shard.gradients[self.range].to(self.values.dtype)
 
     @property
     def slots(self) -> frozenset[int]:
@@ -195,9 +197,12 @@ class ShardUpdate:
     def state_of(self, run: FusedRange) -> dict[str, Any]:
         """The optimizer's state of ``run``: 1-D tensors of its length, and scalars.
 
-        A master copy stands among them under its own name, once it has taken a step.
+        A master copy stands among them under its own name, once it has taken a step; so does what
+        the bucket owes.
         """
         state: dict[str, Any] = self._optimizer.state.get(run.values, {})
+        if self.bucket.owed is not None:
+            state = {**state, OWED: self.bucket.owed[run.range].clone()}
         return state if run.master is None else {**state, **run.master.entries()}
 
     def set_state(self, run: FusedRange, state: dict[str, Any]) -> None:
@@ -206,6 +211,8 @@ class ShardUpdate:
             state = on_host(state)
         else:
             state = beside(state, run.values, self._scalars[run.group])
+        self._set_owed(run, state.get(OWED))
+        state = {key: value for key, value in state.items() if key != OWED}
         if run.master is not None:
             run.master.restore(state)
         else:  # of a bucket that was compressed, as this one is not
@@ -214,6 +221,13 @@ class ShardUpdate:
             self._optimizer.state[run.values] = state
         else:
             self._optimizer.state.pop(run.values, None)
+
+    def _set_owed(self, run: FusedRange, owed: Tensor | None) -> None:
+        if owed is None and self.bucket.owed is None:
+            return
+        if self.bucket.owed is None:
+            self.bucket.owed = torch.zeros_like(self._shard.parameters)
+        self.bucket.owed[run.range] = 0.0 if owed is None else owed
 
     def _make_run(self, group: int, pieces: Sequence[ParamRange]) -> FusedRange:
         return FusedRange(self._shard, group, pieces, masters=self._masters)

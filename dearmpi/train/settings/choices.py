@@ -180,6 +180,7 @@ class RunChoices:
     reduce_scatter: ReduceScatter | Literal["auto"] = _of_engine("reduce_scatter")
     comm_dtype: CommDtype = _of_engine("comm_dtype")
     compress: Compress = _of_engine("compress")
+    density: float | None = _of_engine("density")
     cuda_buffers: CudaBuffers = _of_engine("cuda_buffers")
     update_on: UpdateOn = _of_engine("update_on")
     window: int = _of_engine("window")

@@ -113,6 +113,7 @@ class RunSettings(RunChoices):
             reduce_scatter=self.reduce_scatter,
             comm_dtype=self.comm_dtype,
             compress=self.compress,
+            density=self.density,
             cuda_buffers=self.cuda_buffers,
             update_on=self.update_on,
             window=self.window,

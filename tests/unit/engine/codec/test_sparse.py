@@ -1,0 +1,282 @@
+"""Sparse gradients: nothing is lost, wherever training is read, saved, resumed or laid out anew."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dearmpi
+from dearmpi import DistributedOptimizer, EngineConfig
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.scratch import Scratch
+from dearmpi.comm.world import World
+from dearmpi.config import Compress
+from dearmpi.engine.bucket import bucket
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import Arena
+from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements
+from dearmpi.errors import ConfigError
+from dearmpi.plan.data.layout import build_layout, spec_of
+from tests.codes import raises
+from tests.combinations import turns_of
+from tests.fakes.ranks import run_ranks
+from tests.mpi.oracle import copies, fingerprint
+from tests.unit.engine.test_compress import make_wide_model, regress
+
+SPARSE: list[Compress] = ["random-block", "random-k"]
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bucket, "_LEAST_COMPRESSED", 1)
+    yield
+
+
+def codec_of(kind: type[RandomBlocks | RandomElements], numel: int, density: float) -> Any:
+    param = nn.Parameter(torch.zeros(numel))
+    layout = build_layout([[spec_of(param, "p")]], 3)
+    arenas = Arena(layout), Arena(layout, zeroed=False)
+    runtime = BucketRuntime(
+        layout.buckets[0], [param], rank=0, gradients=arenas[0], parameters=arenas[1]
+    )
+    return kind(runtime, CollectiveAlgorithms("ring"), Scratch(), density=density)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 300, 1000])
+@pytest.mark.parametrize("density", [1.0, 0.3, 0.1, 0.011])
+def test_each_block_has_its_turn_in_each_sweep(numel: int, density: float) -> None:
+    codec, shard = codec_of(RandomBlocks, numel, density), math.ceil(numel / 3)
+    sent = max(1, math.ceil(density * shard))
+    num_turns = math.ceil(shard / sent)
+    orders = []
+    for sweep in range(3):
+        chosen = [codec.choose(sweep * num_turns + turn) for turn in range(num_turns)]
+        elements = [element for part in chosen for element in range(shard)[part]]
+        assert sorted(elements) == list(range(shard))
+        assert all(0 < part.stop - part.start <= sent for part in chosen)
+        orders.append(elements)
+    assert num_turns < 10 or orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("numel", [1, 7, 300, 1000])
+@pytest.mark.parametrize("density", [1.0, 0.3, 0.1, 0.011])
+def test_elements_are_drawn_without_repetition(numel: int, density: float) -> None:
+    codec, shard = codec_of(RandomElements, numel, density), math.ceil(numel / 3)
+    counts = torch.zeros(shard)
+    for turn in range(400):
+        chosen = codec.choose(turn)
+        assert len(chosen) == max(1, math.ceil(density * shard))
+        assert bool((chosen.diff() > 0).all()) and 0 <= int(chosen[0]) <= int(chosen[-1]) < shard
+        counts[chosen] += 1
+    expected = 400 * len(chosen) / shard
+    assert bool(((counts - expected).abs() < 6 * math.sqrt(expected) + 1).all())
+
+
+def whole_gradients(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(7 * step + rank)
+    return torch.randint(-8, 9, (20, 31), generator=generator).float()
+
+
+def mean_of(steps: range, size: int) -> Tensor:
+    """The sum over steps of what ranks have in the mean."""
+    parts = [whole_gradients(step, rank) for step in steps for rank in range(size)]
+    return torch.stack(parts).sum(0) / size
+
+
+def train_on_whole_numbers(world: World, steps: range, start: Any = None, **settings: Any) -> Any:
+    """SGD on gradients that do not depend on parameters; what would be saved."""
+    model = nn.Linear(31, 20, bias=False)
+    nn.init.zeros_(model.weight)
+    if start is not None:
+        model.load_state_dict(start[0])
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(inner, model, world=world, **settings)
+    if start is not None:
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+    for step in steps:
+        optimizer.zero_grad()
+        (model.weight * whole_gradients(step, world.rank)).sum().backward()
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    found = copies(model), state
+    optimizer.close()
+    return found
+
+
+def owed_and_done(state: dict[str, Any]) -> Tensor:
+    """All that gradients have led to, and will."""
+    entries = state["state"][0]
+    done: Tensor = entries["master"] - entries["owed"]
+    return done
+
+
+@turns_of(compress=SPARSE, density=[1.0, 0.3, 0.05], size=[2, 4], steps=[1, 5, 30])
+def test_no_part_of_a_gradient_is_lost(
+    compress: Compress, density: float, size: int, steps: int
+) -> None:
+    """Whole numbers over a power of two are exact, so that the sum is."""
+    settings: dict[str, Any] = {"compress": compress, "density": density}
+    found = run_ranks(size, lambda w: train_on_whole_numbers(w, range(steps), **settings))
+    for _, state in found:
+        assert torch.equal(owed_and_done(state), -mean_of(range(steps), size))
+        assert (density == 1.0) != bool(state["state"][0]["owed"].any())
+
+
+@pytest.mark.parametrize("compress", SPARSE)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_run_goes_on_on_any_number_of_ranks_and_loses_nothing(
+    compress: Compress, size: int
+) -> None:
+    settings: dict[str, Any] = {"compress": compress, "density": 0.1}
+    start = run_ranks(4, lambda w: train_on_whole_numbers(w, range(5), **settings))[0]
+    later = run_ranks(size, lambda w: train_on_whole_numbers(w, range(5, 9), start, **settings))
+    dense = run_ranks(size, lambda w: train_on_whole_numbers(w, range(5, 9), start))
+    total = mean_of(range(5), 4) + mean_of(range(5, 9), size)
+    assert torch.equal(owed_and_done(later[0][1]), -total)
+    assert torch.equal(dense[0][0]["weight"], -total), "what was owed counts in the first step"
+
+
+@turns_of(compress=SPARSE, inner=["plain", "sgd"])
+def test_a_resumed_run_goes_on_bit_by_bit(compress: Compress, inner: str) -> None:
+    """As the run does of which the state was read."""
+
+    def make(world: World) -> tuple[nn.Module, Any]:
+        model = make_wide_model()
+        rates: dict[str, Any] = {"momentum": 0.9} if inner == "sgd" else {}
+        plain = torch.optim.SGD(model.parameters(), lr=0.01, **rates)
+        settings: dict[str, Any] = {"compress": compress, "density": 0.1, "bucket_cap_mb": 0.004}
+        return model, DistributedOptimizer(plain, model, world=world, **settings)
+
+    def first(world: World) -> Any:
+        model, optimizer = make(world)
+        regress(model, optimizer, world, steps=6)
+        saved = copy.deepcopy((copies(model), optimizer.state_dict()))
+        regress(model, optimizer, world, steps=6)
+        optimizer.close()
+        return saved, fingerprint(copies(model))
+
+    begun = run_ranks(3, first)
+    saved = begun[0][0]
+
+    def second(world: World) -> str:
+        model, optimizer = make(world)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        regress(model, optimizer, world, steps=6)
+        optimizer.close()
+        return fingerprint(copies(model))
+
+    assert {digest for _, digest in begun} == set(run_ranks(3, second))
+
+
+@pytest.mark.parametrize("compress", SPARSE)
+def test_a_new_layout_loses_nothing(compress: Compress) -> None:
+    def rank(world: World) -> Any:
+        model = nn.Linear(31, 20, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, world=world, compress=compress, density=0.1)
+        for step in range(6):
+            if step in (2, 4):
+                optimizer.fuse(1.0 + step)
+            optimizer.zero_grad()
+            (model.weight * whole_gradients(step, world.rank)).sum().backward()
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        return state
+
+    for state in run_ranks(2, rank):
+        assert torch.equal(owed_and_done(state), -mean_of(range(6), 2))
+
+
+@turns_of(compress=SPARSE, schedule=["dear", "wfbp", "serial"], size=[2, 3])
+def test_replicas_are_equal_and_learn_what_dense_ones_learn(
+    compress: Compress, schedule: Any, size: int
+) -> None:
+    def rank(world: World) -> tuple[dict[str, Tensor], list[float]]:
+        losses = []
+        choices: list[dict[str, Any]] = [{}, {"compress": compress, "density": 0.1}]
+        for settings in choices:
+            model = make_wide_model()
+            inner = torch.optim.SGD(model.parameters(), lr=0.02)
+            optimizer = DistributedOptimizer(
+                inner, model, world=world, schedule=schedule, check_every=1, **settings
+            )
+            losses.append(sum(regress(model, optimizer, world, steps=150)[-20:]))
+            optimizer.close()
+        return copies(model), losses
+
+    found = run_ranks(size, rank)
+    for other, _ in found[1:]:
+        assert all(torch.equal(other[name], value) for name, value in found[0][0].items())
+    dense, sparse = (sum(losses) for losses in zip(*(each for _, each in found), strict=True))
+    assert sparse == pytest.approx(dense, rel=0.15)
+
+
+@pytest.mark.parametrize("compress", SPARSE)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_seen_at_once_and_not_kept(
+    compress: Compress, bad: float
+) -> None:
+    def rank(world: World) -> tuple[float, float]:
+        model = make_wide_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = DistributedOptimizer(inner, model, world=world, compress=compress)
+        norms = []
+        for factor in (bad if world.rank == 1 else 1.0, 1.0):
+            optimizer.zero_grad()
+            (factor * model(torch.ones(2, 40)).sum()).backward()
+            norms.append(float(optimizer.clip_grad_norm_(1.0)))
+        optimizer.close()
+        return norms[0], norms[1]
+
+    for first, second in run_ranks(3, rank):
+        assert not math.isfinite(first) and math.isfinite(second)
+
+
+def test_what_cannot_be_sparse_is_refused_with_cures() -> None:
+    def rank(world: World) -> None:
+        model = make_wide_model()
+        for inner in (
+            torch.optim.Adam(model.parameters()),
+            torch.optim.Adagrad(model.parameters()),
+            torch.optim.Rprop(model.parameters()),
+        ):
+            with raises(ConfigError, "optimizer-not-linear", "'int8'", "torch.optim.SGD"):
+                DistributedOptimizer(inner, model, world=world, compress="random-block")
+        nesterov = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+        )
+        optimizer = DistributedOptimizer(nesterov, model, world=world, compress="random-k")
+        scaler = dearmpi.GradScaler(device="cpu")
+        scaler.scale(model(torch.ones(2, 40)).sum()).backward()
+        with raises(ConfigError, "settings-contradict", "bfloat16"):
+            scaler.step(optimizer)
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"density": 0.1}, "setting-without-effect"),
+        ({"density": 0.1, "compress": "int8"}, "setting-without-effect"),
+        ({"density": 0.0, "compress": "random-k"}, "out-of-range"),
+        ({"density": 1.1, "compress": "random-k"}, "out-of-range"),
+        ({"density": math.nan, "compress": "random-k"}, "out-of-range"),
+        ({"density": "0.1", "compress": "random-k"}, "wrong-type"),
+        ({"compress": "random-block", "gather": "gradients"}, "settings-contradict"),
+        ({"compress": "random-block", "comm_dtype": "bf16"}, "settings-contradict"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings: dict[str, Any], code: str) -> None:
+    with raises(ConfigError, code):
+        EngineConfig(**settings)
