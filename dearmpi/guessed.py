@@ -44,6 +44,18 @@ _ONE_WORLD = (
 PACKAGE = _by_name(
     {
         "init initialize init_process_group init_distributed init_distributed_context": _CONNECT,
+        "setup Fabric Accelerator set_seed seed_everything": (
+            f"{_CONNECT}, and wrap the optimizer: dearmpi.DistributedOptimizer(optimizer, model)"
+        ),
+        "mpi_built mpi_enabled nccl_built gloo_built gloo_enabled mpi_threads_supported "
+        "cuda_built": "run dear-train doctor, which says what there is",
+        "push_pull push_pull_async push_pull_inplace declare poll synchronize": (
+            f"leave it out: backward and step() exchange the gradients; {_WORLD}{_MEAN}"
+        ),
+        "start_timeline stop_timeline": "set DEAR_TRACE=START:STOP, and run dear-train report",
+        "save load save_checkpoint load_checkpoint": (
+            "write torch.save of model.state_dict() and optimizer.state_dict(), or use dearmpi.Run"
+        ),
         "is_initialized is_available": f"{_CONNECT}, at any time: it gives the same world again",
         "rank get_rank Get_rank process_index": f"{_WORLD}rank",
         "size world_size get_world_size Get_size num_ranks": f"{_WORLD}size",
@@ -81,32 +93,43 @@ PACKAGE = _by_name(
             "call model = dearmpi.convert_sync_batchnorm(model)"
         ),
         "alltoall all_to_all reducescatter reduce_scatter send recv scatter": _MPI4PY,
-        "new_group process_set ProcessSet add_process_set": _ONE_WORLD,
+        "new_group process_set ProcessSet add_process_set ProcessGroup": _ONE_WORLD,
         "Plan": "write from dearmpi.plan.data.plan import Plan",
         "read_plan load_plan": "write from dearmpi.plan.data.plan import read_plan",
         "DearError ConfigError ArgumentError TaskError LaunchError MismatchError DataError "
         "CheckpointError NonFiniteLossError DeviceError UsageError CommError StallError "
         "ReplicaMismatchError WireRangeError": "import it from dearmpi.errors",
-        "run launch train elastic Trainer": "start dear-train run, or a script, by mpirun",
+        "run launch train elastic Trainer TrainerState": (
+            "start dear-train run, or a script, by mpirun"
+        ),
     }
 )
 """Attributes of the package."""
 
 WORLD = _by_name(
     {
-        "Get_rank get_rank process_index global_rank": "it is world.rank",
-        "Get_size get_size get_world_size world_size num_ranks num_processes": "it is world.size",
+        "Get_rank get_rank process_index global_rank rank_": "it is world.rank",
+        "Get_size get_size get_world_size world_size num_ranks num_processes size_": (
+            "it is world.size"
+        ),
         "get_local_rank local_process_index": "it is world.local_rank",
-        "local_size get_local_size": "it is world.hosts.count(world.host)",
+        "local_size get_local_size local_world_size": "it is world.hosts.count(world.host)",
+        "cross_size cross_rank num_nodes node_rank group_rank": (
+            "it follows from world.hosts, the host of each rank"
+        ),
+        "is_local_main_process is_local_master": "it is world.local_rank == 0",
+        "is_initialized": "leave it out: a world is connected from dearmpi.connect() on",
+        "backend get_backend": "leave it out: a world speaks MPI",
         "hostname node Get_processor_name get_host name": "it is world.host, or world.hosts",
         "is_main_process is_main is_master is_rank_0 is_rank_zero is_global_zero": (
             "it is world.is_root"
         ),
-        "allreduce Allreduce allreduce_ reduce Reduce sum max min grouped_allreduce": (
-            f"call world.{_MEAN}"
-        ),
+        "allreduce Allreduce allreduce_ all_reduce_ push_pull reduce Reduce sum max min "
+        "grouped_allreduce": (f"call world.{_MEAN}"),
         "average avg reduce_mean all_reduce_mean": "call world.mean(x)",
-        "bcast broadcast_obj broadcast_object_list": "call world.broadcast_object(x, root=0)",
+        "bcast broadcast_obj broadcast_object_ broadcast_object_list": (
+            "call world.broadcast_object(x, root=0)"
+        ),
         "Bcast broadcast_tensor broadcast_": "call world.broadcast(buffer, root=0)",
         "allgather gather gather_object gather_objects allgather_object all_gather_objects": (
             "call world.all_gather_object(x)"
@@ -116,13 +139,15 @@ WORLD = _by_name(
         ),
         "gather_text allgather_text all_gather_texts": "call world.all_gather_text(text)",
         "Barrier synchronize wait wait_for_everyone sync": "call world.barrier()",
-        "Abort exit": "call world.abort(code), or raise an error",
-        "shutdown finalize Free destroy Disconnect disconnect": _END,
+        "Abort abort_ exit": "call world.abort(code), or raise an error",
+        "shutdown finalize Finalize Free destroy Disconnect disconnect": _END,
         "device": 'it is torch.device("cuda", world.local_rank) where a rank has a device',
         "print print_once": "write if world.is_root: print(...)",
-        "Split Split_type split Create_group Dup Clone new_group group subgroup": _ONE_WORLD,
+        "Split Split_type split Create_group Dup Clone new_group group subgroup "
+        "process_group": _ONE_WORLD,
         "send recv Send Recv isend irecv Isend Irecv sendrecv Sendrecv scatter Scatter alltoall "
-        "Alltoall all_to_all reduce_scatter Reduce_scatter Scan scan py2f": _MPI4PY,
+        "Alltoall all_to_all reduce_scatter reduce_scatter_tensor Reduce_scatter Scan scan "
+        "py2f": _MPI4PY,
     }
 )
 """Attributes of a World."""
@@ -132,17 +157,41 @@ OPTIMIZER = _by_name(
         "clip_grad_norm clip_gradients clip_master_grads unscale_and_clip": (
             "call optimizer.clip_grad_norm_(max_norm)"
         ),
+        "clip_grad_value_ clip_grad_value": (
+            'call optimizer.clip_grad_norm_(max_norm), or choose gather="gradients" and call '
+            "optimizer.keep_gradients() before torch's"
+        ),
+        "get_global_grad_norm grad_norm get_grad_norm": (
+            "it is what optimizer.clip_grad_norm_(max_norm) returns; inf clips nothing"
+        ),
+        "unscale_ unscale scale_loss loss_scale": (
+            "use dearmpi.GradScaler, as torch's: scaler.scale(loss).backward(), "
+            "scaler.unscale_(optimizer)"
+        ),
+        "broadcast_optimizer_state": _LOAD,
+        "save save_checkpoint load load_checkpoint": (
+            "save what optimizer.state_dict() returns on every rank; optimizer.load_state_dict() "
+            "takes it"
+        ),
+        "train_batch": "call loss.backward() and optimizer.step()",
+        "wait finish flush synchronize_ wait_all": "call optimizer.synchronize()",
+        "set_to_none": "call optimizer.zero_grad(set_to_none=False)",
+        "register_comm_hook": ('give DistributedOptimizer comm_dtype="bf16", or compress="int8"'),
+        "prepare": "leave it out: it is attached to its model from the start",
         "skip_synchronize": (
             "leave it out: optimizer.clip_grad_norm_(max_norm) and optimizer.step() wait for the "
             "gradients they need"
         ),
         "backward": "call loss.backward()",
-        "sync reduce_gradients allreduce_gradients all_reduce_gradients finish_gradient_synchroni"
+        "sync allreduce all_reduce push_pull average_gradients sync_gradients reduce_gradients "
+        "allreduce_gradients all_reduce_gradients finish_gradient_synchroni"
         "zation": "leave it out: backward and step() exchange the gradients",
-        "accumulate set_backward_passes_per_step require_backward_grad_sync": (
+        "accumulate no_backward_sync is_gradient_accumulation_boundary "
+        "gradient_accumulation_steps set_backward_passes_per_step require_backward_grad_sync": (
             "write with optimizer.no_sync(): around all backwards of a step but the last"
         ),
-        "consolidate_state_dict full_state_dict full_optim_state_dict": (
+        "consolidate consolidate_state_dict full_state_dict full_optim_state_dict "
+        "gather_full_optim_state_dict": (
             "call optimizer.state_dict() on every rank, which gives the whole state"
         ),
         "sharded_state_dict local_state_dict": "call optimizer.local_state()",
@@ -161,6 +210,7 @@ _AVERAGED = (
     "for another factor"
 )
 _UNNEEDED = "leave it out: unused parameters and the order of backward need no setting"
+_LAUNCHER = "leave it out: the launcher, such as mpirun -n 4, decides"
 _INNER = "give it to the torch optimizer that DistributedOptimizer wraps"
 _SHARDED = (
     'choose gather="parameters", which keeps one share of the optimizer\'s state on each rank, or '
@@ -174,7 +224,8 @@ SETTINGS = _by_name(
         "average op average_gradients gradient_average gradient_predivide_factor prescale_factor "
         "postscale_factor": _AVERAGED,
         "compression fp16 bf16 amp mixed_precision reduce_dtype fp16_allreduce grad_dtype "
-        "gradient_compression wire_dtype comm_hook": (
+        "gradient_compression wire_dtype comm_hook hook gather_dtype "
+        "communication_data_type param_dtype dtype": (
             'comm_dtype="bf16", or "fp16", sends half the bytes, compress="int8" or "int4" fewer'
         ),
         "quantize should_quantize zero_quantized_gradients zero_quantized_weights quantization": (
@@ -196,16 +247,25 @@ SETTINGS = _by_name(
         "gradient_as_bucket_view parameters_as_bucket_view": (
             "leave it out: gradients lie in the buckets where they can"
         ),
-        "broadcast_buffers": 'it is buffers="broadcast" here, or "average", or "keep"',
+        "broadcast_buffers sync_buffers forward_sync_buffers": (
+            'it is buffers="broadcast" here, or "average", or "keep"'
+        ),
         "init_sync broadcast_parameters": _COPIED,
         "bucket_size bucket_size_mb bucket_cap bucket_bytes fusion_threshold threshold "
-        "tensor_fusion_threshold bucket_bytes_cap reduce_bucket_size": (
+        "tensor_fusion_threshold fusion_threshold_mb bucket_bytes_cap reduce_bucket_size "
+        "allgather_bucket_size bucket_cap_mb_list": (
             "bucket_cap_mb=4 makes buckets of about 4 MiB"
         ),
         "num_groups groups": "bucket_cap_mb= or plan= decides which gradients travel together",
         "sparse_as_dense": "build the embedding with sparse=False",
-        "max_norm max_grad_norm clip_grad_norm clip gradient_clip_val grad_clip": (
-            "call optimizer.clip_grad_norm_(max_norm) before step()"
+        "max_norm max_grad_norm clip_grad_norm clip gradient_clip_val gradient_clipping "
+        "grad_clip": ("call optimizer.clip_grad_norm_(max_norm) before step()"),
+        "cpu_offload offload offload_optimizer": (
+            'update_on="host" keeps the state of a device\'s parameters in host memory'
+        ),
+        "world_size size rank local_rank backend": _LAUNCHER,
+        "cycle_time nstreams num_streams async_op verbose": (
+            "leave it out: communication runs on a thread of its own"
         ),
         "sync_batchnorm sync_bn": "call dearmpi.convert_sync_batchnorm(model) before",
         "overlap overlap_comm overlap_grad_reduce overlap_param_gather overlap_with_ddp": (
@@ -224,9 +284,7 @@ SETTINGS = _by_name(
 
 CONNECTION = _by_name(
     {
-        "backend init_method rank world_size size comm ranks store local_rank": (
-            "leave it out: the launcher, such as mpirun -n 4, decides"
-        ),
+        "backend init_method rank world_size size comm ranks store local_rank": _LAUNCHER,
         "timeout": "give stall_limits=dearmpi.StallLimits(warning_s, abort_s)",
         "mode progress_mode": 'give progress="thread" or "poll"',
     }

@@ -74,6 +74,11 @@ def test_all_answers_name_what_there_is() -> None:
         ("broadcast_object", r"world.broadcast_object\(x\)"),
         ("broadcast_optimizer_state", r"every rank load the state, by the load_state_dict\(\)"),
         ("MismatchError", "import it from dearmpi.errors"),
+        ("nccl_built", "run dear-train doctor"),
+        ("push_pull", "backward and step.. exchange the gradients"),
+        ("Fabric", r"call world = dearmpi.connect\(\), and wrap the optimizer"),
+        ("start_timeline", "set DEAR_TRACE=START:STOP"),
+        ("save", "or use dearmpi.Run"),
         ("conect", "no conect; did you mean 'connect'?"),
     ],
 )
@@ -94,6 +99,16 @@ def test_a_guessed_attribute_of_the_optimizer() -> None:
     optimizer = wrap(nn.Linear(2, 2))
     with pytest.raises(AttributeError, match=r"call optimizer.clip_grad_norm_\(max_norm\)"):
         optimizer.clip_grad_norm(1.0)  # type: ignore[attr-defined]
+    for name, told in {
+        "get_global_grad_norm": "what optimizer.clip_grad_norm_.max_norm. returns",
+        "unscale_": "use dearmpi.GradScaler",
+        "register_comm_hook": 'comm_dtype="bf16"',
+        "save_checkpoint": "what optimizer.state_dict.. returns on every rank",
+        "is_gradient_accumulation_boundary": "with optimizer.no_sync",
+        "flush": "call optimizer.synchronize",
+    }.items():
+        with pytest.raises(AttributeError, match=f"DistributedOptimizer has no {name}: .*{told}"):
+            getattr(optimizer, name)
     with pytest.raises(AttributeError, match="object has no attribute 'nope'"):
         optimizer.nope()  # type: ignore[attr-defined]
     assert not hasattr(optimizer, "backward") and getattr(optimizer, "module", 3) == 3
@@ -110,6 +125,11 @@ def test_a_guessed_attribute_of_the_optimizer() -> None:
         ("Barrier", r"call world.barrier\(\)"),
         ("is_main_process", "it is world.is_root"),
         ("Split", "there are no groups of ranks"),
+        ("cross_size", "follows from world.hosts"),
+        ("is_local_main_process", "it is world.local_rank == 0"),
+        ("local_world_size", "world.hosts.count"),
+        ("backend", "a world speaks MPI"),
+        ("Finalize", "the job ends with its scripts"),
     ],
 )
 def test_a_guessed_attribute_of_the_world(name: str, told: str) -> None:
@@ -136,6 +156,12 @@ def test_a_guessed_attribute_of_the_world(name: str, told: str) -> None:
         ("find_unused_parameters", "unused parameters"),
         ("gradient_as_bucket_view", "leave it out"),
         ("broadcast_buffers", 'buffers="broadcast"'),
+        ("forward_sync_buffers", 'buffers="broadcast"'),
+        ("communication_data_type", 'comm_dtype="bf16"'),
+        ("cpu_offload", 'update_on="host"'),
+        ("gradient_clipping", "clip_grad_norm_"),
+        ("world_size", "the launcher, such as mpirun -n 4, decides"),
+        ("bucket_cap_mb_list", "bucket_cap_mb=4"),
     ],
 )
 def test_a_guessed_argument_is_answered_before_others_are_missed(name: str, told: str) -> None:
