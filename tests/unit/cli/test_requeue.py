@@ -129,12 +129,12 @@ def test_a_warning_reaches_the_command_as_sigusr1(slurm: Path, number: signal.Si
         # What a batch script leaves to it: SLURM may warn at any time.
         preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
     ) as job:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not ready.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         job.send_signal(number)
-        assert job.wait(timeout=20) == 75
+        assert job.wait(timeout=60) == 75
     assert requeued(slurm) == "requeue 17\n"
 
 

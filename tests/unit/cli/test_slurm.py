@@ -114,7 +114,7 @@ def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
         cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin"},
         check=True,
-        timeout=20,
+        timeout=60,
     )
     words = (tmp_path / "told").read_text().split("\0")[:-1]
     assert words[-len(NASTY) - 2 :] == [*NASTY, "--lr", "1"]
@@ -139,7 +139,7 @@ def test_a_command_of_ones_own_takes_the_place_of_the_run(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=True,
     )
     given = ended.stdout.split("\0")[:-1]
