@@ -9,34 +9,41 @@ from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce, HalfGather, HalfReduce
+from dearmpi.engine.codec.codec import (
+    Codec,
+    DenseGather,
+    DenseReduce,
+    HalfGather,
+    HalfReduce,
+    elements_sent,
+)
 from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, quantizer_of
 from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.engine.update.master import is_half
-from dearmpi.plan.data.layout import Bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
     """By bucket: how its gradients are reduced, and how its shards are gathered.
 
-    algorithms: by which dense ones travel, and those of half precision.
+    algorithms: by which dense ones travel, and those of half precision. trained: the buckets that
+    are.
     """
 
     reduce: tuple[Codec, ...]
     gather: tuple[Codec, ...]
     algorithms: CollectiveAlgorithms
-    trained: tuple[Bucket, ...] = ()
+    trained: tuple[BucketRuntime, ...] = ()
 
     @property
     def traffic(self) -> Traffic:
         """Of all that is trained; where the bytes vary, of the last step."""
         return Traffic(
-            sum(self.reduce[spec.index].sent_bytes for spec in self.trained),
-            sum(self.gather[spec.index].sent_bytes for spec in self.trained),
-            2 * sum((s.padded_numel - s.largest_shard) * s.itemsize for s in self.trained),
+            sum(self.reduce[bucket.index].sent_bytes for bucket in self.trained),
+            sum(self.gather[bucket.index].sent_bytes for bucket in self.trained),
+            2 * sum(elements_sent(one) * one.spec.itemsize for one in self.trained),
         )
 
 
@@ -65,5 +72,5 @@ def choose_codecs(
         else:
             reduce.append(HalfReduce(bucket, algorithms))
             gather.append(HalfGather(bucket, algorithms, gather=how))
-    trained = tuple(bucket.spec for bucket in buckets if bucket.spec.trained)
+    trained = tuple(bucket for bucket in buckets if bucket.spec.trained)
     return Codecs(tuple(reduce), tuple(gather), algorithms, trained)

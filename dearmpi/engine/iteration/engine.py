@@ -16,7 +16,6 @@ from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline, Waiting
 from dearmpi.engine.iteration.reduced_gradients import ReducedGradients
 from dearmpi.engine.state.options import OptionReader
-from dearmpi.engine.trace.spans import Traffic
 from dearmpi.engine.update.shard_update import UpdateSet
 from dearmpi.engine.update.update import Options
 
@@ -36,7 +35,7 @@ class Engine:
         """``optimizer``: the wrapped one. An iteration reads its options; with eager updates before
         the first update, so that the step has to see that they still hold.
         """
-        self.state, self.algorithms, self._codecs = state, codecs.algorithms, codecs
+        self.state, self.codecs = state, codecs
         self.pipeline = pipeline = Pipeline(
             state, updates.of_buckets, codecs, num_updating=updates.num_at_once
         )
@@ -47,11 +46,6 @@ class Engine:
         self.reduced = ReducedGradients(state, self.backprop)
         self.joining, self.loads = state.joining, state.loads
         self.times = self.state.clock.lap()
-
-    @property
-    def traffic(self) -> Traffic:
-        """What a step sends."""
-        return self._codecs.traffic
 
     @property
     def waited_s(self) -> float:

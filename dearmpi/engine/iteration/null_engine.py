@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Loads
-from dearmpi.engine.trace.spans import IterationTimes, Spans, Traffic
+from dearmpi.engine.codec.choice import Codecs
+from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.errors import UsageError
 from dearmpi.span import Track
 
@@ -25,8 +26,7 @@ class NullEngine:
 
     waited_s = 0.0
     num_checked = 0
-    algorithms = CollectiveAlgorithms("ring")
-    traffic = Traffic()
+    codecs = Codecs((), (), CollectiveAlgorithms("ring"))
 
     def __init__(
         self, optimizer: Optimizer, spans: Spans, *, closed_after: IterationTimes | None = None

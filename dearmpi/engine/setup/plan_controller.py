@@ -139,7 +139,9 @@ class PlanController:
 
     def _settled(self, config: EngineConfig) -> EngineConfig:
         """With the algorithm that ``auto`` has found: to measure anew would stop training."""
-        return replace(config, reduce_scatter=self.live.built.engine.algorithms.reduce_scatter)
+        return replace(
+            config, reduce_scatter=self.live.built.engine.codecs.algorithms.reduce_scatter
+        )
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
         self.live.renew(config=config, plan=None if plan == "auto" else plan)
@@ -155,7 +157,7 @@ class PlanController:
         begin_s = time.perf_counter()
         measurement = JobMeasurement(
             built.spec,
-            algorithms=built.engine.algorithms,
+            algorithms=built.engine.codecs.algorithms,
             waited=lambda: self.live.waited_s,
         )
         self.planning = SelfPlanning(
