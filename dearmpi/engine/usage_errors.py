@@ -47,6 +47,14 @@ step_broken_off = Misuse(
     code="step-interrupted",
 )
 
+# Other ranks may be at another bucket, with another part of it sent.
+state_before_step = Misuse(
+    "the optimizer's state is read between a backward and its step, but with a sparse compress "
+    "ranks then bring together what they have not sent; read it after step(), or after "
+    "zero_grad(). A signal handler, which may come at any moment, should set a flag only",
+    code="step-missing",
+)
+
 # There is no moment at which all parameters are of one step.
 synchronized_before_step = Misuse(
     "some parameters are updated and some not between a backward and its step (eager=True); "

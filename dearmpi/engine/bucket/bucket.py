@@ -78,7 +78,7 @@ class BucketRuntime:
     placeholders: what each parameter has for its gradient while that is under way.
     held_on: on a device, the stream that made the gradients which are taken and not stored yet.
     shown: of compressed parameters, what replicas show of the own shard; None of others.
-    owed: what the next average of the own shard gets in addition, that ranks had not sent.
+    owed: averages of the own shard that ranks had not sent, for the next update.
     streams: on a device, all streams that have written gradients since the iteration began.
 
     One thread at a time writes: the main thread until the reduce-scatter is submitted, then the
@@ -335,9 +335,6 @@ class BucketRuntime:
         if self._carried is not None:
             self.gradients.shard.add_(self._carried)
             self._carried = None
-        if self.owed is not None:
-            self.gradients.shard.add_(self.owed)
-            self.owed = None
 
     def fill_nan(self) -> None:
         """Fill what other ranks own of the parameters with NaN, until the gather brings it.

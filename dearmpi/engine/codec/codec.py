@@ -47,22 +47,48 @@ class Codec(Protocol):
         ...
 
     @property
+    def keeps(self) -> bool:
+        """Whether ranks keep what they do not send, for later steps."""
+        ...
+
+    @property
     def owes(self) -> bool:
-        """Whether ranks may keep something that they have not sent; the same on all of them."""
+        """Whether there is some, between two steps; the same on all ranks."""
+        ...
+
+    def commit(self, bucket: BucketRuntime) -> None:
+        """No caller may skip the step any more: keep what was not sent. Before the update."""
+        ...
+
+    def discard(self) -> None:
+        """The gradients that were reduced last are discarded: keep what was kept before."""
         ...
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
-        """Bring that to the owners of its elements, as ``bucket.owed`` (collective)."""
+        """Bring what is kept to the owners of its elements, as ``bucket.owed`` (collective)."""
+        ...
+
+    def forget(self) -> None:
+        """Another state was loaded, to which nothing of this belongs."""
         ...
 
 
 class StatelessCodec:
     """The part of a codec that keeps nothing and carries all numbers."""
 
-    owes = False
+    keeps = owes = False
 
     def check(self, bucket: BucketRuntime) -> None:
         """All numbers can be carried."""
+
+    def commit(self, bucket: BucketRuntime) -> None:
+        """All was sent."""
+
+    def discard(self) -> None:
+        """Nothing is kept."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         """Nothing is to be brought."""

@@ -52,7 +52,7 @@ class _SparseCodec(StatelessCodec):
     def _take_flags(self) -> Tensor:
         """A byte for each block, by rank; scratch memory."""
         numel = self._size * self._num_blocks
-        held: Tensor = self._scratch.take(torch.empty(0, dtype=torch.uint8), numel)
+        held: Tensor = self._scratch.take(torch.empty(0, dtype=torch.uint8, device="cpu"), numel)
         return held
 
     def _chosen(self, flags: Tensor) -> list[Tensor] | None:
@@ -196,7 +196,7 @@ def _mark(shard: Tensor, shown: Tensor | None, flags: Tensor) -> None:
     shown: may be shorter than the padded ``shard``. Padding counts as equal to it.
     """
     bits = shard.view(_BITS[shard.element_size()])
-    changed = torch.zeros(len(flags) * BLOCK, dtype=torch.bool)
+    changed = torch.zeros(len(flags) * BLOCK, dtype=torch.bool, device="cpu")
     if shown is None:
         torch.ne(bits, 0, out=changed[: len(bits)])
     else:

@@ -119,7 +119,7 @@ class Quantizer:
 
         Returns their reciprocals as a column, in fp32, and whether all values are finite.
         """
-        largest = torch.empty(len(scales))
+        largest = torch.empty(len(scales), dtype=torch.float32, device="cpu")
         for at in range(0, values.numel(), _PIECE):
             piece = self._load(values[at : at + _PIECE])
             magnitudes = torch.abs(piece, out=self._scratch[: piece.numel()])
@@ -169,11 +169,12 @@ class Quantizer:
 
     @cached_property
     def _scratch(self) -> Tensor:
-        return torch.empty(_PIECE)
+        return torch.empty(_PIECE, dtype=torch.float32, device="cpu")
 
     @cached_property
     def _table(self) -> Tensor:
-        evenly = torch.rand(4 * _PIECE, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        evenly = torch.rand(4 * _PIECE, generator=generator, dtype=torch.float32, device="cpu")
         # Away from both ends, so that a rounding of ``most`` itself leads to no larger code.
         return evenly.mul_(1 - 2**-15).add_(2**-16)
 
@@ -202,7 +203,7 @@ class QuantizedReduce(StatelessCodec):
     def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request | None]:
         size, each, own = bucket.spec.world_size, self._num_bytes, collectives.rank
         data = bucket.gradients.data[: bucket.spec.numel]  # not the padding, which may be anything
-        message = torch.empty(0, dtype=torch.uint8)
+        message = torch.empty(0, dtype=torch.uint8, device="cpu")
         held = [self._scratch.take(message, size * each) for _ in range(2)]
         sent, arrived = (buffer[: size * each] for buffer in held)
         chance = _chance_of(bucket, own) if self._by_chance else None
@@ -244,7 +245,7 @@ class QuantizedGather(StatelessCodec):
         size, each, own = bucket.spec.world_size, self._num_bytes, collectives.rank
         buffer = gathered_buffer(bucket, self._gather)
         data, shown = buffer.data[: bucket.spec.numel], bucket.shown
-        held = self._scratch.take(torch.empty(0, dtype=torch.uint8), size * each)
+        held = self._scratch.take(torch.empty(0, dtype=torch.uint8, device="cpu"), size * each)
         messages = held[: size * each]
         own_message = messages[own * each : (own + 1) * each]
         if shown is not None:

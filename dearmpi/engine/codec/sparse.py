@@ -30,7 +30,13 @@ _FAR_APART = 1 << 40  # seeds of two buckets
 
 
 class SparseReduce(StatelessCodec):
-    """The sum of the elements that are chosen in a step; of others, zero."""
+    """The sum of the elements that are chosen in a step; of others, zero.
+
+    Until a step is certain, what it would leave lies in the gradients' buffer, and the residual is
+    that of the step before, to which a discarded gradient goes back.
+    """
+
+    keeps = True
 
     def __init__(
         self,
@@ -48,7 +54,9 @@ class SparseReduce(StatelessCodec):
         self._algorithm = CollectiveAlgorithms("ring" if name == "native" else name)
         self._scratch = scratch
         self._residual: Tensor | None = None
+        self._reduced: tuple[Tensor | slice, int, Tensor] | None = None
         self._turn = 0
+        self.owes = False
         self.sent_bytes = (self._size - 1) * self._num_sent * spec.itemsize
 
     @abstractmethod
@@ -56,48 +64,67 @@ class SparseReduce(StatelessCodec):
         """The elements of each shard that are sent in step ``turn``, ``num_sent`` or fewer."""
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
-        """Add to the residual, and send what is chosen of it."""
+        """Add the residual, and send what is chosen."""
         return Chain(self._steps(bucket, collectives))
 
     def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request]:
-        data, numel = bucket.gradients.data, bucket.spec.numel
-        if self._residual is None:
-            self._residual, self.owes = torch.zeros_like(data), True
-        residual = self._residual
-        residual[:numel].add_(data[:numel])  # the padding may be anything
-        rows = residual.view(self._size, -1)
-        chosen = self.choose(self._turn)
-        self._turn += 1
+        data = bucket.gradients.data
+        data[bucket.spec.numel :].zero_()  # the padding may be anything
+        if self._residual is not None:
+            data.add_(self._residual)
+        rows, chosen = data.view(self._size, -1), self.choose(self._turn)
         held = self._scratch.take(data, self._size * self._num_sent)
         room = held[: self._size * self._num_sent].view(self._size, -1)
         if isinstance(chosen, slice):
             num = chosen.stop - chosen.start
             room[:, :num].copy_(rows[:, chosen])
             room[:, num:].zero_()
-            rows[:, chosen].zero_()
         else:
             num = len(chosen)
             torch.index_select(rows, 1, chosen, out=room[:, :num])
-            rows.index_fill_(1, chosen, 0.0)
-        if not math.isfinite(float(residual.sum()) + float(room.sum())):
-            room.fill_(math.nan)  # each owner learns of it in this step, and nothing of it stays
-            residual.nan_to_num_(0.0, 0.0, 0.0)
+        if not math.isfinite(float(data.sum())):
+            room.fill_(math.nan)  # the owners learn of it in this step
         yield self._algorithm.start_reduce_scatter(room.view(-1), collectives)
-        own = data.view(self._size, -1)[collectives.rank].zero_()
+        own = rows[collectives.rank]
+        self._reduced = chosen, collectives.rank, own.clone()
+        own.zero_()
         own[chosen] = room[collectives.rank, :num]
         self._scratch.give_back(held)
+
+    def commit(self, bucket: BucketRuntime) -> None:
+        """Of numbers that are not finite nothing is kept."""
+        if self._reduced is None:
+            return
+        (chosen, rank, own), self._reduced = self._reduced, None
+        data = bucket.gradients.data
+        if self._residual is None:
+            self._residual, self.owes = torch.empty_like(data), True
+        rows = self._residual.copy_(data).view(self._size, -1)
+        rows[rank].copy_(own)
+        rows[:, chosen] = 0.0
+        if not math.isfinite(float(self._residual.sum())):
+            self._residual.nan_to_num_(0.0, 0.0, 0.0)
+        self._turn += 1
+
+    def discard(self) -> None:
+        """The same elements have their turn once more."""
+        self._reduced = None
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         """Bring the residuals to the owners, for their next update (collective)."""
         return Chain(self._settle(bucket, collectives))
 
     def _settle(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request]:
-        assert self._residual is not None
-        residual, self._residual, self._turn = self._residual, None, 0
-        self.owes = False
+        residual = self._residual
+        assert residual is not None
+        self.forget()
         yield self._algorithm.start_reduce_scatter(residual, collectives)
         shard = residual[: bucket.spec.numel][bucket.spec.cuts.slice_of(collectives.rank)]
         bucket.add_owed(shard.div_(self._size))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._residual, self._reduced, self._turn, self.owes = None, None, 0, False
 
 
 class RandomBlocks(SparseReduce):
@@ -118,7 +145,7 @@ class RandomElements(SparseReduce):
     def choose(self, turn: int) -> Tensor:
         """Elements in ascending order."""
         generator = torch.Generator().manual_seed(self._index * _FAR_APART + turn)
-        bounds = torch.arange(self._num_sent + 1) * self._numel // self._num_sent
+        bounds = torch.arange(self._num_sent + 1, device="cpu") * self._numel // self._num_sent
         first, width = bounds[:-1], bounds.diff()
-        drawn = torch.rand(self._num_sent, generator=generator, dtype=torch.float64)
+        drawn = torch.rand(self._num_sent, generator=generator, dtype=torch.float64, device="cpu")
         return first + (drawn * width).long()

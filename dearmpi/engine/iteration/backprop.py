@@ -153,6 +153,7 @@ class Backprop:
         if self._eager:
             raise usage_errors.dropped()
         self.wait_reduced()
+        self._pipeline.discard_reduced()
         for index in self._state.iteration.active:
             self._buckets[index].release_gradients()
             self._buckets[index].reset()
@@ -209,6 +210,7 @@ class Backprop:
         self.wait_reduced()
         self._state.world.begin_backprop()
         for index in self._state.iteration.active:
+            self._pipeline.commit(self._buckets[index])
             self._comm_stream.keep(self._buckets[index].reopen())
         self._state.num_reduced += 1
         self._state.iteration.rewind()

@@ -122,6 +122,10 @@ class Engine:
         """Bring what ranks have not sent to its owners, as state (collective if there is any)."""
         self.pipeline.settle_codecs()
 
+    def forget_unsent(self) -> None:
+        """Another state was loaded: what ranks have not sent does not belong to it."""
+        self.pipeline.forget_unsent()
+
     def wait_reduced(self) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients."""
         self.backprop.wait_reduced()
@@ -235,6 +239,7 @@ class Engine:
         if self.state.iteration.stepped:
             self.waiting.until_finished()
             self._comm_stream.make_current_wait()
+            self.settle()
         for bucket in self._buckets:
             bucket.release_gradients()  # of a backprop that no step followed
         self.pipeline.close()

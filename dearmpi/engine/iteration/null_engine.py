@@ -50,6 +50,9 @@ class NullEngine:
     def settle(self) -> None:
         """Nothing is left to send."""
 
+    def forget_unsent(self) -> None:
+        """Nothing is left to send."""
+
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Nothing is under way."""
 

@@ -129,14 +129,37 @@ class Pipeline:
             last = BucketState.GATHERED
         return all(buckets[index].state is last for index in self._state.iteration.active)
 
+    def commit(self, bucket: BucketRuntime) -> None:
+        """What was reduced of ``bucket`` counts, whatever follows."""
+        self._codecs.reduce[bucket.index].commit(bucket)
+
+    def discard_reduced(self) -> None:
+        """The gradients that were reduced last are discarded."""
+        for codec in self._codecs.reduce:
+            codec.discard()
+
     def settle_codecs(self) -> None:
-        """Bring to the owners what ranks have not sent; nothing is under way (collective)."""
-        for bucket in self._state.buckets:
-            codec = self._codecs.reduce[bucket.index]
-            if codec.owes:
-                self._state.joining.refuse("reading the optimizer's state")
-                start = partial(codec.start_settling, bucket)
-                self._state.reduces.run("what ranks have not sent", start)
+        """Bring to the owners what ranks have not sent (collective if there is any).
+
+        Raises UsageError between a backward and its step, where ranks are at different buckets.
+        """
+        codecs, state = self._codecs.reduce, self._state
+        if not any(codec.keeps for codec in codecs):
+            return
+        if not state.iteration.stepped:
+            raise usage_errors.state_before_step()
+        owing = [bucket for bucket in state.buckets if codecs[bucket.index].owes]
+        if owing:
+            state.joining.refuse("reading the optimizer's state")
+            state.world.barrier()  # a rank that reads it alone must not meet other operations
+        for bucket in owing:
+            start = partial(codecs[bucket.index].start_settling, bucket)
+            state.reduces.run("what ranks have not sent", start)
+
+    def forget_unsent(self) -> None:
+        """What ranks have not sent belongs to another state."""
+        for codec in self._codecs.reduce:
+            codec.forget()
 
     def close(self) -> None:
         """Give the channels back once they are empty (collective)."""

@@ -73,20 +73,23 @@ def require_separable(optimizer: Optimizer) -> None:
             )
 
 
+_LONG = 16  # steps: RAdam divides by a variance from the sixth on
+
+
 def require_linear(optimizer: Optimizer, compress: str) -> None:
     """Raise ConfigError unless steps are linear in the gradients, as those of SGD are.
 
     Then it makes no difference in the end in which step a part of a gradient arrives.
     """
-    name = type(optimizer).__name__
+    name, device = type(optimizer).__name__, device_of_optimizer(optimizer)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(2, 3, 16, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(2, _LONG, 16, generator=generator, dtype=torch.float64, device="cpu")
     sides = (torch.zeros_like(drawn[0]), drawn[0], drawn[1], drawn[0] + drawn[1])
     for options in kinds_of_options(optimizer):
         ends = []
         for gradients in sides:
-            values = torch.linspace(-1.0, 1.0, 16, dtype=torch.float64)
-            bucket = TrialBucket(values.to(device_of_optimizer(optimizer)), [16])
+            values = torch.linspace(-1.0, 1.0, 16, dtype=torch.float64, device=device)
+            bucket = TrialBucket(values, [16])
             twin = clone(optimizer, [lively(options)], FirstState(optimizer))
             for gradient in gradients:
                 bucket.fill(gradient)

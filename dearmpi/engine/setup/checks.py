@@ -166,13 +166,15 @@ def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConf
         require_steady(optimizer)  # what cannot run on several ranks is refused on one already
         require_separable(optimizer)
         require_copied_gradients(optimizer)
+        if config.is_sparse:
+            require_linear(optimizer, config.compress)
         return
     tried = host_twin(optimizer) if config.update_on == "host" else optimizer
     require_steady(tried)
     require = require_elementwise if config.gather == "parameters" else require_separable
     require(tried)
     require_copied_gradients(tried)
-    if config.is_sparse and world_size > 1:
+    if config.is_sparse:
         require_linear(tried, config.compress)
 
 

@@ -163,6 +163,7 @@ class LiveEngine:
         """
         self.synchronize()
         lines = self.built.state.take_over(state_dict)
+        self.built.engine.forget_unsent()
         self.built.engine.loads.note(lines)
 
     def local_state(self) -> LocalState:

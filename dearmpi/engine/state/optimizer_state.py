@@ -8,6 +8,7 @@ parameters between two points by the state. The param groups note which point is
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,13 +175,21 @@ class OptimizerState:
             )
 
     def _hand_over(self) -> None:
-        state, updates = self.optimizer.state, self.updates
+        state, updates, lost = self.optimizer.state, self.updates, list[str]()
         with torch.no_grad():
             for param, name in self.names.items():
                 if param in state:
                     updates.masters.settle(param.detach(), state[param], name)
-                    if not updates.shards:
-                        state[param].pop(OWED, None)  # its owner alone could count it
+                    if not updates.shards and OWED in state[param]:
+                        lost.append(name)
+                        del state[param][OWED]
+        if lost:
+            warnings.warn(
+                f"the state of {len(lost)} parameters, such as {lost[0]}, has gradients that ranks "
+                "with a sparse compress had not sent; they are left out here, since shards alone "
+                "take them up: on one rank, and with gather='gradients', there are none",
+                stacklevel=2,
+            )
         if self.is_held:
             states = {n: dict(state[p]) for p, n in self.names.items() if p in state}
             tried = host_twin(self.optimizer) if updates.on_host else self.optimizer

@@ -144,10 +144,14 @@ class ShardUpdate:
         members: dict[int, list[Tensor]] = {}
         for run in self.runs:
             if unused.intersection(run.slots):
+                self._keep_unused(run)
                 continue
             if run.master is not None:
                 run.master.refresh()
             run.values.grad = run.gradients
+            if self.bucket.owed is not None:
+                run.values.grad = run.values.grad + self.bucket.owed[run.range]
+                self.bucket.owed[run.range] = 0.0
             members.setdefault(run.group, []).append(run.values)
         if self._shard.shown is not None:  # before it is changed, of what has no gradient as well
             self._shard.shown.copy_(self._shard.parameters)
@@ -155,7 +159,17 @@ class ShardUpdate:
         for run in self.runs:
             if run.master is not None and not unused.intersection(run.slots):
                 run.master.publish()
+        if self.bucket.owed is not None and not unused:
+            self.bucket.owed = None
         self._shard.send_back()
+
+    def _keep_unused(self, run: FusedRange) -> None:
+        """What ranks had not sent of a parameter may come when none of them uses it."""
+        gradients = run.gradients
+        if bool(gradients.any()):
+            if self.bucket.owed is None:
+                self.bucket.owed = torch.zeros_like(self._shard.parameters)
+            self.bucket.owed[run.range] += gradients
 
     def split(self) -> None:
         """Make every slot a run of its own; the optimizer's state is cut accordingly."""

@@ -21,11 +21,12 @@ from dearmpi.engine.bucket import bucket
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
 from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.layout import build_layout, spec_of
 from tests.codes import raises
 from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
+from tests.mpi.models import fill
 from tests.mpi.oracle import copies, fingerprint
 from tests.unit.engine.test_compress import make_wide_model, regress
 
@@ -248,6 +249,7 @@ def test_what_cannot_be_sparse_is_refused_with_cures() -> None:
             torch.optim.Adam(model.parameters()),
             torch.optim.Adagrad(model.parameters()),
             torch.optim.Rprop(model.parameters()),
+            torch.optim.RAdam(model.parameters()),
         ):
             with raises(ConfigError, "optimizer-not-linear", "'int8'", "torch.optim.SGD"):
                 DistributedOptimizer(inner, model, world=world, compress="random-block")
@@ -262,6 +264,130 @@ def test_what_cannot_be_sparse_is_refused_with_cures() -> None:
         optimizer.close()
 
     run_ranks(2, rank)
+
+
+@turns_of(compress=SPARSE, way=["dropped", "skipped as nan", "unused", "rolled back", "closed"])
+def test_nothing_else_gets_into_what_is_owed_or_out_of_it(compress: Compress, way: str) -> None:
+    """Steps on whole numbers, and between them what is to leave no trace."""
+
+    def rank(world: World) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros(20, 31)) for name in ("often", "seldom")}
+        )
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(
+            inner, model, world=world, compress=compress, density=0.1, bucket_cap_mb=1.0
+        )
+
+        def backward(step: int, factor: float = 1.0, *, uses_both: bool = True) -> None:
+            optimizer.zero_grad()
+            gradient = factor * whole_gradients(step, world.rank)
+            loss = (model["often"] * gradient).sum()
+            if uses_both:
+                loss = loss + (model["seldom"] * gradient).sum()
+            loss.backward()
+
+        often = seldom = torch.zeros(20, 31)
+        saved: Any = None
+        for step in range(12):
+            uses_both = way != "unused" or step % 3 == 0
+            backward(step, uses_both=uses_both)
+            optimizer.step()
+            often = often + mean_of(range(step, step + 1), 2)
+            seldom = seldom + (mean_of(range(step, step + 1), 2) if uses_both else 0.0)
+            if step == 5:  # what is owed by now waits with its owners
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), often, seldom))
+            if way == "dropped":
+                backward(99, 1000.0)
+                optimizer.zero_grad()
+            if way == "skipped as nan":
+                backward(99, math.nan if world.rank else 1.0)
+                assert not math.isfinite(float(optimizer.clip_grad_norm_(1.0)))
+                optimizer.zero_grad()
+            if way == "rolled back" and step == 9:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                often, seldom = saved[2:]
+        if way == "closed":
+            optimizer.close()
+        states = copy.deepcopy(optimizer.state_dict())["state"]
+        optimizer.close()
+        done = [states[number]["master"] - states[number]["owed"] for number in range(2)]
+        return done[0], done[1], -often, -seldom
+
+    for first, second, often, seldom in run_ranks(2, rank):
+        assert torch.equal(first, often)
+        assert torch.equal(second, seldom)
+
+
+def test_state_is_not_read_between_backward_and_step() -> None:
+    def rank(world: World) -> None:
+        model = make_wide_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = DistributedOptimizer(inner, model, world=world, compress="random-k")
+        model(torch.ones(2, 40)).sum().backward()
+        for read in (optimizer.state_dict, optimizer.local_state):
+            with raises(UsageError, "step-missing", "after step()"):
+                read()
+        optimizer.step()
+        optimizer.state_dict()
+        optimizer.close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("read", ["state_dict", "local_state"])
+def test_a_rank_that_reads_its_state_alone_is_told(read: str) -> None:
+    def rank(world: World) -> None:
+        model = make_wide_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = DistributedOptimizer(
+            inner, model, world=world, compress="random-block", density=1.0
+        )
+        regress(model, optimizer, world, steps=1)
+        optimizer.synchronize()
+        if world.is_root:
+            getattr(optimizer, read)()
+        else:
+            world.all_reduce([1.0])
+
+    with pytest.raises(Exception, match="MismatchError"):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("settings", [{"gather": "gradients"}, {"size": 1}])
+def test_what_is_owed_is_not_left_out_in_silence(settings: dict[str, Any]) -> None:
+    sparse: dict[str, Any] = {"compress": "random-k", "density": 0.1}
+    start = run_ranks(2, lambda w: train_on_whole_numbers(w, range(5), **sparse))[0]
+    size = settings.pop("size", 2)
+    with pytest.warns(UserWarning, match="had not sent"):
+        run_ranks(size, lambda w: train_on_whole_numbers(w, range(5, 6), start, **settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("compress", ["int8", "int4", "nonzero", *SPARSE])
+def test_a_default_dtype_changes_nothing(compress: Compress, dtype: torch.dtype) -> None:
+    def rank(world: World) -> str:
+        model = nn.Linear(40, 60, dtype=torch.float32)
+        fill(model)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = DistributedOptimizer(inner, model, world=world, compress=compress)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step + 5 * world.rank)
+            data = torch.randn(4, 40, generator=generator, dtype=torch.float32)
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+        found = fingerprint(copies(model))
+        optimizer.close()
+        return found
+
+    plain, before = run_ranks(2, rank), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert run_ranks(2, rank) == plain
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(
