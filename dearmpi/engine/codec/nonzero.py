@@ -23,8 +23,7 @@ from dearmpi.engine.codec.codec import StatelessCodec, elements_sent, gathered_b
 
 BLOCK = 64  # elements
 _MOST_SENT = 0.6  # of all blocks; beyond, the whole bucket takes no longer
-_MOST_IN_VAIN = 8  # looks in a row, after which a bucket counts as dense
-_RARELY = 16  # steps between two looks at such a bucket
+_RARELY = 256  # steps between two looks at a dense bucket at most; they double from one on
 _BITS = {4: torch.int32, 8: torch.int64}
 
 
@@ -40,14 +39,14 @@ class _SparseCodec(StatelessCodec):
         self._num_blocks = -(-self._numel // BLOCK)
         self._scratch = scratch
         self._dense_bytes = elements_sent(bucket) * spec.itemsize
-        self._num_in_vain = self._num_starts = 0
+        self._num_starts, self._next_look, self._pause = 0, 1, 1
         self.sent_bytes = self._dense_bytes
 
     def _looks(self) -> bool:
         """Whether to look for blocks in this step."""
         self._num_starts += 1
         self.sent_bytes = self._dense_bytes
-        return self._num_in_vain < _MOST_IN_VAIN or self._num_starts % _RARELY == 0
+        return self._num_starts >= self._next_look
 
     def _take_flags(self) -> Tensor:
         """A byte for each block, by rank; scratch memory."""
@@ -61,10 +60,11 @@ class _SparseCodec(StatelessCodec):
         blocks = [row.nonzero().view(-1) for row in rows]
         most = max(map(len, blocks))
         if most > _MOST_SENT * self._num_blocks:
-            self._num_in_vain += 1
+            self._pause = min(2 * self._pause, _RARELY)
+            self._next_look = self._num_starts + self._pause
             self.sent_bytes += (self._size - 1) * self._num_blocks
             return None
-        self._num_in_vain = 0
+        self._pause = 1
         return blocks
 
     def _take_room(self, data: Tensor, blocks: list[Tensor]) -> tuple[Tensor, Tensor]:
