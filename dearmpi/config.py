@@ -286,6 +286,11 @@ class EngineConfig:
             _check_type("check_every", self.check_every, Integral, "a whole number, or None")
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether what is compressed loses something in a step."""
+        return self.compress not in ("none", "nonzero")
+
+    @property
     def is_sparse(self) -> bool:
         """Whether a step sends a part of the gradients."""
         return self.compress in SPARSE

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dearmpi.bench.replay import ReplayModel
-from dearmpi.config import CommDtype
+from dearmpi.config import SPARSE, CommDtype
 from dearmpi.engine.update.master import HALVES
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.train.tasks.task import Task, collate
@@ -23,7 +23,13 @@ from dearmpi.train.tasks.task import Task, collate
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.02  # gradients may travel as bfloat16
 # Of a gradient that is the same in all elements and steps: by its scale in bf16, or one code of 7.
-_MOST_QUANTIZED: Mapping[str, float] = {"none": 0.0, "nonzero": 0.0, "int8": 0.01, "int4": 0.15}
+_MOST_QUANTIZED: Mapping[str, float] = {
+    "none": 0.0,
+    "nonzero": 0.0,
+    "int8": 0.01,
+    "int4": 0.15,
+    **dict.fromkeys(SPARSE, 0.01),  # with a density of 1; parameters are of int8
+}
 _LEAST_SPARSE = 0.8  # of what sparse steps bring in the mean
 _EXACT_RANKS = 8  # up to here half precision holds every sum of gradients, and of their parts
 _MOST_LOST = 0.5  # in sums over however many ranks: what has not trained at all is found out

@@ -172,6 +172,7 @@ class DistributedOptimizer(Readings):
     def local_state(self) -> LocalState:
         """What this rank holds of the state; waits for the last step, but for nobody else.
 
+        With a sparse ``compress`` it is collective: ranks bring together what they have not sent.
         The tensors are those that the next step changes.
         """
         return self._live.local_state()

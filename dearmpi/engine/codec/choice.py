@@ -55,7 +55,7 @@ def choose_codecs(
     reduce: list[Codec] = []
     gather: list[Codec] = []
     for bucket in buckets:
-        if bucket.is_compressed(config) and config.compress == "nonzero":
+        if bucket.is_compressed(config) and not config.is_lossy:
             reduce.append(NonzeroReduce(bucket, algorithms, scratch))
             gather.append(NonzeroGather(bucket, scratch, gather=how))
         elif bucket.is_compressed(config) and config.is_sparse:

@@ -1,8 +1,8 @@
 """Lossless codecs: only blocks travel that are not zero on some rank, or that a step has changed.
 
 An embedding's gradient is zero but for the rows of a batch. All ranks first learn which blocks any
-of them needs, one byte for each. Those blocks then travel as one short buffer by the same algorithm
-and in the same order of sums as a whole bucket would, so that the result is the same to the bit.
+of them needs, one byte for each. Those blocks then travel as one short buffer. The algorithm and
+the order of sums are those of a whole bucket, so that the result is the same to the bit.
 Nothing has to be decoded, as a sketch would (lossless homomorphic compression: arXiv 2402.07529,
 which also begins with the positions).
 """
@@ -27,7 +27,7 @@ _RARELY = 256  # steps between two looks at a dense bucket at most; they double 
 _BITS = {4: torch.int32, 8: torch.int64}
 
 
-class _SparseCodec(StatelessCodec):
+class _BlockCodec(StatelessCodec):
     """What both directions share: to look or not, and the blocks on their way.
 
     Every rank comes to the same decisions, since they follow from flags that all have.
@@ -99,7 +99,7 @@ class _SparseCodec(StatelessCodec):
         return whole, len(blocks) - has_rest
 
 
-class NonzeroReduce(_SparseCodec):
+class NonzeroReduce(_BlockCodec):
     """The sum of gradients: blocks that are zero to the bit on every rank do not travel."""
 
     def __init__(
@@ -144,7 +144,7 @@ class NonzeroReduce(_SparseCodec):
         self._scratch.give_back(held)
 
 
-class NonzeroGather(_SparseCodec):
+class NonzeroGather(_BlockCodec):
     """The own shard: blocks of parameters that the step has changed, or of averaged gradients that
     are not zero.
     """

@@ -3,11 +3,11 @@
 All ranks send the same elements, which follow from the step alone, so that no index travels and
 sums are those of a short bucket. What a rank has not sent waits in its residual and is added to
 what comes next (error feedback). Random blocks are from "Sparse Communication for Training Deep
-Networks" (arXiv 2009.09271); random elements are the paper's other choice.
+Networks" (arXiv 2009.09271).
 
 A residual is never saved. Where state is read, all of it goes to the owners of its elements, dense
-and at once, and counts in their next update: so a resumed run goes on as the other does, and
-nothing is lost on any number of ranks.
+and at once, and counts in their next update. So a resumed run goes on as the other does. Nothing is
+lost on any number of ranks above one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FAR_APART = 1 << 40  # seeds of two buckets
 class SparseReduce(StatelessCodec):
     """The sum of the elements that are chosen in a step; of others, zero.
 
-    Until a step is certain, what it would leave lies in the gradients' buffer, and the residual is
-    that of the step before, to which a discarded gradient goes back.
+    Until a step is certain, what it would leave lies in the gradients' buffer. The residual is that
+    of the step before, in case the gradient is discarded.
     """
 
     keeps = True

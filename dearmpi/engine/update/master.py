@@ -28,7 +28,6 @@ from dearmpi.errors import CheckpointError
 
 MASTER = "master"  # the copy's name among the optimizer's state entries
 SHOWN = "shown"  # what replicas of a compressed parameter show of the copy
-
 OWED = "owed"  # averages that count in the next step, since ranks had not sent them
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

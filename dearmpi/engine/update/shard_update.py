@@ -144,7 +144,8 @@ class ShardUpdate:
         members: dict[int, list[Tensor]] = {}
         for run in self.runs:
             if unused.intersection(run.slots):
-                self._keep_unused(run)
+                if self._masters.compressed:
+                    self._keep_unused(run)
                 continue
             if run.master is not None:
                 run.master.refresh()
@@ -328,7 +329,7 @@ def build_updates(
         for param in group["params"]
     }
     on_host = config.update_on == "host"
-    lossy = [b for b in buckets if b.shown is not None and config.compress != "nonzero"]
+    lossy = [b for b in buckets if b.shown is not None and config.is_lossy]
     compressed = [name for b in lossy for name in b.spec.names]
     masters = MasterRule.chosen_by(
         config, world_size=buckets[0].spec.world_size, compressed=compressed

@@ -1,8 +1,8 @@
 """Resuming: a checkpoint's state, found, read and put back by all ranks together.
 
-A checkpoint keeps plain data in its manifest and tensors in its parts. So the tensors of what a
-script saves besides model and optimizer, such as those of a moving average, are saved among the
-model's, under names that no model has.
+A checkpoint keeps plain data in its manifest and tensors in its parts. A script may save more than
+model and optimizer, such as a moving average. Its tensors are saved among the model's, under names
+that no model has.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dearmpi.bench.workload_model import ReplayedModel, task_model
-from dearmpi.config import CommDtype
+from dearmpi.config import SPARSE, CommDtype, Compress
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.profile import profile_workload
 from dearmpi.train.tasks.task import Task
@@ -49,6 +50,26 @@ def trained(world_size: int, gradient: float, *, num_steps: int, comm_dtype: Com
     for param in model.parameters():
         nn.init.constant_(param, -1e-3 * num_steps * gradient)
     return subject.problem(model, num_steps, comm_dtype=comm_dtype)
+
+
+@pytest.mark.parametrize("compress", get_args(Compress))
+@pytest.mark.parametrize("density", [1.0, 0.1])
+@pytest.mark.parametrize(("part", "is_right"), [(1.0, True), (0.0, False), (1.2, False)])
+def test_compressed_or_not_a_model_has_to_come_its_way(
+    compress: str, density: float, part: float, is_right: bool
+) -> None:
+    """``part`` of what five steps bring: all of it, or of each tenth what has gathered by then."""
+    subject, num_steps = subject_of(0, 2), 5
+    if compress not in SPARSE:
+        density = 1.0
+    share = 1.0 if density == 1.0 else density * (num_steps + 1) / 2
+    model = subject.build()
+    gradient = sum(gradients(2)) / 2
+    factor = part * share if part <= 1.0 else part  # beyond the whole way
+    for param in model.parameters():
+        nn.init.constant_(param, -1e-3 * num_steps * gradient * factor)
+    problem = subject.problem(model, num_steps, compress=compress, density=density)
+    assert (problem == "") == is_right, problem
 
 
 def added(parts: list[Tensor], first: int) -> Tensor:
