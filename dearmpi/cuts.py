@@ -27,6 +27,11 @@ class Cuts:
         return len(self.offsets) - 1
 
     @property
+    def is_even(self) -> bool:
+        """Whether all shards have one length, which is not 0."""
+        return isinstance(self.offsets, range)
+
+    @property
     def total(self) -> int:
         """Elements of the buffer, padding included."""
         return self.offsets[-1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Movement, ReduceOp, Request
 from dearmpi.config import ReduceScatter, WireDtype
-from dearmpi.cuts import even_cuts
+from dearmpi.cuts import Cuts, even_cuts
 from dearmpi.device.accelerator import DeviceEvent, failures_of
 from dearmpi.device.comm_stream import DeviceCommStream
 
@@ -88,9 +88,15 @@ class DeviceCollectives(ABC):
         self._driver: TransferRequest | None = None
 
     def start_reduce_scatter(
-        self, buffer: Tensor, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+        self,
+        buffer: Tensor,
+        algorithm: ReduceScatter,
+        *,
+        wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
         """All shards go out, the own one comes back."""
+        assert cuts is None or cuts.is_even, "uneven shards of a device are refused"
         return self._begin(
             self._shards(buffer),
             lambda sent: self._collectives.start_reduce_scatter(
@@ -106,8 +112,10 @@ class DeviceCollectives(ABC):
         algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
         """The own shard goes out, all come back."""
+        assert cuts is None or cuts.is_even, "uneven shards of a device are refused"
         return self._begin(
             self._shards(buffer),
             lambda sent: self._collectives.start_all_gather(sent, algorithm, wire_dtype=wire_dtype),

@@ -14,8 +14,10 @@ from dearmpi.comm.api.collectives import (
     ReduceOp,
     Request,
     even_shards,
+    shards_of_buffer,
 )
 from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.cuts import Cuts
 from tests.fakes.hub import FakeHub
 from tests.fakes.request import FakeReceive, FakeRequest
 
@@ -29,10 +31,15 @@ class FakeCollectives:
         self._reserved: int | None = None
 
     def start_reduce_scatter(
-        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+        self,
+        buffer: Buffer,
+        algorithm: ReduceScatter,
+        *,
+        wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
         """Sum in rank order, in the buffer's own dtype, what is rounded once for the wire."""
-        return self._post_shards("RS", buffer, algorithm, wire_dtype)
+        return self._post_shards("RS", buffer, algorithm, wire_dtype, cuts)
 
     def start_all_gather(
         self,
@@ -40,9 +47,10 @@ class FakeCollectives:
         algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
         """Fill ``buffer`` with every rank's shard of it."""
-        return self._post_shards("AG", buffer, algorithm, wire_dtype)
+        return self._post_shards("AG", buffer, algorithm, wire_dtype, cuts)
 
     def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
         """Send each rank its shard of ``sent``."""
@@ -103,15 +111,27 @@ class FakeCollectives:
         raise SystemExit(code)
 
     def _post_shards(
-        self, kind: str, buffer: Buffer, algorithm: str, wire_dtype: WireDtype | None
+        self,
+        kind: str,
+        buffer: Buffer,
+        algorithm: str,
+        wire_dtype: WireDtype | None,
+        cuts: Cuts | None,
     ) -> Request:
-        even_shards(kind, buffer, self.size)
+        shards_of_buffer(kind, buffer, self.size, cuts)
         carrier = buffer if self.size == 1 else carrier_of(buffer, wire_dtype)
-        return self._post(kind, buffer, algorithm, carrier)
+        return self._post(kind, buffer, algorithm, carrier, cuts)
 
-    def _post(self, kind: str, buffer: Buffer, detail: Any, carrier: Any = None) -> Request:
+    def _post(
+        self,
+        kind: str,
+        buffer: Buffer,
+        detail: Any,
+        carrier: Any = None,
+        cuts: Cuts | None = None,
+    ) -> Request:
         number, self._reserved = self._reserved, None
         operation = self._hub.post(
-            self.rank, self._communicator, kind, buffer, detail, carrier, number
+            self.rank, self._communicator, kind, buffer, detail, carrier, number, cuts
         )
         return FakeRequest(self._hub, operation, self.rank, buffer)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dearmpi.comm.api.collectives import Buffer
 from dearmpi.comm.messages.values import HostBuffer
-from dearmpi.cuts import even_cuts
+from dearmpi.cuts import Cuts, even_cuts
 
 
 def nbytes_of(buffer: Buffer | None, carrier: Buffer | None = None) -> int:
@@ -28,12 +28,15 @@ def as_sent(buffer: Any, carrier: Any) -> Any:
     return buffer.clone().copy_(carrier.new_empty(buffer.numel()).copy_(buffer))
 
 
-def signature_of(label: str, detail: Any, buffer: Buffer | None, carrier: Buffer | None) -> str:
+def signature_of(
+    label: str, detail: Any, buffer: Buffer | None, carrier: Buffer | None, cuts: Cuts | None
+) -> str:
     """What ranks must agree on."""
     what = label if detail is None else f"{label}({detail})"
     if buffer is None or carrier is None:
         return what
     what += f" of {buffer.numel()} {buffer.dtype}"
+    what += f" cut at {list(cuts.offsets)}" if cuts is not None else ""
     return what if carrier is buffer else f"{what} sent as {carrier.dtype}"
 
 
@@ -41,16 +44,16 @@ def bytes_of(buffer: Buffer) -> bytes:
     return ctypes.string_at(buffer.data_ptr(), nbytes_of(buffer))
 
 
-def spoil(buffer: Any, *, keep: int | None = None, size: int = 1) -> None:
+def spoil(buffer: Any, *, keep: int | None = None, size: int = 1, cuts: Cuts | None = None) -> None:
     """Overwrite ``buffer`` but for the shard of rank ``keep``: the rest must not be read."""
-    cuts = even_cuts(buffer.numel(), size)
-    for rank in range(size):
+    cuts = cuts or even_cuts(buffer.numel(), size)
+    for rank in range(cuts.num_ranks):
         if rank != keep:
             shard = buffer[cuts.slice_of(rank)]
             ctypes.memset(shard.data_ptr(), 0xFF, nbytes_of(shard))
 
 
-def combine(kind: str, detail: Any, parts: list[Any]) -> Any:
+def combine(kind: str, detail: Any, parts: list[Any], cuts: Cuts | None = None) -> Any:
     """What an operation on ``parts`` (by rank) makes, whole; the parts may be used up."""
     if kind == "BC":
         return parts[detail]
@@ -59,7 +62,7 @@ def combine(kind: str, detail: Any, parts: list[Any]) -> Any:
     total, size = parts[0], len(parts)
     for rank, part in enumerate(parts[1:], start=1):
         if kind == "AG":
-            own = even_cuts(total.numel(), size).slice_of(rank)
+            own = (cuts or even_cuts(total.numel(), size)).slice_of(rank)
             total[own].copy_(part[own])
         elif detail in ("max", "min"):
             total.copy_(_extreme(total, part, detail))

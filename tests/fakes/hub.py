@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dearmpi.comm.api.collectives import Buffer
+from dearmpi.cuts import Cuts
 from dearmpi.errors import CommError
 from tests.fakes.contents import as_sent, combine, nbytes_of, signature_of
 from tests.fakes.fault import Fault
@@ -85,20 +86,22 @@ class FakeHub:
         detail: Any = None,
         carrier: Any = None,
         number: int | None = None,
+        cuts: Cuts | None = None,
     ) -> Operation:
         """Post an operation.
 
         detail: its reduction, its root, or its algorithm. carrier: something of the dtype in which
         ``buffer`` travels, if not its own. number: in the order of operations, if ``reserve`` has
-        given it.
+        given it. cuts: the shards of ``buffer``, if they are uneven.
         """
         carrier = buffer if carrier is None else carrier
         label = kind if buffer is None else kind + self._name(buffer)
         with self.lock:
             self.records.append(Record(rank, communicator, label))
-            what = signature_of(label, detail, buffer, carrier)
+            uneven = None if cuts is None or cuts.is_even else cuts
+            what = signature_of(label, detail, buffer, carrier, uneven)
             number = self._next_number(rank, communicator) if number is None else number
-            operation = self._join(rank, (communicator, number), kind, label, detail, what)
+            operation = self._join(rank, (communicator, number), kind, label, detail, what, uneven)
             fault = self._meet_fault(rank, communicator, label)
             if fault is not None and fault.action == "refuse":
                 raise CommError(f"rank {rank}: {label} was refused (injected)")
@@ -135,11 +138,12 @@ class FakeHub:
         label: str,
         detail: Any,
         what: str,
+        cuts: Cuts | None,
     ) -> Operation:
         """The operation that this post belongs to, made by the first rank to come."""
         operation = self._operations.get(place)
         if operation is None:
-            operation = Operation(place, kind, label, detail, what, rank)
+            operation = Operation(place, kind, label, detail, what, rank, cuts)
             self._operations[place] = operation
             if kind == "DUP":
                 operation.result = self._num_communicators
@@ -174,5 +178,5 @@ class FakeHub:
             self.carried.append(Carried(operation.label, start_s, operation.done_at_s))
         if operation.kind != "DUP":
             parts = [operation.contents[rank] for rank in range(self.size)]
-            operation.result = combine(operation.kind, operation.detail, parts)
+            operation.result = combine(operation.kind, operation.detail, parts, operation.cuts)
         operation.contents = dict.fromkeys(operation.contents)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dearmpi.cuts import Cuts
 from tests.fakes.fault import Fault
 
 
@@ -13,7 +14,7 @@ class Operation:
     """One collective, as far as ranks have posted it.
 
     place: its communicator, and its number on that. contents: by rank, copies made when it posted.
-    faults: by rank, what goes wrong with it there.
+    cuts: of uneven shards. faults: by rank, what goes wrong with it there.
     """
 
     place: tuple[int, int]
@@ -22,6 +23,7 @@ class Operation:
     detail: Any
     signature: str
     first_rank: int
+    cuts: Cuts | None
     contents: dict[int, Any] = field(default_factory=dict)
     faults: dict[int, Fault] = field(default_factory=dict)
     result: Any = None

@@ -24,7 +24,7 @@ class FakeRequest(Request):
         self._done = False
         if buffer is not None:
             if operation.kind in ("AG", "EX"):
-                spoil(buffer, keep=rank, size=hub.size)
+                spoil(buffer, keep=rank, size=hub.size, cuts=operation.cuts)
             elif operation.kind != "BC" or rank != operation.detail:
                 spoil(buffer)
             self._bytes = bytes_of(buffer)
@@ -58,7 +58,7 @@ class FakeRequest(Request):
                 f"rank {self._rank}: the buffer of {self._operation.label} was written to while "
                 "the operation was in flight"
             )
-        cuts = even_cuts(buffer.numel(), self._hub.size)
+        cuts = self._operation.cuts or even_cuts(buffer.numel(), self._hub.size)
         own = cuts.slice_of(self._rank)
         if self._operation.kind == "EX":
             for rank, sent in enumerate(self._operation.result):

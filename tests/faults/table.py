@@ -141,8 +141,8 @@ FAULTS = (
     Fault(
         "a ring sends a chunk before it has come in",
         "comm/algorithms/ring.py",
-        "self._num_chunks + self._num_arrived)",
-        "2 * self._num_chunks + self._num_arrived)",
+        "self._lead + self._num_arrived)",
+        "2 * self._lead + self._num_arrived)",
         (
             "tests/unit/comm/algorithms/test_ring.py::test_an_all_gather_gives_every_rank_every_shard",
         ),

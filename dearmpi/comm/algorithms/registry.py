@@ -15,7 +15,14 @@ from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
 from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm, RotatedExchange
 from dearmpi.comm.algorithms.ring import RingAlgorithm, RingContext, contexts_on
 from dearmpi.comm.algorithms.scratch import ScratchRequest, carrier_of, copy
-from dearmpi.comm.api.collectives import Buffer, Collectives, Completed, Request, even_shards
+from dearmpi.comm.api.collectives import (
+    Buffer,
+    Collectives,
+    Completed,
+    Request,
+    even_shards,
+    shards_of_buffer,
+)
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World, Wrap, unchanged
 from dearmpi.config import ReduceScatter, WireDtype
@@ -80,24 +87,35 @@ class CollectiveAlgorithms:
         """False where the library would have to add half precision."""
         return self.wire_dtype is None or not ALGORITHMS[self.reduce_scatter].library_adds
 
-    def start_reduce_scatter(self, buffer: Buffer, collectives: Collectives) -> Request:
-        """Post the reduce-scatter of ``buffer``."""
+    def start_reduce_scatter(
+        self, buffer: Buffer, collectives: Collectives, cuts: Cuts | None = None
+    ) -> Request:
+        """Post the reduce-scatter of ``buffer``; ``cuts`` as in ``Collectives``."""
         return collectives.start_reduce_scatter(
-            buffer, self.reduce_scatter, wire_dtype=self.wire_dtype
+            buffer, self.reduce_scatter, wire_dtype=self.wire_dtype, cuts=cuts
         )
 
-    def start_all_gather(self, buffer: Buffer, collectives: Collectives) -> Request:
-        """Post the all-gather of ``buffer``."""
-        return collectives.start_all_gather(buffer, self.all_gather, wire_dtype=self.wire_dtype)
+    def start_all_gather(
+        self, buffer: Buffer, collectives: Collectives, cuts: Cuts | None = None
+    ) -> Request:
+        """Post the all-gather of ``buffer``; ``cuts`` as in ``Collectives``."""
+        return collectives.start_all_gather(
+            buffer, self.all_gather, wire_dtype=self.wire_dtype, cuts=cuts
+        )
 
 
 class AlgorithmCollectives(MessagePassing):
     """What of ``Collectives`` is made of messages, on one communicator."""
 
     def start_reduce_scatter(
-        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+        self,
+        buffer: Buffer,
+        algorithm: ReduceScatter,
+        *,
+        wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
-        cuts = even_shards("reduce-scatter", buffer, self.size)
+        cuts = shards_of_buffer("reduce-scatter", buffer, self.size, cuts)
         if self.size == 1:
             return Completed()
         carrier = carrier_of(buffer, wire_dtype)
@@ -109,8 +127,9 @@ class AlgorithmCollectives(MessagePassing):
         algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
-        cuts = even_shards("all-gather", buffer, self.size)
+        cuts = shards_of_buffer("all-gather", buffer, self.size, cuts)
         if self.size == 1:
             return Completed()
         start = self._algorithms[algorithm].start_all_gather

@@ -106,12 +106,19 @@ class Collectives(Protocol):
         ...
 
     def start_reduce_scatter(
-        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+        self,
+        buffer: Buffer,
+        algorithm: ReduceScatter,
+        *,
+        wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
         """Sum ``buffer`` over the ranks; this rank's shard of it then holds its shard of the sum.
 
-        The length must be a multiple of the world size. The other shards are left undefined.
+        The other shards are left undefined.
 
+        cuts: the same on every rank; they end where ``buffer`` does, and shards may be empty. None:
+        equal shards, of a length that is a multiple of the world size.
         wire_dtype: in what to send a wider buffer; sums are formed in the buffer's own dtype.
         ``exchange`` rounds each rank's contribution once: with u = 2**-8 (bf16) or 2**-11 (fp16)
         an element is off by at most u times the sum of the contributions' magnitudes. ``ring``
@@ -126,9 +133,11 @@ class Collectives(Protocol):
         algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
         """Fill ``buffer`` with every rank's shard of it, in place.
 
+        cuts: as in ``start_reduce_scatter``.
         algorithm: ``ring``, and ``exchange``, which gathers by a ring, suit large buffers and let
         operations of higher priority pass; ``native`` takes fewer steps for small buffers on many
         ranks.
@@ -229,6 +238,19 @@ def even_shards(operation: str, buffer: Buffer, size: int) -> Cuts:
     return cuts
 
 
+def shards_of_buffer(operation: str, buffer: Buffer, size: int, cuts: Cuts | None) -> Cuts:
+    """``cuts``, or equal shards of ``buffer``. Raises ConfigError for cuts of other lengths."""
+    if cuts is None:
+        return even_shards(operation, buffer, size)
+    if cuts.total != buffer.numel() or cuts.num_ranks != size:
+        raise ConfigError(
+            f"{operation} of {buffer.numel()} elements over {size} ranks: the cuts are for "
+            f"{cuts.total} elements and {cuts.num_ranks} ranks; make them for this buffer",
+            code="buffer-not-divisible",
+        )
+    return cuts
+
+
 class Chain(Request):
     """The requests of ``steps``, each posted once the one before is complete.
 
@@ -276,7 +298,18 @@ Parcel = tuple[int, Buffer]
 """A rank, and the buffer that goes to it or comes from it: 1-D, contiguous, not empty."""
 
 
-class PeerMessages(Request):
+class AllOf(Request):
+    """Requests under way at once, as one; complete when all are."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = list(requests)
+
+    def test(self) -> bool:
+        self._requests = [request for request in self._requests if not request.test()]
+        return not self._requests
+
+
+class PeerMessages(AllOf):
     """Sends and receives of single ranks, all posted at once.
 
     Messages from one rank to another arrive in the order of sending, so both ranks must list the
@@ -287,11 +320,6 @@ class PeerMessages(Request):
         self, collectives: Collectives, *, sends: Sequence[Parcel], receives: Sequence[Parcel]
     ) -> None:
         assert isinstance(collectives, PointToPoint)
-        self._requests: list[Request] = [
-            *(collectives.start_receive(buffer, rank, _TAG) for rank, buffer in receives),
-            *(collectives.start_send(buffer, rank, _TAG) for rank, buffer in sends),
-        ]
-
-    def test(self) -> bool:
-        self._requests = [request for request in self._requests if not request.test()]
-        return not self._requests
+        receiving = [collectives.start_receive(buffer, rank, _TAG) for rank, buffer in receives]
+        sending = [collectives.start_send(buffer, rank, _TAG) for rank, buffer in sends]
+        super().__init__([*receiving, *sending])

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from dearmpi.comm.api.collectives import Buffer, Completed, ReduceOp, Request
 from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.cuts import Cuts
 
 
 class AloneCollectives:
@@ -21,7 +22,12 @@ class AloneCollectives:
         return (socket.gethostname(),)
 
     def start_reduce_scatter(
-        self, buffer: Buffer, algorithm: ReduceScatter, *, wire_dtype: WireDtype | None = None
+        self,
+        buffer: Buffer,
+        algorithm: ReduceScatter,
+        *,
+        wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
         return Completed()
 
@@ -31,6 +37,7 @@ class AloneCollectives:
         algorithm: ReduceScatter = "native",
         *,
         wire_dtype: WireDtype | None = None,
+        cuts: Cuts | None = None,
     ) -> Request:
         return Completed()
 

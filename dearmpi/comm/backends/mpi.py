@@ -31,7 +31,7 @@ from mpi4py import MPI
 from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.registry import AlgorithmCollectives
 from dearmpi.comm.api import safe_output
-from dearmpi.comm.api.collectives import Buffer, ReduceOp, Request
+from dearmpi.comm.api.collectives import AllOf, Buffer, ReduceOp, Request
 from dearmpi.comm.process import Library, doubt_launch, skip_exit_handlers
 from dearmpi.cuts import Cuts
 from dearmpi.errors import CommError, ConfigError
@@ -149,15 +149,30 @@ class MpiCollectives(AlgorithmCollectives):
             )
 
     def start_library_reduce_scatter(self, buffer: Buffer, total: Buffer, cuts: Cuts) -> Request:
-        count = cuts.largest
-        request = self._comm.Ireduce_scatter_block(
-            _spec(buffer, count), _spec(total, count), MPI.SUM
-        )
-        return MpiRequest(request, buffer, total)
+        if cuts.is_even:
+            count = cuts.largest
+            request = self._comm.Ireduce_scatter_block(
+                _spec(buffer, count), _spec(total, count), MPI.SUM
+            )
+            return MpiRequest(request, buffer, total)
+        # Not by Ireduce_scatter: mpi4py frees the counts, which MPI may read until the end.
+        parts: list[Request] = []
+        for owner in range(self.size):
+            if cuts.size_of(owner):
+                sent = _spec(buffer[cuts.slice_of(owner)])
+                room = _spec(total) if owner == self.rank else None
+                request = self._comm.Ireduce(sent, room, MPI.SUM, owner)
+                parts.append(MpiRequest(request, buffer, total))
+        return AllOf(parts)
 
     def start_library_all_gather(self, buffer: Buffer, cuts: Cuts) -> Request:
-        spec = _spec(buffer, cuts.largest, moved=True)
-        return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
+        if cuts.is_even:
+            spec = _spec(buffer, cuts.largest, moved=True)
+            return MpiRequest(self._comm.Iallgather(MPI.IN_PLACE, spec), buffer)
+        memory, _, datatype = _spec(buffer, moved=True)
+        counts = [cuts.size_of(rank) for rank in range(self.size)]
+        spec = [memory, counts, list(cuts.offsets[:-1]), datatype]
+        return MpiRequest(self._comm.Iallgatherv(MPI.IN_PLACE, spec), buffer)
 
 
 def connect() -> MpiCollectives:
