@@ -18,6 +18,7 @@ Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
 Compress = Literal["none", "int8", "int4", "nonzero", "random-block", "random-k"]
+Feedback = Literal["ef14", "none"]
 CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
 ProgressMode = Literal["thread", "poll"]
@@ -115,6 +116,9 @@ class EngineConfig:
         has changed. ``random-block`` and ``random-k`` send ``density`` of a gradient in a step and
         the rest in later ones, and parameters as ``int8`` does; for SGD.
     density: of sparse ``compress``, the part of each shard that is sent; None: 0.01.
+    error_feedback: of sparse ``compress``, what becomes of the rest: ``ef14`` adds it to the next
+        gradient, ``none`` drops it; None: ``ef14``.
+    compress_after: so many steps send all as it is, before lossy ``compress`` begins.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
         ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works,
         and all ranks are on one host.
@@ -178,6 +182,16 @@ class EngineConfig:
         "default: 0.01",
         above=0,
     )
+    error_feedback: Feedback | None = _declare(
+        None,
+        "choice",
+        "with a sparse --compress: ef14 adds what was not sent to the next gradient, none drops "
+        "it; default: ef14",
+        choices=get_args(Feedback),
+    )
+    compress_after: int = _declare(
+        0, "integer", "steps that send all as it is before --compress begins", least=0
+    )
     cuda_buffers: CudaBuffers = _declare(
         "auto",
         "choice",
@@ -210,7 +224,7 @@ class EngineConfig:
         self._check_types()
         for one in fields(self):
             about = engine_setting(one.name)
-            if about.kind == "choice":
+            if about.kind == "choice" and getattr(self, one.name) is not None:
                 check_choice(one.name, getattr(self, one.name), about.choices)
         if self.reduce_scatter in ADDED_BY_LIBRARY and self.comm_dtype != "fp32":
             raise ConfigError(
@@ -249,6 +263,24 @@ class EngineConfig:
                 "elements; leave density out, or take compress 'random-block' or 'random-k'",
                 code="setting-without-effect",
             )
+        if self.error_feedback is not None and not self.is_sparse:
+            raise ConfigError(
+                f"error_feedback is {self.error_feedback!r}, but compress is {self.compress!r}, "
+                "which sends all elements; leave error_feedback out, or take compress "
+                "'random-block' or 'random-k'",
+                code="setting-without-effect",
+            )
+        if self.compress_after < 0:
+            raise ConfigError(
+                f"compress_after is {self.compress_after}; it is a number of steps, 0 or more",
+                code="out-of-range",
+            )
+        if self.compress_after and not self.is_lossy:
+            raise ConfigError(
+                f"compress_after is {self.compress_after}, but compress is {self.compress!r}, "
+                "which loses nothing; leave compress_after out, or take compress 'int8'",
+                code="setting-without-effect",
+            )
         if self.density is not None and not 0 < self.density <= 1:
             raise ConfigError(
                 f"density is {self.density}; it is a part of all elements, above 0 and at most 1",
@@ -278,6 +310,7 @@ class EngineConfig:
         for name in ("eager", "master_weights"):
             _check_type(name, getattr(self, name), bool, "True or False")
         _check_type("window", self.window, Integral, "a whole number")
+        _check_type("compress_after", self.compress_after, Integral, "a whole number")
         if self.bucket_cap_mb is not None:
             _check_type("bucket_cap_mb", self.bucket_cap_mb, Real, "a number of MiB, or None")
         if self.density is not None:
@@ -294,6 +327,11 @@ class EngineConfig:
     def is_sparse(self) -> bool:
         """Whether a step sends a part of the gradients."""
         return self.compress in SPARSE
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether what travels depends on the number of steps taken."""
+        return self.compress_after > 0 or self.error_feedback == "none"
 
     @property
     def wire_dtype(self) -> WireDtype | None:
@@ -339,6 +377,8 @@ class EngineSettings(TypedDict, total=False):
     comm_dtype: CommDtype
     compress: Compress
     density: float | None
+    error_feedback: Feedback | None
+    compress_after: int
     cuda_buffers: CudaBuffers
     update_on: UpdateOn
     window: int

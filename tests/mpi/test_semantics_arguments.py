@@ -30,12 +30,13 @@ OTHER_VALUES: dict[str, Any] = {
     "check_every": 3,
     "buffers": "average",
 }
+OF_COMPRESS = ("density", "error_feedback", "compress_after")  # of no effect alone
 
 
 def test_no_argument_is_dropped(world: World) -> None:
     """Each setting arrives, by name or in a configuration; its effect has tests of its own."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert names == {*OTHER_VALUES, "cuda_buffers", "update_on", "density"}
+    assert names == {*OTHER_VALUES, "cuda_buffers", "update_on", *OF_COMPRESS}
     for name, value in OTHER_VALUES.items():
         for settings in ({name: value}, {"config": EngineConfig(**{name: value})}):
             # Masters make sense behind half precision, half precision on the wire behind the rest;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
@@ -11,6 +11,7 @@ from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import (
     Codec,
+    DenseFirst,
     DenseGather,
     DenseReduce,
     HalfGather,
@@ -18,10 +19,16 @@ from dearmpi.engine.codec.codec import (
     elements_sent,
 )
 from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
-from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, quantizer_of
-from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements
+from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
+from dearmpi.engine.codec.residual import ErrorFeedback
+from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements, SparseReduce
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.engine.update.master import is_half
+
+_SPARSE: Mapping[str, type[SparseReduce]] = {
+    "random-block": RandomBlocks,
+    "random-k": RandomElements,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +58,42 @@ def choose_codecs(
     buckets: Sequence[BucketRuntime], algorithms: CollectiveAlgorithms, config: EngineConfig
 ) -> Codecs:
     """Codecs by the settings; what is of half precision already travels as it is."""
-    quantizer, scratch, how = quantizer_of(config.compress), Scratch(), config.gather
-    reduce: list[Codec] = []
-    gather: list[Codec] = []
-    for bucket in buckets:
-        if bucket.is_compressed(config) and not config.is_lossy:
-            reduce.append(NonzeroReduce(bucket, algorithms, scratch))
-            gather.append(NonzeroGather(bucket, scratch, gather=how))
-        elif bucket.is_compressed(config) and config.is_sparse:
-            sparse = RandomBlocks if config.compress == "random-block" else RandomElements
-            density = config.density or DEFAULT_DENSITY
-            reduce.append(sparse(bucket, algorithms, scratch, density=density))
-            gather.append(QuantizedGather(bucket, quantizer, scratch, gather=how))
-        elif bucket.is_compressed(config):
-            reduce.append(QuantizedReduce(bucket, quantizer, scratch))
-            gather.append(QuantizedGather(bucket, quantizer, scratch, gather=how))
-        elif algorithms.wire_dtype is None or is_half(bucket.params[0]):
-            reduce.append(DenseReduce(bucket, algorithms))
-            gather.append(DenseGather(bucket, algorithms, gather=how))
-        else:
-            reduce.append(HalfReduce(bucket, algorithms))
-            gather.append(HalfGather(bucket, algorithms, gather=how))
+    quantizer, scratch = quantizer_of(config.compress), Scratch()
+    pairs = [_choose(bucket, algorithms, config, quantizer, scratch) for bucket in buckets]
     trained = tuple(bucket for bucket in buckets if bucket.spec.trained)
-    return Codecs(tuple(reduce), tuple(gather), algorithms, trained)
+    reduce, gather = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+    return Codecs(reduce, gather, algorithms, trained)
+
+
+def _choose(
+    bucket: BucketRuntime,
+    algorithms: CollectiveAlgorithms,
+    config: EngineConfig,
+    quantizer: Quantizer,
+    scratch: Scratch,
+) -> tuple[Codec, Codec]:
+    """By which ``bucket`` is reduced, and gathered."""
+    how = config.gather
+    dense = DenseReduce(bucket, algorithms), DenseGather(bucket, algorithms, gather=how)
+    if not bucket.is_compressed(config):
+        if algorithms.wire_dtype is None or is_half(bucket.params[0]):
+            return dense
+        return HalfReduce(bucket, algorithms), HalfGather(bucket, algorithms, gather=how)
+    if not config.is_lossy:
+        return (
+            NonzeroReduce(bucket, algorithms, scratch),
+            NonzeroGather(bucket, scratch, gather=how),
+        )
+    gather: Codec = QuantizedGather(bucket, quantizer, scratch, gather=how)
+    reduce: Codec = QuantizedReduce(bucket, quantizer, scratch)
+    if config.is_sparse:
+        sparse = _SPARSE[config.compress]
+        feedback = ErrorFeedback(bucket.spec.world_size, keeps=config.error_feedback != "none")
+        density = config.density or DEFAULT_DENSITY
+        reduce = sparse(bucket, algorithms, scratch, density=density, feedback=feedback)
+    if not (num := config.compress_after):
+        return reduce, gather
+    return (
+        DenseFirst(reduce, dense[0], num_steps=num),
+        DenseFirst(gather, dense[1], num_steps=num),
+    )

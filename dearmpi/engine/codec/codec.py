@@ -34,7 +34,7 @@ class Codec(Protocol):
 
         After a reduce-scatter the own shard of the gradients holds the sum over the ranks, not the
         mean. After an all-gather the whole buffer holds the same bits on every rank.
-        ``step`` counts reductions, alike on all ranks, such as for a seed.
+        ``step`` counts steps taken before this one, resumed runs included; alike on all ranks.
         """
         ...
 
@@ -95,6 +95,55 @@ class StatelessCodec:
         return Completed()
 
 
+class DenseFirst:
+    """A codec in whose place another one sends in the first steps, as those of a warm-up."""
+
+    def __init__(self, codec: Codec, dense: Codec, *, num_steps: int) -> None:
+        """``dense``: sends in the first ``num_steps``."""
+        self._codec, self._dense, self._num_steps = codec, dense, num_steps
+        self._now = dense
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the codec that was in use last."""
+        return self._now.sent_bytes
+
+    @property
+    def keeps(self) -> bool:
+        """As the codec does."""
+        return self._codec.keeps
+
+    @property
+    def owes(self) -> bool:
+        """As the codec does."""
+        return self._codec.owes
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Have one of the two begin."""
+        self._now = self._dense if step < self._num_steps else self._codec
+        return self._now.start(bucket, collectives, step)
+
+    def check(self, bucket: BucketRuntime) -> None:
+        """As the one in use does."""
+        self._now.check(bucket)
+
+    def commit(self, bucket: BucketRuntime) -> None:
+        """As the one in use does."""
+        self._now.commit(bucket)
+
+    def discard(self) -> None:
+        """As the codec does."""
+        self._codec.discard()
+
+    def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
+        """As the codec does."""
+        return self._codec.start_settling(bucket, collectives)
+
+    def forget(self) -> None:
+        """As the codec does."""
+        self._codec.forget()
+
+
 class DenseReduce(StatelessCodec):
     """The sum of gradients."""
 
@@ -118,7 +167,9 @@ class DenseGather(StatelessCodec):
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Post the all-gather."""
-        buffer = gathered_buffer(bucket, self._gather)
+        buffer, shown = gathered_buffer(bucket, self._gather), bucket.shown
+        if shown is not None:  # the next difference is to what replicas show from now on
+            shown.copy_(buffer.shard)
         return self._algorithms.start_all_gather(buffer.data, collectives)
 
 

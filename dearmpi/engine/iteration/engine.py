@@ -62,6 +62,15 @@ class Engine:
         if self.state.replicas is not None:
             self.state.replicas.num_steps = num
 
+    @property
+    def num_steps(self) -> int:
+        """Steps so far, also those before the state was saved that this engine has loaded."""
+        return self.state.num_steps + self.state.iteration.is_step
+
+    @num_steps.setter
+    def num_steps(self, num: int) -> None:
+        self.state.num_steps = num - self.state.iteration.is_step
+
     def step(self, *, exhausted: bool = False) -> None:
         """Have every bucket updated with the options of this moment, and gathered; ``exhausted``:
         this rank has no batches left and only takes part.

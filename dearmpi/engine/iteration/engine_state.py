@@ -57,6 +57,11 @@ class Iteration:
     num_finished: int = 0
     gathers_early: bool = False
 
+    @property
+    def is_step(self) -> bool:
+        """Whether the user has called ``step()`` for it, and it is none that begins or follows."""
+        return self.stepped and self.options is not None
+
     def is_finished(self) -> bool:
         """Whether every active bucket has passed all stages."""
         return self.num_finished == len(self.active)
@@ -106,6 +111,7 @@ class EngineState:
         script has changed of averaged gradients.
     iteration: the one under way. deferred: which buckets go last in the next one.
     num_reduced: times that gradients were, or are being, reduced.
+    num_steps: steps before the iteration, also those before its state was saved.
     keeps_gradients: ``param.grad`` serves all reads, and stays after the step.
     """
 
@@ -140,7 +146,7 @@ class EngineState:
         self.joining = Joining(self.control, rank=world.rank, size=world.size)
         self.loads, self.edits = Loads(), Edits()
         self.deferred = DeferredBuckets()
-        self.num_reduced = 0
+        self.num_reduced = self.num_steps = 0
         self.keeps_gradients = False
         self.iteration = Iteration(stepped=True)
 
@@ -164,6 +170,7 @@ class EngineState:
             channel.close()
 
     def _replace(self, iteration: Iteration) -> None:
+        self.num_steps += self.iteration.is_step
         self.comm_stream.wait_for_current()  # options may be tensors
         if self.replicas is not None:
             self.replicas.begin()

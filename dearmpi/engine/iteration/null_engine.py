@@ -25,7 +25,7 @@ class NullEngine:
     """
 
     waited_s = 0.0
-    num_checked = 0
+    num_checked = num_steps = 0
     codecs = Codecs((), (), CollectiveAlgorithms("ring"))
 
     def __init__(

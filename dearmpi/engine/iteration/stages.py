@@ -87,7 +87,7 @@ class CollectiveStage(StageOperation):
         """Post it."""
         if (replicas := self._state.replicas) is not None:
             (replicas.reduces if self._reduces else replicas.gathers).append(self.bucket.index)
-        return self._codec.start(self.bucket, self._collectives, self._state.num_reduced)
+        return self._codec.start(self.bucket, self._collectives, self._state.num_steps)
 
 
 class UpdateStage(StageOperation):

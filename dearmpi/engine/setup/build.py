@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dearmpi.device.route_choice import choose_algorithms, open_comm_stream
 from dearmpi.engine.bucket.bucket import build_buckets
@@ -14,6 +15,9 @@ from dearmpi.engine.iteration.null_engine import NullEngine
 from dearmpi.engine.setup.spec import EngineSpec, check_unclaimed, claim, release
 from dearmpi.engine.state.optimizer_state import OptimizerState
 from dearmpi.engine.update.shard_update import UpdateSet, build_updates
+
+NUM_STEPS = "dear_steps"
+"""Among the entries of a saved param group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,19 @@ class BuiltEngine:
         self.detach()
         context, times = self.spec.context, self.engine.times
         closed = NullEngine(context.optimizer, context.spans, closed_after=times)
+        closed.num_steps = self.engine.num_steps
         return replace(self, engine=closed, hooks=None)
+
+    def take_over_steps(self) -> None:
+        """Go on counting steps where the state has ended that the optimizer has loaded."""
+        groups = self.spec.context.optimizer.param_groups
+        self.engine.num_steps = max(group.pop(NUM_STEPS, 0) for group in groups)
+
+    def note_steps(self, groups: list[dict[str, Any]]) -> None:
+        """Put the number of steps into saved param groups, where it counts for what travels."""
+        if self.spec.config.counts_steps:
+            for group in groups:
+                group[NUM_STEPS] = self.engine.num_steps
 
     def detach(self) -> None:
         """Leave the model alone, with no word to other ranks, which may be elsewhere."""

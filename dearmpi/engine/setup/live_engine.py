@@ -48,6 +48,7 @@ class LiveEngine:
         model, world = context.model, context.world
         try:
             broadcast_buffers(model, world)  # first, since the optimizer then still has its state
+            self.built.take_over_steps()
             self.built.state.adopt()
             broadcast_parameters(model, world)
             self._buffers = BufferExchange(model, world, config.buffers)
@@ -154,7 +155,9 @@ class LiveEngine:
         if self.built.updates.shards:
             self.built.engine.joining.refuse("gathering the optimizer's state")
         self.built.engine.settle()
-        return self.built.state.pack(self.context.world)
+        packed = self.built.state.pack(self.context.world)
+        self.built.note_steps(packed["param_groups"])
+        return packed
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,6 +166,7 @@ class LiveEngine:
         """
         self.synchronize()
         lines = self.built.state.take_over(state_dict)
+        self.built.take_over_steps()
         self.built.engine.forget_unsent()
         self.built.engine.loads.note(lines)
 
@@ -170,7 +174,9 @@ class LiveEngine:
         """What this rank holds of the state; its tensors are those that the next step changes."""
         self.synchronize()
         self.built.engine.settle()
-        return self.built.state.local()
+        state = self.built.state.local()
+        self.built.note_steps(state.groups)
+        return state
 
     @torch.inference_mode(False)
     def switch(self, mode: str) -> None:
@@ -217,6 +223,7 @@ class Migration:
         )
         self._history = dict(had for b in buckets for had in b.tracker.history().items())
         self._times, self._num_checked = old.engine.times, old.engine.num_checked
+        self._num_steps = old.engine.num_steps
 
     def take(self) -> None:
         """Take the state out of the old engine, so that its buffers can go before there are
@@ -230,6 +237,7 @@ class Migration:
         for update in updates:
             update.bucket.tracker.recall(self._history)
         new.engine.times, new.engine.num_checked = self._times, self._num_checked
+        new.engine.num_steps = self._num_steps
         if not updates:
             return  # the wrapped optimizer has all there is
         stream.wait_for_current()  # what is whole was made elsewhere

@@ -11,6 +11,7 @@ from dearmpi.config import (
     CommDtype,
     Compress,
     CudaBuffers,
+    Feedback,
     Gather,
     ProgressMode,
     ReduceScatter,
@@ -181,6 +182,8 @@ class RunChoices:
     comm_dtype: CommDtype = _of_engine("comm_dtype")
     compress: Compress = _of_engine("compress")
     density: float | None = _of_engine("density")
+    error_feedback: Feedback | None = _of_engine("error_feedback")
+    compress_after: int = _of_engine("compress_after")
     cuda_buffers: CudaBuffers = _of_engine("cuda_buffers")
     update_on: UpdateOn = _of_engine("update_on")
     window: int = _of_engine("window")

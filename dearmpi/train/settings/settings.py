@@ -114,6 +114,8 @@ class RunSettings(RunChoices):
             comm_dtype=self.comm_dtype,
             compress=self.compress,
             density=self.density,
+            error_feedback=self.error_feedback,
+            compress_after=self.compress_after,
             cuda_buffers=self.cuda_buffers,
             update_on=self.update_on,
             window=self.window,

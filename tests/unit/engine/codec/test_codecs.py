@@ -115,4 +115,4 @@ def test_a_codec_of_ones_own_carries_the_gradients(monkeypatch: pytest.MonkeyPat
     assert outcomes[0] == outcomes[1]
     moved, rest = outcomes[0]
     assert rest and 2 * moved + rest == sum(map(sum, gradients))
-    assert [codec.steps for codec in made] == [[1, 2, 3, 4, 5]] * 2
+    assert [codec.steps for codec in made] == [[0, 1, 2, 3, 4]] * 2

@@ -16,10 +16,11 @@ from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.world import World
-from dearmpi.config import Compress
+from dearmpi.config import Compress, Feedback, Gather
 from dearmpi.engine.bucket import bucket
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
+from dearmpi.engine.codec.residual import ErrorFeedback
 from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.layout import build_layout, spec_of
@@ -46,7 +47,9 @@ def codec_of(kind: type[RandomBlocks | RandomElements], numel: int, density: flo
     runtime = BucketRuntime(
         layout.buckets[0], [param], rank=0, gradients=arenas[0], parameters=arenas[1]
     )
-    return kind(runtime, CollectiveAlgorithms("ring"), Scratch(), density=density)
+    feedback = ErrorFeedback(3, keeps=True)
+    algorithm = CollectiveAlgorithms("ring")
+    return kind(runtime, algorithm, Scratch(), density=density, feedback=feedback)
 
 
 @pytest.mark.parametrize("numel", [1, 7, 300, 1000])
@@ -143,8 +146,12 @@ def test_a_run_goes_on_on_any_number_of_ranks_and_loses_nothing(
     assert torch.equal(dense[0][0]["weight"], -total), "what was owed counts in the first step"
 
 
-@turns_of(compress=SPARSE, inner=["plain", "sgd"])
-def test_a_resumed_run_goes_on_bit_by_bit(compress: Compress, inner: str) -> None:
+@turns_of(
+    compress=SPARSE, inner=["plain", "sgd"], error_feedback=["ef14", "none"], compress_after=[0, 8]
+)
+def test_a_resumed_run_goes_on_bit_by_bit(
+    compress: Compress, inner: str, error_feedback: Feedback, compress_after: int
+) -> None:
     """As the run does of which the state was read."""
 
     def make(world: World) -> tuple[nn.Module, Any]:
@@ -152,6 +159,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(compress: Compress, inner: str) -> Non
         rates: dict[str, Any] = {"momentum": 0.9} if inner == "sgd" else {}
         plain = torch.optim.SGD(model.parameters(), lr=0.01, **rates)
         settings: dict[str, Any] = {"compress": compress, "density": 0.1, "bucket_cap_mb": 0.004}
+        settings |= {"error_feedback": error_feedback, "compress_after": compress_after}
         return model, DistributedOptimizer(plain, model, world=world, **settings)
 
     def first(world: World) -> Any:
@@ -174,6 +182,50 @@ def test_a_resumed_run_goes_on_bit_by_bit(compress: Compress, inner: str) -> Non
         return fingerprint(copies(model))
 
     assert {digest for _, digest in begun} == set(run_ranks(3, second))
+
+
+@pytest.mark.parametrize("compress", SPARSE)
+def test_without_error_feedback_the_rest_is_dropped(compress: Compress) -> None:
+    settings: dict[str, Any] = {"compress": compress, "density": 0.1, "error_feedback": "none"}
+    found = run_ranks(2, lambda w: train_on_whole_numbers(w, range(1), **settings))
+    entries, whole = found[0][1]["state"][0], mean_of(range(1), 2)
+    moved = -entries["master"]
+    assert "owed" not in entries
+    assert 0.05 < float((moved != 0).float().mean()) < 0.15
+    scale = 310 / 31 if compress == "random-k" else 1.0  # so that the mean over steps is right
+    assert torch.equal(moved, torch.where(moved == 0, 0.0, whole * scale))
+
+
+@turns_of(compress=["int8", "int4", *SPARSE], gather=["parameters", "gradients"], moves=[0, 1])
+def test_the_first_steps_are_dense(compress: Compress, gather: Gather, moves: int) -> None:
+    """To the bit, also where buckets are laid out anew; the next step is not."""
+    if gather == "gradients" and compress in SPARSE:
+        return
+
+    def rank(world: World) -> list[list[str]]:
+        found = []
+        choices: list[dict[str, Any]] = [{}, {"compress": compress, "compress_after": 5}]
+        for settings in choices:
+            model, digests = make_wide_model(), []
+            inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            optimizer = DistributedOptimizer(inner, model, world=world, gather=gather, **settings)
+            for step in range(6):
+                if step == 3 and moves:
+                    optimizer.fuse(0.004)
+                generator = torch.Generator().manual_seed(step + 7 * world.rank)
+                optimizer.zero_grad()
+                model(torch.randn(4, 40, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.synchronize()
+                digests.append(fingerprint(copies(model)))
+            sent = optimizer.traffic.reduced + optimizer.traffic.gathered
+            assert (sent < optimizer.traffic.dense) == bool(settings)
+            optimizer.close()
+            found.append(digests)
+        return found
+
+    for dense, compressed in run_ranks(2, rank):
+        assert dense[:5] == compressed[:5] and dense[5] != compressed[5]
 
 
 @pytest.mark.parametrize("compress", SPARSE)
@@ -399,6 +451,12 @@ def test_a_default_dtype_changes_nothing(compress: Compress, dtype: torch.dtype)
         ({"density": 1.1, "compress": "random-k"}, "out-of-range"),
         ({"density": math.nan, "compress": "random-k"}, "out-of-range"),
         ({"density": "0.1", "compress": "random-k"}, "wrong-type"),
+        ({"compress": "random-k", "error_feedback": "ef21"}, "unknown-choice"),
+        ({"compress": "int4", "error_feedback": "ef14"}, "setting-without-effect"),
+        ({"compress_after": 5}, "setting-without-effect"),
+        ({"compress": "nonzero", "compress_after": 5}, "setting-without-effect"),
+        ({"compress": "int8", "compress_after": -1}, "out-of-range"),
+        ({"compress": "int8", "compress_after": 0.5}, "wrong-type"),
         ({"compress": "random-block", "gather": "gradients"}, "settings-contradict"),
         ({"compress": "random-block", "comm_dtype": "bf16"}, "settings-contradict"),
     ],
