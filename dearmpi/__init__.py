@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dearmpi.engine.scaling import GradScaler
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
+    from dearmpi.local.optimizer import LocalOptimizer
     from dearmpi.train.run.script_run import Run
     from dearmpi.tune.device_probe import probe_devices
 
@@ -33,6 +34,7 @@ __all__ = [
     "DistributedOptimizer",
     "EngineConfig",
     "GradScaler",
+    "LocalOptimizer",
     "Run",
     "StallLimits",
     "SyncBatchNorm",
@@ -49,6 +51,7 @@ _HOMES = {
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",
     "GradScaler": "dearmpi.engine.scaling",
+    "LocalOptimizer": "dearmpi.local.optimizer",
     "Run": "dearmpi.train.run.script_run",
     "StallLimits": "dearmpi.comm.watchdog.watchdog",
     "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",

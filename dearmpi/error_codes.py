@@ -253,6 +253,9 @@ gradient-not-averaged
 gradient-missing-on-some-ranks
     A gradient is None on some ranks, where torch's functions leave it out.
     Call `optimizer.clip_grad_norm_()`, which includes what any rank has.
+local-steps-forbid
+    A closure, a scaler, `join()` or new parameters were used with local steps.
+    Leave it out, as the message says; every rank must take equal numbers of steps.
 optimizer-copied
     A `DistributedOptimizer` was copied or pickled.
     Save its `state_dict()`.

@@ -217,6 +217,27 @@ _SHARDED = (
     '"gradients"'
 )
 
+LOCAL_SETTINGS = _by_name(
+    {
+        "local_steps period H inner_steps num_local_steps frequency": (
+            "sync_every=50 is the number of steps from one exchange to the next"
+        ),
+        "fragment_sync_delay sync_delay": "delay=5 is the number of steps an exchange may take",
+        "fragment_update_alpha alpha": "mix=0.5 is the part of its own values that a rank keeps",
+        "should_quantize quantize compression": 'compress="int4", "int8" or "none" is what travels',
+        "model_fragments num_fragments sync_fragments": "fragments=8 is their number",
+        "outer_optimizer outer_optim": (
+            "outer_lr=0.7 and outer_momentum=0.9 are those of the outer SGD; optimizer.outer is it"
+        ),
+        "warmup_steps": "sync_after=1000 averages gradients in each step until then",
+        "inner_optimizer optimizer": "give it as the first argument, without a name",
+        "manager backup_device pin_memory bucket_cap_mb": (
+            "leave it out, or give config=dearmpi.EngineConfig(...)"
+        ),
+    }
+)
+"""Arguments of a LocalOptimizer, by torchft, OpenDiLoCo and torch's PeriodicModelAverager."""
+
 SETTINGS = _by_name(
     {
         "named_parameters params parameters module": _MODEL,

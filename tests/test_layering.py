@@ -40,12 +40,14 @@ BELOW: dict[str, frozenset[str]] = {
     "device": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors"},
     "engine": _TORCH
     | {"device", "tune", "plan", "comm", "config", "cuts", "errors", "guessed", "span"},
+    # Ranks that train by themselves between exchanges, which are those of an optimizer of engine.
+    "local": _TORCH | {"engine", "plan", "comm", "config", "errors", "guessed"},
     "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "version"},
     "report": frozenset({"plan", "config", "errors", "span"}),
     "train": _LIBRARY | {"report", "version"},
     "drop_in": _TORCH | {PACKAGE, "config", "errors"},
     "integrations": frozenset({PACKAGE, "config", "drop_in", "errors"}),
-    PACKAGE: _LIBRARY | {"drop_in", "guessed", "train", "version"},
+    PACKAGE: _LIBRARY | {"drop_in", "guessed", "local", "train", "version"},
     "bench": _LIBRARY | _TORCH | {PACKAGE, "train", "report"},
     # It measures as a benchmark does, and judges what a run would do: above both.
     "doctor": _LIBRARY | {PACKAGE, "bench", "train", "report"},
@@ -115,7 +117,17 @@ ROOMS: dict[str, dict[str, frozenset[str]]] = {
 }
 
 _TORCH_PARTS = frozenset(
-    {"torch_internals.py", "device", "engine", "tune", "train", "bench", "doctor", "drop_in"}
+    {
+        "torch_internals.py",
+        "device",
+        "engine",
+        "local",
+        "tune",
+        "train",
+        "bench",
+        "doctor",
+        "drop_in",
+    }
 )
 
 # Where alone these may be imported, and where else for type checkers.

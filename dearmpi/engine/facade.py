@@ -41,7 +41,7 @@ class Facade(Optimizer):
             """
             if name in MODES and has_mode(vars(self).get("_optimizer"), name):
                 return partial(self._switch, name)
-            advice = answer_guess("DistributedOptimizer", name, OPTIMIZER)
+            advice = answer_guess(type(self).__name__, name, OPTIMIZER)
             if advice is not None:
                 raise AttributeError(advice)
             return super().__getattribute__(name)  # raises as if this method were not there
