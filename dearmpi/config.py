@@ -17,7 +17,7 @@ ReduceScatter = Literal["native", "ring", "exchange"]
 Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
-Compress = Literal["none", "int8", "int4", "nonzero", "random-block", "random-k"]
+Compress = Literal["none", "int8", "int4", "nonzero", "random-block", "random-k", "powersgd"]
 Feedback = Literal["ef14", "none"]
 CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
@@ -29,6 +29,7 @@ ADDED_BY_LIBRARY: frozenset[ReduceScatter] = frozenset({"native"})
 MIB = 1024 * 1024
 SPARSE = ("random-block", "random-k")  # of ``compress``: what sends a part of a gradient
 DEFAULT_DENSITY = 0.01
+DEFAULT_POWERSGD_RANK = 4
 
 # By default a bucket's shard is no smaller: a ring sends P - 1 of them, each with its start-up.
 _LEAST_SHARD_BYTES = 64 * 1024
@@ -114,11 +115,13 @@ class EngineConfig:
         optimizer, as well as what replicas show of it, and sends the difference. ``nonzero`` loses
         nothing: it sends the blocks of 64 elements that are not zero on some rank, or that a step
         has changed. ``random-block`` and ``random-k`` send ``density`` of a gradient in a step and
-        the rest in later ones, and parameters as ``int8`` does; for SGD.
+        the rest in later ones, and parameters as ``int8`` does; for SGD. ``powersgd``, with
+        ``gather="gradients"``, sends two factors of each matrix in turn, and the rest later.
     density: of sparse ``compress``, the part of each shard that is sent; None: 0.01.
     error_feedback: of sparse ``compress``, what becomes of the rest: ``ef14`` adds it to the next
         gradient, ``none`` drops it; None: ``ef14``.
     compress_after: so many steps send all as it is, before lossy ``compress`` begins.
+    powersgd_rank: of ``compress="powersgd"``, the columns of each factor; None: 4.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
         ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works,
         and all ranks are on one host.
@@ -191,6 +194,12 @@ class EngineConfig:
     )
     compress_after: int = _declare(
         0, "integer", "steps that send all as it is before --compress begins", least=0
+    )
+    powersgd_rank: int | None = _declare(
+        None,
+        "integer",
+        "with powersgd: the columns of each factor; default: 4",
+        least=1,
     )
     cuda_buffers: CudaBuffers = _declare(
         "auto",
@@ -292,6 +301,7 @@ class EngineConfig:
                 "sent has its place beside sharded parameters: leave gather out",
                 code="settings-contradict",
             )
+        self._check_powersgd()
         if self.compress == "none":
             return
         for name, value, served, cure in (
@@ -306,6 +316,26 @@ class EngineConfig:
                     code="settings-contradict",
                 )
 
+    def _check_powersgd(self) -> None:
+        if self.powersgd_rank is not None and self.compress != "powersgd":
+            raise ConfigError(
+                f"powersgd_rank is {self.powersgd_rank}, but compress is {self.compress!r}, which "
+                "has no factors; leave powersgd_rank out, or take compress 'powersgd'",
+                code="setting-without-effect",
+            )
+        if self.powersgd_rank is not None and self.powersgd_rank < 1:
+            raise ConfigError(
+                f"powersgd_rank is {self.powersgd_rank}; a factor has 1 column or more",
+                code="out-of-range",
+            )
+        if self.compress == "powersgd" and self.gather == "parameters":
+            raise ConfigError(
+                "compress is 'powersgd', but gather is 'parameters', which have no factors of few "
+                "columns; take gather 'gradients', with which every rank updates all parameters, "
+                "or compress 'int8'",
+                code="settings-contradict",
+            )
+
     def _check_types(self) -> None:
         for name in ("eager", "master_weights"):
             _check_type(name, getattr(self, name), bool, "True or False")
@@ -315,6 +345,8 @@ class EngineConfig:
             _check_type("bucket_cap_mb", self.bucket_cap_mb, Real, "a number of MiB, or None")
         if self.density is not None:
             _check_type("density", self.density, Real, "a number, or None")
+        if self.powersgd_rank is not None:
+            _check_type("powersgd_rank", self.powersgd_rank, Integral, "a whole number, or None")
         if self.check_every is not None:
             _check_type("check_every", self.check_every, Integral, "a whole number, or None")
 
@@ -332,6 +364,11 @@ class EngineConfig:
     def counts_steps(self) -> bool:
         """Whether what travels depends on the number of steps taken."""
         return self.compress_after > 0 or self.error_feedback == "none"
+
+    @property
+    def keeps_unsent(self) -> bool:
+        """Whether ranks keep what a step does not send, for later ones."""
+        return self.is_sparse or self.compress == "powersgd"
 
     @property
     def wire_dtype(self) -> WireDtype | None:
@@ -379,6 +416,7 @@ class EngineSettings(TypedDict, total=False):
     density: float | None
     error_feedback: Feedback | None
     compress_after: int
+    powersgd_rank: int | None
     cuda_buffers: CudaBuffers
     update_on: UpdateOn
     window: int

@@ -73,7 +73,7 @@ def follow_clips(engine: Engine | NullEngine, world: World, name: str) -> None:
 
 
 def _clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type: float) -> float:
-    engine.wait_reduced()
+    engine.wait_reduced(norm_type)
     part, has_any = shard_norm(engine.shards(), norm_type), float(engine.has_gradients())
     if norm_type == math.inf:
         # Told apart, since what MPI takes for the largest of a number and NaN is nobody's promise.
@@ -139,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
                 "gradients of fp16 parameters cannot be unscaled; keep the parameters in fp32 "
                 "and compute under torch.autocast"
             )
-        if optimizer.config.is_sparse:
+        if optimizer.config.keeps_unsent:
             raise ConfigError(
                 f"compress is {optimizer.config.compress!r}, which sends parts of a gradient in "
                 "later steps, when the scale may be another; compute under torch.autocast in "

@@ -30,7 +30,7 @@ OTHER_VALUES: dict[str, Any] = {
     "check_every": 3,
     "buffers": "average",
 }
-OF_COMPRESS = ("density", "error_feedback", "compress_after")  # of no effect alone
+OF_COMPRESS = ("density", "error_feedback", "compress_after", "powersgd_rank")  # of no effect alone
 
 
 def test_no_argument_is_dropped(world: World) -> None:

@@ -78,7 +78,10 @@ class BucketRuntime:
     placeholders: what each parameter has for its gradient while that is under way.
     held_on: on a device, the stream that made the gradients which are taken and not stored yet.
     shown: of compressed parameters, what replicas show of the own shard; None of others.
-    owed: averages of the own shard that ranks had not sent, for the next update.
+    owed: averages that ranks had not sent, for the next step: of the own shard, or with
+        ``gather="gradients"`` of the whole bucket.
+    travels_as_factors: until gradients are gathered, the own shard holds factors, which have their
+        norm, and no elements.
     streams: on a device, all streams that have written gradients since the iteration began.
 
     One thread at a time writes: the main thread until the reduce-scatter is submitted, then the
@@ -105,6 +108,7 @@ class BucketRuntime:
         self.state = BucketState.IDLE
         self.shown: Tensor | None = None
         self.owed: Tensor | None = None
+        self.travels_as_factors = False
         self.pending = self.unread = False
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
@@ -139,9 +143,14 @@ class BucketRuntime:
         assert self.parameters is not None
         self.shown = torch.empty_like(self.parameters.shard)
 
-    def add_owed(self, shard: Tensor) -> None:
-        """Count ``shard``, of averages, in the next update."""
-        self.owed = shard.clone() if self.owed is None else self.owed.add_(shard)
+    def add_owed(self, averages: Tensor) -> None:
+        """Count ``averages``, of the own shard or of all, in the next step."""
+        self.owed = averages.clone() if self.owed is None else self.owed.add_(averages)
+
+    def take_carried(self) -> Tensor | None:
+        """Averages of the own shard from an earlier backprop; the caller is to count them."""
+        carried, self._carried = self._carried, None
+        return carried
 
     @property
     def gradients(self) -> FlatBuffer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
-from dearmpi.config import DEFAULT_DENSITY, EngineConfig
+from dearmpi.config import DEFAULT_DENSITY, DEFAULT_POWERSGD_RANK, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import (
     Codec,
@@ -19,6 +19,7 @@ from dearmpi.engine.codec.codec import (
     elements_sent,
 )
 from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
+from dearmpi.engine.codec.powersgd import Factors, PowerGather, PowerReduce
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
 from dearmpi.engine.codec.residual import ErrorFeedback
 from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements, SparseReduce
@@ -91,6 +92,13 @@ def _choose(
         feedback = ErrorFeedback(bucket.spec.world_size, keeps=config.error_feedback != "none")
         density = config.density or DEFAULT_DENSITY
         reduce = sparse(bucket, algorithms, scratch, density=density, feedback=feedback)
+    elif config.compress == "powersgd":
+        factors = Factors(bucket, rank=config.powersgd_rank or DEFAULT_POWERSGD_RANK)
+        if not factors.pays:
+            return dense
+        bucket.travels_as_factors = True
+        reduce = PowerReduce(bucket, algorithms, factors)
+        gather = PowerGather(bucket, algorithms, factors)
     if not (num := config.compress_after):
         return reduce, gather
     return (

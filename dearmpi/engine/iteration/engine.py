@@ -135,9 +135,14 @@ class Engine:
         """Another state was loaded: what ranks have not sent does not belong to it."""
         self.pipeline.forget_unsent()
 
-    def wait_reduced(self) -> None:
-        """Finish backprop and wait until every own shard holds averaged gradients."""
-        self.backprop.wait_reduced()
+    def wait_reduced(self, norm_type: float = 2.0) -> None:
+        """Finish backprop and wait until every own shard holds averaged gradients, or something
+        that has their norm.
+        """
+        if norm_type == 2.0:
+            self.backprop.wait_reduced()
+        else:
+            self.reduced.wait()
 
     def discard_grads(self) -> None:
         """Discard the gradients of a backprop that no step followed."""

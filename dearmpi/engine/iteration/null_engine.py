@@ -74,7 +74,7 @@ class NullEngine:
         """No other rank clips."""
         return None
 
-    def wait_reduced(self) -> None:
+    def wait_reduced(self, norm_type: float = 2.0) -> None:
         """Gradients are always reduced."""
         self._refuse_if_closed("reducing gradients")
 

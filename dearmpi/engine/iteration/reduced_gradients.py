@@ -134,7 +134,7 @@ class ReducedGradients:
             return self._gather()
 
     def _gather(self) -> dict[nn.Parameter, Tensor]:
-        self._backprop.wait_reduced()
+        self.wait()
         buckets = self._state.buckets
         flags = [slot not in b.tracker.missing for b in buckets for slot in range(len(b.params))]
         active = [b.index in self._state.iteration.active for b in buckets for _ in b.params]
@@ -156,6 +156,13 @@ class ReducedGradients:
         """All gradients have changed."""
         self._norms.clear()
 
+    def wait(self) -> None:
+        """Until shards have averages, or where these are factors, until they are gathered."""
+        if any(bucket.travels_as_factors for bucket in self._state.buckets):
+            self._backprop.wait_gathered()
+        else:
+            self._backprop.wait_reduced()
+
     def _settle(self, bucket: int, slot: int) -> None:
         """Wait until the gradients are averaged. Raises UsageError for one that ``step`` has used,
         and where ranks or backwards do not agree on what there is to be averaged.
@@ -168,7 +175,7 @@ class ReducedGradients:
             raise usage_errors.used_up(runtime.spec.names[slot])
         if len(iteration.started) < len(iteration.active) and (name := self._find_local()):
             raise usage_errors.still_local(name)
-        self._backprop.wait_reduced()
+        self.wait()
 
     def _refuse_in_backprop(self, name: str) -> None:
         if number_of_backprop() >= 0:

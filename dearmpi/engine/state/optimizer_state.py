@@ -180,14 +180,14 @@ class OptimizerState:
             for param, name in self.names.items():
                 if param in state:
                     updates.masters.settle(param.detach(), state[param], name)
-                    if not updates.shards and OWED in state[param]:
+                    if not updates.of_buckets and OWED in state[param]:
                         lost.append(name)
                         del state[param][OWED]
         if lost:
             warnings.warn(
                 f"the state of {len(lost)} parameters, such as {lost[0]}, has gradients that ranks "
-                "with a sparse compress had not sent; they are left out here, since shards alone "
-                "take them up: on one rank, and with gather='gradients', there are none",
+                "had not sent, as with compress 'powersgd'; they are left out here, since nothing "
+                "takes them up on one rank",
                 stacklevel=2,
             )
         if self.is_held:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.update.master import MasterCopy, MasterRule
+from dearmpi.engine.update.master import OWED, MasterCopy, MasterRule
 from dearmpi.torch_internals import plain_step
 
 Options = Sequence[Mapping[str, Any]]
@@ -179,22 +179,43 @@ class WholeUpdate:
         """Update the parameters that have a gradient somewhere."""
         members: dict[int, list[Tensor]] = {}
         for slot, (alias, group) in enumerate(zip(self._aliases, self._groups, strict=True)):
-            if slot not in unused:
+            if slot in unused:
+                if self.bucket.travels_as_factors:
+                    self._keep_unused(slot)
+            else:
                 if slot in self._masters:
                     self._masters[slot].refresh()
                 alias.grad = self.bucket.gradients.views[slot].to(alias.dtype)
+                if self.bucket.owed is not None and not self.bucket.travels_as_factors:
+                    alias.grad = alias.grad + self._owed(slot)  # else the next factors have it
+                    self._owed(slot).zero_()
                 members.setdefault(group, []).append(alias)
         step_on(self._optimizer, options, members)
         for slot in self._masters.keys() - unused:
             self._masters[slot].publish()
 
+    def _keep_unused(self, slot: int) -> None:
+        """What ranks had not sent of a parameter may come when none of them uses it."""
+        if bool(self.bucket.gradients.views[slot].any()):
+            self._owed(slot, makes=True).add_(self.bucket.gradients.views[slot])
+
+    def _owed(self, slot: int, *, makes: bool = False) -> Tensor:
+        """What the bucket owes of a parameter, in its shape."""
+        if self.bucket.owed is None and makes:
+            self.bucket.owed = torch.zeros_like(self.bucket.gradients.data)
+        assert self.bucket.owed is not None
+        placed, alias = self.bucket.spec.placements[slot], self._aliases[slot]
+        return self.bucket.owed[placed.start : placed.stop].view(alias.shape)
+
     def states(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by parameter name."""
+        """The optimizer's state by parameter name; what the bucket owes stands among it."""
         states: dict[str, dict[str, Any]] = {}
         for slot, (name, alias) in enumerate(
             zip(self.bucket.spec.names, self._aliases, strict=True)
         ):
             state = dict(self._optimizer.state.get(alias, {}))
+            if self.bucket.owed is not None:
+                state[OWED] = self._owed(slot).clone()
             if slot in self._masters:
                 state |= self._masters[slot].entries()
             if state:
@@ -209,10 +230,13 @@ class WholeUpdate:
     ) -> None:
         """Replace the optimizer's state; ``elementwise`` as in ``load_state``."""
         self._optimizer.state.clear()
+        self.bucket.owed = None
         for slot, (name, alias) in enumerate(
             zip(self.bucket.spec.names, self._aliases, strict=True)
         ):
             state = beside(states.get(name, {}), alias, self._scalars[self._groups[slot]])
+            if (owed := state.pop(OWED, None)) is not None:
+                self._owed(slot, makes=True).copy_(owed.view(alias.shape))
             if slot in self._masters:
                 self._masters[slot].restore(state)
             if state:

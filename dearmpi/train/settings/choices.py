@@ -184,6 +184,7 @@ class RunChoices:
     density: float | None = _of_engine("density")
     error_feedback: Feedback | None = _of_engine("error_feedback")
     compress_after: int = _of_engine("compress_after")
+    powersgd_rank: int | None = _of_engine("powersgd_rank")
     cuda_buffers: CudaBuffers = _of_engine("cuda_buffers")
     update_on: UpdateOn = _of_engine("update_on")
     window: int = _of_engine("window")

@@ -116,6 +116,7 @@ class RunSettings(RunChoices):
             density=self.density,
             error_feedback=self.error_feedback,
             compress_after=self.compress_after,
+            powersgd_rank=self.powersgd_rank,
             cuda_buffers=self.cuda_buffers,
             update_on=self.update_on,
             window=self.window,

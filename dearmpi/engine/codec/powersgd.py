@@ -1,0 +1,274 @@
+"""PowerSGD in half steps: of a matrix of gradients one factor travels, of a few columns.
+
+A gradient, viewed as [rows, columns], is projected on a few orthonormal vectors that all ranks
+share: of its rows in one step, and of its columns in the next. What travels is linear in the
+gradient, so that one sum over the ranks is enough: its reduce-scatter is hidden behind backprop,
+and its all-gather behind the next feed-forward. That sum, made orthonormal, is what the next step
+projects on. What a projection leaves waits in each rank's residual (error feedback).
+
+Source: "PowerSGD" (arXiv 1905.13727), in the form of one multiplication a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.api.collectives import Chain, Collectives, Completed, Request
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.codec.codec import StatelessCodec
+
+_LEAST_RATIO = 2  # by which a factor is smaller than its matrix, else that travels as it is
+_LEAST_NORM = 1e-8  # of a column beside the factor's largest number; below it is left out
+_MOST_DRAWS = 3
+_FAR_APART = 1 << 20  # seeds of two buckets
+
+
+@dataclass(slots=True)
+class Matrix:
+    """A parameter that travels as a factor.
+
+    place: its elements in the bucket's buffer. shape: (rows, columns). slot: its number.
+    basis: what its gradient is projected on, [rank, rows] or, where ``turned``, [rank, columns].
+    """
+
+    place: slice
+    shape: tuple[int, int]
+    slot: int
+    basis: Tensor
+    turned: bool = False
+
+    def view(self, data: Tensor) -> Tensor:
+        """Its elements of ``data``."""
+        return data[self.place].view(self.shape)
+
+    def project(self, data: Tensor, factor: Tensor) -> None:
+        """Fill ``factor``, of ``rank`` rows."""
+        matrix = self.view(data)
+        torch.mm(self.basis, matrix.t() if self.turned else matrix, out=factor)
+
+    def remove(self, data: Tensor, factor: Tensor, *, into: Tensor) -> None:
+        """``into`` becomes ``data`` without what ``factor`` holds of it."""
+        left, right = (factor, self.basis) if self.turned else (self.basis, factor)
+        torch.addmm(self.view(data), left.t(), right, alpha=-1.0, out=self.view(into))
+
+    def restore(self, factor: Tensor, *, into: Tensor) -> None:
+        """``into`` becomes what ``factor`` holds."""
+        left, right = (factor, self.basis) if self.turned else (self.basis, factor)
+        torch.mm(left.t(), right, out=self.view(into))
+
+
+class Factors:
+    """What travels of a bucket: the factors of its matrices, behind all other elements.
+
+    pays: whether that is less than half of the bucket. are_unpacked: whether the gradients are what
+    the last factors have made.
+    """
+
+    def __init__(self, bucket: BucketRuntime, *, rank: int) -> None:
+        """``rank``: rows of a factor, 1 or more."""
+        spec = bucket.spec
+        self._rank, self._index = rank, spec.index
+        self._like = bucket.params[0].detach()
+        self.matrices: list[Matrix] = []
+        self._others: list[slice] = []
+        for slot, (placed, param) in enumerate(zip(spec.placements, bucket.params, strict=True)):
+            place = slice(placed.start, placed.stop)
+            rows = param.shape[0] if param.dim() > 1 else 1
+            columns = max(1, param.numel() // max(1, rows))
+            if min(rows, columns) >= _LEAST_RATIO * rank:
+                empty = self._like.new_empty(0)
+                self.matrices.append(Matrix(place, (rows, columns), slot, empty))
+            else:
+                self._others.append(place)
+        num_others = sum(place.stop - place.start for place in self._others)
+        most = num_others + sum(max(matrix.shape) * rank for matrix in self.matrices)
+        self.shard_numel = math.ceil(most / spec.world_size)
+        self.numel = self.shard_numel * spec.world_size
+        self.pays = self.numel * _LEAST_RATIO <= spec.numel
+        self.are_unpacked = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Bases as they are at the start, alike on all ranks."""
+        for matrix in self.matrices:
+            self._restart(matrix)
+
+    def _restart(self, matrix: Matrix) -> None:
+        matrix.turned = False
+        generator = torch.Generator().manual_seed(_FAR_APART * self._index + matrix.slot)
+        drawn = torch.randn(
+            self._rank, matrix.shape[0], generator=generator, dtype=torch.float64, device="cpu"
+        )
+        matrix.basis = _orthonormal(drawn).to(self._like)
+
+    def pack(self, data: Tensor) -> Tensor:
+        """What is to be sent of ``data``, [numel]."""
+        sent = data.new_zeros(self.numel)
+        at = 0
+        for place in self._others:
+            sent[at : (at := at + place.stop - place.start)].copy_(data[place])
+        for matrix, factor in self._pairs(sent):
+            matrix.project(data, factor)
+        return sent
+
+    def unpack(self, sent: Tensor, *, into: Tensor) -> Iterator[Request]:
+        """``into`` becomes what was sent; a matrix at a time."""
+        at = 0
+        for place in self._others:
+            into[place].copy_(sent[at : (at := at + place.stop - place.start)])
+        for matrix, factor in self._pairs(sent):
+            matrix.restore(factor, into=into)
+            yield Completed()
+        self.are_unpacked = True
+
+    def keep_rest(self, data: Tensor, sent: Tensor, *, into: Tensor) -> Iterator[Request]:
+        """``into`` becomes what of ``data`` is not in ``sent``; a matrix at a time."""
+        for place in self._others:
+            into[place].zero_()
+        for matrix, factor in self._pairs(sent):
+            matrix.remove(data, factor, into=into)
+            yield Completed()
+
+    def advance(self, sent: Tensor) -> None:
+        """The next step's bases, from averages."""
+        for matrix, factor in self._pairs(sent):
+            if math.isfinite(float(factor.sum())):
+                matrix.basis, matrix.turned = _orthonormal(factor), not matrix.turned
+            else:
+                self._restart(matrix)
+
+    def _pairs(self, sent: Tensor) -> Iterator[tuple[Matrix, Tensor]]:
+        at = sum(place.stop - place.start for place in self._others)
+        for matrix in self.matrices:
+            length = matrix.shape[0 if matrix.turned else 1]
+            part = sent[at : (at := at + self._rank * length)]
+            yield matrix, part.view(self._rank, length)
+
+
+class PowerReduce(StatelessCodec):
+    """The sum of factors, which lies at the front of the own shard; zeros are behind it.
+
+    Bases are orthonormal, so the shards' norm over all ranks is that of what will be restored.
+    """
+
+    keeps = True
+
+    def __init__(
+        self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms, factors: Factors
+    ) -> None:
+        self._algorithm, self._factors = algorithms, factors
+        self._residual: Tensor | None = None
+        self._next: Tensor | None = None
+        self._is_reduced = self.owes = False
+        spec = bucket.spec
+        self.sent_bytes = (spec.world_size - 1) * factors.shard_numel * spec.itemsize
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Add the residual, and send the factors."""
+        return Chain(self._steps(bucket, collectives))
+
+    def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request]:
+        data, own = bucket.gradients.data, bucket.gradients.shard
+        data[bucket.spec.numel :].zero_()  # the padding may be anything
+        if self._residual is not None:
+            data.add_(self._residual)
+        if bucket.owed is not None:
+            data.add_(bucket.owed)
+        if self._factors.are_unpacked and (carried := bucket.take_carried()) is not None:
+            own.add_(carried, alpha=bucket.spec.world_size)  # of elements, and not of factors
+        self._factors.are_unpacked = False
+        sent = self._factors.pack(data)
+        total = sent.clone()
+        yield self._algorithm.start_reduce_scatter(total, collectives)
+        if self._next is None:
+            self._next = torch.zeros_like(data)
+        yield from self._factors.keep_rest(data, sent, into=self._next)
+        own.zero_()
+        shard = self._factors.shard_numel
+        own[:shard] = total[collectives.rank * shard : (collectives.rank + 1) * shard]
+        self._is_reduced = True
+
+    def commit(self, bucket: BucketRuntime) -> None:
+        """Of numbers that are not finite nothing is kept."""
+        if not self._is_reduced:
+            return
+        assert self._next is not None
+        self._is_reduced, self.owes, bucket.owed = False, True, None
+        self._residual, self._next = self._next, self._residual
+        if not math.isfinite(float(self._residual.sum())):
+            self._residual.nan_to_num_(0.0, 0.0, 0.0)
+
+    def discard(self) -> None:
+        """What was kept before stays."""
+        self._is_reduced = False
+
+    def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
+        """Bring the residuals' mean to all ranks, for their next reduction (collective)."""
+        return Chain(self._settle(bucket, collectives))
+
+    def _settle(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request]:
+        residual = self._residual
+        assert residual is not None
+        self.forget()
+        yield self._algorithm.start_reduce_scatter(residual, collectives)
+        residual[bucket.spec.cuts.slice_of(collectives.rank)].div_(bucket.spec.world_size)
+        yield self._algorithm.start_all_gather(residual, collectives)
+        bucket.add_owed(residual)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._residual, self._next, self._is_reduced, self.owes = None, None, False, False
+        self._factors.restart()
+
+
+class PowerGather(StatelessCodec):
+    """The averaged factors, of which each rank makes the bucket's gradients."""
+
+    def __init__(
+        self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms, factors: Factors
+    ) -> None:
+        self._algorithm, self._factors = algorithms, factors
+        spec = bucket.spec
+        self.sent_bytes = (spec.world_size - 1) * factors.shard_numel * spec.itemsize
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Gather the factors."""
+        return Chain(self._steps(bucket, collectives))
+
+    def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request]:
+        shard, data = self._factors.shard_numel, bucket.gradients.data
+        total = data.new_empty(self._factors.numel)
+        own = slice(collectives.rank * shard, (collectives.rank + 1) * shard)
+        total[own] = bucket.gradients.shard[:shard]
+        yield self._algorithm.start_all_gather(total, collectives)
+        yield from self._factors.unpack(total, into=data)
+        self._factors.advance(total)
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """An orthonormal basis whose space has that of ``rows``, [rank, length], in it.
+
+    A row that adds nothing is drawn anew: it could never come back. The same input gives the same
+    bits: by Gram-Schmidt in fp64, each row twice.
+    """
+    basis = rows.to(torch.float64, copy=True)
+    least = _LEAST_NORM * float(torch.linalg.vector_norm(basis, math.inf))
+    generator = torch.Generator().manual_seed(0)
+    for index, row in enumerate(basis):
+        for _ in range(_MOST_DRAWS):
+            for _ in range(2):
+                row -= basis[:index].t() @ (basis[:index] @ row)
+            norm = float(torch.linalg.vector_norm(row))
+            if norm > least:
+                row /= norm
+                break
+            drawn = torch.randn(len(row), generator=generator, dtype=torch.float64, device="cpu")
+            row.copy_(drawn)
+            least = 0.0
+    return basis.to(rows.dtype)
