@@ -92,6 +92,8 @@ class Method:
     @property
     def density(self) -> float:
         """The part of a gradient that it sends in a step, as far as its options say."""
+        if self.options.get("compress") == "powersgd":
+            return 0.5  # one side of each matrix in a step
         if self.options.get("compress") not in SPARSE:
             return 1.0
         return float(self.options.get("density", DEFAULT_DENSITY))

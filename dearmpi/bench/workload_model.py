@@ -28,6 +28,7 @@ _MOST_QUANTIZED: Mapping[str, float] = {
     "nonzero": 0.0,
     "int8": 0.01,
     "int4": 0.15,
+    "powersgd": 0.0,  # if factors hold all
     **dict.fromkeys(SPARSE, 0.01),  # with a density of 1; parameters are of int8
 }
 _LEAST_SPARSE = 0.8  # of what sparse steps bring in the mean
