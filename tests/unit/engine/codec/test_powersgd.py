@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -169,8 +170,9 @@ def test_a_resumed_run_goes_on_bit_by_bit(size: int) -> None:
         return saved, end
 
     for rank, (saved, end) in enumerate(run_ranks(size, whole)):
-        again = run_ranks(size, lambda world, saved=saved: train(world, range(3, 7), saved))[rank]
-        assert all(torch.equal(again[0][name], end[name]) for name in end)
+        resume = partial(train, steps=range(3, 7), start_from=saved)
+        again = run_ranks(size, resume)[rank][0]
+        assert all(torch.equal(again[name], end[name]) for name in end)
 
 
 def test_a_run_resumed_on_other_ranks_loses_nothing() -> None:
