@@ -44,11 +44,11 @@ BELOW: dict[str, frozenset[str]] = {
     "local": _TORCH | {"engine", "plan", "comm", "config", "errors", "guessed"},
     "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "version"},
     "report": frozenset({"plan", "config", "errors", "span"}),
-    "train": _LIBRARY | {"report", "version"},
+    "train": _LIBRARY | {"local", "report", "version"},
     "drop_in": _TORCH | {PACKAGE, "config", "errors"},
     "integrations": frozenset({PACKAGE, "config", "drop_in", "errors"}),
     PACKAGE: _LIBRARY | {"drop_in", "guessed", "local", "train", "version"},
-    "bench": _LIBRARY | _TORCH | {PACKAGE, "train", "report"},
+    "bench": _LIBRARY | _TORCH | {PACKAGE, "local", "train", "report"},
     # It measures as a benchmark does, and judges what a run would do: above both.
     "doctor": _LIBRARY | {PACKAGE, "bench", "train", "report"},
     "cli": _LIBRARY | {"version", PACKAGE, "doctor", "bench", "train", "report"},

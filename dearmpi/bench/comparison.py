@@ -198,6 +198,13 @@ class _Trial:
     def measure(self) -> None:
         """Tune and warm up, then take the time of each iteration."""
         assert self._entrant is not None
+        period = self._method.period
+        if self._length.num_batches % period:
+            raise ConfigError(
+                f"a round has {self._length.num_batches} iterations, but the method's work repeats "
+                f"every {period}; measure a multiple of {period}",
+                code="out-of-range",
+            )
         loss = self._workload.losses()
         while self._entrant.is_tuning() or self._num_tuning < self._least_tuning:
             _iterate(self._entrant, loss)
@@ -210,6 +217,8 @@ class _Trial:
             for _ in range(self._length.num_batches):
                 self.iterations.append(_iterate(self._entrant, loss))
             self.cpu_s = (time.process_time() - cpu_s) / self._length.num_batches
+            if period > 1:
+                self.iterations = _evened(self.iterations)
         finally:
             gc.enable()
 
@@ -227,6 +236,7 @@ class _Trial:
             comm_dtype=self._method.comm_dtype,
             compress=self._method.options.get("compress", "none"),
             density=self._method.density,
+            progress=None if self._method.progress is None else self._method.progress(steps),
         )
         if problem:
             raise RuntimeError(f"trained wrongly: {problem}")
@@ -262,6 +272,17 @@ def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> MeasuredI
     back = time.perf_counter()
     entrant.optimizer.step()
     return MeasuredIteration(fed - start, back - fed, time.perf_counter() - back)
+
+
+def _evened(iterations: Sequence[MeasuredIteration]) -> list[MeasuredIteration]:
+    """The mean of all in the place of each: a median would leave out what few of them do."""
+    num = len(iterations)
+    mean = MeasuredIteration(
+        sum(one.feed_forward_s for one in iterations) / num,
+        sum(one.backprop_s for one in iterations) / num,
+        sum(one.step_s for one in iterations) / num,
+    )
+    return [mean] * num
 
 
 def _average(

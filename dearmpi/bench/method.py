@@ -70,6 +70,9 @@ class Method:
         after it.
     waits_in_mpi: a rank of it that fails leaves the others waiting in this package's operations.
     tunes_itself: in iterations before those that warm up.
+    period: iterations after which its work repeats; each counts as the mean of its block.
+    progress: of how many averaged steps parameters show the work after a number of steps, at least
+        and at most; None: of all.
     check: raises ConfigError where it cannot enter; without communication.
     find: raises, before anything is measured, where what it needs cannot be imported; all ranks
         call it, whatever the others meet.
@@ -81,6 +84,8 @@ class Method:
     uses_group: bool = True
     waits_in_mpi: bool = False
     tunes_itself: bool = False
+    period: int = 1
+    progress: Callable[[int], tuple[float, float]] | None = None
     check: Callable[[Setup], object] = lambda setup: None
     find: Callable[[World], object] = lambda world: None
 

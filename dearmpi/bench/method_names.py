@@ -20,12 +20,14 @@ from dearmpi.bench.method import (
 from dearmpi.bench.own_methods import (
     ALONE,
     BAYES,
+    LOCAL,
     OURS,
     PLANNED,
     alone,
     bayes,
     check_bayes,
     check_precision,
+    local_method,
     ours,
     refuse_cap,
     refuse_settings,
@@ -133,6 +135,8 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
         options = {**other.method.options, **options}
         other.read(options)
         return replace(other.method, label=label, options=options)
+    if name == LOCAL:
+        return local_method(label, options)
     refuse_settings(name, options)
     if name == BAYES:
         refuse_cap(options)

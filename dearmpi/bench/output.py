@@ -145,7 +145,7 @@ _TOP, _STEP, _BAR, _BOTTOM = 60, 30, 18, 24
 _LEAST = 300  # pixels of the longest bar, however long the labels
 _OURS, _OTHER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
 _NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
-_OUR_NAMES = ("serial", "wfbp", "dear", "planned", "bayes")
+_OUR_NAMES = ("serial", "wfbp", "dear", "planned", "bayes", "local")
 
 
 def draw(result: Result) -> str:

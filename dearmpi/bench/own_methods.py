@@ -9,12 +9,15 @@ from typing import Any, get_type_hints
 from dearmpi.bench.method import (
     Entrant,
     Factory,
+    Method,
     Setup,
 )
 from dearmpi.config import MIB, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.checks import check_parameters, optimized_parameters
 from dearmpi.errors import ConfigError
+from dearmpi.local.optimizer import LocalOptimizer
+from dearmpi.plan.data.local_schedule import LocalSchedule, OuterRule
 from dearmpi.plan.data.plan_choice import check_plan
 from dearmpi.train.loop.planning import NUM_TRIALS, CapSearch
 
@@ -22,7 +25,8 @@ ALONE = "alone"
 SCHEDULES = ("serial", "wfbp", "dear")
 PLANNED = "planned"
 BAYES = "bayes"
-OURS = (*SCHEDULES, PLANNED, BAYES)
+LOCAL = "local"
+OURS = (*SCHEDULES, PLANNED, BAYES, LOCAL)
 _OF_DEVICES = ("cuda_buffers", "update_on")
 
 
@@ -56,6 +60,75 @@ def ours(name: str) -> Factory:
         )
 
     return enter
+
+
+_LOCAL_KINDS: Mapping[str, object] = {
+    "sync_every": int,
+    "fragments": int,
+    "delay": int,
+    "mix": float,
+    "outer_lr": float,
+    "outer_momentum": float,
+}
+
+
+def read_local(options: Mapping[str, str]) -> tuple[LocalSchedule, OuterRule, EngineConfig]:
+    """When ranks exchange, how shared values move, and in what settings of the engine.
+
+    The defaults are local SGD every 8 steps. Raises ConfigError for options that do not fit.
+    """
+    own = {name: text for name, text in options.items() if name in _LOCAL_KINDS}
+    values: dict[str, Any] = {
+        name: _read_value(name, text, _LOCAL_KINDS[name]) for name, text in own.items()
+    }
+    schedule = LocalSchedule(
+        values.get("sync_every", 8), values.get("fragments", 1), values.get("delay", 0)
+    )
+    rule = OuterRule(
+        values.get("outer_lr", 1.0), values.get("outer_momentum", 0.0), values.get("mix", 0.0)
+    )
+    rest = {name: text for name, text in options.items() if name not in own}
+    return schedule, rule, read_config(rest)
+
+
+def local(setup: Setup) -> Entrant:
+    """Ranks that train alone and exchange every so many steps."""
+    schedule, rule, config = read_local(setup.options)
+    optimizer = LocalOptimizer(
+        setup.make_optimizer(setup.model.parameters()),
+        setup.model,
+        sync_every=schedule.sync_every,
+        fragments=schedule.fragments,
+        delay=schedule.delay,
+        mix=rule.mix,
+        outer_lr=rule.lr,
+        outer_momentum=rule.momentum,
+        compress=config.compress,
+        world=setup.world,
+        config=config,
+    )
+    return Entrant(setup.model, optimizer, finish=optimizer.show_anchor, close=optimizer.close)
+
+
+def local_method(label: str, options: Mapping[str, str]) -> Method:
+    """The method ``label``. Raises ConfigError for options that do not exist or fit."""
+    schedule, rule, _ = read_local(options)
+
+    def progress(num_steps: int) -> tuple[float, float]:
+        found = [
+            rule.progress(schedule, fragment, num_steps) for fragment in range(schedule.fragments)
+        ]
+        return min(found), max(found)
+
+    return Method(
+        label,
+        local,
+        options,
+        uses_group=False,
+        waits_in_mpi=True,
+        period=schedule.sync_every,
+        progress=progress,
+    )
 
 
 def check_precision(setup: Setup) -> None:

@@ -89,6 +89,7 @@ class ReplayedModel:
         comm_dtype: CommDtype = "fp32",
         compress: str = "none",
         density: float = 1.0,
+        progress: tuple[float, float] | None = None,
     ) -> str:
         """Compare both ends of every parameter with what averaged gradients make of them.
 
@@ -97,9 +98,12 @@ class ReplayedModel:
 
         density: the part of a gradient that is sent in a step. Below 1 the ends tell nothing; all
         parameters together must have come as far as such steps bring them.
+        progress: the steps that parameters may show, at least and at most; None: ``num_steps``.
         """
         if density < 1:
             return self._problem_of_sparse(model, num_steps, density)
+        if progress is not None:
+            return self._problem_of_progress(model, progress, _MOST_QUANTIZED[compress])
         num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
         for name, param in model.named_parameters():
             if not param.requires_grad:
@@ -117,6 +121,22 @@ class ReplayedModel:
                     continue
                 if abs(value - _rounded(param.dtype, gradient, num_steps)) > most:
                     return f"{name} is {value:.6g} after {num_steps} steps, not {expected:.6g}"
+        return ""
+
+    def _problem_of_progress(
+        self, model: nn.Module, progress: tuple[float, float], part: float
+    ) -> str:
+        """Both ends of every parameter must lie between what the two numbers of steps make."""
+        num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
+        for name, param in model.named_parameters():
+            if not param.requires_grad:
+                continue
+            gradient = num_uses_of.get(name, 1) * self._scale * (1 + self.world_size) / 2
+            most = _LEARNING_RATE * gradient * progress[1] * max(_TOLERANCE, part)
+            low, high = (_LEARNING_RATE * gradient * steps for steps in progress)
+            for value in param.detach().flatten()[[0, -1]].tolist() if param.numel() else ():
+                if not low - most <= -value <= high + most:
+                    return f"{name} is {value:.6g}, not {-high:.6g} to {-low:.6g}"
         return ""
 
     def _problem_of_sparse(self, model: nn.Module, num_steps: int, density: float) -> str:
@@ -176,6 +196,7 @@ class TaskModel:
         comm_dtype: CommDtype = "fp32",
         compress: str = "none",
         density: float = 1.0,
+        progress: tuple[float, float] | None = None,
     ) -> str:
         for name, param in model.named_parameters():
             if not bool(param.detach().isfinite().all()):

@@ -105,6 +105,10 @@ class Anchor:
                 value = value.mul(1 - mix).add_(trained.to(value.dtype), alpha=mix)
             trained.copy_(value)
 
+    def restore(self) -> None:
+        """Give what is trained the shared values."""
+        self._overwrite(self.shared)
+
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, what is trained has the shared values, of which the last exchange is over."""

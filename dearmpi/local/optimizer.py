@@ -229,6 +229,14 @@ class LocalOptimizer(Facade):
                 yield
 
     @untraced
+    def show_anchor(self) -> None:
+        """Make the model's parameters the shared values for good, as at the end of training."""
+        self.synchronize()
+        if self._dense is None:
+            self._anchor.restore()
+            self._under_way = None
+
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state in torch's form, and what local steps need (collective).
 

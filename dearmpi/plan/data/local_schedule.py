@@ -62,6 +62,36 @@ class LocalSchedule:
         return next(found, None)
 
 
+@dataclass(frozen=True, slots=True)
+class OuterRule:
+    """How shared values move: SGD's ``lr`` and ``momentum``, Nesterov's; ``mix``: the part of its
+    own values that a rank keeps at a merge.
+    """
+
+    lr: float
+    momentum: float
+    mix: float
+
+    def progress(self, schedule: LocalSchedule, fragment: int, num_steps: int) -> float:
+        """How far the shared values of ``fragment`` come in ``num_steps``, where ranks move by one
+        in each on average.
+        """
+        own = shared = velocity = 0.0
+        due = -1
+        for step in range(1, num_steps + 1):
+            own += 1.0
+            if step == due:
+                own = self.mix * own + (1 - self.mix) * shared
+            if schedule.starting(step) == fragment:
+                delta = own - shared
+                velocity = self.momentum * velocity + delta
+                shared += self.lr * (delta + self.momentum * velocity)
+                due = step + schedule.delay
+                if not schedule.delay:
+                    own = shared
+        return shared
+
+
 def check_count(name: str, value: object, least: int) -> None:
     """Raise ConfigError unless ``value`` is a whole number of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool):
