@@ -22,6 +22,7 @@ from dearmpi.train.checkpoint import check_model, optimizer_state_dict, paramete
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
 from dearmpi.train.data.loading import BatchLoader, open_loader
+from dearmpi.train.loop.blocks import prepare_blocks
 from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve, parameter_groups
 from dearmpi.train.metrics.metrics import check_names
@@ -120,6 +121,7 @@ def prepare(
         total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
         _check_passes(batches, task, total_steps)
         _fill_model(task, settings, snapshot)
+        prepare_blocks(task.model, settings)
         loading = open_loader(task, name=settings.task, num_workers=settings.workers)
         evaluator = _evaluator(settings, task, batches, loading)
         inner = choice.build(parameter_groups(task.model, settings.no_decay))

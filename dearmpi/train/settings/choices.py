@@ -235,6 +235,19 @@ class RunChoices:
         fixed=True,
         usual=True,
     )
+    compile: bool = setting(
+        False,
+        "Numerics",
+        "switch",
+        "torch.compile for each repeated block (such as a transformer layer) by itself",
+    )
+    activation_checkpointing: bool = setting(
+        False,
+        "Numerics",
+        "switch",
+        "keep the inputs of repeated blocks alone, and compute their inside again in backprop: "
+        "less memory, about a third more time",
+    )
     seed: int = setting(
         0, "Numerics", "integer", "of parameters, order and noise", least=0, most=2**63, fixed=True
     )

@@ -33,6 +33,8 @@ _OTHERS: Mapping[str, str] = {
     "max_grad_norm": "clip_grad clip_grad_norm gradient_clip_val gradient_clipping",
     "lr_schedule": "lr_scheduler lr_scheduler_type scheduler sched",
     "precision": "amp bf16 fp16 mixed_precision dtype",
+    "compile": "torch_compile use_compile compile_model",
+    "activation_checkpointing": "gradient_checkpointing checkpoint_activations grad_checkpointing",
     "threads": "num_threads",
     "run_folder": "output_dir out_dir save_dir",
     "name": "run_name exp_name experiment_name job_name",

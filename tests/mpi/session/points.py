@@ -44,6 +44,29 @@ def make_model(dropout):
     )
 
 
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, inputs):
+        return inputs + self.dropout(self.last(self.first(inputs).tanh()))
+
+
+class Blocks(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+
+    def forward(self, inputs):
+        inputs = self.first(inputs)
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.last(inputs)
+
+
 def make(options):
     # What goes wrong goes wrong on the last rank.
     world = dearmpi.connect()
@@ -66,9 +89,10 @@ def make(options):
                 signal.raise_signal(signal.SIGTERM)
         return value
 
+    kind = Blocks if options.get("model") == "blocks" else make_model
     return Task(
         "points",
-        make_model(float(options.get("dropout", "0"))),
+        kind(float(options.get("dropout", "0"))),
         Points({NUM_SAMPLES}),
         loss,
         eval_data=Points(11),
