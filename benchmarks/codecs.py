@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from dearmpi.engine.codec.largest import largest
 from dearmpi.engine.codec.quantized import quantizer_of
 
 NUM_ROUNDS = 15
@@ -39,7 +40,8 @@ def candidates(values: torch.Tensor) -> dict[str, Work]:
     """By name."""
     half, copy = values.to(torch.bfloat16), torch.empty_like(values)
     few = int(len(values) * DENSITY)
-    block = copy[:few]
+    block, whole = copy[:few], len(values) // 1024 * 1024
+    threshold, weights = 2 * 0.85 * largest(values, few)[1], torch.randn(1024, 2)
     return {
         "bf16: copy": lambda: half.copy_(values),
         "fp32: copy": lambda: copy.copy_(values),
@@ -49,6 +51,14 @@ def candidates(values: torch.Tensor) -> dict[str, Work]:
         "random-block of 1 %: add to a residual, copy": lambda: (
             copy.add_(values),
             block.copy_(values[:few]),
+        ),
+        "topk of 1 %: add to a residual, choose": lambda: (
+            torch.add(values, values, out=copy),
+            largest(copy, few, threshold),
+        ),
+        "block-topk: add to a residual, project": lambda: (
+            torch.add(values, values, out=copy),
+            torch.mm(copy[:whole].view(-1, 1024), weights),
         ),
         "top 1 %: torch.topk of magnitudes": lambda: torch.topk(values.abs(), few, sorted=False),
     }

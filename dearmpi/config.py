@@ -17,7 +17,9 @@ ReduceScatter = Literal["native", "ring", "exchange"]
 Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
-Compress = Literal["none", "int8", "int4", "nonzero", "random-block", "random-k", "powersgd"]
+Compress = Literal[
+    "none", "int8", "int4", "nonzero", "random-block", "random-k", "topk", "block-topk", "powersgd"
+]
 Feedback = Literal["ef14", "none"]
 CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
@@ -27,7 +29,9 @@ ADDED_BY_LIBRARY: frozenset[ReduceScatter] = frozenset({"native"})
 """Algorithms by which the MPI library forms the sums; it cannot in half precision."""
 
 MIB = 1024 * 1024
-SPARSE = ("random-block", "random-k")  # of ``compress``: what sends a part of a gradient
+SPARSE = ("random-block", "random-k", "topk", "block-topk")
+"""Of ``compress``: what sends a part of a gradient in each step."""
+
 DEFAULT_DENSITY = 0.01
 DEFAULT_POWERSGD_RANK = 4
 
@@ -114,9 +118,11 @@ class EngineConfig:
         and added in fp32. With ``gather="parameters"`` every rank keeps its shard in fp32 for the
         optimizer, as well as what replicas show of it, and sends the difference. ``nonzero`` loses
         nothing: it sends the blocks of 64 elements that are not zero on some rank, or that a step
-        has changed. ``random-block`` and ``random-k`` send ``density`` of a gradient in a step and
-        the rest in later ones, and parameters as ``int8`` does; for SGD. ``powersgd``, with
-        ``gather="gradients"``, sends two factors of each matrix in turn, and the rest later.
+        has changed. ``random-block``, ``random-k``, ``topk`` (the largest elements, each rank its
+        own) and ``block-topk`` (the blocks of 1024 whose sums are largest) send ``density`` of a
+        gradient in a step and the rest in later ones, and parameters as ``int8`` does; for SGD.
+        ``powersgd``, with ``gather="gradients"``, sends two factors of each matrix in turn, and
+        the rest later.
     density: of sparse ``compress``, the part of each shard that is sent; None: 0.01.
     error_feedback: of sparse ``compress``, what becomes of the rest: ``ef14`` adds it to the next
         gradient, ``none`` drops it; None: ``ef14``.
@@ -175,14 +181,13 @@ class EngineConfig:
         "none",
         "choice",
         "send large buckets of fp32 in 8 or 4 bits an element, both ways; nonzero: only blocks "
-        "that are not zero, or have changed",
+        "that are not zero, or have changed; the others: a part of a gradient in each step",
         choices=get_args(Compress),
     )
     density: float | None = _declare(
         None,
         "number",
-        "with random-block and random-k: the part of a gradient that is sent in a step; "
-        "default: 0.01",
+        "with a sparse --compress: the part of a gradient that is sent in a step; default: 0.01",
         above=0,
     )
     error_feedback: Feedback | None = _declare(
@@ -269,14 +274,14 @@ class EngineConfig:
         if self.density is not None and not self.is_sparse:
             raise ConfigError(
                 f"density is {self.density}, but compress is {self.compress!r}, which sends all "
-                "elements; leave density out, or take compress 'random-block' or 'random-k'",
+                f"elements; leave density out, or take one of {', '.join(SPARSE)}",
                 code="setting-without-effect",
             )
         if self.error_feedback is not None and not self.is_sparse:
             raise ConfigError(
                 f"error_feedback is {self.error_feedback!r}, but compress is {self.compress!r}, "
-                "which sends all elements; leave error_feedback out, or take compress "
-                "'random-block' or 'random-k'",
+                "which sends all elements; leave error_feedback out, or take one of "
+                f"{', '.join(SPARSE)}",
                 code="setting-without-effect",
             )
         if self.compress_after < 0:

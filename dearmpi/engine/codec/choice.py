@@ -18,6 +18,7 @@ from dearmpi.engine.codec.codec import (
     HalfReduce,
     elements_sent,
 )
+from dearmpi.engine.codec.largest import TopBlocks, TopElements
 from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
 from dearmpi.engine.codec.powersgd import Factors, PowerGather, PowerReduce
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
@@ -29,6 +30,8 @@ from dearmpi.engine.update.master import is_half
 _SPARSE: Mapping[str, type[SparseReduce]] = {
     "random-block": RandomBlocks,
     "random-k": RandomElements,
+    "topk": TopElements,
+    "block-topk": TopBlocks,
 }
 
 

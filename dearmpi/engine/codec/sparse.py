@@ -23,7 +23,7 @@ from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import StatelessCodec
 from dearmpi.engine.codec.residual import ErrorFeedback
 
-_FAR_APART = 1 << 40  # seeds of two buckets
+FAR_APART = 1 << 40  # seeds of two buckets
 
 
 class SparseReduce(StatelessCodec):
@@ -159,7 +159,7 @@ class RandomElements(RandomReduce):
 
     def choose(self, turn: int) -> Tensor:
         """Elements in ascending order."""
-        generator = torch.Generator().manual_seed(self.index * _FAR_APART + turn)
+        generator = torch.Generator().manual_seed(self.index * FAR_APART + turn)
         bounds = torch.arange(self.num_sent + 1, device="cpu") * self.numel // self.num_sent
         first, width = bounds[:-1], bounds.diff()
         drawn = torch.rand(self.num_sent, generator=generator, dtype=torch.float64, device="cpu")

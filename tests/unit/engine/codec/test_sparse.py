@@ -31,7 +31,8 @@ from tests.mpi.models import fill
 from tests.mpi.oracle import copies, fingerprint
 from tests.unit.engine.test_compress import make_wide_model, regress
 
-SPARSE: list[Compress] = ["random-block", "random-k"]
+SPARSE: list[Compress] = ["random-block", "random-k", "topk", "block-topk"]
+RANDOM: list[Compress] = ["random-block", "random-k"]
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +185,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(
     assert {digest for _, digest in begun} == set(run_ranks(3, second))
 
 
-@pytest.mark.parametrize("compress", SPARSE)
+@pytest.mark.parametrize("compress", RANDOM)
 def test_without_error_feedback_the_rest_is_dropped(compress: Compress) -> None:
     settings: dict[str, Any] = {"compress": compress, "density": 0.1, "error_feedback": "none"}
     found = run_ranks(2, lambda w: train_on_whole_numbers(w, range(1), **settings))

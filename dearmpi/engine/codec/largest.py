@@ -1,0 +1,209 @@
+"""Sparse codecs by magnitude: the largest elements of a gradient, or its heaviest blocks.
+
+Every shard of a bucket sends equally many, so that all messages have one length and each owner gets
+what it adds. A reduce-scatter of them is therefore as one of whole buckets: it hides behind
+backprop, and needs no all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.scratch import Scratch
+from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.codec.residual import ErrorFeedback
+from dearmpi.engine.codec.sparse import FAR_APART, SparseReduce
+
+_PIECE = 1 << 16  # elements at once: their magnitudes stay in a core's cache
+_ALIGNMENT = 64  # bytes
+_INDEX_BYTES = 4
+_MOST_CANDIDATES = 6  # times those wanted; beyond, a threshold is looked for anew
+_LOWERED = 0.85  # of the last step's threshold, so that enough elements lie above it
+_SAMPLE, _HITS = 4096, 64  # elements of a sample at least, and how many above its threshold
+_BLOCK = 1024  # elements
+_NUM_PROJECTIONS = 2
+
+
+class TopElements(SparseReduce):
+    """The largest elements of each shard, of each rank its own.
+
+    Own coordinates suit a reduce-scatter: an owner adds what arrives wherever it lies, while one
+    choice for all would cost an exchange before. Every rank sends each owner as many values and
+    indexes.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketRuntime,
+        algorithms: CollectiveAlgorithms,
+        scratch: Scratch,
+        *,
+        density: float,
+        feedback: ErrorFeedback,
+    ) -> None:
+        """As ``SparseReduce``."""
+        super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
+        spec = bucket.spec
+        unaligned = self.num_sent * (spec.itemsize + _INDEX_BYTES)
+        self._num_bytes = -(-unaligned // _ALIGNMENT) * _ALIGNMENT  # of a message
+        self._thresholds = [0.0] * spec.world_size
+        self.sent_bytes = (spec.world_size - 1) * self._num_bytes
+
+    def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
+        """Encode and exchange at once, since operations in flight are told apart by their order;
+        add in the order of ranks when the parts have come.
+        """
+        size, each, own = len(rows), self._num_bytes, collectives.rank
+        message = torch.empty(0, dtype=torch.uint8, device="cpu")
+        held = [self.scratch.take(message, size * each) for _ in range(2)]
+        sent, arrived = (buffer[: size * each].view(size, -1) for buffer in held)
+        places = torch.empty(size, self.num_sent, dtype=torch.int64, device="cpu")
+        for rank, row in enumerate(rows):
+            values, indexes = self._parts(sent[rank], rows.dtype)
+            if finite:
+                places[rank] = self._choose(row, rank)
+                torch.index_select(row, 0, places[rank], out=values)
+            else:
+                places[rank] = torch.arange(self.num_sent, device="cpu")
+                values.fill_(math.nan)
+            indexes.copy_(places[rank])
+        yield collectives.start_exchange(sent.view(-1), arrived.view(-1))
+        arrived[own] = sent[own]
+        total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
+        for part in arrived:
+            values, indexes = self._parts(part, rows.dtype)
+            total.index_add_(0, indexes, values)
+        for buffer in held:
+            self.scratch.give_back(buffer)
+
+    def _parts(self, message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Values, and their places in the shard as int32."""
+        end = self.num_sent * dtype.itemsize
+        indexes = message[end : end + self.num_sent * _INDEX_BYTES]
+        return message[:end].view(dtype), indexes.view(torch.int32)
+
+    def _choose(self, row: Tensor, rank: int) -> Tensor:
+        places, least = largest(row, self.num_sent, self._thresholds[rank])
+        self._thresholds[rank] = _LOWERED * least
+        return places
+
+
+def largest(row: Tensor, num: int, threshold: float = 0.0) -> tuple[Tensor, float]:
+    """The places of the ``num`` largest magnitudes, ascending, and the least of them.
+
+    row: 1-D and finite; of equal magnitudes the first count. threshold: a little below that of the
+    last step, which saves most of the work; it changes nothing else.
+    """
+    if num == len(row):
+        return torch.arange(num, device="cpu"), 0.0
+    places = above(row, threshold)
+    if not num <= len(places) <= _MOST_CANDIDATES * num:
+        places = above(row, _estimate(row, num))
+        if len(places) < num:
+            places = above(row, 0.0)
+    if len(places) < num:  # there are no others
+        zeros = (row == 0).nonzero().view(-1)[: num - len(places)]
+        return torch.cat([places, zeros]).sort().values, 0.0
+    magnitudes = row[places].abs_()
+    least = magnitudes.topk(num, sorted=False).values.min()
+    chosen = magnitudes > least
+    ties = (magnitudes == least).nonzero().view(-1)
+    chosen[ties[: num - int(chosen.sum())]] = True
+    return places[chosen], float(least)
+
+
+def above(row: Tensor, threshold: float) -> Tensor:
+    """The places of all magnitudes above ``threshold``, ascending."""
+    magnitudes = row.new_empty(min(_PIECE, len(row)))
+    found = []
+    for start in range(0, len(row), _PIECE):
+        piece = row[start : start + _PIECE]
+        flags = torch.abs(piece, out=magnitudes[: len(piece)]) > threshold
+        found.append(torch.from_numpy(flags.numpy().nonzero()[0]).add_(start))
+    return torch.cat(found)
+
+
+def _estimate(row: Tensor, num: int) -> float:
+    """A threshold that half as many again as ``num`` magnitudes exceed, by a sample."""
+    size = min(len(row), max(_SAMPLE, _HITS * len(row) // num))
+    sample = row[:: len(row) // size].abs()
+    wanted = min(len(sample), math.ceil(1.5 * num / len(row) * len(sample)))
+    return float(sample.topk(wanted, sorted=False).values.min())
+
+
+class TopBlocks(SparseReduce):
+    """The blocks of each shard whose sum over the ranks is heaviest, the same on all ranks.
+
+    The owner of a shard alone chooses, by random projections of all blocks, which arrive as sums:
+    so what cancels between ranks is not sent, and one index serves a whole block (ARC-Top-K, arXiv
+    2510.26709). Two small collectives go before that of the blocks.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketRuntime,
+        algorithms: CollectiveAlgorithms,
+        scratch: Scratch,
+        *,
+        density: float,
+        feedback: ErrorFeedback,
+    ) -> None:
+        """As ``SparseReduce``."""
+        super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
+        self._block = min(_BLOCK, self.numel)
+        self._num_chosen = math.ceil(self.num_sent / self._block)
+        # The last block reaches back over the one before where the shard's length asks for it.
+        firsts = range(0, self.numel, self._block)
+        self._starts = torch.tensor([min(one, self.numel - self._block) for one in firsts])
+        spec, width = bucket.spec, bucket.spec.itemsize
+        each = len(firsts) * _NUM_PROJECTIONS * width
+        each += self._num_chosen * (_INDEX_BYTES + self._block * width)
+        self.sent_bytes = (spec.world_size - 1) * each
+
+    def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
+        """Reduce the projections, gather the owners' choices, reduce the blocks chosen."""
+        size, own = len(rows), collectives.rank
+        to_choices, to_blocks = collectives.reserve(), collectives.reserve()
+        projected = self._project(rows)
+        if not finite:
+            projected.fill_(math.nan)
+        yield self.algorithm.start_reduce_scatter(projected.view(-1), collectives)
+        choices = torch.empty(size, self._num_chosen, dtype=torch.int32, device="cpu")
+        weights = projected[own].square().sum(1)
+        choices[own] = weights.topk(self._num_chosen).indices.sort().values
+        with to_choices:
+            request = collectives.start_all_gather(choices.view(-1), "ring")
+        yield request
+        firsts = self._starts[choices.long()][..., None]
+        places = (firsts + torch.arange(self._block, device="cpu")).view(size, -1)
+        held = self.scratch.take(rows, places.numel())
+        room = held[: places.numel()].view(size, -1)
+        torch.gather(rows, 1, places, out=room)
+        if not finite:
+            room.fill_(math.nan)
+        with to_blocks:
+            request = self.algorithm.start_reduce_scatter(room.view(-1), collectives)
+        yield request
+        total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
+        total[places[own]] = room[own]
+        self.scratch.give_back(held)
+
+    def _project(self, rows: Tensor) -> Tensor:
+        """Of each block of each shard a few sums, each with random weights."""
+        generator = torch.Generator().manual_seed(self.index * FAR_APART + self.turn)
+        shape = (self._block, _NUM_PROJECTIONS)
+        weights = torch.randn(shape, generator=generator, dtype=rows.dtype, device="cpu")
+        num_whole = self.numel // self._block
+        projected = rows.new_empty(len(rows), len(self._starts), _NUM_PROJECTIONS)
+        for row, sums in zip(rows, projected, strict=True):
+            whole = row[: num_whole * self._block].view(num_whole, -1)
+            torch.mm(whole, weights, out=sums[:num_whole])
+            if num_whole < len(sums):
+                sums[-1] = row[-self._block :] @ weights
+        return projected
