@@ -56,7 +56,7 @@ def _run(
         console.say(describe_stop(number, max_time_s, folder=folder.path))
         return EXIT_PREEMPTED
     if world.is_root and job.task.summarize is not None:
-        console.say_all(job.task.summarize(job.task.model))
+        console.say_all(job.task.summarize(job.evaluated_model))
     return 0
 
 
@@ -116,6 +116,11 @@ def describe_start(
     if settings.workers:
         workers = count_text(settings.workers, "worker")
         lines.append(f"data: loaded ahead by {workers} beside each rank")
+    if settings.ema is not None:
+        lines.append(
+            f"ema {settings.ema:g}: held-out losses, and the model that is exported, are of the "
+            "moving average of the parameters"
+        )
     lines.append(_describe_length(job))
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")

@@ -19,6 +19,7 @@ from dearmpi.train.checkpoint.manifest import short
 from dearmpi.train.checkpoint.store import load, verify
 from dearmpi.train.checkpoint.survey import list_checkpoints, list_runs, resolve, survey
 
+_AVERAGED = "@states/@ema/module."  # where a run with --ema keeps its average
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pt", ".pth")
 
@@ -71,7 +72,8 @@ def _describe_run(run: Path) -> tuple[str, ...]:
 
 def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
     """Write the model of the checkpoint at ``path`` (or the latest of that run folder) to
-    ``destination``: a plain state dict, one tensor per name, also where weights are tied.
+    ``destination``: a plain state dict, one tensor per name, also where weights are tied. Of a run
+    with ``--ema`` that is the moving average.
 
     destination: ends in ``.safetensors``, or in ``.pt`` or ``.pth`` for ``torch.load``.
     Raises ConfigError for another ending or a file that exists, CheckpointError when the
@@ -87,8 +89,10 @@ def export(path: Path, destination: Path, *, overwrite: bool = False) -> None:
         raise ConfigError(
             f"{destination} exists; name another file, or give --overwrite", code="file-exists"
         )
-    model = load(resolve(path)).model
-    model = {name: tensor for name, tensor in model.items() if not name.startswith("@")}
+    stored = load(resolve(path)).model
+    model = {name: tensor for name, tensor in stored.items() if not name.startswith("@")}
+    averaged = {name: stored.get(f"{_AVERAGED}{name}") for name in model}
+    model = {name: model[name] if mean is None else mean for name, mean in averaged.items()}
     temporary = destination.with_name(f".{destination.name}.writing")
     try:
         _write_model(temporary, model, suffix=destination.suffix)

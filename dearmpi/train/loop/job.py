@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,13 +22,14 @@ from dearmpi.train.checkpoint import check_model, optimizer_state_dict, paramete
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
 from dearmpi.train.data.loading import BatchLoader, open_loader
+from dearmpi.train.loop.averaging import Average
 from dearmpi.train.loop.blocks import prepare_blocks
 from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve, parameter_groups
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
 from dearmpi.train.ranks.device import convert_model, device_of_model
-from dearmpi.train.run.resuming import continue_random_state
+from dearmpi.train.run.resuming import continue_random_state, split_tensors
 from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
@@ -44,7 +45,7 @@ class Job:
     base_lrs: learning rate of each param group, which the curve's factor multiplies.
     start_step, total_steps: optimizer steps taken before, and at the end of the run.
     loading: loads samples. evaluator: None where the task has no held-out data.
-    best: the lowest held-out loss so far.
+    best: the lowest held-out loss so far. average: of the parameters, where one is kept.
     """
 
     world: World
@@ -60,12 +61,21 @@ class Job:
     loading: BatchLoader
     evaluator: Evaluator | None
     best: BestEvaluation
+    average: Average | None = None
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """What evaluations measure: the average of the model where one is kept."""
+        return self.task.model if self.average is None else self.average.model
 
     def state(self) -> TrainingState:
         """What its checkpoints are made of."""
-        return TrainingState(
+        state = TrainingState(
             self.task.model, self.optimizer, self._meta, self.start_step, self.settings.keep
         )
+        if self.average is None:
+            return state
+        return replace(state, extra=self.average.tensors, refresh=self.average.refresh)
 
     def _meta(self, step: int) -> dict[str, Any]:
         epoch, step_in_epoch = self.position(step)
@@ -120,10 +130,11 @@ def prepare(
         batches = share_samples(settings, task, world)
         total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
         _check_passes(batches, task, total_steps)
-        _fill_model(task, settings, snapshot)
+        average = _fill_model(task, settings, snapshot)
         prepare_blocks(task.model, settings)
         loading = open_loader(task, name=settings.task, num_workers=settings.workers)
-        evaluator = _evaluator(settings, task, batches, loading)
+        evaluated = task if average is None else replace(task, model=average.model)
+        evaluator = _evaluator(settings, evaluated, batches, loading)
         inner = choice.build(parameter_groups(task.model, settings.no_decay))
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
@@ -146,6 +157,7 @@ def prepare(
         loading=loading,
         evaluator=evaluator,
         best=BestEvaluation.of(settings, snapshot),
+        average=average,
     )
 
 
@@ -163,12 +175,19 @@ def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
         )
 
 
-def _fill_model(task: Task, settings: RunSettings, snapshot: Snapshot | None) -> None:
-    """Give the model the run's precision, and the snapshot's parameters and buffers."""
+def _fill_model(task: Task, settings: RunSettings, snapshot: Snapshot | None) -> Average | None:
+    """Give the model the run's precision, and the snapshot's parameters and buffers. Returns the
+    average of the model, if one is kept, with the snapshot's as well.
+    """
     convert_model(task.model, settings.precision)
+    average = None if settings.ema is None else Average(task.model, settings.ema)
     if snapshot is not None:
-        check_model(snapshot, task.model.state_dict())
-        task.model.load_state_dict(snapshot.model)
+        own, extra = split_tensors(snapshot.model)
+        check_model(replace(snapshot, model=own), task.model.state_dict())
+        task.model.load_state_dict(own)
+        if average is not None:
+            average.load(extra)
+    return average
 
 
 def check_position(snapshot: Snapshot, task: Task) -> None:

@@ -59,6 +59,8 @@ def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
             losses.note(_go_forward(job, share, loader), share.weight)
             losses.go_back()
     losses.note(_go_forward(job, last, loader), last.weight)
+    if job.average is not None:
+        job.average.catch_up()
     if skips and not _all_finite(job, losses):
         job.optimizer.zero_grad()
         result = StepResult(math.nan, lr, skipped=True)
@@ -67,6 +69,8 @@ def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
         result = _update(job, step, losses, lr)
     if result.skipped:
         _restore_buffers(job.task.model, buffers)
+    elif job.average is not None:
+        job.average.note_step()
     return result
 
 

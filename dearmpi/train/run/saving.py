@@ -47,6 +47,7 @@ class TrainingState:
     start_step: optimizer steps taken before. keep: checkpoints that stay.
     others: further optimizers, of other parameters of ``model``; steps are counted of all together.
     extra: tensors to save besides, the same on all ranks, by names that the model does not have.
+    refresh: called once parameters and buffers are current, before anything reads them.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class TrainingState:
     keep: int = 3
     others: tuple[DistributedOptimizer, ...] = ()
     extra: Callable[[], dict[str, Tensor]] = dict
+    refresh: Callable[[], None] = lambda: None
 
     @property
     def optimizers(self) -> tuple[DistributedOptimizer, ...]:
@@ -76,6 +78,7 @@ class TrainingState:
         for optimizer in self.optimizers:
             optimizer.synchronize()
         broadcast_buffers(self.model, self.world)
+        self.refresh()
 
     def part(self, step: int) -> tuple[Snapshot, CheckpointPart]:
         """The state after ``step`` steps that is the same on all ranks, and this rank's part of

@@ -144,6 +144,17 @@ class RunChoices:
         least=0,
         fixed=True,
     )
+    ema: float | None = setting(
+        None,
+        "Optimizer",
+        "number",
+        "moving average of the parameters, of which a step keeps X (such as 0.999): evaluated, "
+        "kept as best and exported in their place; one more copy of the model in each rank's "
+        "memory",
+        above=0,
+        most=0.999999,
+        fixed=True,
+    )
     lr_schedule: LrSchedule | str = setting(
         "constant",
         "Optimizer",

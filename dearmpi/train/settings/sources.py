@@ -31,6 +31,7 @@ _OTHERS: Mapping[str, str] = {
     "lr": "learning_rate base_lr",
     "weight_decay": "wd",
     "max_grad_norm": "clip_grad clip_grad_norm gradient_clip_val gradient_clipping",
+    "ema": "ema_decay model_ema model_ema_decay use_ema",
     "lr_schedule": "lr_scheduler lr_scheduler_type scheduler sched",
     "precision": "amp bf16 fp16 mixed_precision dtype",
     "compile": "torch_compile use_compile compile_model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,15 @@ from dearmpi.train.ranks.stop import EXIT_PREEMPTED
 from tests.mpi.session.points import BATCH_SIZE, NUM_SAMPLES, TASK, run, saved_model
 
 
-def plain_training(num_steps: int, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same training without dearmpi: whole batches, one process."""
+def plain_training(
+    num_steps: int,
+    *,
+    dtype: torch.dtype,
+    follow: Callable[[nn.Module], None] = lambda model: None,
+) -> dict[str, Tensor]:
+    """The same training without dearmpi: whole batches, one process. ``follow`` is called after
+    each step.
+    """
     names: dict[str, object] = {"__name__": "points"}
     exec(compile(TASK, "points.py", "exec"), names)
     seed_all(0)
@@ -37,6 +45,7 @@ def plain_training(num_steps: int, *, dtype: torch.dtype) -> dict[str, Tensor]:
         loss = nn.functional.mse_loss(model(inputs[indices]), targets[indices])
         torch.autograd.backward(loss)
         optimizer.step()
+        follow(model)
     return model.state_dict()
 
 
