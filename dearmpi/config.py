@@ -13,6 +13,7 @@ from dearmpi.errors import ConfigError
 
 ScheduleName = Literal["serial", "wfbp", "dear"]
 Gather = Literal["parameters", "gradients"]
+Shards = Literal["auto", "even", "whole"]
 ReduceScatter = Literal["native", "ring", "exchange"]
 Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
@@ -104,6 +105,10 @@ class EngineConfig:
         feed-forward).
     gather: ``parameters`` (sharded update, optimizer state 1/P) or ``gradients`` (as in the
         paper: every rank updates everything).
+    shards: with ``gather="parameters"``, where buckets are cut: ``even``, for optimizers that treat
+        each element by itself; ``whole``, where parameters end, so that each has one owner, which
+        alone updates it and keeps its state; or ``auto``: whole for optimizers that need whole
+        tensors, such as Muon, where that is served.
     bucket_cap_mb: about so many MiB of parameters are fused into one bucket, and a parameter is
         never cut; the first layers have a sixteenth of that to themselves. None: an eighth of the
         model, but at least 1 and at most 4 (above 64 ranks a sixteenth of their number), and at
@@ -157,6 +162,13 @@ class EngineConfig:
         "choice",
         "what is gathered: parameters shards the optimizer",
         choices=get_args(Gather),
+    )
+    shards: Shards = _declare(
+        "auto",
+        "choice",
+        "where buckets are cut: even, for elementwise optimizers; whole: each parameter has one "
+        "owner; auto: whole if the optimizer needs whole tensors",
+        choices=get_args(Shards),
     )
     bucket_cap_mb: float | None = _declare(
         None,
@@ -248,6 +260,7 @@ class EngineConfig:
                 code="settings-contradict",
             )
         self._check_compress()
+        self._check_shards()
         if self.update_on == "host" and self.gather == "gradients":
             raise ConfigError(
                 "update_on is 'host', but gather is 'gradients', with which every host would "
@@ -341,6 +354,19 @@ class EngineConfig:
                 code="settings-contradict",
             )
 
+    def _check_shards(self) -> None:
+        if self.shards != "whole" or self.can_own_tensors:
+            return
+        name, cure = "gather", "shards out, since every rank updates all parameters"
+        if self.compress != "none":
+            name, cure = "compress", "one of the two out"
+        elif self.update_on == "host":
+            name, cure = "update_on", "one of the two out"
+        raise ConfigError(
+            f"shards is {self.shards!r}, but {name} is {getattr(self, name)!r}; leave {cure}",
+            code="settings-contradict",
+        )
+
     def _check_types(self) -> None:
         for name in ("eager", "master_weights"):
             _check_type(name, getattr(self, name), bool, "True or False")
@@ -354,6 +380,12 @@ class EngineConfig:
             _check_type("powersgd_rank", self.powersgd_rank, Integral, "a whole number, or None")
         if self.check_every is not None:
             _check_type("check_every", self.check_every, Integral, "a whole number, or None")
+
+    @property
+    def can_own_tensors(self) -> bool:
+        """Whether these settings serve parameters that one rank updates as a whole."""
+        is_plain = self.compress == "none" and self.update_on == "device"
+        return is_plain and self.gather == "parameters"
 
     @property
     def is_lossy(self) -> bool:
@@ -414,6 +446,7 @@ class EngineSettings(TypedDict, total=False):
 
     schedule: ScheduleName
     gather: Gather
+    shards: Shards
     bucket_cap_mb: float | None
     reduce_scatter: ReduceScatter | Literal["auto"]
     comm_dtype: CommDtype

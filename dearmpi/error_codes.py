@@ -198,7 +198,10 @@ wrapped-optimizer
     Pass the optimizer that the wrapper was made with.
 optimizer-needs-whole-tensors
     The optimizer does not treat each element by itself, or keeps state that cannot be sharded.
-    Use `gather="gradients"`.
+    Use `shards="whole"`, or `gather="gradients"`.
+optimizer-couples-tensors
+    The optimizer reads other parameters than the one that it updates, so that no rank can own some.
+    Use `gather="gradients"`, or an optimizer that treats each tensor by itself.
 trial-step-failed
     A trial step of the optimizer failed on the tensors that it would get.
     Use the setting that the message names, such as `gather="gradients"` or `master_weights=True`.

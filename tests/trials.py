@@ -19,7 +19,7 @@ def remember_trials() -> None:
     if probe is None or spec is None:
         return
     try_steps, found = probe.try_steps, {}
-    check_optimizer, passed = spec.check_optimizer, set()
+    check_optimizer, passed = spec.check_optimizer, dict[Any, Any]()
     lock = threading.Lock()
 
     def try_once(optimizer: Any, options: Mapping[str, Any], *form: Any, **how: Any) -> Any:
@@ -30,16 +30,16 @@ def remember_trials() -> None:
             found[key] = try_steps(optimizer, options, *form, **how)
         return found[key]
 
-    def check_once(optimizer: Any, *, world_size: int, config: Any) -> None:
-        form = (config.has_buckets(world_size), config.update_on, config.gather)
+    def check_once(optimizer: Any, *, world_size: int, config: Any) -> Any:
+        form = (config.has_buckets(world_size), config.update_on, config.gather, config.shards)
         key = _key(optimizer, optimizer.param_groups, form)
         if key is None:
-            check_optimizer(optimizer, world_size=world_size, config=config)
-            return
+            return check_optimizer(optimizer, world_size=world_size, config=config)
         with lock:  # of ranks that are threads one tries, and the others wait
             if key not in passed:
-                check_optimizer(optimizer, world_size=world_size, config=config)
-                passed.add(key)  # what is refused is refused anew each time
+                # What is refused is refused anew each time.
+                passed[key] = check_optimizer(optimizer, world_size=world_size, config=config)
+        return passed[key]
 
     probe.try_steps, spec.check_optimizer = try_once, check_once
 

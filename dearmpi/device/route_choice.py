@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, select_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
+from dearmpi.cuts import even_cuts
 from dearmpi.device.accelerator import Device, device_of, zeros
 from dearmpi.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
 from dearmpi.device.routes import (
@@ -138,7 +139,8 @@ def choose_algorithms(
         return CollectiveAlgorithms(config.reduce_scatter, wire_dtype)
     largest = max(layout, key=lambda bucket: (bucket.trained, bucket.nbytes))
     # Not its own buffer, which it may never need.
-    buffer = zeros(largest.padded_numel, params[largest.names[0]])
+    numel = even_cuts(largest.numel, world.size).total
+    buffer = zeros(numel, params[largest.names[0]])
     comm_stream.wait_for_current()  # it is new
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in layout for placed in bucket.placements}

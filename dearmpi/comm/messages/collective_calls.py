@@ -131,12 +131,16 @@ def duplicate(collectives: Collectives, call: Call, /) -> Generator[Request, Non
 
 def gather_texts(collectives: Collectives, text: str) -> Generator[Request, None, list[str]]:
     """Every rank's ``text``, by rank."""
-    data = encode(text)
+    rows = yield from gather_data(collectives, encode(text))
+    return [decode(row) for row in rows]
+
+
+def gather_data(collectives: Collectives, data: bytes) -> Generator[Request, None, list[bytes]]:
+    """Every rank's ``data``, by rank."""
     lengths = np.zeros(collectives.size, dtype=np.int64)
     lengths[collectives.rank] = len(data)
     yield collectives.start_all_gather(HostBuffer(lengths))
-    rows = yield from gather_rows(collectives, data, [int(length) for length in lengths])
-    return [decode(row) for row in rows]
+    return (yield from gather_rows(collectives, data, [int(length) for length in lengths]))
 
 
 def gather_rows(

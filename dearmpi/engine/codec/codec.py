@@ -153,7 +153,8 @@ class DenseReduce(StatelessCodec):
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Post the reduce-scatter."""
-        return self._algorithms.start_reduce_scatter(bucket.gradients.data, collectives)
+        buffer, cuts = bucket.gradients.data, bucket.spec.cuts
+        return self._algorithms.start_reduce_scatter(buffer, collectives, cuts)
 
 
 class DenseGather(StatelessCodec):
@@ -170,7 +171,7 @@ class DenseGather(StatelessCodec):
         buffer, shown = gathered_buffer(bucket, self._gather), bucket.shown
         if shown is not None:  # the next difference is to what replicas show from now on
             shown.copy_(buffer.shard)
-        return self._algorithms.start_all_gather(buffer.data, collectives)
+        return self._algorithms.start_all_gather(buffer.data, collectives, bucket.spec.cuts)
 
 
 def gathered_buffer(bucket: BucketRuntime, gather: Gather) -> FlatBuffer:
@@ -182,8 +183,13 @@ def gathered_buffer(bucket: BucketRuntime, gather: Gather) -> FlatBuffer:
 
 
 def elements_sent(bucket: BucketRuntime) -> int:
-    """How many elements one rank sends in a reduce-scatter or an all-gather: all shards but one."""
-    return bucket.spec.padded_numel - bucket.spec.largest_shard
+    """How many elements one rank sends in a reduce-scatter or an all-gather: all shards but one; of
+    uneven shards the mean over the ranks.
+    """
+    spec = bucket.spec
+    if spec.cuts.is_even:
+        return spec.padded_numel - spec.largest_shard
+    return spec.padded_numel - spec.padded_numel // spec.world_size
 
 
 _BYTES = 2

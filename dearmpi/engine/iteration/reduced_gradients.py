@@ -14,12 +14,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dearmpi.device.accelerator import through_host
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.iteration.backprop import Backprop
 from dearmpi.engine.iteration.engine_state import EngineState
+from dearmpi.engine.state.owned_state import gather_shards
 from dearmpi.torch_internals import number_of_backprop
 
 Place = tuple[int, int]
@@ -252,7 +252,7 @@ class ReducedGradients:
         flat = torch.zeros_like(bucket.gradients.data)
         first, _ = bucket.spec.shard_range(self._state.world.rank)
         flat[first : first + len(bucket.gradients.shard)] = bucket.gradients.shard
-        through_host(flat, self._state.world.all_gather)
+        gather_shards(self._state.world, flat, bucket.spec.cuts)
         return flat
 
 

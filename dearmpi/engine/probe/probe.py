@@ -201,9 +201,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
     """
     for options in kinds_of_options(optimizer):
         try:
-            is_elementwise = _makes_alike(optimizer, options, _FORMS) and _makes_alike(
-                optimizer, options, _LARGE_FORMS, ordinary=True
-            )
+            fits = is_elementwise(optimizer, options)
         except Exception as error:
             require_separable(optimizer)
             raise ConfigError(
@@ -211,14 +209,25 @@ def require_elementwise(optimizer: Optimizer) -> None:
                 "gather='gradients'",
                 code="trial-step-failed",
             ) from error
-        if not is_elementwise:
+        if not fits:
             raise ConfigError(
                 f"{type(optimizer).__name__} does not treat every element by itself, so it needs "
-                "whole tensors: use gather='gradients'",
+                "whole tensors: use shards='whole', so that each tensor has one owner, or "
+                "gather='gradients', with which every rank updates all",
                 code="optimizer-needs-whole-tensors",
             )
         for num in _UNLIKELY:
             _require_state_by_elements(optimizer, options, num)
+
+
+def is_elementwise(optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
+    """Whether steps with ``options`` treat every element by itself.
+
+    Raises what a trial step does.
+    """
+    return _makes_alike(optimizer, options, _FORMS) and _makes_alike(
+        optimizer, options, _LARGE_FORMS, ordinary=True
+    )
 
 
 def _makes_alike(
@@ -249,6 +258,6 @@ def _require_state_by_elements(
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {key!r} in its state as a {kept}, but a shard's "
                 "state is cut up, sent and saved as tensors with a value for each element and "
-                "single numbers; use gather='gradients', which leaves it whole",
+                "single numbers; use shards='whole' or gather='gradients', which leave it whole",
                 code="optimizer-needs-whole-tensors",
             )

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
+from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig, Shards
 from dearmpi.device.accelerator import device_of
 from dearmpi.engine.iteration.compilation import refuse_compiled
+from dearmpi.engine.probe.owners import require_tensorwise
 from dearmpi.engine.probe.probe import (
     host_twin,
     require_copied_gradients,
@@ -23,6 +24,7 @@ from dearmpi.engine.probe.probe import (
     resident_scalars,
 )
 from dearmpi.engine.probe.steadiness import adapts_its_groups, require_steady
+from dearmpi.engine.probe.trial import device_of_optimizer
 from dearmpi.engine.sync.refused_models import (
     refuse_lazy,
     refuse_optimizer_wrappers,
@@ -118,10 +120,17 @@ def check_parameters(
             "nothing is compressed yet; use comm_dtype 'bf16', or leave compress out",
             code="settings-contradict",
         )
+    if config.shards == "whole" and device_of(names) is not None:
+        raise ConfigError(
+            "shards is 'whole', but the parameters are on a device, whose buckets are cut evenly; "
+            "leave shards out, with gather='gradients' for optimizers that need whole tensors",
+            code="settings-contradict",
+        )
     if config.update_on == "host":
         require_host(optimizer)
     elif not config.master_weights:
-        require_half(optimizer, halves, whole=config.gather == "gradients")
+        is_whole = config.gather == "gradients" or config.shards == "whole"
+        require_half(optimizer, halves, whole=is_whole)
 
 
 def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> None:
@@ -158,24 +167,46 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
         )
 
 
-def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConfig) -> None:
-    """Raise ConfigError for an optimizer that cannot be served."""
+def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConfig) -> Shards:
+    """How buckets are cut for the optimizer. Raises ConfigError if it cannot be served."""
     if not config.has_buckets(world_size):
         if adapts_its_groups(optimizer):
-            return  # it sees all parameters at once here
+            return "even"  # it sees all parameters at once here
         require_steady(optimizer)  # what cannot run on several ranks is refused on one already
         require_separable(optimizer)
         require_copied_gradients(optimizer)
         if config.is_sparse:
             require_linear(optimizer, config.compress)
-        return
+        return "even"
     tried = host_twin(optimizer) if config.update_on == "host" else optimizer
     require_steady(tried)
-    require = require_elementwise if config.gather == "parameters" else require_separable
-    require(tried)
+    shards = _require_shards(tried, config)
     require_copied_gradients(tried)
     if config.is_sparse:
         require_linear(tried, config.compress)
+    return shards
+
+
+def _require_shards(optimizer: Optimizer, config: EngineConfig) -> Shards:
+    """How buckets are cut. Raises ConfigError for an optimizer that does not work so."""
+    if config.gather == "gradients":
+        require_separable(optimizer)
+        return "even"
+    is_on_host = device_of_optimizer(optimizer).type == "cpu"
+    if config.shards != "whole":
+        try:
+            require_elementwise(optimizer)
+            return "even"
+        except ConfigError as error:
+            may_own = config.shards == "auto" and config.can_own_tensors and is_on_host
+            if not may_own or error.code not in _MAY_BE_TENSORWISE:
+                raise
+    require_separable(optimizer)
+    require_tensorwise(optimizer)
+    return "whole"
+
+
+_MAY_BE_TENSORWISE = ("optimizer-needs-whole-tensors", "trial-step-failed")
 
 
 def find_resident_scalars(

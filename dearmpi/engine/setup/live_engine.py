@@ -98,7 +98,7 @@ class LiveEngine:
         Raises ConfigError for a plan that does not fit, and for parameters that share memory, with
         everything as it was.
         """
-        spec = make_spec(self.context, config=config, plan=plan, known=self.built.spec.names)
+        spec = make_spec(self.context, config=config, plan=plan, in_use=self.built.spec)
         migration = Migration(self._channel, self.built, spec)
         self.built.engine.synchronize()
         self.built.engine.settle()
@@ -152,7 +152,7 @@ class LiveEngine:
         Raises UsageError for shards inside ``join``, where ranks without batches gather nothing.
         """
         self.synchronize()
-        if self.built.updates.shards:
+        if self.built.updates.is_divided:
             self.built.engine.joining.refuse("gathering the optimizer's state")
         self.built.engine.settle()
         packed = self.built.state.pack(self.context.world)

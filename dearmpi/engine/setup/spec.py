@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
@@ -20,6 +20,7 @@ from dearmpi.engine.setup.checks import (
     optimized_parameters,
 )
 from dearmpi.engine.setup.context import TrainingContext
+from dearmpi.engine.setup.ownership import find_costs, give_owners
 from dearmpi.engine.state.options import check_alike
 from dearmpi.engine.sync.refused_models import (
     check_apart,
@@ -42,8 +43,9 @@ class EngineSpec:
     """Everything that is decided before anything is built.
 
     context: what it is for. names: the parameters under the optimizer, in the model's order.
-    config: with the window of the plan, if there is one.
+    config: with the window of the plan, if there is one, and ``shards`` as they are cut.
     scalars: by group, names of the state's scalars that lie where the parameters are.
+    costs: by name, those of the updates of parameters that owners update as wholes.
     """
 
     context: TrainingContext
@@ -52,6 +54,7 @@ class EngineSpec:
     schedule: Schedule
     config: EngineConfig
     scalars: Sequence[frozenset[str]] = ()
+    costs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def conduct(self) -> Conduct:
@@ -64,14 +67,15 @@ def make_spec(
     *,
     config: EngineConfig,
     plan: Plan | None = None,
-    known: Mapping[nn.Parameter, str] = NOT_KNOWN,
+    in_use: EngineSpec | None = None,
 ) -> EngineSpec:
     """Decide what to build, and check it here and against the other ranks (collective).
 
-    ``plan`` goes before what ``config`` says of buckets, schedule and window. ``known``: as in
-    ``optimized_parameters``. Raises ConfigError for parameters or an optimizer that cannot be
-    served, MismatchError if the ranks' models, optimizers or settings differ.
+    ``plan`` goes before what ``config`` says of buckets, schedule and window. ``in_use``: what is
+    to be replaced, whose names and costs stay. Raises ConfigError for parameters or an optimizer
+    that cannot be served, MismatchError if the ranks' models, optimizers or settings differ.
     """
+    known = NOT_KNOWN if in_use is None else in_use.names
     optimizer, model, world = context.optimizer, context.model, context.world
     names = optimized_parameters(optimizer, model, known)
     check_devices(world, names, config=config)
@@ -83,9 +87,21 @@ def make_spec(
     check_alike(world, optimizer, model, names, config=config, layout=layout, schedule=schedule)
     check_parameters(optimizer, names, config=config)
     refuse_unaveraged(model.named_buffers(), config.buffers)
-    check_optimizer(optimizer, world_size=world.size, config=config)
+    shards = check_optimizer(optimizer, world_size=world.size, config=config)
+    config = replace(config, shards=shards)
+    if in_use is not None and in_use.config.shards != shards:
+        raise ConfigError(
+            f"buckets are cut by shards={in_use.config.shards!r}, but the options of the "
+            f"optimizer need {shards!r} by now, which its state cannot follow; make a new "
+            "DistributedOptimizer",
+            code="settings-contradict",
+        )
+    costs: Mapping[str, float] = {}
+    if shards == "whole":
+        costs = find_costs(context, names, known={} if in_use is None else in_use.costs)
+        layout = give_owners(layout, costs, schedule)
     scalars = find_resident_scalars(optimizer, world_size=world.size, config=config)
-    return EngineSpec(context, names, layout, schedule, config, scalars)
+    return EngineSpec(context, names, layout, schedule, config, scalars, costs)
 
 
 def lay_out(
@@ -123,6 +139,8 @@ def is_followed(plan: Plan, in_use: EngineSpec) -> bool:
     names = optimized_parameters(context.optimizer, context.model, in_use.names)
     size = context.world.size
     layout = lay_out(names, context.model, world_size=size, config=in_use.config, plan=plan)
+    if in_use.config.shards == "whole":
+        layout = give_owners(layout, in_use.costs, plan.schedule)
     return (
         layout == in_use.layout
         and plan.schedule == in_use.schedule

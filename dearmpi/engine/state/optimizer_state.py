@@ -22,6 +22,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine.probe.probe import elementwise_keys, host_twin
 from dearmpi.engine.probe.steadiness import changed_option
 from dearmpi.engine.state.options import describe_options, describe_state
+from dearmpi.engine.state.owned_state import own_states
 from dearmpi.engine.state.sharded_state import (
     LocalState,
     gather_state,
@@ -111,11 +112,13 @@ class OptimizerState:
         if not self.is_held:
             held = ((name, self.optimizer.state.get(param)) for param, name in self.names.items())
             whole = {name: dict(entries) for name, entries in held if entries}
-        return LocalState(packed["param_groups"], whole, read_pieces(self.updates.shards))
+        updates = self.updates
+        pieces, owned = read_pieces(updates.shards), own_states(updates.owned)
+        return LocalState(packed["param_groups"], whole, pieces, owned)
 
     def hand_back(self) -> bool:
         """Give the optimizer its state back; False where it alone could not go on with it."""
-        if self.updates.masters.weights or self.updates.shards:
+        if self.updates.masters.weights or self.updates.is_divided:
             return False
         states = read_whole(self.updates.of_buckets)
         for param, name in self.names.items():

@@ -21,8 +21,8 @@ from dearmpi.comm.messages.collective_calls import gather_texts
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.device.comm_stream import CommStream
+from dearmpi.engine.state.owned_state import OwnedMove, State
 from dearmpi.engine.state.sharded_state import (
-    State,
     StatePiece,
     describe,
     read_pieces,
@@ -33,6 +33,7 @@ from dearmpi.engine.update.shard_update import (
     ParamRange,
     ShardUpdate,
     Updates,
+    owned_of,
     shards_of,
     wholes_of,
 )
@@ -173,6 +174,7 @@ class Resharding:
         self._described: list[Descriptions] = []
         self._receives: list[StatePart] = []
         self._sent = SendBuffers([], {})
+        self._owned = OwnedMove(layout, rank=rank) if owned_of(updates) else None
 
     def take(self, collectives: Collectives) -> Iterator[Request]:
         """Have the updates, whose last step is over, let go of their state (collective). Does
@@ -181,6 +183,8 @@ class Resharding:
         Between two buckets other operations of the same thread have their turn.
         """
         self._whole |= read_whole(self._from)
+        if self._owned is not None:
+            self._owned.take(owned_of(self._from))
         shards, self._from = shards_of(self._from), ()
         if not shards:
             return
@@ -210,6 +214,9 @@ class Resharding:
         with comm_stream.running():
             for whole in wholes_of(updates):
                 whole.set_states(self._whole)
+        if self._owned is not None:
+            yield from self._owned.exchange(collectives)
+            self._owned.deliver(owned_of(updates))
         arrived = SendBuffers([(p.source, p) for p in self._receives], self._sent.of(self._rank))
         sends, receives = self._sent.to_others(self._rank), arrived.to_others(self._rank)
         self._sent = SendBuffers([], {})

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dearmpi.comm.world import World
-from dearmpi.device.accelerator import through_host
 from dearmpi.engine.bucket.buffers import flattened, shaped_like
+from dearmpi.engine.state.owned_state import State, gather_owned, gather_shards
 from dearmpi.engine.update.shard_update import (
     FusedRange,
     ShardUpdate,
     Updates,
+    owned_of,
     shards_of,
     wholes_of,
 )
@@ -47,12 +48,14 @@ class LocalState:
 
     groups: the param groups as in torch's state dict.
     whole: by parameter name, the state of parameters that is the same on all ranks.
-    pieces: this rank's share of all other state.
+    pieces: this rank's share of all other state, where parameters are cut.
+    owned: by parameter name, the state of parameters that this rank owns, and no other holds.
     """
 
     groups: list[dict[str, Any]]
     whole: dict[str, dict[str, Any]]
     pieces: list[StatePiece]
+    owned: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def read_whole(updates: Updates) -> dict[str, dict[str, Any]]:
@@ -87,13 +90,12 @@ def _cut_run(update: ShardUpdate, run: FusedRange) -> list[StatePiece]:
     ]
 
 
-State = dict[str, Any]
-
-
 def gather_state(world: World, updates: Updates) -> dict[str, State]:
     """The whole optimizer state by parameter name, on every rank (collective)."""
     if shards := shards_of(updates):
         return _gather_shards(world, shards)
+    if owned := owned_of(updates):
+        return gather_owned(world, owned)
     return _copied(read_whole(updates))
 
 
@@ -131,9 +133,8 @@ def load_state(
     ``elementwise``: names of entries with one value per element, which a scalar parameter's shape
     does not show. Raises CheckpointError if a tensor's size fits neither parameter nor scalar.
     """
-    for update in wholes_of(updates):
-        names = update.bucket.spec.names
-        own = _copied({name: states[name] for name in names if name in states})
+    for update in (*wholes_of(updates), *owned_of(updates)):
+        own = _copied({name: states[name] for name in update.names if name in states})
         update.set_states(own, elementwise=elementwise)
     shards = shards_of(updates)
     for shard in shards:  # all before the first is changed
@@ -219,7 +220,7 @@ def _gather_flat(world: World, update: ShardUpdate, key: str, dtype: torch.dtype
         value = update.state_of(run).get(key)
         if isinstance(value, Tensor):
             flat[run.start : run.stop] = value
-    through_host(flat, world.all_gather)
+    gather_shards(world, flat, update.bucket.spec.cuts)
     return flat
 
 

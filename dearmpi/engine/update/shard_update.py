@@ -30,6 +30,7 @@ from dearmpi.engine.update.master import (
 )
 from dearmpi.engine.update.update import (
     Options,
+    OwnedUpdate,
     WholeUpdate,
     beside,
     clone,
@@ -281,8 +282,13 @@ def shards_of(updates: Updates) -> list[ShardUpdate]:
 
 
 def wholes_of(updates: Updates) -> list[WholeUpdate]:
-    """All of them where they are of whole parameters, else none."""
-    return [update for update in updates if isinstance(update, WholeUpdate)]
+    """All of them where they are of whole parameters, whose state every rank has; else none."""
+    return [update for update in updates if type(update) is WholeUpdate]
+
+
+def owned_of(updates: Updates) -> list[OwnedUpdate]:
+    """All of them where each parameter has one owner, else none."""
+    return [update for update in updates if isinstance(update, OwnedUpdate)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +311,16 @@ class UpdateSet:
         return shards_of(self.of_buckets)
 
     @property
+    def owned(self) -> list[OwnedUpdate]:
+        """The updates where each parameter has one owner, else none."""
+        return owned_of(self.of_buckets)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank holds another part of the state."""
+        return bool(self.shards or self.owned)
+
+    @property
     def num_at_once(self) -> int:
         """How many may be under way, of which all but one are fetching."""
         return NUM_FETCHED if self.on_host else 1
@@ -319,7 +335,8 @@ def build_updates(
     comm_stream: CommStream,
     scalars: Sequence[frozenset[str]],
 ) -> UpdateSet:
-    """One update for each bucket: all of shards, or all of whole parameters.
+    """One update for each bucket: all of shards, or all of whole parameters, of every rank or of
+    their owners.
 
     ``scalars``: as in ``ShardUpdate``. Raises DeviceError if host memory cannot be pinned.
     """
@@ -338,6 +355,11 @@ def build_updates(
     if config.gather == "gradients":
         updates = [
             WholeUpdate(optimizer, b, groups, masters=masters, scalars=scalars) for b in buckets
+        ]
+    elif config.shards == "whole":
+        updates = [
+            OwnedUpdate(optimizer, b, groups, rank=rank, masters=masters, scalars=scalars)
+            for b in buckets
         ]
     else:
         shards = _place_shards(buckets, rank=rank, comm_stream=comm_stream, on_host=on_host)

@@ -1,8 +1,9 @@
 """Updates: the user's optimizer, applied to one bucket at a time.
 
-Both kinds run a clone of the optimizer with its class and hyperparameters, but parameter groups of
-its own: over this rank's shard (``ShardUpdate``), or over the bucket's whole parameters
-(``WholeUpdate``), as every rank does in the paper.
+All kinds run a clone of the optimizer with its class and hyperparameters, but parameter groups of
+its own: over this rank's shard (``ShardUpdate``), over the bucket's whole parameters
+(``WholeUpdate``), as every rank does in the paper, or over those that this rank owns
+(``OwnedUpdate``).
 """
 
 from __future__ import annotations
@@ -144,6 +145,8 @@ class WholeUpdate:
 
     It works on aliases that share the parameters' memory: the main thread may clear ``param.grad``
     at any time.
+
+    slots: of the parameters that it updates; all of the bucket.
     """
 
     def __init__(
@@ -154,21 +157,30 @@ class WholeUpdate:
         *,
         masters: MasterRule,
         scalars: Sequence[frozenset[str]],
+        slots: Sequence[int] | None = None,
     ) -> None:
         """``scalars``: by group, names of scalar entries of the state that lie where the
         parameters are.
         """
         self.bucket, self._scalars = bucket, scalars
-        self._aliases = [param.detach() for param in bucket.params]
+        self.slots = tuple(range(len(bucket.params)) if slots is None else slots)
+        self._aliases: dict[int, Tensor] = {}
         self._masters: dict[int, MasterCopy] = {}
-        for slot, param in enumerate(bucket.params):
-            if (master := masters.copy_of(param.detach())) is not None:
+        for slot in self.slots:
+            param = bucket.params[slot]
+            alias = param.detach()
+            if (master := masters.copy_of(alias)) is not None:
                 self._masters[slot] = master
-                self._aliases[slot] = master.values
-        for param, alias in zip(bucket.params, self._aliases, strict=True):
+                alias = master.values
             alias.__dict__.update(param.__dict__)  # such as a rate that an optimizer looks up there
-        self._groups = [group_of[param] for param in bucket.params]
+            self._aliases[slot] = alias
+        self._groups = {slot: group_of[bucket.params[slot]] for slot in self.slots}
         self._optimizer = clone(optimizer, [], defaultdict(dict))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters that it updates."""
+        return tuple(self.bucket.spec.names[slot] for slot in self.slots)
 
     def start_fetch(self) -> Request:
         """Everything is here."""
@@ -178,7 +190,7 @@ class WholeUpdate:
     def step(self, options: Options, unused: frozenset[int]) -> None:
         """Update the parameters that have a gradient somewhere."""
         members: dict[int, list[Tensor]] = {}
-        for slot, (alias, group) in enumerate(zip(self._aliases, self._groups, strict=True)):
+        for slot, alias in self._aliases.items():
             if slot in unused:
                 if self.bucket.travels_as_factors:
                     self._keep_unused(slot)
@@ -189,7 +201,7 @@ class WholeUpdate:
                 if self.bucket.owed is not None and not self.bucket.travels_as_factors:
                     alias.grad = alias.grad + self._owed(slot)  # else the next factors have it
                     self._owed(slot).zero_()
-                members.setdefault(group, []).append(alias)
+                members.setdefault(self._groups[slot], []).append(alias)
         step_on(self._optimizer, options, members)
         for slot in self._masters.keys() - unused:
             self._masters[slot].publish()
@@ -210,16 +222,14 @@ class WholeUpdate:
     def states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by parameter name; what the bucket owes stands among it."""
         states: dict[str, dict[str, Any]] = {}
-        for slot, (name, alias) in enumerate(
-            zip(self.bucket.spec.names, self._aliases, strict=True)
-        ):
+        for slot, alias in self._aliases.items():
             state = dict(self._optimizer.state.get(alias, {}))
             if self.bucket.owed is not None:
                 state[OWED] = self._owed(slot).clone()
             if slot in self._masters:
                 state |= self._masters[slot].entries()
             if state:
-                states[name] = state
+                states[self.bucket.spec.names[slot]] = state
         return states
 
     def set_states(
@@ -231,10 +241,9 @@ class WholeUpdate:
         """Replace the optimizer's state; ``elementwise`` as in ``load_state``."""
         self._optimizer.state.clear()
         self.bucket.owed = None
-        for slot, (name, alias) in enumerate(
-            zip(self.bucket.spec.names, self._aliases, strict=True)
-        ):
-            state = beside(states.get(name, {}), alias, self._scalars[self._groups[slot]])
+        for slot, alias in self._aliases.items():
+            state = states.get(self.bucket.spec.names[slot], {})
+            state = beside(state, alias, self._scalars[self._groups[slot]])
             if (owed := state.pop(OWED, None)) is not None:
                 self._owed(slot, makes=True).copy_(owed.view(alias.shape))
             if slot in self._masters:
@@ -244,3 +253,24 @@ class WholeUpdate:
                     key: fit(value, alias, elementwise=key in elementwise)
                     for key, value in state.items()
                 }
+
+
+class OwnedUpdate(WholeUpdate):
+    """The optimizer on the whole parameters that this rank owns; nobody else has their state.
+
+    Gradients and parameters lie in the own shard of the bucket, which is cut where parameters end.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        bucket: BucketRuntime,
+        group_of: Mapping[nn.Parameter, int],
+        *,
+        rank: int,
+        masters: MasterRule,
+        scalars: Sequence[frozenset[str]],
+    ) -> None:
+        """``scalars`` as in ``WholeUpdate``."""
+        slots = bucket.spec.owned_slots(rank)
+        super().__init__(optimizer, bucket, group_of, masters=masters, scalars=scalars, slots=slots)

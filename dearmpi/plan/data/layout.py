@@ -102,12 +102,18 @@ class Bucket:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the parameters, in feed-forward order."""
+        """Names of the parameters, in the order in which they lie."""
         return tuple(placed.spec.name for placed in self.placements)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Elements of the flat buffer that ``rank`` owns, padding included: (start, stop)."""
         return self.cuts.range_of(rank)
+
+    def owned_slots(self, rank: int) -> tuple[int, ...]:
+        """Places among ``placements`` of the parameters that begin in the shard of ``rank``."""
+        start, stop = self.shard_range(rank)
+        placed = enumerate(self.placements)
+        return tuple(slot for slot, one in placed if start <= one.start < stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +151,24 @@ class BucketLayout:
         for bucket in self.buckets:
             first, last = bucket.names[0], bucket.names[-1]
             span = first if first == last else f"{first} .. {last}"
-            lines.append(
+            line = (
                 f"bucket {bucket.index}: {len(bucket.placements)} tensors, "
                 f"{bucket.nbytes / 2**20:.2f} MiB, shard {bucket.largest_shard}, "
                 f"padding {bucket.padded_numel - bucket.numel}: {span}"
             )
+            lines.append(line if bucket.cuts.is_even else f"{line}; {_owners(bucket)}")
         return "\n".join(lines)
+
+
+def _owners(bucket: Bucket) -> str:
+    """How many elements each rank owns."""
+    sizes = (bucket.cuts.size_of(rank) for rank in range(bucket.world_size))
+    return "elements by rank: " + ", ".join(map(str, sizes))
 
 
 # Bytes. Code for devices may take the addresses of parameters for multiples of it: torch.compile's
 # does, if it was made for parameters that were there, and does not look again.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 
 def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> BucketLayout:
@@ -172,7 +185,7 @@ def build_layout(groups: Sequence[Sequence[ParamSpec]], world_size: int) -> Buck
                 f"bucket {index} has no parameters; leave it out", code="plan-inconsistent"
             )
         placements, start = [], 0
-        for spec in sorted(group, key=lambda spec: spec.nbytes % _ALIGNMENT != 0):
+        for spec in sorted(group, key=lambda spec: spec.nbytes % ALIGNMENT != 0):
             if spec.numel == 0:
                 raise ConfigError(
                     f"parameter {spec.name} has shape {spec.shape}: no elements; leave it out",

@@ -151,10 +151,17 @@ def make_head(snapshot: Snapshot) -> Head:
 
 
 def make_part(
-    snapshot: Snapshot, *, shards: Sequence[StatePiece] = (), rank: int = 0, size: int = 1
+    snapshot: Snapshot,
+    *,
+    shards: Sequence[StatePiece] = (),
+    owned: Mapping[str, Mapping[str, Any]] | None = None,
+    rank: int = 0,
+    size: int = 1,
 ) -> CheckpointPart:
     """The part of ``rank``: its share of ``snapshot``, the same on all ranks, and its own shards
     of the optimizer's state. Values are not copied.
+
+    owned: by parameter name, state that this rank alone holds.
 
     Raises CheckpointError for values that a checkpoint cannot hold.
     """
@@ -169,6 +176,10 @@ def make_part(
     pieces = divide(common, rank=rank, size=size) | divide(state, rank=rank, size=size)
     for shard in shards:
         described[shard.name] = _add_shard(shard, pieces)
+    for name, entries in (owned or {}).items():
+        own: dict[str, Tensor] = {}
+        described[name] = manifest.encode(dict(entries), where=_state_key(name), tensors=own)
+        pieces.update(divide(own, rank=0, size=1))
     return CheckpointPart(pieces, {"optimizer": described, "random": (snapshot.random or [{}])[0]})
 
 

@@ -87,6 +87,7 @@ class TrainingState:
         whole: dict[str, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         pieces: list[StatePiece] = []
+        owned: dict[str, dict[str, Any]] = {}
         for optimizer in self.optimizers:
             local = optimizer.local_state()
             names = checkpoint.parameter_names(self.model, optimizer.param_groups)
@@ -94,12 +95,13 @@ class TrainingState:
             groups += checkpoint.optimizer_by_name(plain, names)[1]
             prefix = find_prefix(optimizer, self.model, names)
             whole |= {prefix + name: state for name, state in local.whole.items()}
+            owned |= {prefix + name: state for name, state in local.owned.items()}
             pieces += [replace(piece, name=prefix + piece.name) for piece in local.pieces]
         random = [capture_random_state()]
         model = dict(self.model.state_dict()) | self.extra()
         snapshot = Snapshot(step, model, whole, groups, self.meta(step), random)
         rank, size = self.world.rank, self.world.size
-        return snapshot, make_part(snapshot, shards=pieces, rank=rank, size=size)
+        return snapshot, make_part(snapshot, shards=pieces, owned=owned, rank=rank, size=size)
 
 
 def find_prefix(optimizer: DistributedOptimizer, model: nn.Module, names: Sequence[str]) -> str:

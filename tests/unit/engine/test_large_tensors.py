@@ -104,7 +104,7 @@ def test_an_optimizer_that_treats_large_tensors_otherwise_is_refused(
         with raises(
             ConfigError, "optimizer-needs-whole-tensors", make.__name__, told, "gather='gradients'"
         ):
-            DistributedOptimizer(make(model.parameters()), model, world=world)
+            DistributedOptimizer(make(model.parameters()), model, world=world, shards="even")
         inner = make(model.parameters())
         DistributedOptimizer(inner, model, world=world, gather="gradients").close()
 

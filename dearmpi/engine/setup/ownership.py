@@ -1,0 +1,69 @@
+"""Ownership: what the updates of whole tensors cost, and which rank makes which, for all ranks."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+
+from torch import nn
+
+from dearmpi.engine.probe.owners import cost_of_update, tensorwise_groups
+from dearmpi.engine.setup.context import TrainingContext
+from dearmpi.engine.sync.model_tensors import compare_tensors
+from dearmpi.plan.data.layout import BucketLayout
+from dearmpi.plan.data.owners import assign_owners, owner_bound
+from dearmpi.plan.data.schedule import Schedule
+
+_MOST_SHARE = 0.6  # of all costs: with more in one tensor, owners gain little
+
+
+def find_costs(
+    context: TrainingContext, names: Mapping[nn.Parameter, str], known: Mapping[str, float]
+) -> Mapping[str, float]:
+    """By name, what the updates of parameters cost that the optimizer treats as wholes, the same on
+    every rank (collective). Warns on rank 0 where one of them is most of all.
+
+    known: those that stay as they are. Raises MismatchError if ranks find different parameters.
+    """
+    optimizer, world = context.optimizer, context.world
+    costs: dict[str, float] = {}
+    measured: dict[tuple[int, tuple[int, ...]], float] = {}
+    for number in sorted(tensorwise_groups(optimizer)):
+        group = optimizer.param_groups[number]
+        for param in group["params"]:
+            if param not in names or not param.requires_grad:
+                continue
+            name, key = names[param], (number, tuple(param.shape))
+            if name not in known and key not in measured:
+                measured[key] = cost_of_update(optimizer, group, param.shape)
+            costs[name] = known[name] if name in known else measured[key]
+    compare_tensors(
+        sorted(costs),
+        world.all_gather_text,
+        hosts=world.hosts,
+        what="parameters that an owner updates",
+        cure="every rank must build the same optimizer",
+    )
+    shared: dict[str, float] = json.loads(world.broadcast_text(json.dumps(costs)))
+    if world.is_root and world.size > 1:
+        _warn_of_largest(shared, world.size)
+    return shared
+
+
+def give_owners(
+    layout: BucketLayout, costs: Mapping[str, float], schedule: Schedule
+) -> BucketLayout:
+    """``layout`` with one owner for each parameter."""
+    return assign_owners(layout, costs, schedule.reduce_scatters)
+
+
+def _warn_of_largest(costs: Mapping[str, float], size: int) -> None:
+    largest = max(costs, key=costs.__getitem__, default="")
+    share = costs[largest] / (sum(costs.values()) or 1.0) if costs else 0.0
+    if share > _MOST_SHARE:
+        warnings.warn(
+            f"the update of {largest} is {100 * share:.0f} % of all, and its owner makes it alone: "
+            f"it takes at least {owner_bound(costs, size):.2f} times the mean of {size} ranks",
+            stacklevel=9,
+        )

@@ -1,0 +1,198 @@
+"""Each parameter has one owner: training equals one process, and state is at the owner alone."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi import DistributedOptimizer
+from dearmpi.comm.world import World
+from tests.combinations import pairwise
+from tests.mpi.oracle import (
+    Case,
+    Training,
+    assert_equal_on_all_ranks,
+    assert_same,
+    copies,
+    flat_state,
+    train,
+)
+
+ONE_TENSOR, SOME, ALL = 1e-6, 0.0005, 1.0
+
+
+def cases(**factors: tuple[Any, ...]) -> list[Case]:
+    """In which each pair of values occurs."""
+    made = [Case(shards="whole", **values) for values in pairwise(factors)]
+    return [replace(case, clip=None, micro_batches=1) if case.eager else case for case in made]
+
+
+MATRICES = cases(
+    model=("matrices",),
+    optimizer=("muon", "adafactor"),
+    reduce_scatter=("ring", "native", "exchange"),
+    schedule=("dear", "wfbp", "serial"),
+    cap_mb=(ONE_TENSOR, SOME, ALL),
+    micro_batches=(1, 3),
+    clip=(None, 2.0),
+    eager=(False, True),
+)
+ANY = cases(
+    optimizer=("adafactor", "adamw", "nesterov"),
+    model=("dense", "branches", "image", "text", "mixed"),
+    groups=(1, 3),
+    cap_mb=(SOME, ONE_TENSOR, ALL),
+)
+
+
+@pytest.mark.parametrize("case", MATRICES + ANY, ids=lambda case: "-".join(map(str, astuple(case))))
+def test_training_equals_one_process(case: Case, world: World) -> None:
+    assert_same(train(case, world), train(case))
+
+
+@pytest.mark.ranks(at_least=2)
+def test_state_is_at_the_owner_alone(world: World) -> None:
+    with Training(Case(optimizer="adafactor", shards="whole", cap_mb=ALL), world) as training:
+        training.step(0)
+        local = training.optimizer.local_state()
+        assert not local.whole and not local.pieces
+        held = world.all_gather_text(",".join(sorted(local.owned)))
+        names = [name for text in held for name in text.split(",") if name]
+        assert sorted(names) == sorted(dict(training.model.named_parameters()))
+        (bucket,) = training.optimizer.layout
+        owned = [bucket.names[slot] for slot in bucket.owned_slots(world.rank)]
+        assert sorted(owned) == sorted(local.owned)
+
+
+class Whitening(torch.optim.Optimizer):
+    """Keeps what no element has by itself: matrices of both sides, in a list, and a tuple."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = param.grad if param.dim() == 2 else param.grad.reshape(-1, 1)
+                state = self.state[param]
+                if not state:
+                    sides = [torch.eye(n, dtype=param.dtype) for n in grad.shape]
+                    state["sides"], state["count"] = sides, (0, 1)
+                left, right = state["sides"]
+                left.mul_(0.9).add_(grad @ grad.T, alpha=0.1)
+                right.mul_(0.9).add_(grad.T @ grad, alpha=0.1)
+                state["count"] = (state["count"][0] + 1, 1)
+                turned = torch.linalg.solve(left, grad)
+                turned = torch.linalg.solve(right, turned.T).T
+                param.add_(turned.reshape(param.shape), alpha=-group["lr"])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return (outputs - 0.3).square().mean()
+
+
+def inputs_of(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(17 * step + rank)
+    return torch.randn(6, 5, generator=generator, dtype=torch.float64)
+
+
+def train_net(world: World, steps: range, *, state: Any = None, **settings: Any) -> Any:
+    """Parameters and state after ``steps``, from ``state``; the mean over 6 samples a rank."""
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = DistributedOptimizer(Whitening(model.parameters()), model, world=world, **settings)
+    if state is not None:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    for step in steps:
+        optimizer.zero_grad()
+        model(inputs_of(step, world.rank)).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    result = copies(model), optimizer.state_dict()
+    optimizer.close()
+    return result
+
+
+def train_alone(world: World, steps: range) -> Any:
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = Whitening(model.parameters())
+    for step in steps:
+        optimizer.zero_grad()
+        torch.stack([model(inputs_of(step, rank)) for rank in range(world.size)]).mean().backward()
+        optimizer.step()
+    return copies(model), optimizer.state_dict()
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[1]["state"], expected[1]["state"], rtol=1e-10, atol=1e-12)
+
+
+def test_state_of_any_form_is_gathered_and_loaded(world: World) -> None:
+    """ "auto" finds that the optimizer needs whole tensors."""
+    expected = train_alone(world, range(8))
+    assert_alike(train_net(world, range(8), bucket_cap_mb=1e-4), expected)
+    half = train_net(world, range(4), bucket_cap_mb=1e-4)
+    assert_alike(train_net(world, range(4, 8), state=half, bucket_cap_mb=1.0), expected)
+
+
+def test_owners_move_where_buckets_change(world: World) -> None:
+    expected = train_alone(world, range(9))
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = DistributedOptimizer(
+        Whitening(model.parameters()), model, world=world, shards="whole", bucket_cap_mb=1e-5
+    )
+    for step in range(9):
+        if step in (3, 6):
+            optimizer.fuse({3: 1.0, 6: 2e-4}[step])
+        optimizer.zero_grad()
+        model(inputs_of(step, world.rank)).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    assert_alike((copies(model), optimizer.state_dict()), expected)
+    optimizer.close()
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("settings", [{}, {"comm_dtype": "bf16"}, {"master_weights": True}])
+def test_elementwise_optimizers_find_the_same_by_owners(
+    world: World, settings: dict[str, Any]
+) -> None:
+    """Also where the optimizer works on copies that are wider than what travels."""
+    ends = []
+    for shards in ("even", "whole"):
+        torch.manual_seed(5)
+        model = Net().float()
+        if "master_weights" in settings:
+            model = model.bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        wrapped = DistributedOptimizer(optimizer, model, world=world, shards=shards, **settings)
+        for step in range(5):
+            wrapped.zero_grad()
+            inputs = inputs_of(step, world.rank).to(next(model.parameters()).dtype)
+            model(inputs).backward()
+            wrapped.step()
+        wrapped.synchronize()
+        ends.append((copies(model), flat_state(wrapped.state_dict())))
+        assert_equal_on_all_ranks({k: v.float() for k, v in ends[-1][0].items()}, world)
+        wrapped.close()
+    is_exact = world.size == 2 and "comm_dtype" not in settings
+    rtol, atol = (0.0, 0.0) if is_exact else (0.02, 1e-3)
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)

@@ -1,0 +1,134 @@
+"""Owners of whole tensors: what chooses them, what is refused, and what is warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dearmpi import DistributedOptimizer, EngineConfig
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+from tests.codes import raises
+from tests.fakes.ranks import run_ranks
+
+
+class PerTensor(torch.optim.Optimizer):
+    """A step along the gradient, as long as ``lr`` over the norm of what ``norms_of`` says."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def norms(self, params: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for param in params:
+            assert param.grad is not None
+            yield param.grad.norm()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for param, norm in zip(params, self.norms(params), strict=True):
+                param.sub_(param.grad / (norm + 1e-6) * group["lr"])
+
+
+class ReadsNeighbours(PerTensor):
+    """Norms over the tensors of one shape: alike for two of one shape, so that buckets show it."""
+
+    def norms(self, params: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        rows = [param for param in params if param.dim() == 2 and len(param) == 6]
+        for param in params:
+            same = [row.grad for row in rows if row.grad is not None]
+            own = param.grad
+            assert own is not None
+            yield torch.stack([grad.norm() for grad in [own, *same]]).sum()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def test_auto_is_even_for_elementwise_optimizers_and_whole_for_others() -> None:
+    def rank(world: World) -> None:
+        for make, shards in ((torch.optim.AdamW, "even"), (PerTensor, "whole")):
+            model = net()
+            optimizer = DistributedOptimizer(make(model.parameters()), model, world=world)
+            assert all(bucket.cuts.is_even == (shards == "even") for bucket in optimizer.layout)
+            optimizer.close()
+
+    run_ranks(2, rank)
+
+
+def test_an_optimizer_that_reads_its_neighbours_is_refused() -> None:
+    def rank(world: World) -> None:
+        model = net()
+        for shards in ("whole", "auto"):
+            with raises(ConfigError, "optimizer-couples-tensors", "(6, 4)", "apart differ"):
+                DistributedOptimizer(
+                    ReadsNeighbours(model.parameters()),
+                    model,
+                    world=world,
+                    shards=shards,
+                )
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gather": "gradients"}, {"compress": "int8"}, {"update_on": "host"}]
+)
+def test_settings_without_owners_are_refused(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with raises(ConfigError, "settings-contradict", "'whole'", name):
+        EngineConfig(shards="whole", **settings)
+
+
+def test_other_settings_keep_auto_from_owners() -> None:
+    """The optimizer is then refused as before."""
+
+    def rank(world: World) -> None:
+        model = net()
+        with raises(ConfigError, "optimizer-needs-whole-tensors", "gather='gradients'"):
+            DistributedOptimizer(PerTensor(model.parameters()), model, world=world, compress="int8")
+
+    run_ranks(2, rank)
+
+
+def test_a_tensor_that_is_most_of_the_work_is_warned_of() -> None:
+    def rank(world: World) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+        optimizer = torch.optim.Adafactor(model.parameters())
+        if world.is_root:
+            with pytest.warns(UserWarning, match=r"0\.weight is 9\d % of all.* 1\.9\d times"):
+                wrapped = DistributedOptimizer(optimizer, model, world=world)
+        else:
+            wrapped = DistributedOptimizer(optimizer, model, world=world)
+        wrapped.close()
+
+    run_ranks(2, rank)
+
+
+def test_groups_that_need_other_cuts_are_not_added_later() -> None:
+    """State of cut parameters cannot go to owners."""
+
+    class Either(PerTensor):
+        def norms(self, params: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        is_whole = group.get("whole", False)
+                        yield param.grad.norm() if is_whole else torch.ones(())
+
+    def rank(world: World) -> None:
+        model = net()
+        first, second = (list(layer.parameters()) for layer in model.children())
+        optimizer = Either([{"params": first, "whole": False}])
+        wrapped = DistributedOptimizer(optimizer, model, world=world)
+        with raises(ConfigError, "optimizer-needs-whole-tensors", "shards='whole'"):
+            wrapped.add_param_group({"params": second, "whole": True})
+        wrapped.close()
+
+    run_ranks(2, rank)
