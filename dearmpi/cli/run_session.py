@@ -9,6 +9,7 @@ from dearmpi.cli.console import Console
 from dearmpi.cli.console_listener import ConsoleListener, describe_outcome, describe_stop
 from dearmpi.cli.endings import RankLog
 from dearmpi.comm.world import World
+from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
 from dearmpi.report.draw.units import count_text
 from dearmpi.train.loop.evaluation import Outcome
@@ -64,9 +65,11 @@ def _train(session: Session, folder: RunFolder, console: Console, stop: StopRequ
     job = session.job
     metrics = open_metrics(job, folder)
     window = None if session.untraced else job.settings.trace
-    tracing = open_tracing(job.task.model, job.optimizer, window, folder)
-    searches = job.settings.plan == "bayes" and job.world.size > 1
-    search = CapSearch(job.optimizer, job.world, log=folder.bucket_caps) if searches else None
+    tracing, search = None, None
+    if isinstance(job.optimizer, DistributedOptimizer):  # local steps have neither
+        tracing = open_tracing(job.task.model, job.optimizer, window, folder)
+        if job.settings.plan == "bayes" and job.world.size > 1:
+            search = CapSearch(job.optimizer, job.world, log=folder.bucket_caps)
     listener = ConsoleListener(job, console, metrics, tracing, PlanFile(job, folder), search)
     listener.tell_plan()
     if tracing is not None:
@@ -111,6 +114,13 @@ def describe_start(
             f"reduce-scatter {settings.reduce_scatter}, {count_text(num_buckets, 'bucket')}, "
             f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
             "hidden: share of it that computation covered"
+        )
+    if (local := job.local) is not None:
+        schedule = local.exchanges
+        lines.append(
+            f"local steps: an exchange every {schedule.sync_every} steps, "
+            f"{count_text(schedule.fragments, 'fragment')}, delay {schedule.delay}, mix "
+            f"{local.mix:g}; evaluations and checkpoints show what ranks share"
         )
     lines.extend(_describe_planning(job))
     if settings.workers:

@@ -16,14 +16,25 @@ from torch.optim import Optimizer
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.config import Compress, EngineConfig
-from dearmpi.engine.facade import Facade
 from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.readings import Readings
 from dearmpi.engine.setup.checks import check_arguments, optimized_parameters
+from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
+from dearmpi.engine.trace.spans import IterationTimes
 from dearmpi.errors import CheckpointError, ConfigError, MismatchError, UsageError
 from dearmpi.guessed import LOCAL_SETTINGS, answers_guesses
 from dearmpi.local.anchor import Anchor
+from dearmpi.local.rank_state import (
+    has_ranks,
+    mean_entries,
+    outer_entries,
+    own_entries,
+    pieces_of_outer,
+    pieces_of_rank,
+    whole_of_outer,
+)
 from dearmpi.plan.data.local_schedule import LocalSchedule, check_count
 
 LOCAL = "local"  # the key of a state dict beside torch's own two
@@ -38,7 +49,7 @@ class Merge:
     due: int
 
 
-class LocalOptimizer(Facade):
+class LocalOptimizer(Readings):
     """An optimizer whose ranks train by themselves and exchange what they learned now and then.
 
     Use it as the ``inner`` optimizer. Each rank takes ``sync_every`` steps of it; then an outer
@@ -50,7 +61,7 @@ class LocalOptimizer(Facade):
     Ranks must take equal numbers of steps. Between exchanges they have different parameters;
     the values that they share are the anchor (``at_anchor``). Model buffers stay each rank's own.
 
-    world, num_steps: the ranks; steps so far. schedule: when fragments travel. fragments: names of
+    world, num_steps: the ranks; steps so far. exchanges: when fragments travel. fragments: names of
     their parameters. mix, sync_after, compress: as given. outer: trains the shared values.
     """
 
@@ -109,6 +120,8 @@ class LocalOptimizer(Facade):
         except BaseException:
             self._anchor.outer.close()
             raise
+        self._controller, self.spans = self.outer._controller, self.outer.spans
+        self._times = IterationTimes()
         self.compress, self.sync_after = config.compress, sync_after
         self.num_steps = 0
         self._under_way: Merge | None = None
@@ -139,14 +152,14 @@ class LocalOptimizer(Facade):
         return self._anchor.outer
 
     @property
-    def config(self) -> EngineConfig:
-        """The settings of the exchange."""
-        return self.outer.config
-
-    @property
     def is_dense(self) -> bool:
         """Whether gradients are still averaged in each step, before ``sync_after`` steps."""
         return self._dense is not None
+
+    @property
+    def times(self) -> IterationTimes:
+        """Communication that the last step has ended: none in a step without an exchange."""
+        return self._times
 
     @property
     def waited_s(self) -> float:
@@ -163,8 +176,10 @@ class LocalOptimizer(Facade):
             raise _refused(
                 "a gradient scaler", "which would skip steps on some ranks alone; use bfloat16"
             )
+        self._times = IterationTimes()
         if self._dense is not None:
             self._dense.step()
+            self._times = self._dense.times
         else:
             self._check_shared()
             self._optimizer.step()
@@ -244,6 +259,65 @@ class LocalOptimizer(Facade):
         """
         return self._save(self._pack)
 
+    def shared_values(self) -> dict[int, Tensor]:
+        """By ``id`` of a parameter, what all ranks share of it: what a checkpoint shows."""
+        if self._dense is not None:
+            return {}
+        shared = self._anchor.shared
+        return {id(param): shared[name].detach() for name, param in self._trained.items()}
+
+    @untraced
+    def local_state(self) -> LocalState:
+        """What this rank has of its own, and its share of the outer optimizer's state; the tensors
+        are those that the next step changes.
+        """
+        self.synchronize()
+        if self._dense is not None:
+            return self._dense.local_state()
+        outer, groups = self.outer.local_state(), self._optimizer.state_dict()["param_groups"]
+        own = pieces_of_rank(self._trained, self._optimizer.state, rank=self.world.rank)
+        return LocalState(groups, whole_of_outer(outer), own + pieces_of_outer(outer))
+
+    def progress(self) -> dict[str, Any]:
+        """Plain data that ``load_local_state`` needs, the same on all ranks."""
+        merges = self._under_way
+        return {
+            "num_steps": self.num_steps,
+            "world_size": self.world.size,
+            "merges": None if merges is None else {"names": list(merges.names), "due": merges.due},
+        }
+
+    def load_local_state(self, state_dict: dict[str, Any], progress: Mapping[str, Any]) -> None:
+        """Go on from what all ranks have saved by ``local_state`` (collective).
+
+        The model must have the shared values, and must have had them when this optimizer was made.
+        Where there were other numbers of ranks, all go on from them, with the mean of the inner
+        optimizers' state, and a warning says so.
+        """
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        size, rank = int(progress["world_size"]), self.world.rank
+        local = {**progress, "rank": rank, "anchor": _copies(self._anchor.shared)}
+        local["outer"] = self.outer.state_dict()
+        local["parameters"] = dict(local["anchor"])
+        inner = {"state": state, "param_groups": groups}
+        if has_ranks(state):
+            names = {id(param): name for name, param in self._trained.items()}
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+            places = {name: place for place, name in enumerate(self._trained)}
+            is_own = size == self.world.size
+            inner["state"], local["outer"]["state"] = {}, {}
+            for index, entries in state.items():
+                name = names[id(params[index])]
+                values, own = own_entries(entries, rank if is_own else 0)
+                found = own if is_own else mean_entries(entries, size)
+                if found:
+                    inner["state"][index] = found
+                if values is not None:
+                    local["parameters"][name] = values
+                if outer := outer_entries(entries):
+                    local["outer"]["state"][places[name]] = outer
+        self.load_state_dict({**inner, LOCAL: local})
+
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this rank, and of the same step on every rank (collective).
@@ -286,7 +360,7 @@ class LocalOptimizer(Facade):
             fragments = max(1, min(_MOST_FRAGMENTS, sync_every // (1 + (delay or 0)), num_buckets))
         if delay is None:
             delay = min(_MOST_DELAY, LocalSchedule.most_delay(sync_every, fragments))
-        self.schedule = LocalSchedule(sync_every, fragments, delay)
+        self.exchanges = LocalSchedule(sync_every, fragments, delay)
         self.mix = _check_mix((_MIX if delay else 0.0) if mix is None else mix, delay)
         self.fragments = self._anchor.fragments(fragments)
 
@@ -295,12 +369,13 @@ class LocalOptimizer(Facade):
         if self._under_way is not None and self._under_way.due <= self.num_steps:
             self._merge()
         local_step = self.num_steps - self.sync_after
-        fragment = self.schedule.starting(local_step)
+        fragment = self.exchanges.starting(local_step)
         if fragment is not None:
             names = self.fragments[fragment]
             self._anchor.start_exchange(names)
-            self._under_way = Merge(names, self.num_steps + self.schedule.delay)
-            if not self.schedule.delay:
+            self._times = self.outer.times
+            self._under_way = Merge(names, self.num_steps + self.exchanges.delay)
+            if not self.exchanges.delay:
                 self._merge()
 
     def _merge(self) -> None:
@@ -324,15 +399,11 @@ class LocalOptimizer(Facade):
     def _pack(self) -> dict[str, Any]:
         self.synchronize()
         inner = self._dense.state_dict() if self._dense is not None else self._inner_state()
-        merges = self._under_way
-        inner[LOCAL] = {
-            "num_steps": self.num_steps,
+        inner[LOCAL] = self.progress() | {
             "rank": self.world.rank,
-            "world_size": self.world.size,
             "parameters": _copies(self._trained),
-            "anchor": _copies(self._anchor.shared),
+            "anchor": _copies(self._anchor.shared if self._dense is None else self._trained),
             "outer": self.outer.state_dict(),
-            "merges": None if merges is None else {"names": list(merges.names), "due": merges.due},
         }
         return inner
 
@@ -357,7 +428,7 @@ class LocalOptimizer(Facade):
         for name, shared in self._anchor.shared.items():
             shared.copy_(local["anchor"][name])
         self.outer.load_state_dict(local["outer"])
-        own = local["parameters"] if is_own or self.is_dense else local["anchor"]
+        own = local["parameters" if is_own and not self.is_dense else "anchor"]
         for name, param in self._trained.items():
             param.copy_(own[name])
         merges = local["merges"] if is_own else None

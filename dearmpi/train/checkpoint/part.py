@@ -175,7 +175,7 @@ def make_part(
     manifest.encode(snapshot.groups, where="groups", tensors=state)
     pieces = divide(common, rank=rank, size=size) | divide(state, rank=rank, size=size)
     for shard in shards:
-        described[shard.name] = _add_shard(shard, pieces)
+        described.setdefault(shard.name, {}).update(_add_shard(shard, pieces))
     for name, entries in (owned or {}).items():
         own: dict[str, Tensor] = {}
         described[name] = manifest.encode(dict(entries), where=_state_key(name), tensors=own)

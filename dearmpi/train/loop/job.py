@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.local.optimizer import LocalOptimizer
 from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, read_plan
 from dearmpi.plan.data.plan_choice import check_plan
@@ -52,7 +54,7 @@ class Job:
     settings: RunSettings
     task: Task
     device: torch.device
-    optimizer: DistributedOptimizer
+    optimizer: DistributedOptimizer | LocalOptimizer
     base_lrs: tuple[float, ...]
     curve: LrCurve
     batches: Batches
@@ -89,7 +91,23 @@ class Job:
             "lr_factor": self.curve.factor(step),
             "config": self.settings.as_plain(),
             **({"best": self.best.state()} if self.best.is_watched else {}),
+            **({"local": self.local.progress()} if self.local is not None else {}),
         }
+
+    @property
+    def local(self) -> LocalOptimizer | None:
+        """The optimizer, where ranks train alone between exchanges."""
+        return self.optimizer if isinstance(self.optimizer, LocalOptimizer) else None
+
+    def shared_parameters(self) -> AbstractContextManager[None]:
+        """Inside, the model has the parameters that are the same on all ranks, to evaluate it."""
+        return nullcontext() if self.local is None else self.local.at_anchor()
+
+    def close(self) -> None:
+        """Detach from the model, which then has the parameters that ranks share (collective)."""
+        if self.local is not None:
+            self.local.show_anchor()
+        self.optimizer.close()
 
     def position(self, step: int) -> tuple[int, int]:
         """Epoch and step within it of step number ``step``, from 0."""
@@ -139,8 +157,12 @@ def prepare(
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
     start_step = 0 if snapshot is None else snapshot.step
+    optimizer: DistributedOptimizer | LocalOptimizer
     followed = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
-    optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
+    if settings.sync_every is None:
+        optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
+    else:
+        optimizer = _train_alone(inner, task, world, settings, snapshot=snapshot, state=state)
     with together(world):
         continue_random_state(world, snapshot, settings.seed, start_step)
     return Job(
@@ -294,6 +316,42 @@ def _distribute(
         raise AgreedError(str(error), exit_code=error.exit_code, code=error.code) from error
     if state is not None:
         optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _train_alone(
+    inner: torch.optim.Optimizer,
+    task: Task,
+    world: World,
+    settings: RunSettings,
+    *,
+    snapshot: Snapshot | None,
+    state: dict[str, Any] | None,
+) -> LocalOptimizer:
+    """``inner`` on each rank, with exchanges, and with what the ranks of ``snapshot`` had."""
+    given = {
+        "outer_lr": settings.outer_lr,
+        "outer_momentum": settings.outer_momentum,
+        "fragments": settings.sync_fragments,
+        "delay": settings.sync_delay,
+        "mix": settings.sync_mix,
+    }
+    assert settings.sync_every is not None
+    try:
+        optimizer = LocalOptimizer(
+            inner,
+            task.model,
+            sync_every=settings.sync_every,
+            sync_after=settings.sync_after,
+            compress=settings.compress,
+            world=world,
+            config=replace(settings.engine(), eager=False),
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+    except ConfigError as error:
+        raise AgreedError(str(error), exit_code=error.exit_code, code=error.code) from error
+    if snapshot is not None and state is not None:
+        optimizer.load_local_state(state, snapshot.meta["local"])
     return optimizer
 
 

@@ -93,7 +93,7 @@ class Trainer:
             self._job.loading.close()
         outcome = self._outcome()
         self._steps.close()
-        self._job.optimizer.close()
+        self._job.close()
         return outcome
 
     def _take_turn(self) -> None:
@@ -203,7 +203,8 @@ class Trainer:
         assert self._job.evaluator is not None
         self._steps.catch_up()
         stop_requested = (lambda: False) if self._due.end else self._stop_requested
-        found = self._job.evaluator.run(self._job.world, stop_requested=stop_requested)
+        with self._job.shared_parameters():
+            found = self._job.evaluator.run(self._job.world, stop_requested=stop_requested)
         if found is not None:
             self._job.best.note(self._step, found.loss)
         self._evaluation = found or self._evaluation

@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.readings import Readings
 from dearmpi.engine.state.sharded_state import StatePiece
 from dearmpi.engine.sync.model_tensors import broadcast_buffers
 from dearmpi.errors import CheckpointError, NonFiniteLossError, UsageError
+from dearmpi.local.optimizer import LocalOptimizer
 from dearmpi.span import Track
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.manifest import FileRecord
@@ -51,7 +53,7 @@ class TrainingState:
     """
 
     model: nn.Module
-    optimizer: DistributedOptimizer
+    optimizer: DistributedOptimizer | LocalOptimizer
     meta: Callable[[int], dict[str, Any]]
     start_step: int = 0
     keep: int = 3
@@ -60,7 +62,7 @@ class TrainingState:
     refresh: Callable[[], None] = lambda: None
 
     @property
-    def optimizers(self) -> tuple[DistributedOptimizer, ...]:
+    def optimizers(self) -> tuple[DistributedOptimizer | LocalOptimizer, ...]:
         """All of them, in order."""
         return (self.optimizer, *self.others)
 
@@ -80,6 +82,14 @@ class TrainingState:
         broadcast_buffers(self.model, self.world)
         self.refresh()
 
+    def _shared_model(self) -> dict[str, Tensor]:
+        """The model's tensors, with what ranks share in the place of each rank's own parameters."""
+        if not isinstance(self.optimizer, LocalOptimizer):
+            return dict(self.model.state_dict())
+        shared = self.optimizer.shared_values()
+        named = self.model.state_dict(keep_vars=True)
+        return {name: shared.get(id(own), own.detach()) for name, own in named.items()}
+
     def part(self, step: int) -> tuple[Snapshot, CheckpointPart]:
         """The state after ``step`` steps that is the same on all ranks, and this rank's part of
         the checkpoint. Nothing is copied; parameters must be current.
@@ -98,13 +108,13 @@ class TrainingState:
             owned |= {prefix + name: state for name, state in local.owned.items()}
             pieces += [replace(piece, name=prefix + piece.name) for piece in local.pieces]
         random = [capture_random_state()]
-        model = dict(self.model.state_dict()) | self.extra()
+        model = self._shared_model() | self.extra()
         snapshot = Snapshot(step, model, whole, groups, self.meta(step), random)
         rank, size = self.world.rank, self.world.size
         return snapshot, make_part(snapshot, shards=pieces, owned=owned, rank=rank, size=size)
 
 
-def find_prefix(optimizer: DistributedOptimizer, model: nn.Module, names: Sequence[str]) -> str:
+def find_prefix(optimizer: Readings, model: nn.Module, names: Sequence[str]) -> str:
     """What stands in ``model`` before the names of parameters in the module that ``optimizer`` was
     made with: empty if it is ``model`` itself. names: of its parameters in ``model``.
     """

@@ -199,6 +199,63 @@ class RunChoices:
     cuda_buffers: CudaBuffers = _of_engine("cuda_buffers")
     update_on: UpdateOn = _of_engine("update_on")
     window: int = _of_engine("window")
+    sync_every: int | None = setting(
+        None,
+        "Communication",
+        "integer",
+        "steps that ranks train alone between exchanges of what they learned (DiLoCo); default: "
+        "gradients are averaged in each",
+        least=1,
+        fixed=True,
+    )
+    sync_after: int = setting(
+        0,
+        "Communication",
+        "integer",
+        "with --sync-every: steps at the start whose gradients are averaged",
+        least=0,
+        fixed=True,
+    )
+    sync_fragments: int | None = setting(
+        None,
+        "Communication",
+        "integer",
+        "with --sync-every: parts of the model, exchanged in turn; default: at most 8",
+        least=1,
+        fixed=True,
+    )
+    sync_delay: int | None = setting(
+        None,
+        "Communication",
+        "integer",
+        "with --sync-every: steps that an exchange may take; default: at most 5",
+        least=0,
+        fixed=True,
+    )
+    sync_mix: float | None = setting(
+        None,
+        "Communication",
+        "number",
+        "with --sync-every: part of its own values that a rank keeps; default: 0.5, without delay "
+        "0",
+        least=0,
+        fixed=True,
+    )
+    outer_lr: float | None = setting(
+        None,
+        "Communication",
+        "number",
+        "with --sync-every: learning rate of the outer SGD; default: 0.7",
+        above=0,
+    )
+    outer_momentum: float | None = setting(
+        None,
+        "Communication",
+        "number",
+        "with --sync-every: its Nesterov momentum; default: 0.9",
+        least=0,
+        fixed=True,
+    )
     plan: str | None = setting(
         None,
         "Communication",

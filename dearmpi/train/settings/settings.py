@@ -35,6 +35,7 @@ class RunSettings(RunChoices):
                     code="settings-contradict",
                 )
         self._check_step_schedule()
+        self._check_local()
         self.stall_limits()
         self.engine()
         if self.deterministic and self.reduce_scatter == "auto":
@@ -60,6 +61,32 @@ class RunSettings(RunChoices):
                 "data is given twice, as --data and as --task-option data=; give one of them",
                 code="given-twice",
             )
+
+    def _check_local(self) -> None:
+        """Raise ConfigError for settings that local steps lack, or that have no effect without."""
+        if self.sync_every is None:
+            for name in OF_LOCAL_STEPS:
+                if getattr(self, name) not in (None, 0):
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)}, but without sync_every gradients are "
+                        "averaged in each step; leave it out, or give sync_every",
+                        code="setting-without-effect",
+                    )
+            return
+        refused = (
+            ("plan", self.plan, (None, "none")),
+            ("on_nan", self.on_nan, ("stop",)),
+            ("gather", self.gather, ("parameters",)),
+            ("schedule", self.schedule, ("dear",)),
+            ("trace", self.trace, (None,)),
+        )
+        for name, value, served in refused:
+            if value not in served:
+                raise ConfigError(
+                    f"sync_every is {self.sync_every}, but {name} is {value!r}, which local steps "
+                    "do not serve; leave one of the two out",
+                    code="settings-contradict",
+                )
 
     def _check_step_schedule(self) -> None:
         for name in ("lr_milestones", "lr_gamma"):
@@ -96,6 +123,7 @@ class RunSettings(RunChoices):
         engine, default = self.engine(), EngineConfig()
         return (
             self.plan is None
+            and self.sync_every is None
             and not self.deterministic
             and all(getattr(engine, name) == getattr(default, name) for name in DECIDED_BY_PLAN)
         )
@@ -136,6 +164,14 @@ class RunSettings(RunChoices):
         }
 
 
+OF_LOCAL_STEPS = (
+    "sync_after",
+    "sync_fragments",
+    "sync_delay",
+    "sync_mix",
+    "outer_lr",
+    "outer_momentum",
+)
 OF_OWN_CODE = ("task", "optimizer")  # which may name a file
 PLANNING = ("auto", "bayes")  # plans that are found while training
 EXCLUSIVE = (

@@ -302,7 +302,7 @@ def test_defaults_fit_the_steps_between_exchanges(every: int, expected: Any) -> 
             world=world,
             config=EngineConfig(bucket_cap_mb=1e-6),
         )
-        schedule = optimizer.schedule
+        schedule = optimizer.exchanges
         assert (schedule.fragments, schedule.delay, optimizer.mix) == expected
         assert optimizer.compress == "int4"
         optimizer.close()
@@ -399,5 +399,30 @@ def test_states_that_do_not_fit_are_refused() -> None:
             optimizer.load_state_dict(state)
         optimizer.close()
         stranger.close()
+
+    run_ranks(2, train)
+
+
+@pytest.mark.parametrize(("before", "after"), [(6, 0), (0, 6)])
+def test_a_state_is_loaded_with_another_dense_phase(before: int, after: int) -> None:
+    """Averaged gradients need equal parameters; local steps need the newest anchor."""
+
+    def train(world: World) -> None:
+        model, resumed = build_model("dense"), build_model("dense")
+        first = Case(inner=sgd).optimizer(model, world, sync_after=before)
+        for step in range(4 + (before == 0)):
+            first.zero_grad()
+            backward(model, step, world.rank)
+            first.step()
+        with first.at_anchor():
+            shared = copies(model)
+        second = Case(inner=sgd).optimizer(resumed, world, sync_after=after)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        with second.at_anchor():
+            found = copies(resumed)
+        assert all(torch.equal(shared[name], value) for name, value in found.items())
+        assert_equal_on_all_ranks(found, world)
+        first.close()
+        second.close()
 
     run_ranks(2, train)

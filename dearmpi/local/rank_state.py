@@ -1,0 +1,105 @@
+"""Rank state: what each rank has of its own, as pieces of a checkpoint that holds all ranks'.
+
+An entry of a parameter's state is called after the rank that has it, such as ``rank3.exp_avg``;
+``rank3.values`` is the parameter itself. Those of the outer optimizer are ``outer.``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dearmpi.engine.bucket.buffers import flattened, is_dense
+from dearmpi.engine.state.sharded_state import LocalState, StatePiece
+
+_VALUES, _OUTER = "values", "outer."
+Entries = Mapping[str, Any]
+
+
+def pieces_of_rank(
+    params: Mapping[str, nn.Parameter], state: Mapping[Tensor, Entries], *, rank: int
+) -> list[StatePiece]:
+    """The values of ``params`` and the inner optimizer's ``state``, as those of ``rank``."""
+    pieces = []
+    for name, param in params.items():
+        tensors = {_VALUES: flattened(param.detach())}
+        scalars: dict[str, Any] = {}
+        for key, value in state.get(param, {}).items():
+            if isinstance(value, Tensor) and _is_like(value, param):
+                tensors[key] = flattened(value)
+            else:
+                scalars[key] = value
+        pieces.append(
+            StatePiece(
+                name,
+                param,
+                0,
+                {f"rank{rank}.{key}": value for key, value in tensors.items()},
+                {f"rank{rank}.{key}": value for key, value in scalars.items()},
+            )
+        )
+    return pieces
+
+
+def pieces_of_outer(outer: LocalState) -> list[StatePiece]:
+    """This rank's share of the outer optimizer's state; with ``gather="gradients"`` none is."""
+    return [
+        replace(
+            piece,
+            tensors={_OUTER + key: value for key, value in piece.tensors.items()},
+            scalars={_OUTER + key: value for key, value in piece.scalars.items()},
+        )
+        for piece in outer.pieces
+    ]
+
+
+def whole_of_outer(outer: LocalState) -> dict[str, dict[str, Any]]:
+    """The outer optimizer's state that is the same on all ranks, by parameter."""
+    return {
+        name: {_OUTER + key: value for key, value in entries.items()}
+        for name, entries in outer.whole.items()
+    }
+
+
+def outer_entries(entries: Entries) -> dict[str, Any]:
+    """The outer optimizer's of a parameter's entries."""
+    return _under(entries, _OUTER)
+
+
+def has_ranks(state: Mapping[Any, Entries]) -> bool:
+    """Whether a state is of ranks that trained alone, and not of averaged gradients."""
+    return any(f"rank0.{_VALUES}" in entries for entries in state.values())
+
+
+def own_entries(entries: Entries, rank: int) -> tuple[Tensor | None, dict[str, Any]]:
+    """The values of a parameter and the inner optimizer's state, as ``rank`` had them."""
+    own = _under(entries, f"rank{rank}.")
+    return own.pop(_VALUES, None), own
+
+
+def mean_entries(entries: Entries, size: int) -> dict[str, Any]:
+    """The mean of the inner optimizer's state over ``size`` ranks; of what has none, rank 0's."""
+    of_ranks = [own_entries(entries, rank)[1] for rank in range(size)]
+    return {key: _mean([one[key] for one in of_ranks if key in one]) for key in of_ranks[0]}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
+        return torch.stack(list(values)).mean(0)
+    return first
+
+
+def _under(entries: Entries, prefix: str) -> dict[str, Any]:
+    return {
+        key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)
+    }
+
+
+def _is_like(value: Tensor, param: Tensor) -> bool:
+    same = value.shape == param.shape and value.stride() == param.stride()
+    return same and is_dense(param) and param.dim() > 0

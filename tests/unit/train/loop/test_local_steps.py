@@ -1,0 +1,112 @@
+"""A run whose ranks train alone between exchanges: saved, resumed, evaluated and refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError
+from dearmpi.train import checkpoint
+from dearmpi.train.settings.settings import RunSettings
+from tests.codes import raises
+from tests.fakes.ranks import run_ranks
+from tests.unit.train.points import Notes, make_job, make_task, parameters, train
+
+LOCAL: dict[str, Any] = {
+    "optimizer": "AdamW",
+    "lr": 0.02,
+    "batch_size": 8,
+    "sync_every": 6,
+    "sync_fragments": 2,
+    "sync_delay": 2,
+    "bucket_cap_mb": 1e-5,
+    "checkpoint_interval": 4,
+    "checkpoint_time_s": 0.0,
+    "log_interval": 1,
+    "eval_interval": 5,
+}
+TASK = make_task()
+
+
+def run(
+    world: World, folder: Path, steps: int, *, resume: Path | None = None, **more: Any
+) -> tuple[list[Tensor], Notes]:
+    settings = RunSettings(max_steps=steps, **{**LOCAL, **more})
+    snapshot = None if resume is None else checkpoint.load(resume)
+    with _building:  # the random state is the process's
+        task = copy.deepcopy(TASK)
+    job = make_job(world, settings, task, snapshot)
+    _, notes = train(job, folder)
+    return parameters(task.model), notes
+
+
+_building = threading.Lock()
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6, 7, 9])
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, stop: int, after: int) -> None:
+    whole = run_ranks(2, lambda world: run(world, tmp_path / "a", 15, sync_after=after))
+    run_ranks(2, lambda world: run(world, tmp_path / "b", stop, sync_after=after))
+    (newest,) = (tmp_path / "b" / "checkpoints").glob(f"*{stop}")
+    resumed = run_ranks(
+        2, lambda world: run(world, tmp_path / "b", 15, resume=newest, sync_after=after)
+    )
+    for (expected, _), (found, _) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert [row.eval_loss for row in resumed[0][1].rows][-1] == whole[0][1].rows[-1].eval_loss
+
+
+def test_what_is_saved_is_what_ranks_share_and_ends_in_the_model(tmp_path: Path) -> None:
+    ranks = run_ranks(2, lambda world: run(world, tmp_path, 12))
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[1][0], strict=True))
+    saved = checkpoint.load(tmp_path / "checkpoints" / "step-00000012")
+    assert all(torch.equal(a, b) for a, b in zip(saved.model.values(), ranks[0][0], strict=True))
+    before = checkpoint.load(tmp_path / "checkpoints" / "step-00000004")
+    entries = before.optimizer["0.weight"]
+    assert not torch.equal(entries["rank0.values"], entries["rank1.values"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_other_numbers_of_ranks_go_on_from_what_is_shared(tmp_path: Path, size: int) -> None:
+    run_ranks(2, lambda world: run(world, tmp_path / "two", 7))
+    newest = tmp_path / "two" / "checkpoints" / "step-00000007"
+    with pytest.warns(UserWarning, match="rank 0 of 2"):
+        ranks = run_ranks(size, lambda world: run(world, tmp_path / "other", 13, resume=newest))
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[-1][0], strict=True))
+
+
+def test_communication_is_counted_once_for_each_exchange(tmp_path: Path) -> None:
+    _, notes = run_ranks(2, lambda world: run(world, tmp_path, 8))[0]
+    seconds = {row.step: row.communication_s for row in notes.rows}
+    assert seconds[1] == seconds[2] == seconds[4] == seconds[5] == seconds[7] == 0
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"plan": "auto"},
+    {"on_nan": "skip"},
+    {"gather": "gradients"},
+    {"schedule": "wfbp"},
+    {"trace": "2:4"},
+]
+
+
+@pytest.mark.parametrize("more", REFUSED, ids=str)
+def test_settings_that_local_steps_lack_are_refused(more: dict[str, Any]) -> None:
+    with raises(ConfigError, "settings-contradict", "sync_every", *more):
+        RunSettings(sync_every=4, **more)
+
+
+@pytest.mark.parametrize(
+    "name", ["sync_after", "sync_fragments", "sync_delay", "sync_mix", "outer_lr"]
+)
+def test_settings_without_effect_are_refused(name: str) -> None:
+    with raises(ConfigError, "setting-without-effect", name, "sync_every"):
+        RunSettings(**dict[str, Any]({name: 1}))
