@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ConfigError, DataError, UsageError
+from dearmpi.local.optimizer import LocalOptimizer
 from dearmpi.report.read.pace import SlowRanks, StragglerWatch
 from dearmpi.train.data.data import Batches, StepSampler
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow, check_names
@@ -91,6 +92,12 @@ class Run:
                 f"log_interval is {log_interval}, keep {keep}, trace {trace}; give 1 or more, and "
                 "as trace a first iteration and a later one",
                 code="out-of-range",
+            )
+        if isinstance(optimizer, LocalOptimizer):
+            raise ConfigError(
+                "Run does not save a LocalOptimizer; save its state_dict() on every rank, or train "
+                "by dear-train run --sync-every",
+                code="wrong-type",
             )
         several = [optimizer] if isinstance(optimizer, DistributedOptimizer) else list(optimizer)
         self._path, self._model = Path(folder), model
