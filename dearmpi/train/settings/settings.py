@@ -79,6 +79,7 @@ class RunSettings(RunChoices):
             ("gather", self.gather, ("parameters",)),
             ("schedule", self.schedule, ("dear",)),
             ("trace", self.trace, (None,)),
+            ("ema", self.ema, (None,)),
         )
         for name, value, served in refused:
             if value not in served:

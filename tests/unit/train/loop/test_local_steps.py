@@ -96,6 +96,7 @@ REFUSED: list[dict[str, Any]] = [
     {"gather": "gradients"},
     {"schedule": "wfbp"},
     {"trace": "2:4"},
+    {"ema": 0.9},
 ]
 
 
