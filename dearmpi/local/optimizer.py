@@ -27,13 +27,13 @@ from dearmpi.errors import CheckpointError, ConfigError, MismatchError, UsageErr
 from dearmpi.guessed import LOCAL_SETTINGS, answers_guesses
 from dearmpi.local.anchor import Anchor
 from dearmpi.local.rank_state import (
+    as_outer,
     has_ranks,
     mean_entries,
     outer_entries,
     own_entries,
     pieces_of_outer,
     pieces_of_rank,
-    whole_of_outer,
 )
 from dearmpi.plan.data.local_schedule import LocalSchedule, check_count
 
@@ -276,7 +276,9 @@ class LocalOptimizer(Readings):
             return self._dense.local_state()
         outer, groups = self.outer.local_state(), self._optimizer.state_dict()["param_groups"]
         own = pieces_of_rank(self._trained, self._optimizer.state, rank=self.world.rank)
-        return LocalState(groups, whole_of_outer(outer), own + pieces_of_outer(outer))
+        return LocalState(
+            groups, as_outer(outer.whole), own + pieces_of_outer(outer), as_outer(outer.owned)
+        )
 
     def progress(self) -> dict[str, Any]:
         """Plain data that ``load_local_state`` needs, the same on all ranks."""

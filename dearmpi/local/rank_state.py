@@ -57,11 +57,11 @@ def pieces_of_outer(outer: LocalState) -> list[StatePiece]:
     ]
 
 
-def whole_of_outer(outer: LocalState) -> dict[str, dict[str, Any]]:
-    """The outer optimizer's state that is the same on all ranks, by parameter."""
+def as_outer(state: Mapping[str, Entries]) -> dict[str, dict[str, Any]]:
+    """State of the outer optimizer by parameter, with entries called so."""
     return {
         name: {_OUTER + key: value for key, value in entries.items()}
-        for name, entries in outer.whole.items()
+        for name, entries in state.items()
     }
 
 

@@ -178,7 +178,8 @@ def make_part(
         described.setdefault(shard.name, {}).update(_add_shard(shard, pieces))
     for name, entries in (owned or {}).items():
         own: dict[str, Tensor] = {}
-        described[name] = manifest.encode(dict(entries), where=_state_key(name), tensors=own)
+        encoded = manifest.encode(dict(entries), where=_state_key(name), tensors=own)
+        described.setdefault(name, {}).update(encoded)
         pieces.update(divide(own, rank=0, size=1))
     return CheckpointPart(pieces, {"optimizer": described, "random": (snapshot.random or [{}])[0]})
 
