@@ -16,6 +16,7 @@ from dearmpi.config import (
     ProgressMode,
     ReduceScatter,
     ScheduleName,
+    Shards,
     UpdateOn,
     engine_setting,
 )
@@ -188,6 +189,7 @@ class RunChoices:
 
     schedule: ScheduleName = _of_engine("schedule")
     gather: Gather = _of_engine("gather")
+    shards: Shards = _of_engine("shards")
     bucket_cap_mb: float | None = _of_engine("bucket_cap_mb")
     reduce_scatter: ReduceScatter | Literal["auto"] = _of_engine("reduce_scatter")
     comm_dtype: CommDtype = _of_engine("comm_dtype")

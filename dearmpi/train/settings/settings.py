@@ -138,6 +138,7 @@ class RunSettings(RunChoices):
         return EngineConfig(
             schedule=self.schedule,
             gather=self.gather,
+            shards=self.shards,
             bucket_cap_mb=self.bucket_cap_mb,
             reduce_scatter=self.reduce_scatter,
             comm_dtype=self.comm_dtype,

@@ -102,27 +102,51 @@ def test_state_survives_any_change_of_ranks_and_buckets(tmp_path: Path, gather: 
         known = found
 
 
-def first_snapshot(folder: Path, size: int, gather: str, cap_mb: float) -> Snapshot:
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+def test_state_of_owners_survives_any_change_of_ranks(tmp_path: Path, optimizer: str) -> None:
+    """Each owner writes what it has, with whatever shapes; others own it after a change."""
+    keys = {"step", "row_var", "col_var"} if optimizer == "Adafactor" else ADAMW
+    owned: dict[str, Any] = {"optimizer": optimizer, "shards": "whole"}
+    known = first_snapshot(tmp_path / "first", 4, "parameters", 1e-4, keys=keys, **owned)
+    for size, gather, cap in (
+        (3, "parameters", 1e-3),
+        (2, "gradients", 1e-4),
+        (1, "parameters", 1),
+    ):
+        chosen = {**owned, "shards": "whole" if gather == "parameters" else "auto"}
+        found = saved_again(tmp_path / str(size), known, size, gather, cap, **chosen)
+        assert same(found.model, known.model) and same(found.optimizer, known.optimizer)
+        known = found
+
+
+ADAMW = {"step", "exp_avg", "exp_avg_sq"}
+
+
+def first_snapshot(
+    folder: Path, size: int, gather: str, cap_mb: float, keys: set[str] = ADAMW, **chosen: Any
+) -> Snapshot:
     """What a run of three steps ends with."""
     folder.mkdir()
 
     def work(world: World) -> None:
-        job = make_job(world, max_steps=3, gather=gather, bucket_cap_mb=cap_mb)
+        job = make_job(world, max_steps=3, gather=gather, bucket_cap_mb=cap_mb, **chosen)
         Trainer(job, folder, listener=Notes()).run()
 
     run_ranks(size, work)
     found = checkpoint.load(folder / "checkpoints" / "step-00000003")
     assert len(found.optimizer) == 8
-    assert set(found.optimizer["0.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(found.optimizer["0.weight"]) == keys
     return found
 
 
-def saved_again(folder: Path, known: Snapshot, size: int, gather: str, cap_mb: float) -> Snapshot:
+def saved_again(
+    folder: Path, known: Snapshot, size: int, gather: str, cap_mb: float, **chosen: Any
+) -> Snapshot:
     """``known``, loaded by ``size`` ranks and saved by them."""
     folder.mkdir()
 
     def work(world: World) -> None:
-        job = make_job(world, known, max_steps=3, gather=gather, bucket_cap_mb=cap_mb)
+        job = make_job(world, known, max_steps=3, gather=gather, bucket_cap_mb=cap_mb, **chosen)
         saver = Saver(job.state(), folder, saved=lambda _: None)
         job.state().synchronize()
         saver.start(3)
