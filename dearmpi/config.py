@@ -316,7 +316,7 @@ class EngineConfig:
         if self.is_sparse and self.gather == "gradients":
             raise ConfigError(
                 f"compress is {self.compress!r}, but gather is 'gradients'; what a rank has not "
-                "sent has its place beside sharded parameters: leave gather out",
+                "sent has its place beside sharded parameters: take gather 'parameters'",
                 code="settings-contradict",
             )
         self._check_powersgd()

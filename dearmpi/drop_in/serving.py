@@ -28,7 +28,14 @@ from torch.optim.optimizer import (
 
 import dearmpi
 from dearmpi import DistributedOptimizer, World
-from dearmpi.config import CommDtype, EngineSettings, Gather, ScheduleName
+from dearmpi.config import (
+    CommDtype,
+    Compress,
+    EngineConfig,
+    EngineSettings,
+    Gather,
+    ScheduleName,
+)
 from dearmpi.drop_in.arguments import note
 from dearmpi.drop_in.served_optimizer import (
     KnownOptimizers,
@@ -46,6 +53,20 @@ class Choices:
     schedule: ScheduleName = "dear"
     gather: Gather = "gradients"
     comm_dtype: CommDtype = "fp32"
+    compress: Compress = "none"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for settings that contradict each other."""
+        self.engine()
+
+    def engine(self) -> EngineConfig:
+        """The same, with defaults for all else."""
+        return EngineConfig(
+            schedule=self.schedule,
+            gather=self.gather,
+            comm_dtype=self.comm_dtype,
+            compress=self.compress,
+        )
 
 
 class Chosen:
@@ -205,6 +226,7 @@ class ModelServing:
             gather=choices.gather,
             bucket_cap_mb=self._bucket_cap_mb,
             comm_dtype="fp32" if are_halves else self.comm_dtype,
+            compress=choices.compress,
             buffers="broadcast" if self._broadcasts and not self.engines else "keep",
         )
 
@@ -222,6 +244,8 @@ class ModelServing:
             KnownOptimizers.own.add(never_stepped)
             settings = self.settings()
             settings |= EngineSettings(gather="gradients", buffers="keep")
+            if Chosen.choices.engine().keeps_unsent:  # which counts in steps that it never takes
+                settings |= EngineSettings(compress="none")
             self._averager = DistributedOptimizer(
                 never_stepped, self._model, world=self._world, **settings
             )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import dearmpi
 from dearmpi import World
-from dearmpi.config import CommDtype, Gather, ScheduleName
+from dearmpi.config import CommDtype, Compress, Gather, ScheduleName
 from dearmpi.drop_in.serving import Choices, Chosen
 from dearmpi.drop_in.wrapper import DistributedDataParallel
 from dearmpi.errors import ConfigError
@@ -37,7 +37,12 @@ def main(given: Sequence[str]) -> int:
     if not os.path.exists(target[0]) and not options.m:
         print(f"dearmpi: error: there is no script {target[0]!r}", file=sys.stderr)
         return 2
-    serve_scripts(Choices(options.schedule, options.gather, options.comm_dtype))
+    try:
+        choices = Choices(options.schedule, options.gather, options.comm_dtype, options.compress)
+    except ConfigError as error:
+        print(f"dearmpi: error: {error}", file=sys.stderr)
+        return 2
+    serve_scripts(choices)
     sys.argv = list(target)
     if options.m:
         sys.path[0] = os.getcwd()
@@ -62,6 +67,7 @@ def _parse(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         ("--schedule", get_args(ScheduleName), default.schedule, "when collectives travel"),
         ("--gather", get_args(Gather), default.gather, "what is gathered after each step"),
         ("--comm-dtype", get_args(CommDtype), default.comm_dtype, "precision on the wire"),
+        ("--compress", get_args(Compress), default.compress, "what large buckets travel as"),
     ):
         parser.add_argument(flag, choices=choices, default=value, help=f"{about}; default: {value}")
     parser.add_argument("-m", action="store_true", help="run a module, as python -m does")

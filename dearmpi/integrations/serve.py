@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 
 from dearmpi import World
-from dearmpi.config import CommDtype, Gather, ScheduleName
+from dearmpi.config import CommDtype, Compress, Gather, ScheduleName
 from dearmpi.drop_in.serving import Choices, Chosen
 from dearmpi.drop_in.start import serve_scripts
 from dearmpi.errors import ConfigError
@@ -17,6 +17,7 @@ def serve(
     schedule: ScheduleName | None = None,
     gather: Gather | None = None,
     comm_dtype: CommDtype | None = None,
+    compress: Compress | None = None,
 ) -> World:
     """Have the frameworks of this process train by dearmpi (collective the first time).
 
@@ -24,12 +25,17 @@ def serve(
     sets, and puts dearmpi's ``DistributedDataParallel`` in place of torch's, also where torch's is
     already imported.
 
-    schedule, gather, comm_dtype: as in ``EngineConfig``, for every model that is wrapped later.
-    None keeps what was chosen before, at first the default of ``Choices``.
+    schedule, gather, comm_dtype, compress: as in ``EngineConfig``, for every model that is wrapped
+        later. None keeps what was chosen before, at first the default of ``Choices``.
     """
     now = Chosen.choices
     return serve_scripts(
-        Choices(schedule or now.schedule, gather or now.gather, comm_dtype or now.comm_dtype)
+        Choices(
+            schedule or now.schedule,
+            gather or now.gather,
+            comm_dtype or now.comm_dtype,
+            compress or now.compress,
+        )
     )
 
 

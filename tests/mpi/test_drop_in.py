@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchsWrapper
 import dearmpi
 from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
+from dearmpi.config import Compress, Gather
 from dearmpi.drop_in.serving import Choices, Chosen
 from dearmpi.drop_in.start import ZeroRedundancyOptimizer
 from dearmpi.errors import ArgumentError, ConfigError, UsageError
@@ -107,6 +108,34 @@ def test_batch_normalisation_is_over_all_ranks(world: World) -> None:
     wrapped = train(dearmpi.DistributedDataParallel(model), [job.batch(s) for s in range(4)])
     for one, other in zip(wrapped.state_dict().values(), alone.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("compress", ["int8", "topk"])
+def test_what_travels_may_be_compressed(
+    compress: Compress, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks have the same gradients, so that one that trains alone comes to the same."""
+    gather: Gather = "gradients" if compress == "int8" else "parameters"
+    monkeypatch.setattr(Chosen, "choices", Choices(gather=gather, compress=compress))
+
+    def train(model: nn.Module) -> float:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+        inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+        for _ in range(60):
+            optimizer.zero_grad()
+            losses.append(loss := (model(inputs) - inputs.flip(1)).square().mean())
+            loss.backward()
+            optimizer.step()
+        return float(losses[-1].detach() / losses[0].detach())
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(256, 256)
+
+    alone, wrapped = train(build()), train(dearmpi.DistributedDataParallel(build()))
+    limit = 0.02 if compress == "int8" else 0.3
+    assert abs(wrapped - alone) < limit, (wrapped, alone)
+    assert wrapped != alone or world.size == 1
 
 
 def test_a_half_precision_hook_sends_half_the_bytes(world: World) -> None:

@@ -108,6 +108,14 @@ def test_a_module_and_an_exit_status(tmp_path: Path) -> None:
     assert ended.returncode == 3, ended.output
 
 
+def test_settings_that_contradict_are_refused_before_the_script(tmp_path: Path) -> None:
+    (tmp_path / "trains.py").write_text("print('trained')\n")
+    command = [sys.executable, "-m", "dearmpi", "--compress", "topk", str(tmp_path / "trains.py")]
+    ended = run_job(forked(command), ranks=1, limit_s=60)
+    assert ended.returncode == 2
+    assert "take gather 'parameters'" in ended.output and "trained" not in ended.output
+
+
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dearmpi", str(tmp_path / "absent.py")]
     ended = run_job(forked(command), ranks=1, limit_s=60)
